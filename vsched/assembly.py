@@ -15,11 +15,15 @@ from vsched.config import Config, ConfiguredPolicies
 from vsched.config.byte_sizes import size_bytes
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import SchedulerLimits
+from vsched.kernel.policy_calls import ask_drafting
+from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
 from vsched.media.pipeline import MediaStatistics
 from vsched.media.settings import MediaSettings
 from vsched.memory import LedgerLine
+from vsched.policy import DRAFT_TOKENS_MAX, DraftingView
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, ModelInfo, SamplingDefaults, group_names
+from vsched.worker.capabilities import VerifiesDrafts
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.memory import host_available, status_bytes
 from vsched.worker.profiling_run import StepLimits
@@ -116,9 +120,14 @@ def context_tokens(config: Config, info: ModelInfo) -> int:
 
 
 def scheduler_limits(
-    config: Config, info: ModelInfo, policies: ConfiguredPolicies, *, blocks: int
+    config: Config,
+    info: ModelInfo,
+    policies: ConfiguredPolicies,
+    *,
+    blocks: int,
+    drafts: bool = False,
 ) -> SchedulerLimits:
-    """Return the kernel's limits for a KV cache of `blocks` blocks.
+    """Return the kernel's limits for a KV cache of `blocks` blocks; with `drafts` ranks can verify them.
 
     Raises:
         ConfigError: When no step has room for an image that one chunk must hold.
@@ -151,7 +160,35 @@ def scheduler_limits(
         encode_pauses=config.encode_pauses,
         item_atomic=info.item_atomic,
         prompt_atomic=info.prompt_atomic,
+        drafts=drafts,
     )
+
+
+def verifies_drafts(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> bool:
+    """Return whether ranks can verify drafted tokens; where they cannot, `generate.drafting` is never asked.
+
+    Raises:
+        ConfigError: When they cannot, and the policy drafts for a request that is held to nothing.
+    """
+    plugin = load_worker(config.generate.plugin, path="generate.plugin")
+    device = config.generate.device
+    if isinstance(plugin, VerifiesDrafts) and plugin.verifies_drafts(info, device=device):
+        return True
+    view = DraftingView(
+        now_ns=0, held=False, outputs=1, outputs_max=256, running=1, rows_free=DRAFT_TOKENS_MAX
+    )
+    seat = PolicySeat(policies.drafting, PolicyFaults())
+    draft = ask_drafting(seat, msgspec.structs.replace(view, state=seat.state))
+    if draft.tokens:
+        raise ConfigError(
+            limit_message(
+                f"generate.drafting: the ranks of a model of type {info.family!r} cannot verify drafts on {device}",
+                value=f"{draft.tokens} tokens a step",
+                limit="none: drafts are for CPUs, and for models whose layers keep no state",
+                remedy='set generate.drafting to {use = "none"}, or leave it out',
+            )
+        )
+    return False
 
 
 def _check_atoms(config: Config, info: ModelInfo) -> None:

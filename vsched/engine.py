@@ -45,6 +45,7 @@ from vsched.assembly import (
     memory_in_use,
     rank_spec,
     scheduler_limits,
+    verifies_drafts,
     worker_group_plans,
 )
 from vsched.config import Config, resolve_policies
@@ -174,6 +175,7 @@ class Engine:
     async def _start_parts(self, load_front_end: Callable[[ModelInfo], FrontEnd]) -> RunningParts:
         """Start everything; what has started is given back where the rest cannot."""
         config, info, environment = self.config, self.info, self._environment
+        drafts = verifies_drafts(config, info, self._policies)
         self._sizing = kv_sizing(config, info, self._policies)
         async with contextlib.AsyncExitStack() as started:
             arena = Arena.create(arena_layout(config, info))
@@ -184,7 +186,9 @@ class Engine:
             started.callback(_forget, loading)
             shell = await start_shell(
                 partial(self._worker_groups, arena, launcher, self._sizing),
-                limits=lambda blocks: scheduler_limits(config, info, self._policies, blocks=blocks),
+                limits=lambda blocks: scheduler_limits(
+                    config, info, self._policies, blocks=blocks, drafts=drafts
+                ),
                 policies=self._policies.for_kernel(),
                 on_progress=self._on_progress,
                 drain_s=config.deadlines.drain_s,

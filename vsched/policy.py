@@ -1,7 +1,7 @@
-"""The six policy contracts: base classes, the read-only views they get, the plain values they return.
+"""The seven policy contracts: base classes, the read-only views they get, the plain values they return.
 
 A policy is a keyword-only frozen struct whose fields are its configuration. A built-in or a user's class subclasses one
-of the six, adds fields, and overrides one method. Policies do no I/O and hold no clock and no randomness: the view
+of the seven, adds fields, and overrides one method. Policies do no I/O and hold no clock and no randomness: the view
 carries `now_ns` and whatever history the decision needs. What a policy wants to remember from one call to the next is a
 struct, its `state_type`: the kernel keeps it and lends it to each call as `view.state`. The kernel validates what a
 policy proposes and enacts it; a proposal that is out of range, or a policy that raises, is counted and logged, and the
@@ -459,6 +459,68 @@ class PreemptionPolicy(Policy, frozen=True, kw_only=True):
         raise NotImplementedError
 
 
+# --- drafting ----------------------------------------------------------------------------------------------------
+
+
+DRAFT_TOKENS_MAX = 32
+"""Most tokens that may be drafted for one request in one step."""
+
+
+class Draft(msgspec.Struct, frozen=True):
+    """What ranks may draft for one request, from now on.
+
+    Drafted tokens are verified, not trusted: with and without them a request gets the same tokens.
+
+    Attributes:
+        tokens: At most so many in a step; 0 for none.
+        steps: For so many steps of the group; then the policy is asked again. 0: until the request leaves its slot.
+        ngram: What follows an earlier place with the same last tokens, at least so many, is drafted (prompt lookup); 0
+            for no lookup. What a grammar leaves no choice about is drafted in any case.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    ngram: int = 0
+
+
+class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a drafting policy sees of one decoding request: when it begins to decode, and when its grant is over.
+
+    Attributes:
+        held: Whether its answer is held to a grammar.
+        outputs: Tokens that it has yielded, as far as known.
+        outputs_max: Tokens that it may yield in all.
+        running: Requests that hold a slot.
+        rows_free: Tokens that a step can take beside those of running requests and of grants: slots that are free.
+        last: The grant that is over; None where it begins to decode.
+        drafted: Tokens drafted for it under that grant, as far as known.
+        accepted: Those of them that it was given.
+        state: What the policy remembers.
+    """
+
+    now_ns: int
+    held: bool
+    outputs: int
+    outputs_max: int
+    running: int
+    rows_free: int
+    last: Draft | None = None
+    drafted: int = 0
+    accepted: int = 0
+    state: Any = None
+
+
+class DraftingPolicy(Policy, frozen=True, kw_only=True):
+    """Decides how many tokens may be drafted for a request, and for how long."""
+
+    kind: ClassVar[str] = "drafting"
+    method: ClassVar[str] = "grant"
+
+    def grant(self, view: DraftingView) -> Draft:
+        """Return what may be drafted for the request; the kernel cuts it to `rows_free`."""
+        raise NotImplementedError
+
+
 CONTRACTS: dict[str, type[Policy]] = {
     base.kind: base
     for base in (
@@ -468,5 +530,6 @@ CONTRACTS: dict[str, type[Policy]] = {
         MemoryPolicy,
         RoutingPolicy,
         PreemptionPolicy,
+        DraftingPolicy,
     )
 }

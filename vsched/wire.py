@@ -22,7 +22,7 @@ import msgspec
 from vsched.errors import RankDesync
 from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
-from vsched.kernel.events import Finished
+from vsched.kernel.events import Drafted, Finished
 from vsched.policy import AttemptOutcome, RankMemory, Reservation
 from vsched.probes import probe
 
@@ -171,7 +171,8 @@ class GenerateResult(msgspec.Struct, frozen=True, tag=True):
     """A generate step is done.
 
     Shape: `tokens` and `numbers` are little-endian int32 by slot: the token that the slot yielded, or -1, and the
-    request that it belongs to. `wanted` are the hooks that the worker asks for.
+    request that it belongs to. `drafted` has the further tokens of slots that drafts were run for; `logprobs` of a slot
+    are in the order of its tokens. `wanted` are the hooks that the worker asks for.
     """
 
     step: int
@@ -182,6 +183,7 @@ class GenerateResult(msgspec.Struct, frozen=True, tag=True):
     busy_ns: int
     wanted: list[str] = []
     prompts: list[PromptPiece] = []
+    drafted: list[Drafted] = []
 
 
 class EncodeResult(msgspec.Struct, frozen=True, tag=True):
@@ -280,7 +282,8 @@ def check_of(result: GenerateResult | EncodeResult) -> bytes:
     Of a failed encode step only that it failed: the peers of the rank where it did know less about why.
     """
     if isinstance(result, GenerateResult):
-        return blake2b(result.tokens + result.numbers, digest_size=8).digest()
+        more = _encoder.encode(result.drafted) if result.drafted else b""
+        return blake2b(result.tokens + result.numbers + more, digest_size=8).digest()
     return b"failed" if result.failure else b""
 
 

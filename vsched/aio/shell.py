@@ -334,7 +334,8 @@ class Shell:
         if result.prompts:
             self._streams.report(result.prompts)
         tokens = int32_array(result.tokens)
-        self.handle(Stepped(result.step, tokens, result.finished, result.busy_ns, name), result)
+        finished, drafted = result.finished, result.drafted
+        self.handle(Stepped(result.step, tokens, finished, result.busy_ns, name, drafted), result)
 
     def on_lost(self, names: Sequence[str], failure: GroupFailure) -> None:
         """The ranks of a worker group are gone."""

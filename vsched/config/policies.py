@@ -16,6 +16,7 @@ from vsched.kernel import KernelPolicies
 from vsched.plugins import resolve_policy
 from vsched.policy import (
     AdmissionPolicy,
+    DraftingPolicy,
     EncodingPolicy,
     EvictionPolicy,
     MemoryPolicy,
@@ -49,6 +50,7 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryPolicy
     preemption: PreemptionPolicy
     generate_eviction: EvictionPolicy
+    drafting: DraftingPolicy
     routing: RoutingPolicy
     item_tokens_max: int | None
     encode_items_max: int
@@ -62,6 +64,7 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
             embedding_eviction=self.encode_eviction,
             prefix_eviction=self.generate_eviction,
             preemption=self.preemption,
+            drafting=self.drafting,
             routing=self.routing,
         )
 
@@ -75,6 +78,7 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
             "generate.memory": self.memory,
             "generate.preemption": self.preemption,
             "generate.eviction": self.generate_eviction,
+            "generate.drafting": self.drafting,
             "routing": self.routing,
         }
 
@@ -107,6 +111,7 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
         memory=cast("MemoryPolicy", built["generate.memory"]),
         preemption=cast("PreemptionPolicy", built["generate.preemption"]),
         generate_eviction=cast("EvictionPolicy", built["generate.eviction"]),
+        drafting=cast("DraftingPolicy", built["generate.drafting"]),
         routing=cast("RoutingPolicy", built["routing"]),
         item_tokens_max=item_tokens_max or None,
         encode_items_max=items_per_replica(items_max, config.encode.replicas),

@@ -437,6 +437,12 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     eviction: Annotated[
         PolicyTable, Meta(description="Which cached prefix blocks are evicted.")
     ] = msgspec.field(default_factory=partial(dict, use="lru"))
+    drafting: Annotated[
+        PolicyTable,
+        Meta(
+            description="How many tokens a step may draft for a request beyond one; see docs/drafts.md."
+        ),
+    ] = msgspec.field(default_factory=partial(dict, use="vsched_policies.drafting:ForcedTokens"))
 
 
 class RecordConfig(Section, frozen=True, kw_only=True):
@@ -561,6 +567,7 @@ POLICY_TABLES = {
     "generate.memory": "memory",
     "generate.preemption": "preemption",
     "generate.eviction": "eviction",
+    "generate.drafting": "drafting",
     "routing": "routing",
 }
 """The kind of policy that each policy table names."""

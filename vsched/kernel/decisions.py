@@ -75,11 +75,23 @@ class ChunkPlan(msgspec.Struct, frozen=True, array_like=True):
     writes: list[StateWrite] = []
 
 
+class DraftGrant(msgspec.Struct, frozen=True, array_like=True):
+    """From this step on ranks may draft `tokens` tokens a step for a slot that decodes, until another grant or a leave.
+
+    `ngram` is that of `vsched.policy.Draft`. What is drafted, each rank finds by itself, from what all of them know.
+    """
+
+    slot: int
+    tokens: int
+    ngram: int
+
+
 class GenerateDecision(msgspec.Struct, frozen=True, array_like=True, tag="g"):
     """One step of the generate group.
 
-    Order: `left` applies first, then `forgotten`, then `joined`, then `grown` (slot, block, slot, block, …), then the
-    step runs: one token for every decoding slot, and the chunks. Snapshots are read before any is written.
+    Order: `left` applies first, then `forgotten`, then `joined`, then `granted`, then `grown` (slot, block, slot,
+    block, …), then the step runs: one token for every decoding slot and as many more as drafts of it prove right, and
+    the chunks. Snapshots are read before any is written.
     """
 
     step: int
@@ -88,6 +100,7 @@ class GenerateDecision(msgspec.Struct, frozen=True, array_like=True, tag="g"):
     joined: list[Join] = []
     grown: list[int] = []
     chunks: list[ChunkPlan] = []
+    granted: list[DraftGrant] = []
 
 
 class EncodeTask(msgspec.Struct, frozen=True, array_like=True):

@@ -40,11 +40,20 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     reason: FinishReason
 
 
+class Drafted(msgspec.Struct, frozen=True, array_like=True):
+    """What came of the drafts of a slot in a step: how many they were, and the tokens that followed its first."""
+
+    slot: int
+    drafts: int
+    tokens: list[int]
+
+
 class Stepped(msgspec.Struct, frozen=True):
     """A generate step is done.
 
     Shape: `tokens` is int32, indexed by slot; entries of slots that yielded no token are -1 and never read.
-    `busy_ns` is how long the ranks worked on it, 0 where it was not measured.
+    `busy_ns` is how long the ranks worked on it, 0 where it was not measured. `drafted` tells of the slots that ranks
+    drafted for.
     """
 
     step: int
@@ -52,6 +61,7 @@ class Stepped(msgspec.Struct, frozen=True):
     finished: list[Finished] = []
     busy_ns: int = 0
     group: str = "generate"
+    drafted: list[Drafted] = []
 
 
 class Encoded(msgspec.Struct, frozen=True):

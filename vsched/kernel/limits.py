@@ -6,6 +6,7 @@ import msgspec
 
 from vsched.policy import (
     AdmissionPolicy,
+    DraftingPolicy,
     EncodingPolicy,
     EvictionPolicy,
     PreemptionPolicy,
@@ -39,6 +40,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         encode_pauses: Each encode group runs in the processes of a generate group, and pauses for its steps.
         item_atomic: One chunk holds each run of an item whole, however long it is: its positions see each other.
         prompt_atomic: One chunk holds a prompt whole.
+        drafts: Ranks can verify drafted tokens.
     """
 
     block_size: int = 16
@@ -63,6 +65,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     encode_pauses: bool = False
     item_atomic: bool = False
     prompt_atomic: bool = False
+    drafts: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_tokens <= self.slots:
@@ -107,4 +110,5 @@ class KernelPolicies(msgspec.Struct, frozen=True, kw_only=True):
     embedding_eviction: EvictionPolicy
     prefix_eviction: EvictionPolicy
     preemption: PreemptionPolicy
+    drafting: DraftingPolicy
     routing: RoutingPolicy

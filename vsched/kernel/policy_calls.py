@@ -16,9 +16,13 @@ import msgspec
 from vsched.errors import RecordError
 from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
 from vsched.policy import (
+    DRAFT_TOKENS_MAX,
     Admission,
     AdmissionPolicy,
     AdmissionView,
+    Draft,
+    DraftingPolicy,
+    DraftingView,
     EncodingPolicy,
     EncodingView,
     EvictionOrder,
@@ -102,6 +106,22 @@ def ask_preemption(seat: PolicySeat[PreemptionPolicy], view: PreemptionView) -> 
         seat.fail(error, view)
         return len(view.running) - 1
     return index
+
+
+def ask_drafting(seat: PolicySeat[DraftingPolicy], view: DraftingView) -> Draft:
+    """Return what may be drafted for a request, or nothing any more where the policy fails."""
+    try:
+        answer = seat.policy.grant(view)
+        found = Draft(whole(answer.tokens), whole(answer.steps), whole(answer.ngram))
+        if not 0 <= found.tokens <= DRAFT_TOKENS_MAX:
+            raise ValueError(f"{found.tokens} tokens are outside 0 to {DRAFT_TOKENS_MAX}")
+        if found.steps < 0 or found.ngram < 0:
+            raise ValueError(f"{found} has a number below 0")
+        seat.accept()
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        seat.fail(error, view)
+        return Draft()
+    return found
 
 
 def ask_routing(seat: PolicySeat[RoutingPolicy], view: RoutingView) -> int:

@@ -13,6 +13,7 @@ import msgspec
 
 from vsched.kernel.decisions import RequestData
 from vsched.kernel.prefix_hashes import chain_hashes
+from vsched.policy import Draft
 from vsched.types import ItemPlace, MediaItem, Request
 
 if TYPE_CHECKING:
@@ -50,8 +51,14 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         computed: Tokens whose KV is decided (sent or done); meaningful while it has a slot.
         branch: Where the blocks ended that were cached when it joined, of a model with a state.
         first_step: The step that yields its first token since it joined; -1 before its last chunk is decided.
-        decoding_since: What `first_step` was set to when it began to decode.
-        bucket: Which steps, modulo the block size, give it a block while it decodes.
+        decoding_since: What `first_step` was set to when it began to decode, less the tokens that drafts brought since:
+            the step that it would have begun in, had every step brought one token.
+        bucket: Which steps, modulo the block size, give it a block while it decodes; -1 where its steps may bring
+            several tokens (see `vsched.kernel.generate.drafts`).
+        granted: What may be drafted for it; None before its drafting policy was asked.
+        asked_in: The step before which that policy is asked again; 0 for never.
+        unsettled: Tokens that drafts of steps in flight may bring at most.
+        drafted: Tokens drafted for it under its grant, and `accepted` those of them that it was given.
         wanted: Indices of its items that it claimed in the embedding cache and has not consumed.
         known: Whether the generate ranks hold its data.
         losses: How often its group went down while it ran there; 0 again once it was seen not to be the cause.
@@ -80,6 +87,11 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
     branch: int = 0
     first_step: int = -1
     decoding_since: int = 0
+    granted: Draft | None = None
+    asked_in: int = 0
+    unsettled: int = 0
+    drafted: int = 0
+    accepted: int = 0
     wanted: set[int] = msgspec.field(default_factory=set)
     known: bool = False
     losses: int = 0
@@ -141,6 +153,11 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
     def tells_prompt(self) -> bool:
         """Whether its prompt has to be computed for what that says of its tokens, cached or not."""
         return self.request.sampling.prompt_logprobs is not None and not self.first_token_ns
+
+    @property
+    def length_max(self) -> int:
+        """The tokens that it can have at most."""
+        return self.prompt_length + self.request.sampling.max_tokens
 
     def extend_hashes(self, block_size: int) -> None:
         """Compute the hashes of full blocks that it does not have yet, if others may share them."""

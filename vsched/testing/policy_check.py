@@ -36,6 +36,7 @@ PLACES = {
     "eviction": ("embedding_eviction", "prefix_eviction"),
     "preemption": ("preemption",),
     "routing": ("routing",),
+    "drafting": ("drafting",),
 }
 """Where the kernel asks a kind of policy."""
 REPEATS = 50

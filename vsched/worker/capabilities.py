@@ -289,6 +289,15 @@ class TellsPrompts(Protocol):
 
 
 @runtime_checkable
+class VerifiesDrafts(Protocol):
+    """A plug-in whose generate workers can run drafts: several decode rows of a slot in one step; see `Batch`."""
+
+    def verifies_drafts(self, info: ModelInfo, *, device: str) -> bool:
+        """Return whether they can, for this model on a device; not where layers keep a state: no row takes it back."""
+        ...
+
+
+@runtime_checkable
 class LeanPreprocessing(Protocol):
     """A plug-in whose preprocessor comes with less in a process that loads no model."""
 

@@ -144,6 +144,16 @@ class TokenMatcher(Protocol):
         """
         ...
 
+    def foresee(
+        self, wanted: Sequence[int], count: int
+    ) -> list[tuple[int, npt.NDArray[np.uint32]]]:
+        """Return up to `count` tokens that may come next, and the mask after each; nothing is followed.
+
+        They are those that must come, and in between those of `wanted` that may; see
+        `vsched.worker.drafting.foresee_with`.
+        """
+        ...
+
 
 @dataclass(slots=True)
 class SequenceState:
@@ -215,8 +225,12 @@ class Batch:
 
     Rows that yield a token are, in order: the decode rows, then each chunk with `samples`.
 
+    Only of a plug-in that `VerifiesDrafts`, a slot may have several decode rows, one after the other: its last token,
+    and drafts at the positions behind it. Each sees those before it; `SequenceState.tokens` holds them, past its
+    length.
+
     Shape:
-        decode_slots: int32 [D], ascending. decode_tokens: int32 [D], the last token of each slot.
+        decode_slots: int32 [D], ascending. decode_tokens: int32 [D], the last token of each slot, or a draft.
         decode_positions: int32 [D], the KV position that this step writes: tokens before it.
         block_tables: int32 [slots, blocks a sequence]; row = slot; only the first blocks of a row are meaningful.
         embeddings: uint8 [pages, rows a page, bytes a row], the arena's embedding region (read only).

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import RankDesync
-from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join, Leave, RequestData
-from vsched.kernel.events import Finished
+from vsched.kernel.decisions import (
+    ChunkPlan,
+    DraftGrant,
+    GenerateDecision,
+    Join,
+    Leave,
+    RequestData,
+)
+from vsched.kernel.events import Drafted, Finished
 from vsched.types import FinishReason
 from vsched.wire import GenerateResult, PromptPiece, SlotLogprob
 from vsched.worker.capabilities import Grammars
@@ -22,7 +30,10 @@ from vsched.worker.contract import (
     Sampled,
     SequenceState,
 )
+from vsched.worker.drafting import SlotDraft, draft
 from vsched.worker.slots import STOP_TOKENS_MAX, SlotTable
+
+Int32s = npt.NDArray[np.int32]
 
 
 class GenerateRank:
@@ -58,6 +69,9 @@ class GenerateRank:
         self._sequences: dict[int, SequenceState] = {}
         self._in_slot: dict[int, SequenceState] = {}
         self._special: dict[int, SequenceState] = {}
+        self._grants: dict[int, DraftGrant] = {}
+        self._drafts: dict[int, SlotDraft] = {}
+        """By slot, what this step drafts."""
 
     @property
     def sequences(self) -> list[int]:
@@ -77,6 +91,8 @@ class GenerateRank:
             self._sequences.pop(number, None)
         for join in decision.joined:
             self._join(join)
+        for grant in decision.granted:
+            self._allow(grant)
         self._grow(decision.grown)
         batch = self._batch(decision.chunks)
         self._restored = []
@@ -97,6 +113,7 @@ class GenerateRank:
         else:
             del self._sequences[leave.number]
         self._special.pop(leave.slot, None)
+        self._grants.pop(leave.slot, None)
         self._table.reset(leave.slot)
 
     def _join(self, join: Join) -> None:
@@ -151,27 +168,72 @@ class GenerateRank:
     def _grow(self, grown: list[int]) -> None:
         if not grown:
             return
+        if len(set(grown[::2])) < len(grown) // 2:
+            for place in range(0, len(grown), 2):  # a slot with drafts may grow by several blocks
+                self._grow_by_one(grown[place : place + 2])
+        else:
+            self._grow_by_one(grown)
+
+    def _grow_by_one(self, grown: list[int]) -> None:
         pairs = np.asarray(grown, np.int32).reshape(-1, 2)
         slots, blocks = pairs[:, 0], pairs[:, 1]
         self._table.block_table[slots, self._table.block_count[slots]] = blocks
         self._table.block_count[slots] += 1
+
+    def _allow(self, grant: DraftGrant) -> None:
+        if grant.slot not in self._in_slot:
+            raise RankDesync(f"a grant for slot {grant.slot}, which is empty")
+        if grant.tokens:
+            self._grants[grant.slot] = grant
+        else:
+            self._grants.pop(grant.slot, None)
 
     # --- the step ---
 
     def _batch(self, plans: Sequence[ChunkPlan]) -> Batch:
         table = self._table
         slots = np.flatnonzero(table.decoding).astype(np.int32)
-        lengths = table.length[slots]
+        tokens, positions = table.last_token[slots], table.length[slots] - 1
+        self._drafts = self._draft() if self._grants else {}
+        if self._drafts:
+            slots, tokens, positions = self._with_drafts(slots, tokens, positions)
         return Batch(
             decode_slots=slots,
-            decode_tokens=table.last_token[slots],
-            decode_positions=lengths - 1,
+            decode_tokens=tokens,
+            decode_positions=positions,
             decode_sequences=[self._in_slot[slot] for slot in slots.tolist()],
             block_tables=table.block_table,
             embeddings=self._embeddings,
             chunks=[self._chunk(plan) for plan in plans],
             restored=self._restored,
         )
+
+    def _draft(self) -> dict[int, SlotDraft]:
+        """Draft for the slots with a grant, within their blocks and what they may still yield."""
+        table, drafts = self._table, {}
+        for slot, grant in self._grants.items():
+            if not table.decoding[slot]:
+                continue
+            length = int(table.length[slot])
+            reach = int(table.block_count[slot]) * self._block_size
+            room = min(reach, int(table.length_max[slot]) - 1) - length
+            found = draft(self._in_slot[slot], length, grant, room)
+            if found is not None:
+                drafts[slot] = found
+                table.tokens[slot, length : length + len(found.tokens)] = found.tokens
+        return drafts
+
+    def _with_drafts(
+        self, slots: Int32s, tokens: Int32s, positions: Int32s
+    ) -> tuple[Int32s, Int32s, Int32s]:
+        """Return the decode rows with drafts as further rows of their slots, behind the first."""
+        drafts = [self._drafts.get(slot) for slot in slots.tolist()]
+        counts = [1 if one is None else 1 + len(one.tokens) for one in drafts]
+        rows = np.repeat(np.arange(len(slots)), counts)
+        behind = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        tokens = tokens[rows]
+        tokens[behind > 0] = [token for one in drafts if one is not None for token in one.tokens]
+        return slots[rows], tokens, positions[rows] + behind.astype(np.int32)
 
     def _chunk(self, plan: ChunkPlan) -> Chunk:
         sequence = self._in_slot.get(plan.slot)
@@ -197,19 +259,73 @@ class GenerateRank:
         rows: list[int] = batch.decode_slots.tolist()
         rows += [chunk.slot for chunk in batch.chunks if chunk.samples]
         if self._special:
+            starts: dict[int, int] = {}
+            if self._drafts:
+                starts = {slot: row for row, slot in reversed(list(enumerate(rows)))}
             for row, slot in enumerate(rows):
                 sequence = self._special.get(slot)
                 if sequence is not None:
-                    sequence.length = int(self._table.length[slot])
-                    batch.special.append((row, sequence))
+                    behind = row - starts.get(slot, row)
+                    batch.special.append((row, self._as_drafted(slot, sequence, behind)))
         return rows
+
+    def _as_drafted(self, slot: int, sequence: SequenceState, behind: int) -> SequenceState:
+        """Return a sequence as so many drafts would leave it: the mask is another."""
+        if not behind:
+            sequence.length = int(self._table.length[slot])
+            return sequence
+        masks = self._drafts[slot].masks
+        return dataclasses.replace(sequence, token_mask=masks[behind - 1]) if masks else sequence
 
     def _advance(
         self, step: int, batch: Batch, rows: list[int], sampled: Sampled
     ) -> GenerateResult:
+        slots, tokens, drafted = np.asarray(rows, np.int64), sampled.tokens, []
+        logprobs = sampled.logprobs
+        if self._drafts:
+            first = np.flatnonzero(np.diff(slots, prepend=-1))
+            slots, tokens = slots[first], tokens[first]
+            places = {row: index for index, row in enumerate(first.tolist())}
+            special = [(places[row], one) for row, one in batch.special if row in places]
+            ends = {
+                int(first[index]): reason
+                for index, reason in self._take(slots, tokens, special).items()
+            }
+            kept = set(places)
+            for row, slot in zip(first.tolist(), slots.tolist(), strict=True):
+                if slot in self._drafts:
+                    found = self._verify(row, slot, sampled.tokens, ends)
+                    kept.update(range(row + 1, row + 1 + len(found.tokens)))
+                    drafted.append(found)
+            logprobs = [one for one in logprobs if one.row in kept]
+        else:
+            ends = self._take(slots, tokens, batch.special)
+        finished = []
+        for row, reason in sorted(ends.items()):
+            slot = rows[row]
+            self._table.decoding[slot] = False
+            finished.append(Finished(slot, int(self._table.number[slot]), reason))
+        by_slot = np.full(len(self._table.number), -1, np.int32)
+        by_slot[slots] = tokens
+        return GenerateResult(
+            step=step,
+            tokens=by_slot.tobytes(),
+            numbers=self._table.number.tobytes(),
+            finished=finished,
+            logprobs=[SlotLogprob(rows[one.row], one.logprob, one.top) for one in logprobs],
+            busy_ns=0,
+            prompts=[_piece(batch.chunks[one.chunk], one) for one in sampled.prompts],
+            drafted=drafted,
+        )
+
+    def _take(
+        self,
+        slots: npt.NDArray[np.int64],
+        tokens: Int32s,
+        special: Sequence[tuple[int, SequenceState]],
+    ) -> dict[int, FinishReason]:
+        """Add a token to each of these slots; return why some end, by their index. `special` are some by index."""
         table = self._table
-        slots = np.asarray(rows, np.int64)
-        tokens = sampled.tokens
         table.tokens[slots, np.minimum(table.length[slots], table.tokens.shape[1] - 1)] = tokens
         table.length[slots] += 1
         table.last_token[slots] = tokens
@@ -218,39 +334,37 @@ class GenerateRank:
         stopped &= table.length[slots] >= table.length_min[slots]
         full = table.length[slots] >= table.length_max[slots]
         ends = {
-            row: FinishReason.STOP if stopped[row] else FinishReason.LENGTH
-            for row in np.flatnonzero(stopped | full).tolist()
+            index: FinishReason.STOP if stopped[index] else FinishReason.LENGTH
+            for index in np.flatnonzero(stopped | full).tolist()
         }
-        self._follow(batch, tokens, ends)
-        finished = []
-        for row, reason in sorted(ends.items()):
-            slot = rows[row]
-            table.decoding[slot] = False
-            finished.append(Finished(slot, int(table.number[slot]), reason))
-        by_slot = np.full(len(table.number), -1, np.int32)
-        by_slot[slots] = tokens
-        return GenerateResult(
-            step=step,
-            tokens=by_slot.tobytes(),
-            numbers=table.number.tobytes(),
-            finished=finished,
-            logprobs=[SlotLogprob(rows[one.row], one.logprob, one.top) for one in sampled.logprobs],
-            busy_ns=0,
-            prompts=[_piece(batch.chunks[one.chunk], one) for one in sampled.prompts],
-        )
-
-    def _follow(
-        self, batch: Batch, tokens: npt.NDArray[np.int32], ends: dict[int, FinishReason]
-    ) -> None:
-        """Take the tokens of rows with a grammar, so that their masks are those of the next step; note who ends."""
-        for row, sequence in batch.special:
-            if sequence.matcher is None or ends.get(row) is FinishReason.STOP:
+        for index, sequence in special:
+            # Its mask is then that of the next token.
+            if sequence.matcher is None or ends.get(index) is FinishReason.STOP:
                 continue
-            reason = sequence.matcher.follow([int(tokens[row])])
+            reason = sequence.matcher.follow([int(tokens[index])])
             if reason is FinishReason.STOP:
-                ends[row] = reason  # whole, be it at the limit
+                ends[index] = reason  # whole, be it at the limit
             elif reason is not None:
-                ends.setdefault(row, reason)
+                ends.setdefault(index, reason)
+        return ends
+
+    def _verify(
+        self, row: int, slot: int, tokens: Int32s, ends: dict[int, FinishReason]
+    ) -> Drafted:
+        """Add what the rows behind the first yield, as far as the drafts are what the rows before them yielded."""
+        drafts = self._drafts[slot].tokens
+        at, sequence = np.array([slot]), self._special.get(slot)
+        special = [] if sequence is None else [(0, sequence)]
+        taken: list[int] = []
+        for one in drafts:
+            if row in ends or tokens[row] != one:
+                break
+            row += 1
+            found = self._take(at, tokens[row : row + 1], special)
+            if found:
+                ends[row] = found[0]
+            taken.append(int(tokens[row]))
+        return Drafted(slot, len(drafts), taken)
 
 
 def _piece(chunk: Chunk, told: PromptLogprobs) -> PromptPiece:

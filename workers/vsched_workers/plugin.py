@@ -112,6 +112,10 @@ class TransformersPlugin:
         encodes = bool(tower) and any(name.startswith(tower) for name in ranks)
         return AdapterFacts(rank=max(ranks.values()), changes_encoder=encodes)
 
+    def verifies_drafts(self, info: ModelInfo, *, device: str) -> bool:
+        """Return whether steps can run drafts: on a CPU, but for models that keep a state."""
+        return device.startswith("cpu") and not info.state_bytes
+
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> EncodeWorker:

@@ -17,6 +17,9 @@ from vsched.policy import (
     Admission,
     AdmissionPolicy,
     AdmissionView,
+    Draft,
+    DraftingPolicy,
+    DraftingView,
     EncodingPolicy,
     EncodingView,
     EvictionOrder,
@@ -27,6 +30,7 @@ from vsched.policy import (
     RoutingView,
 )
 from vsched_policies.admission import Deadline, Fifo, Gathered, Priority, TokenBudget
+from vsched_policies.drafting import ForcedTokens, NoDrafts, PromptLookup
 from vsched_policies.encoding import ChunkAware, Combined, Eager
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
 from vsched_policies.preemption import Youngest
@@ -286,6 +290,32 @@ def random_routing(rng: random.Random) -> RoutingPolicy:
     return rng.choice(makers)()
 
 
+class AnyGrant(DraftingPolicy, frozen=True, kw_only=True):
+    """Any number of tokens for any number of steps; sometimes a grant that cannot be."""
+
+    tokens: int = 8
+    steps: int = 3
+    wrong: int = 0
+
+    def grant(self, view: DraftingView) -> Draft:
+        if self.wrong and view.outputs % 3 == 0:
+            return Draft(self.wrong)
+        return Draft(
+            (view.outputs * 7 + self.tokens) % (self.tokens + 1), view.outputs % (self.steps + 1), 1
+        )
+
+
+def random_drafting(rng: random.Random) -> DraftingPolicy:
+    makers: list[Callable[[], DraftingPolicy]] = [
+        NoDrafts,
+        ForcedTokens,
+        lambda: PromptLookup(steps=rng.randint(1, 4), tokens=rng.randint(1, 8)),
+        lambda: AnyGrant(tokens=rng.randint(1, 8), steps=rng.randint(0, 5)),
+        lambda: AnyGrant(wrong=rng.choice(WRONG)),
+    ]
+    return rng.choice(makers)()
+
+
 def random_policies(rng: random.Random) -> KernelPolicies:
     """Return any combination."""
     return KernelPolicies(
@@ -296,4 +326,5 @@ def random_policies(rng: random.Random) -> KernelPolicies:
         prefix_eviction=random_eviction(rng),
         preemption=random_preemption(rng),
         routing=random_routing(rng),
+        drafting=random_drafting(rng),
     )

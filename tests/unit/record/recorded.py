@@ -26,6 +26,7 @@ TABLES = {
     "generate_admission": ("generate", "admission"),
     "prefix_eviction": ("generate", "eviction"),
     "preemption": ("generate", "preemption"),
+    "drafting": ("generate", "drafting"),
 }
 """Where the configuration names what the kernel consults in each place."""
 

@@ -42,6 +42,11 @@ class Countdown:
             self.mask[0] = 1 << (token - 1)
         return None
 
+    def foresee(
+        self, wanted: Sequence[int], count: int
+    ) -> list[tuple[int, npt.NDArray[np.uint32]]]:
+        raise NotImplementedError
+
 
 class Countdowns:
     def __init__(self) -> None:

@@ -60,6 +60,38 @@ def drawn(grammars: TokenGrammars, grammar: str, seed: int) -> tuple[list[int], 
     raise AssertionError("it found no end")
 
 
+@pytest.mark.parametrize("wanted", [[], [5, 6, 7]])
+def test_matcher_foresees_what_must_come_and_follows_nothing(
+    grammars: TokenGrammars, text_of: Callable[[list[int]], str], wanted: list[int]
+) -> None:
+    """Each foreseen token, and each mask, is what the matcher has when it follows them."""
+    grammar = encoded(regex="[ab]: rather long name (x|y)")
+    matcher, follower = (grammars.matcher(grammar) for _ in range(2))
+    opening = next(token for token in allowed(matcher) if text_of([token]) == "a")
+    for one in (matcher, follower):
+        assert one.follow([opening]) is None
+    before = matcher.mask.copy()
+    found = matcher.foresee(wanted, 8)
+    assert text_of([token for token, _ in found]).startswith(": rather")
+    assert np.array_equal(matcher.mask, before)
+    assert not matcher.error
+    for token, mask in found:
+        assert allowed(follower) == [token]
+        assert follower.follow([token]) is None
+        assert np.array_equal(follower.mask, mask)
+    assert len(matcher.foresee(wanted, 2)) == 2
+
+
+def test_matcher_foresees_what_is_wanted_as_far_as_it_may_come(grammars: TokenGrammars) -> None:
+    matcher = grammars.matcher(encoded(regex="[a-c]{2}x"))
+    letters = allowed(matcher)[:2]
+    assert len(letters) == 2
+    assert [token for token, _ in matcher.foresee([letters[0]], 1)] == [letters[0]]
+    assert matcher.foresee([], 4) == []
+    outside = next(token for token in range(400) if token not in allowed(matcher))
+    assert matcher.foresee([outside, letters[0]], 4) == []
+
+
 def encoded(**kind: Any) -> str:
     return msgspec.json.encode(kind).decode()
 

@@ -6,12 +6,13 @@ import asyncio
 import itertools
 import logging
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from vsched.aio.streams.stream import BROKEN, TokenLogprob, TokenStream
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
-from vsched.wire import GenerateResult, PromptPiece
+from vsched.wire import GenerateResult, PromptPiece, SlotLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -49,21 +50,33 @@ class StreamTable:
 
     def emit(self, result: GenerateResult) -> None:
         """Hand the tokens of a step to their streams."""
-        logprobs = {one.slot: one for one in result.logprobs}
+        logprobs: dict[int, deque[SlotLogprob]] = {}
+        for one in result.logprobs:
+            logprobs.setdefault(one.slot, deque()).append(one)
+        more = {one.slot: one.tokens for one in result.drafted}
         numbers, tokens = int32_array(result.numbers), int32_array(result.tokens)
         for slot, (number, token) in enumerate(zip(numbers, tokens, strict=True)):
             stream = self._by_number.get(number) if token >= 0 else None
             if stream is None:
                 continue  # no token, or it was aborted while the step was out
-            found = logprobs.get(slot)
-            logprob = TokenLogprob(token, found.logprob, found.top) if found is not None else None
-            try:
-                stream.push(token, logprob)
-            except Exception:
-                logger.exception("request %s cannot go on", stream.request_id)
-                stream.give_up(BROKEN)
-                self._on_broken(stream.request_id)
+            told = logprobs.get(slot, ())
+            self._push(stream, token, told)
+            for further in more.get(slot, ()):
+                self._read(stream)  # each token in a delta of its own: clients count them by events
+                self._push(stream, further, told)
             self._note(stream)
+
+    def _push(self, stream: TokenStream, token: int, told: deque[SlotLogprob] | tuple[()]) -> None:
+        logprob = None
+        if told:
+            found = told.popleft()
+            logprob = TokenLogprob(token, found.logprob, found.top)
+        try:
+            stream.push(token, logprob)
+        except Exception:
+            logger.exception("request %s cannot go on", stream.request_id)
+            stream.give_up(BROKEN)
+            self._on_broken(stream.request_id)
 
     def _note(self, stream: TokenStream) -> None:
         """Have the readers called that have something to take: all in one go, once this turn of the kernel is over."""
@@ -74,10 +87,13 @@ class StreamTable:
     def _deliver(self) -> None:
         changed, self._changed = self._changed, {}
         for stream in changed.values():
-            try:
-                stream.deliver()
-            except Exception:
-                logger.exception("the reader of request %s failed", stream.request_id)
+            self._read(stream)
+
+    def _read(self, stream: TokenStream) -> None:
+        try:
+            stream.deliver()
+        except Exception:
+            logger.exception("the reader of request %s failed", stream.request_id)
 
     def finish(self, finish: Finish) -> None:
         """Give a stream its end."""

@@ -77,6 +77,8 @@ _GENERATE: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, 
     (CounterMetricFamily, "requests_admitted", "admitted", "Requests that were given a slot."),
     (CounterMetricFamily, "tokens_prefilled", "tokens_prefilled", "Prompt tokens computed."),
     (CounterMetricFamily, "tokens_decoded", "tokens_decoded", "Tokens decoded."),
+    (CounterMetricFamily, "tokens_drafted", "tokens_drafted", "Tokens drafted, right and wrong."),
+    (CounterMetricFamily, "drafts_accepted", "drafts_accepted", "Drafts that proved right."),
     (CounterMetricFamily, "prefix_cache_hits", "tokens_cached", "Prompt tokens found cached."),
     (CounterMetricFamily, "prefix_cache_evictions", "prefix_evictions", "Blocks evicted."),
 )

@@ -13,6 +13,9 @@ token coming in the step in flight: it waits until that came, then returns to th
 decoding grows. When blocks run out, a victim leaves (`PreemptionPolicy`), never one older than the request that needs
 the block, so the oldest always goes on.
 
+**Several tokens a step.** Where a policy lets ranks draft for a request, its length is known as a bound only, until the
+step is done: `DraftGrants` keeps those requests. The others do not notice.
+
 Prior art: iteration-level scheduling (Orca, OSDI 2022), paged KV (vLLM, SOSP 2023), chunked prefill (Sarathi-Serve,
 OSDI 2024). Rejected: planning every running request in every step, which takes 12 ms at 1,024 requests.
 """
@@ -27,7 +30,9 @@ from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.events import Stepped
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.chunks import chunk_stop, drop_claims_before, pin_items
-from vsched.kernel.generate.group_state import GenerateGroupState
+from vsched.kernel.generate.drafts import DraftGrants
+from vsched.kernel.generate.explanation import explained
+from vsched.kernel.generate.group_state import COUNTED, GenerateGroupState
 from vsched.kernel.generate.in_flight import ChunkRead, InFlightSteps
 from vsched.kernel.generate.measures import Measures
 from vsched.kernel.generate.quarantine import Quarantine
@@ -49,8 +54,6 @@ from vsched.kernel.request import Phase, RequestState
 from vsched.measured import NOTHING_MEASURED, Measured
 from vsched.policy import Admission, AdmissionView, PreemptionView
 from vsched.probes import probe
-
-COUNTED = ("tokens_prefilled", "tokens_decoded", "tokens_cached", "preemptions", "admitted")
 
 
 class GenerateGroup(Group):
@@ -76,6 +79,7 @@ class GenerateGroup(Group):
         self._prefix_eviction = policies.prefix_eviction
         self._admission = seats.place(f"{name}.admission", policies.generate_admission)
         self._preemption = seats.place(f"{name}.preemption", policies.preemption)
+        self._drafting = seats.place(f"{name}.drafting", policies.drafting)
         self._cache = cache
         self._requests = requests
         self._faults = seats.faults
@@ -97,6 +101,7 @@ class GenerateGroup(Group):
         self._pool = BlockPool(self._limits.blocks, order())
         self._snapshots = StateSnapshots(self._limits, order)
         self._running = RunningSet(self._limits, self._pool)
+        self._drafts = DraftGrants(self._limits, self._drafting, self._running)
         self._in_flight = InFlightSteps(self._in_flight.planned, self._requests, self.measures)
         self.queue.blocked = False
         self._front_first = False
@@ -172,6 +177,8 @@ class GenerateGroup(Group):
         step = in_flight.planned + 1
         if not out:
             self.measures.since_ns = now_ns
+        if self._drafts.active:
+            self._drafts.begin(step, now_ns)
         grown = self._grow(step, now_ns)
         if not (running.prefilling or entries):
             # The steady case: nothing but decodes, and no budget to share out.
@@ -179,11 +186,11 @@ class GenerateGroup(Group):
             return PlannedStep(
                 self._send(step, decodes, grown) if decodes else None, self._take_requeued()
             )
-        decoding = len(running.decoding)
-        budget = self.step_times.start_step(self._limits.batch_tokens - decoding, decodes=decoding)
+        rows = len(running.decoding) + self._drafts.tokens
+        budget = self.step_times.start_step(self._limits.batch_tokens - rows, decodes=rows)
         plan = StepPlan(step, budget)
         for state in sorted(running.prefilling.values(), key=order_of):
-            self._chunk(state, plan)
+            self._chunk(state, plan, now_ns)
         if entries and not (budget.spent or self.queue.blocked):
             self._admit(plan, now_ns)
         decodes = len(running.decoding) - self._in_flight.firsts(step)
@@ -205,16 +212,16 @@ class GenerateGroup(Group):
         self._in_flight.planned = step
         self._snapshots.publish()
         self._counts["tokens_decoded"] += decodes
+        granted = self._drafts.send(step) if self._drafts.active else []
         forgotten, left = self._running.take_changes()
-        if plan is None:
-            return GenerateDecision(step, forgotten, left, [], grown)
-        return GenerateDecision(step, forgotten, left, plan.joined, grown, plan.chunks)
+        joined, chunks = (plan.joined, plan.chunks) if plan is not None else ([], [])
+        return GenerateDecision(step, forgotten, left, joined, grown, chunks, granted)
 
     def _grow(self, step: int, now_ns: int) -> list[int]:
         """Give a block to every decoding request that writes its next token into a new one."""
         grown: list[int] = []
-        due = self._running.due(step)
-        if not due:
+        due, drafts = self._running.due(step), self._drafts
+        if not (due or drafts.active):
             return grown
         pool = self._pool
         preempted = self._counts["preemptions"]
@@ -228,13 +235,11 @@ class GenerateGroup(Group):
             state.blocks.append(block)
             grown.append(state.slot)
             grown.append(block)
+        if drafts.active:
+            grown += drafts.grow(step, lambda state: self._make_room(state, now_ns))
         if self._counts["preemptions"] > preempted:
             # One that had grown already may have been preempted for one after it.
-            pairs = list(zip(grown[::2], grown[1::2], strict=True))
-            kept = [pair for pair in pairs if not self._running.left_since(pair[0])]
-            if len(kept) < len(pairs):
-                probe("generate.growth_taken_back")
-            grown = [one for pair in kept for one in pair]
+            return self._running.without_left(grown)
         return grown
 
     def _make_room(self, state: RequestState, now_ns: int) -> bool:
@@ -257,7 +262,7 @@ class GenerateGroup(Group):
                 return False
         return True
 
-    def _chunk(self, state: RequestState, plan: StepPlan) -> None:
+    def _chunk(self, state: RequestState, plan: StepPlan, now_ns: int) -> None:
         """Plan the next chunk of a prefilling request, if it can go on."""
         start, step = state.computed, plan.step
         budget = plan.budget
@@ -280,6 +285,7 @@ class GenerateGroup(Group):
         if stop == len(state.tokens):
             self._running.start_decoding(state, step)
             self._in_flight.note_first(step, state.number)
+            self._drafts.began(state, step, now_ns)
 
     def _admit(self, plan: StepPlan, now_ns: int) -> None:
         """Let waiting requests join, as the admission policy proposes and slots and blocks allow."""
@@ -319,7 +325,7 @@ class GenerateGroup(Group):
             join = self._join(state, plan.budget, now_ns)
             if join is not None:
                 plan.joined.append(join)
-                self._chunk(state, plan)
+                self._chunk(state, plan, now_ns)
                 # Only now: the chunk may read the content of an earlier item once more.
                 drop_claims_before(state, join.computed, cache=self._cache)
             elif state.phase is Phase.READY:
@@ -367,11 +373,15 @@ class GenerateGroup(Group):
 
     def complete_step(self, event: Stepped, now_ns: int) -> list[RequestState]:
         """Take the result of the oldest step in flight; return preempted requests whose last step it was."""
-        measures, busy_ns = self.measures, event.busy_ns
-        composition = self.step_times.learn(event.step, busy_ns)
+        measures, busy_ns, drafted = self.measures, event.busy_ns, event.drafted
+        rows = sum(one.drafts for one in drafted) if drafted else 0
+        composition = self.step_times.learn(event.step, busy_ns, drafts=rows)
         measures.steps.append((now_ns, busy_ns, now_ns - measures.since_ns, composition))
         measures.since_ns = now_ns
-        for read in self._in_flight.complete(event.step, event.tokens, now_ns):
+        reads = self._in_flight.complete(event.step, event.tokens, now_ns, drafted)
+        if self._drafts.active:
+            self._drafts.settle(event.step, drafted, self._counts)
+        for read in reads:
             self._cache.unpin(read.keys)
             state = self._requests.get(read.number)
             if state is not None:
@@ -408,6 +418,7 @@ class GenerateGroup(Group):
         self._trim_log()
 
     def _release_slot(self, state: RequestState, *, keep: bool) -> None:
+        self._drafts.drop(state)
         self._running.release_slot(state, keep=keep)
         self._quarantine.end(state)
         self.queue.blocked = False
@@ -466,6 +477,7 @@ class GenerateGroup(Group):
         poison = self._quarantine.blame(lost) if blame else None
         for state in lost:
             self._quarantine.end(state)
+            self._drafts.drop(state)
             self._in_flight.gather(state, state.slot)
             state.blocks, state.slot, state.computed = [], -1, 0
         lost += self._in_flight.take_requeueable(crashed=True)
@@ -516,23 +528,8 @@ class GenerateGroup(Group):
 
     def explain(self, state: RequestState) -> str:
         """Return where one of its requests is, and what it waits for, in words for operators."""
-        match state.phase:
-            case Phase.ITEMS:
-                wanted = sorted(state.wanted)
-                missing = [one for one in wanted if not self._cache.is_ready(state.items[one].key)]
-                return f"{state.phase}: items {missing} of {len(state.items)} are not encoded yet"
-            case Phase.READY:
-                need = self._limits.blocks_for(len(state.tokens))
-                return f"{state.phase}: needs {need} KV blocks, {self._pool.available} available"
-            case Phase.PREFILL:
-                return f"{state.phase}: {state.computed} of {len(state.tokens)} tokens in slot {state.slot}"
-            case Phase.DECODE:
-                outputs = max(0, self._in_flight.done - state.first_step + 1)
-                return f"{state.phase}: {outputs} tokens since it joined slot {state.slot}"
-            case Phase.SUSPENDED:
-                return f"{state.phase}: {self.name} is {self.status}"
-            case Phase.PREEMPTED | Phase.PROMPT:
-                return str(state.phase)
+        group, done = f"{self.name} is {self.status}", self._in_flight.done
+        return explained(state, self._limits, self._cache, self._pool, group=group, done=done)
 
     def counts(self) -> dict[str, int]:
         """Return the counters, and the sizes of the KV cache."""
@@ -560,6 +557,7 @@ class GenerateGroup(Group):
             in_flight=self._in_flight.state(),
             running=self._running.state(),
             pool=self._pool.state(),
+            drafts=self._drafts.state(),
             snapshots=self._snapshots.state(),
             step_times=self.step_times.state(),
             measures=self.measures.state(),
@@ -576,6 +574,7 @@ class GenerateGroup(Group):
         self._in_flight.restore(state.in_flight)
         self._running.restore(state.running, self._requests)
         self._pool.restore(state.pool, (one.blocks for one in self.running))
+        self._drafts.restore(state.drafts, self._requests)
         self._snapshots.restore(state.snapshots)
         self.step_times.restore(state.step_times)
         self.measures.restore(state.measures)
@@ -592,6 +591,7 @@ class GenerateGroup(Group):
     def check(self, own: Sequence[RequestState]) -> None:
         """Assert that queue, load and running set are consistent; `own` are the requests of this group."""
         self._running.check(self._in_flight.planned)
+        self._drafts.check(self._in_flight.planned)
         self._snapshots.check()
         assert self._known_tokens == sum(state.counted for state in own), "load is miscounted"
         ready = [state.number for state in own if state.phase is Phase.READY]

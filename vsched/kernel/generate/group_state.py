@@ -5,12 +5,19 @@ from __future__ import annotations
 import msgspec
 
 from vsched.kernel.generate.blocks import BlockPoolState
+from vsched.kernel.generate.drafts import DraftGrantsState
 from vsched.kernel.generate.in_flight import InFlightState
 from vsched.kernel.generate.measures import MeasuresState
 from vsched.kernel.generate.running import RunningSetState
 from vsched.kernel.generate.snapshots import StateSnapshotsState
 from vsched.kernel.generate.step_budget import StepTimeState
 from vsched.kernel.groups import Status
+
+COUNTED = (
+    *("tokens_prefilled", "tokens_decoded", "tokens_cached", "preemptions", "admitted"),
+    *("tokens_drafted", "drafts_accepted"),
+)
+"""What a group counts, by the names of its statistics."""
 
 
 class GenerateGroupState(msgspec.Struct):
@@ -20,6 +27,7 @@ class GenerateGroupState(msgspec.Struct):
     in_flight: InFlightState
     running: RunningSetState
     pool: BlockPoolState
+    drafts: DraftGrantsState
     snapshots: StateSnapshotsState | None
     step_times: StepTimeState
     measures: MeasuresState

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from vsched.kernel.events import Drafted
 from vsched.kernel.generate.measures import Measures
 from vsched.kernel.request import Int32Array, RequestState
 
@@ -34,6 +35,7 @@ class InFlightState(msgspec.Struct):
     preempted: dict[int, tuple[int, int]]
     log_first_step: int
     log: list[Int32Array]
+    log_more: dict[int, dict[int, list[int]]]
 
 
 class InFlightSteps:
@@ -77,12 +79,16 @@ class InFlightSteps:
         """Return how many requests get their first token in this step."""
         return len(self._firsts.get(step, ())) if self._firsts else 0
 
-    def complete(self, step: int, tokens: array[int], now_ns: int) -> list[ChunkRead]:
+    def complete(
+        self, step: int, tokens: array[int], now_ns: int, drafted: Sequence[Drafted] = ()
+    ) -> list[ChunkRead]:
         """Take the result of the oldest step; return the chunks that read embeddings in it."""
         assert step == self.done + 1, f"step {step} came back, {self.done + 1} was due"
         assert step <= self.planned, f"step {step} came back, {self.planned} is the last decided"
         self.done = step
         self._log.append(step, tokens)
+        if drafted:
+            self._log.more[step] = {one.slot: one.tokens for one in drafted}
         if self._firsts:
             for number in self._firsts.pop(step, ()):
                 state = self._requests.get(number)
@@ -140,6 +146,7 @@ class InFlightSteps:
             preempted=self._preempted,
             log_first_step=self._log.first_step,
             log=list(self._log.batches),
+            log_more=self._log.more,
         )
 
     def restore(self, state: InFlightState) -> None:
@@ -148,6 +155,7 @@ class InFlightSteps:
         self._reads, self._firsts, self._preempted = state.reads, state.firsts, state.preempted
         self._log.first_step = state.log_first_step
         self._log.batches = deque(state.log)
+        self._log.more = state.log_more
 
 
 class TokenLog:
@@ -159,10 +167,12 @@ class TokenLog:
     Attributes:
         batches: The batches that are kept, oldest first.
         first_step: The step of the first of them.
+        more: By step and slot the tokens that followed, where drafts brought more than one.
     """
 
     def __init__(self) -> None:
         self.batches: deque[array[int]] = deque()
+        self.more: dict[int, dict[int, list[int]]] = {}
         self.first_step = 0
 
     def append(self, step: int, tokens: array[int]) -> None:
@@ -174,6 +184,8 @@ class TokenLog:
 
     def gather(self, slot: int, first_step: int, last_step: int) -> array[int]:
         """Return the tokens of a slot over the steps [first_step, last_step]."""
+        if self.more:
+            return self._gather_more(slot, first_step, last_step)
         start = first_step - self.first_step
         stop = last_step - self.first_step + 1
         if start == 0 and stop == len(self.batches):
@@ -181,8 +193,17 @@ class TokenLog:
         batches = self.batches
         return array("i", [batches[index][slot] for index in range(start, stop)])
 
+    def _gather_more(self, slot: int, first_step: int, last_step: int) -> array[int]:
+        tokens = array("i")
+        for step in range(first_step, last_step + 1):
+            tokens.append(self.batches[step - self.first_step][slot])
+            tokens.extend(self.more.get(step, {}).get(slot, ()))
+        return tokens
+
     def forget_before(self, step: int) -> None:
         """Drop the batches that no running request needs any more."""
         while self.batches and self.first_step < step:
             self.batches.popleft()
+            if self.more:
+                self.more.pop(self.first_step, None)
             self.first_step += 1

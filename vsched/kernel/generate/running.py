@@ -2,7 +2,8 @@
 
 A decoding request grows into a new block every `block_size` steps; which steps those are follows from its length when
 it began to decode. So decoding requests are in `block_size` buckets, by the step (modulo `block_size`) in which they
-need a block, and a step looks at one bucket however many requests run.
+need a block, and a step looks at one bucket however many requests run. Those whose steps may bring several tokens are
+in none of them: see `vsched.kernel.generate.drafts`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import Phase, RequestState
 from vsched.policy import RunningView
+from vsched.probes import probe
 
 
 class RunningSetState(msgspec.Struct):
-    """The state of a `RunningSet`: its requests by number, in their order."""
+    """The state of a `RunningSet`: its requests by number, in their order, and in that of each bucket."""
 
     prefilling: list[int]
     decoding: list[int]
+    growth: list[list[int]]
     free_slots: list[int]
     left: list[Leave]
     forgotten: list[int]
@@ -62,7 +65,7 @@ class RunningSet:
 
     def view(self, state: RequestState, planned: int) -> RunningView:
         """Return a running request as a preemption policy sees it."""
-        decoded = planned - state.first_step + 1 if state.first_step >= 0 else 0
+        decoded = planned - state.decoding_since + 1 if state.first_step >= 0 else 0
         return RunningView(
             tokens=state.computed + decoded,
             blocks=len(state.blocks),
@@ -88,9 +91,27 @@ class RunningSet:
         state.first_step = state.decoding_since = step
         self.decoding[state.number] = state
         self._first_steps += step
-        # In step `step + j` it writes position `len(tokens) + j - 1`: a block's first when 0 modulo the size.
-        state.bucket = (step + 1 - len(state.tokens)) % self._block_size
+        self.enter_bucket(state)
+
+    def written(self, state: RequestState, step: int) -> int:
+        """Return the positions that a decoding request has written after this step, drafts in flight not counted."""
+        return len(state.tokens) + step - state.decoding_since
+
+    def enter_bucket(self, state: RequestState) -> None:
+        """From the next step on a decoding request grows by one token a step, and has no more blocks than it fills."""
+        # In step `since + j` it writes position `len(tokens) + j - 1`: a block's first when 0 modulo the size.
+        state.bucket = (state.decoding_since + 1 - len(state.tokens)) % self._block_size
         self._growth[state.bucket][state.number] = state
+
+    def leave_bucket(self, state: RequestState) -> None:
+        """Steps may bring several tokens of a request: what it grows into is no business of the buckets any more."""
+        del self._growth[state.bucket][state.number]
+        state.bucket = -1
+
+    def gain(self, state: RequestState, tokens: int) -> None:
+        """A decoding request got so many tokens more than one a step."""
+        state.decoding_since -= tokens
+        self._first_steps -= tokens
 
     def decoded(self, planned: int) -> int:
         """Return the tokens that decoding requests got since they joined, with those of steps in flight."""
@@ -104,7 +125,8 @@ class RunningSet:
     def release_slot(self, state: RequestState, *, keep: bool) -> None:
         """Take a request's slot and blocks back; `keep` when ranks must hold on to its tokens."""
         if state.phase is Phase.DECODE:
-            del self._growth[state.bucket][state.number]
+            if state.bucket >= 0:
+                del self._growth[state.bucket][state.number]
             del self.decoding[state.number]
             self._first_steps -= state.decoding_since
         else:
@@ -119,9 +141,14 @@ class RunningSet:
         """Let the ranks drop a request that holds no slot but that they still keep."""
         self._forgotten.append(state.number)
 
-    def left_since(self, slot: int) -> bool:
-        """Return whether a request has left this slot since the last decision."""
-        return any(leave.slot == slot for leave in self._left)
+    def without_left(self, grown: list[int]) -> list[int]:
+        """Return (slot, block, slot, block, …) without the slots that a request has left since the last decision."""
+        left = {leave.slot for leave in self._left}
+        pairs = list(zip(grown[::2], grown[1::2], strict=True))
+        kept = [pair for pair in pairs if pair[0] not in left]
+        if len(kept) < len(pairs):
+            probe("generate.growth_taken_back")
+        return [one for pair in kept for one in pair]
 
     def take_changes(self) -> tuple[list[int], list[Leave]]:
         """Return the requests to forget and those that left, for the next decision to carry."""
@@ -134,6 +161,7 @@ class RunningSet:
         return RunningSetState(
             prefilling=list(self.prefilling),
             decoding=list(self.decoding),
+            growth=[list(bucket) for bucket in self._growth],
             free_slots=self._free_slots,
             left=self._left,
             forgotten=self._forgotten,
@@ -145,9 +173,8 @@ class RunningSet:
         self.decoding = {number: requests[number] for number in state.decoding}
         for one in (*self.prefilling.values(), *self.decoding.values()):
             self.slots[one.slot] = one
-        for number, one in self.decoding.items():
-            self._growth[one.bucket][number] = one
-            self._first_steps += one.decoding_since
+        self._growth = [{number: requests[number] for number in bucket} for bucket in state.growth]
+        self._first_steps = sum(one.decoding_since for one in self.decoding.values())
         self._free_slots = state.free_slots
         self._left, self._forgotten = state.left, state.forgotten
 
@@ -159,11 +186,14 @@ class RunningSet:
             assert self.slots[state.slot] is state, "a slot and its request disagree"
         assert len(self._free_slots) + len(running) == len(self.slots), "a slot is lost"
         bucketed = sorted(number for bucket in self._growth for number in bucket)
-        assert bucketed == sorted(self.decoding), "growth buckets and decoding requests disagree"
+        exact = [number for number, state in self.decoding.items() if state.bucket >= 0]
+        assert bucketed == sorted(exact), "growth buckets and decoding requests disagree"
         for state in running:
             written = len(state.tokens)
             if state.phase is Phase.DECODE:
-                written += planned - state.first_step
+                if state.bucket < 0:
+                    continue  # `DraftGrants` checks those
+                written = self.written(state, planned)
             assert len(state.blocks) == -(-written // self._block_size), (
                 "blocks and length disagree"
             )

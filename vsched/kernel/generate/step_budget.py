@@ -71,11 +71,15 @@ class StepTimeModel:
         else:
             self._planned[step] = (decodes, budget.prefilled, budget.pairs)
 
-    def learn(self, step: int, busy_ns: int) -> tuple[int, int, float]:
-        """Take the time that a step took on the ranks, 0 where it was not measured; return what it consisted of."""
+    def learn(self, step: int, busy_ns: int, *, drafts: int = 0) -> tuple[int, int, float]:
+        """Take the time that a step took on the ranks, 0 where it was not measured; return what it consisted of.
+
+        Drafts took rows as decodes do.
+        """
         composition = self._planned.pop(step, _UNPLANNED)
         if busy_ns > 0 and self._target_ns:
-            self._fit(busy_ns, *composition)
+            decodes, tokens, pairs = composition
+            self._fit(busy_ns, decodes + drafts, tokens, pairs)
         return composition
 
     def _fit(self, busy_ns: int, decodes: int, tokens: int, pairs: float) -> None:

@@ -149,6 +149,11 @@ class SimulatedPlugin:
         del info
         return SymbolicGrammars()
 
+    def verifies_drafts(self, info: ModelInfo, *, device: str) -> bool:
+        """Return whether steps can run drafts: no row takes back what it did to a state."""
+        del device
+        return not info.state_bytes
+
     def load_preprocessor(self, info: ModelInfo) -> SimulatedPreprocessor:
         return SimulatedPreprocessor(info)
 

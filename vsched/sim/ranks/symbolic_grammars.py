@@ -23,6 +23,7 @@ from vsched.sim.ranks.symbolic_model import (
     fingerprints,
 )
 from vsched.types import FinishReason, MediaItem
+from vsched.worker.drafting import foresee_with
 
 Choices = Sequence[Sequence[int]]
 _WORDS = -(-(FIRST_TOKEN + TOKENS) // 32)
@@ -113,6 +114,15 @@ class ChoiceMatcher:
         if self._outputs in [list(each) for each in self._choices]:
             return FinishReason.STOP
         return None if self._look() else FinishReason.ERROR
+
+    def foresee(
+        self, wanted: Sequence[int], count: int
+    ) -> list[tuple[int, npt.NDArray[np.uint32]]]:
+        """Return up to `count` tokens that may come next, and the mask after each."""
+        copy = ChoiceMatcher(self._choices)
+        if self._outputs:
+            copy.follow(self._outputs)
+        return foresee_with(copy, wanted, count)
 
     def _look(self) -> bool:
         tokens = next_tokens(self._choices, self._outputs)

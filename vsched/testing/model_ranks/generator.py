@@ -11,10 +11,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from vsched.kernel import SchedulerLimits
-from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
-from vsched.kernel.events import Finished, Stepped
+from vsched.kernel.decisions import ChunkPlan, DraftGrant, GenerateDecision, Join
+from vsched.kernel.events import Drafted, Finished, Stepped
 from vsched.kernel.request import keyed_by_set
 from vsched.types import FinishReason, MediaItem, Request
+
+DRAFTED = 0xD4AF7
+"""What lies in KV where a draft was computed that did not prove right."""
 
 
 def output_token(seed: int, position: int) -> int:
@@ -32,6 +35,7 @@ class ModelSequence:
 
     Attributes:
         atoms: Ranges of positions whose KV depends on all of the range.
+        granted: Whether ranks may have drafted for it since it took its slot.
         tells_prompt: Whether it has to be computed from its first token on until it yields one.
     """
 
@@ -57,12 +61,14 @@ class ModelSequence:
         self.blocks: list[int] = []
         self.computed = 0
         self.decoding = False
+        self.granted = False
         self._fingerprints: list[int] = []
         self._seen = hash((cache_salt, adapter))
 
     def leave(self) -> None:
         """Lose the slot and all that lies in blocks."""
         self.decoding, self.blocks, self.computed = False, [], 0
+        self.granted = False
 
     def fingerprints(self) -> list[int]:
         """Return, for each known position, what its KV depends on: all tokens and items up to it."""
@@ -117,6 +123,7 @@ class ModelGenerator:
         self.slots: dict[int, int] = {}
         self.states: dict[int, int] = {}
         self.snapshots: dict[int, int] = {}
+        self.grants: dict[int, DraftGrant] = {}
 
     def step(self) -> tuple[Stepped, list[tuple[int, int]]]:
         """Carry out the oldest decision; return the result, and what was sampled as (request number, token)."""
@@ -124,11 +131,21 @@ class ModelGenerator:
         self._apply(decision)
         tokens = array("i", [-1] * self._limits.slots)
         finished: list[Finished] = []
+        drafted: list[Drafted] = []
+        more: list[tuple[int, int]] = []
+        rows = 0
         for slot in [slot for slot in sorted(self.slots) if self._at(slot).decoding]:
             sequence = self._at(slot)
             self._compute(sequence, len(sequence.tokens) - 1, len(sequence.tokens))
             self._pass_state(slot, len(sequence.tokens) - 1, len(sequence.tokens))
-            self._sample(slot, sequence, tokens, finished)
+            rows += 1
+            drafts = self._draft(slot, sequence)
+            tokens[slot] = self._sample(slot, sequence, finished)
+            if drafts:
+                found = self._verify(slot, sequence, drafts, finished)
+                more += [(self.slots[slot], token) for token in found.tokens]
+                drafted.append(found)
+                rows += drafts
         for chunk in decision.chunks:
             sequence = self._at(chunk.slot)
             assert not sequence.decoding, "a chunk of a sequence that decodes"
@@ -146,12 +163,39 @@ class ModelGenerator:
             self._pass_state(chunk.slot, at, chunk.stop)
             if chunk.stop == len(sequence.tokens):
                 sequence.decoding = True
-                self._sample(chunk.slot, sequence, tokens, finished)
+                tokens[chunk.slot] = self._sample(chunk.slot, sequence, finished)
+                rows += 1
+        assert rows <= self._limits.slots, "more rows to sample than slots"
         # A time that depends on the step, as real ones do, and is sometimes not known.
         prefilled = sum((chunk.stop - chunk.start) * (1 + chunk.stop) for chunk in decision.chunks)
         busy_ns = decision.step % 7 * (1 + prefilled)
         sampled = [(self.slots[slot], token) for slot, token in enumerate(tokens) if token >= 0]
-        return Stepped(decision.step, tokens, finished, busy_ns, self.name), sampled
+        result = Stepped(decision.step, tokens, finished, busy_ns, self.name, drafted)
+        return result, sampled + more
+
+    def _draft(self, slot: int, sequence: ModelSequence) -> int:
+        """Run drafts behind the last token, as many as may be, and return how many; what they write is nothing yet."""
+        grant = self.grants.get(slot)
+        if grant is None:
+            return 0
+        size = self._limits.block_size
+        length, reach = len(sequence.tokens), len(sequence.blocks) * size
+        room = sequence.prompt_length + sequence.max_tokens - 1 - length
+        drafts = min(grant.tokens, room, reach - length)
+        for position in range(length, length + drafts):
+            self.kv[sequence.blocks[position // size]][position % size] = DRAFTED
+        return drafts
+
+    def _verify(
+        self, slot: int, sequence: ModelSequence, drafts: int, finished: list[Finished]
+    ) -> Drafted:
+        """Take as many of the drafts as luck has it, none past the end."""
+        right = output_token(sequence.seed ^ DRAFTED, len(sequence.tokens)) % (drafts + 1)
+        taken: list[int] = []
+        while sequence.decoding and len(taken) < right:
+            self._compute(sequence, len(sequence.tokens) - 1, len(sequence.tokens))
+            taken.append(self._sample(slot, sequence, finished))
+        return Drafted(slot, drafts, taken)
 
     def _pass_state(self, slot: int, start: int, stop: int) -> None:
         """Take a state from before `start` to after `stop` - 1, of a model that keeps one."""
@@ -169,15 +213,21 @@ class ModelGenerator:
         for leave in decision.left:
             assert self.slots.pop(leave.slot) == leave.number, "another sequence has this slot"
             self.sequences[leave.number].leave()
+            self.grants.pop(leave.slot, None)
             if not leave.keep:
                 del self.sequences[leave.number]
         for number in decision.forgotten:
             del self.sequences[number]
         for join in decision.joined:
             self._join(join)
+        for grant in decision.granted:
+            assert grant.slot in self.slots, "a grant for an empty slot"
+            assert self._limits.drafts, "a grant for ranks that cannot draft"
+            self.grants[grant.slot] = grant
+            self._at(grant.slot).granted = True
         for slot, block in zip(decision.grown[::2], decision.grown[1::2], strict=True):
             sequence = self._at(slot)
-            if sequence.decoding:
+            if sequence.decoding and not sequence.granted:
                 assert len(sequence.tokens) - 1 == len(sequence.blocks) * self._limits.block_size
             sequence.blocks.append(block)
 
@@ -242,12 +292,10 @@ class ModelGenerator:
             )
         sequence.computed = stop
 
-    def _sample(
-        self, slot: int, sequence: ModelSequence, tokens: array[int], finished: list[Finished]
-    ) -> None:
+    def _sample(self, slot: int, sequence: ModelSequence, finished: list[Finished]) -> int:
         token = output_token(sequence.seed, len(sequence.tokens))
         sequence.tokens.append(token)
-        tokens[slot] = token
         if len(sequence.tokens) - sequence.prompt_length >= sequence.max_tokens:
             sequence.decoding = False
             finished.append(Finished(slot, self.slots[slot], FinishReason.LENGTH))
+        return token

@@ -157,5 +157,6 @@ def random_limits(rng: random.Random) -> SchedulerLimits:
         prompt_atomic=prompt_atomic,
         batch_tokens=drawn.batch_tokens + (60 if sees_ahead else 0),
         state_snapshots=places if keeps_state else None,
+        drafts=not keeps_state,
         prefix_cache=drawn.prefix_cache and not (keeps_state and not places) and not prompt_atomic,
     )

@@ -11,10 +11,11 @@ import pytest
 from tests.patience import patience
 from tests.unit.aio.ranks import Text
 from vsched.aio.streams.prompt_report import PromptReport
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.stream import OutputDelta, TokenStream
 from vsched.aio.streams.table import StreamTable, int32_array
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
+from vsched.kernel.events import Drafted
 from vsched.types import FinishReason
 from vsched.wire import GenerateResult, PromptPiece, SlotLogprob
 
@@ -97,6 +98,31 @@ async def test_stream_table_gives_logprobs_by_slot() -> None:
         (7, -0.5, [(7, -0.5)])
     ]
     assert (await anext(table.generations[2])).logprobs == []
+
+
+async def test_stream_table_gives_the_tokens_of_drafts_one_by_one_with_their_logprobs() -> None:
+    """Clients count tokens by events; what a broken stream gets, and whoever iterates, is whole as well."""
+    table = Table(Text(), Text(), logprobs=True)
+    taken: list[OutputDelta | None] = []
+    table.generations[1].subscribe(lambda: taken.append(table.generations[1].take()))
+    numbers, tokens = array("i", [2, 1]).tobytes(), array("i", [8, 7]).tobytes()
+    logprobs = [SlotLogprob(1, -value, []) for value in (1.0, 2.0, 3.0)]
+    drafted = [Drafted(1, 4, [9, 10])]
+    result = GenerateResult(1, tokens, numbers, [], logprobs, 0, drafted=drafted)
+    table.streams.emit(result)
+    await asyncio.sleep(0)
+    found = [one for one in taken if one is not None]
+    assert [one.token_ids for one in found] == [[7], [9], [10]]
+    told = [[(each.token_id, each.logprob) for each in one.logprobs or ()] for one in found]
+    assert told == [[(7, -1.0)], [(9, -2.0)], [(10, -3.0)]]
+    assert table.generations[1].output_tokens == 3
+    table.streams.emit(result)
+    table.generations[1].subscribe(None)
+    table.streams.emit(result)
+    table.finish(1)
+    table.finish(2)
+    assert await table.tokens(2) == [8, 8, 8]
+    assert await table.tokens(1) == [10, 7, 9, 10]
 
 
 async def test_stream_table_stream_that_breaks_is_told_once_and_takes_nothing_more() -> None:

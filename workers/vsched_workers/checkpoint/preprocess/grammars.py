@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.types import FinishReason, ModelInfo
+from vsched.worker.drafting import allows, foresee_with, only_token
 from vsched_workers.checkpoint.detokenize import TokenTable
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.tokenizer_files import TOKENIZER_JSON, load_tokenizer
@@ -176,6 +177,7 @@ class OutputMatcher:
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
+        self._vocab_size = vocab_size
         self._mask = np.zeros(-(-vocab_size // WORD_BITS), np.uint32)
         self.error = ""
         self._look()
@@ -195,6 +197,17 @@ class OutputMatcher:
                 return FinishReason.STOP
             self._look()
         return FinishReason.ERROR if self.error else None
+
+    def foresee(
+        self, wanted: Sequence[int], count: int
+    ) -> list[tuple[int, npt.NDArray[np.uint32]]]:
+        """Return up to `count` tokens that may come next, and the mask after each; what fails does so in a copy."""
+        mask = self._mask
+        begins = bool(wanted) and allows(mask, wanted[0])
+        if self.error or not (begins or only_token(mask) is not None):
+            return []
+        copy = OutputMatcher(self._matcher.deep_copy(), self._vocab_size)
+        return [] if copy.error else foresee_with(copy, wanted, count)
 
     def _look(self) -> None:
         """Find out what may come next."""

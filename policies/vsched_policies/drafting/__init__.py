@@ -1,0 +1,7 @@
+"""What ranks may draft for a request, for how long."""
+
+from vsched_policies.drafting.forced_tokens import ForcedTokens
+from vsched_policies.drafting.no_drafts import NoDrafts
+from vsched_policies.drafting.prompt_lookup import PromptLookup
+
+__all__ = ["ForcedTokens", "NoDrafts", "PromptLookup"]

@@ -1,0 +1,164 @@
+"""Grants: who may draft how much, the blocks that go with it, and what results make of bounds."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.setups import (
+    assert_holds_nothing,
+    assert_served,
+    generate_statistics,
+    make_limits,
+    words,
+)
+from vsched.kernel import SchedulerLimits
+from vsched.kernel.decisions import DraftGrant
+from vsched.policy import Draft, DraftingPolicy, DraftingView
+from vsched.testing import ModelCluster, default_policies, make_request
+
+DRAFTS = make_limits(drafts=True, slots=8)
+
+
+class Scripted(DraftingPolicy, frozen=True, kw_only=True):
+    """Grants so many tokens for so many steps at a time, from one list; notes what it was shown."""
+
+    grants: list[Draft]
+    seen: list[DraftingView] = msgspec.field(default_factory=list)
+
+    def grant(self, view: DraftingView) -> Draft:
+        self.seen.append(view)
+        return self.grants[min(len(self.seen), len(self.grants)) - 1]
+
+
+def cluster_of(*grants: Draft, limits: SchedulerLimits = DRAFTS) -> tuple[ModelCluster, Scripted]:
+    policy = Scripted(grants=list(grants))
+    return ModelCluster(limits, default_policies(drafting=policy)), policy
+
+
+def granted(cluster: ModelCluster) -> list[tuple[int, list[DraftGrant]]]:
+    return [(one.step, one.granted) for one in cluster.decisions if one.granted]
+
+
+def test_a_request_is_granted_drafts_with_its_first_token_and_until_they_are_over() -> None:
+    cluster, policy = cluster_of(Draft(3, 4, 2), Draft(0, 5, 0), Draft(3, 0, 2))
+    cluster.submit(make_request("a", words(9), max_tokens=60))
+    cluster.drain()
+    assert granted(cluster)[:3] == [
+        (1, [DraftGrant(0, 3, 2)]),
+        (6, [DraftGrant(0, 0, 0)]),
+        (11, [DraftGrant(0, 3, 2)]),
+    ]
+    first, second, third = policy.seen
+    assert (first.outputs, first.outputs_max, first.last, first.rows_free) == (1, 60, None, 7)
+    assert (second.last, second.running) == (Draft(3, 4, 2), 1)
+    # One step ahead, the results of the last step of the grant are not in: three of four.
+    assert second.drafted == 9
+    assert 0 < second.accepted < 9
+    assert (third.drafted, third.last) == (3, Draft(0, 5, 0))
+    assert_served(cluster, "a")
+    assert_holds_nothing(cluster)
+    counts = generate_statistics(cluster)
+    assert counts["steps"] < 60
+    assert counts["tokens_decoded"] == 60  # that of a step ahead of the end included
+    assert 0 < counts["drafts_accepted"] < counts["tokens_drafted"]
+
+
+def test_a_step_without_grants_is_what_it_was() -> None:
+    """Its decisions, blocks and buckets: the policy is asked once a request."""
+    plain = ModelCluster(msgspec.structs.replace(DRAFTS, drafts=False), default_policies())
+    asked, policy = cluster_of(Draft())
+    for cluster in (plain, asked):
+        for name in "abc":
+            cluster.submit(make_request(name, words(5), max_tokens=30))
+        cluster.drain()
+    assert asked.decisions == plain.decisions
+    assert len(policy.seen) == 3
+    never, silent = cluster_of(Draft(3), limits=msgspec.structs.replace(DRAFTS, drafts=False))
+    never.submit(make_request("a", words(5), max_tokens=30))
+    never.drain()
+    assert not silent.seen
+
+
+def test_blocks_are_there_for_the_most_that_may_come() -> None:
+    """Before each step: what it may write, with the drafts in flight and its own; and never past the limit."""
+    cluster, _ = cluster_of(Draft(6, 0, 1))
+    cluster.submit(make_request("a", words(8), max_tokens=40))
+    cluster.run_generate()
+    (state,) = cluster.kernel.generators[0].running
+    assert len(state.blocks) * 4 >= 8 + 1 + 6
+    while cluster.busy("generate"):
+        cluster.run_generate()
+        for state in cluster.kernel.generators[0].running:
+            assert len(state.blocks) <= 12
+    assert_served(cluster, "a")
+    assert_holds_nothing(cluster)
+
+
+def test_drafts_take_no_block_that_another_may_need() -> None:
+    """Three requests in as many blocks as they need at their ends: none is preempted for drafts."""
+    limits = msgspec.structs.replace(DRAFTS, blocks=3 * 4, context_tokens=64)
+    cluster, _ = cluster_of(Draft(2, 0, 1), limits=limits)
+    for name in "abc":
+        cluster.submit(make_request(name, words(4, start=10 * ord(name)), max_tokens=12))
+    cluster.drain()
+    assert generate_statistics(cluster)["preemptions"] == 0
+    assert generate_statistics(cluster)["drafts_accepted"] > 0
+    assert_served(cluster, "a", "b", "c")
+
+
+def test_grants_go_when_requests_take_the_slots() -> None:
+    """No step has more rows to sample than slots; the model rank asserts it, too."""
+    limits = msgspec.structs.replace(DRAFTS, slots=4)
+    cluster, policy = cluster_of(Draft(8, 0, 1), limits=limits)
+    cluster.submit(make_request("a", words(5), max_tokens=200))
+    for _ in range(3):
+        cluster.run_generate()
+    assert granted(cluster) == [(1, [DraftGrant(0, 3, 1)])]  # cut to the free slots
+    for name in "bcd":
+        cluster.submit(make_request(name, words(5, start=10 * ord(name)), max_tokens=8))
+        cluster.run_generate()
+    assert DraftGrant(0, 0, 1) in [one for _, grants in granted(cluster) for one in grants]
+    asked = len(policy.seen)
+    cluster.drain()
+    assert_served(cluster, "a", "b", "c", "d")
+    assert len(policy.seen) > asked, "nobody asked again when slots were free"
+
+
+@pytest.mark.parametrize("wrong", [Draft(33), Draft(-1), Draft(1, -1), Draft(1, 1, -1), None])
+def test_a_grant_that_cannot_be_is_none(wrong: Draft) -> None:
+    cluster, _ = cluster_of(wrong)
+    cluster.submit(make_request("a", words(5), max_tokens=9))
+    cluster.drain()
+    assert granted(cluster) == []
+    assert cluster.kernel.statistics()["policy_faults"] == {"Scripted": 1}
+    assert_served(cluster, "a")
+
+
+def test_a_preempted_request_takes_its_accepted_drafts_along() -> None:
+    """Its tokens are gathered from the log, and it is granted anew."""
+    limits = msgspec.structs.replace(DRAFTS, blocks=10, context_tokens=40)
+    cluster, policy = cluster_of(Draft(3, 0, 1), limits=limits)
+    for name in "ab":
+        cluster.submit(make_request(name, words(8, start=10 * ord(name)), max_tokens=24))
+    cluster.drain()
+    assert generate_statistics(cluster)["preemptions"] > 0
+    assert len(policy.seen) > 2
+    assert_served(cluster, "a", "b")
+    assert_holds_nothing(cluster)
+
+
+def test_a_lost_group_loses_no_accepted_draft() -> None:
+    cluster, _ = cluster_of(Draft(3, 0, 1))
+    cluster.submit(make_request("a", words(8), max_tokens=40))
+    for _ in range(6):
+        cluster.run_generate()
+    known = len(cluster.outputs["a"])
+    assert known > 6
+    cluster.lose("generate")
+    cluster.restore("generate")
+    cluster.drain()
+    (again,) = cluster.decisions[-1:]
+    assert again.step > 6
+    assert_served(cluster, "a")
+    assert_holds_nothing(cluster)

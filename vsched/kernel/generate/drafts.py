@@ -1,0 +1,250 @@
+"""Steps that bring several tokens of a request: what ranks may draft for it, and what that does to its length.
+
+Ranks draft tokens, run them through the model behind the last token, and keep those that are what would have come
+anyway. How many that were is known when the step is done, and the next step has been decided by then. So a request
+with a grant is *bounded*: only the most tokens that it can have are known. It leaves the buckets of the running set,
+and before each step it gets the blocks of that many tokens and of the drafts of the step. When its grant is over, no
+draft is in flight, and it has grown into its blocks, it is back in a bucket, and costs nothing again.
+
+Blocks: what a request might have written is owed to it, as a decode's next block is. For the drafts of a step blocks
+are taken only while each running request would find one left; ranks draft no further than the blocks of a slot reach.
+
+Rows: drafts take the rows of free slots, so that no step has more rows to sample than there are slots, which is what
+memory was measured for. When requests join, the youngest grants go.
+
+Rejected: to keep a request out of the next step until its length is known. That needs no bounds, and halves the steps
+of a request that runs alone, where drafts matter most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from vsched.kernel.decisions import DraftGrant
+from vsched.kernel.events import Drafted
+from vsched.kernel.generate.running import RunningSet
+from vsched.kernel.limits import SchedulerLimits
+from vsched.kernel.policy_calls import ask_drafting
+from vsched.kernel.policy_seats import PolicySeat
+from vsched.kernel.request import RequestState
+from vsched.policy import Draft, DraftingPolicy, DraftingView
+
+RETRY_STEPS = 64
+"""After so many steps a policy is asked again whose grant without an end found no free rows."""
+
+
+class DraftGrantsState(msgspec.Struct):
+    """The state of `DraftGrants`; what is granted, the requests say."""
+
+    bounded: list[int]
+    asks: dict[int, list[int]]
+    in_flight: dict[int, list[tuple[int, int]]]
+    changes: list[DraftGrant]
+
+
+class DraftGrants:
+    """The grants of the requests of a group that decode.
+
+    Attributes:
+        tokens: What the next step may draft for all of them together.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        seat: PolicySeat[DraftingPolicy],
+        running: RunningSet,
+    ) -> None:
+        self.tokens = 0
+        self._limits = limits
+        self._seat = seat
+        self._running = running
+        self._bounded: dict[int, RequestState] = {}
+        self._asks: dict[int, list[int]] = {}
+        self._in_flight: dict[int, list[tuple[int, int]]] = {}
+        self._changes: dict[int, DraftGrant] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to ask about in a step; otherwise they cost nothing."""
+        return bool(self._bounded or self._asks or self._in_flight or self._changes)
+
+    # --- before a step ---
+
+    def begin(self, step: int, now_ns: int) -> None:
+        """Renew the grants that are over before this step, and let requests whose length is known be as others."""
+        for number in self._asks.pop(step, ()):
+            state = self._running.decoding.get(number)
+            if state is not None and state.asked_in == step:
+                self._ask(state, step, now_ns)
+        for state in list(self._bounded.values()):
+            if self._is_settled(state, step):
+                del self._bounded[state.number]
+                self._running.enter_bucket(state)
+
+    def began(self, state: RequestState, step: int, now_ns: int) -> None:
+        """A request begins to decode: its first token comes in this step, and drafts from the next one on."""
+        if self._limits.drafts:
+            self._ask(state, step + 1, now_ns)
+
+    def grow(self, step: int, make_room: Callable[[RequestState], bool]) -> list[int]:
+        """Give bounded requests the blocks that this step may write; return (slot, block, slot, block, …).
+
+        `make_room` preempts until a block is available, and returns False when the request itself had to go.
+        """
+        grown: list[int] = []
+        pool, running = self._running.pool, self._running
+        for state in list(self._bounded.values()):
+            if state.slot < 0:
+                continue
+            owed = self._limits.blocks_for(self._bound(state, step))
+            tokens = state.granted.tokens if state.granted is not None else 0
+            wanted = self._limits.blocks_for(self._bound(state, step, drafts=tokens))
+            while len(state.blocks) < wanted:
+                if len(state.blocks) >= owed:
+                    if pool.available <= len(running):
+                        break
+                elif pool.available == 0 and not make_room(state):
+                    break
+                block = pool.allocate()
+                state.blocks.append(block)
+                grown += (state.slot, block)
+        return grown
+
+    def send(self, step: int) -> list[DraftGrant]:
+        """Note what a step may draft; return the grants that its decision brings."""
+        excess = len(self._running) + self.tokens - self._limits.slots
+        for state in reversed(list(self._bounded.values())) if excess > 0 and self.tokens else ():
+            if excess > 0 and state.granted is not None and state.granted.tokens:
+                excess -= state.granted.tokens
+                self._allow(state, Draft(0, RETRY_STEPS, state.granted.ngram), step)
+        noted = [
+            (number, state.granted.tokens)
+            for number, state in self._bounded.items()
+            if state.granted is not None and state.granted.tokens and state.first_step < step
+        ]
+        for number, tokens in noted:
+            self._bounded[number].unsettled += tokens
+        if noted:
+            self._in_flight[step] = noted
+        changes = list(self._changes.values())
+        self._changes.clear()
+        return changes
+
+    def _bound(self, state: RequestState, step: int, *, drafts: int = 0) -> int:
+        """Return how many positions it has written at most after this step."""
+        most = self._running.written(state, step) + state.unsettled + drafts
+        return min(most, state.length_max)
+
+    def _is_settled(self, state: RequestState, step: int) -> bool:
+        if state.unsettled or (state.granted is not None and state.granted.tokens):
+            return False
+        written = self._running.written(state, step - 1)
+        return len(state.blocks) == self._limits.blocks_for(written)
+
+    def _ask(self, state: RequestState, step: int, now_ns: int) -> None:
+        last = state.granted
+        free = self._limits.slots - len(self._running) - self.tokens
+        free = max(free + (last.tokens if last is not None else 0), 0)
+        view = DraftingView(
+            now_ns=now_ns,
+            held=bool(state.request.sampling.grammar),
+            outputs=self._running.written(state, step) - state.prompt_length,
+            outputs_max=state.request.sampling.max_tokens,
+            running=len(self._running),
+            rows_free=free,
+            last=last,
+            drafted=state.drafted,
+            accepted=state.accepted,
+            state=self._seat.state,
+        )
+        found = ask_drafting(self._seat, view)
+        if found.tokens > free:
+            found = Draft(free, found.steps or RETRY_STEPS, found.ngram)
+        self._allow(state, found, step)
+
+    def _allow(self, state: RequestState, draft: Draft, step: int) -> None:
+        before = state.granted or Draft()
+        state.granted, state.drafted, state.accepted = draft, 0, 0
+        self.tokens += draft.tokens - before.tokens
+        if draft.tokens != before.tokens or (draft.tokens and draft.ngram != before.ngram):
+            self._changes[state.slot] = DraftGrant(state.slot, draft.tokens, draft.ngram)
+        if draft.tokens and state.bucket >= 0:
+            self._running.leave_bucket(state)
+            self._bounded[state.number] = state
+        state.asked_in = step + draft.steps if draft.steps else 0
+        if state.asked_in:
+            self._asks.setdefault(state.asked_in, []).append(state.number)
+
+    # --- after a step ---
+
+    def settle(self, step: int, drafted: Sequence[Drafted], counts: dict[str, int]) -> None:
+        """Take what came of the drafts of a step, and count it."""
+        granted = self._in_flight.pop(step, None)
+        if granted is None:
+            return
+        told = {one.slot: one for one in drafted}
+        for number, tokens in granted:
+            state = self._bounded.get(number)
+            if state is None:
+                continue
+            state.unsettled -= tokens
+            found = told.get(state.slot)
+            if found is not None:
+                assert len(found.tokens) <= found.drafts <= tokens, (
+                    "a rank drafted more than it may"
+                )
+                state.drafted += found.drafts
+                state.accepted += len(found.tokens)
+                self._running.gain(state, len(found.tokens))
+        for one in drafted:
+            counts["tokens_drafted"] += one.drafts
+            counts["drafts_accepted"] += len(one.tokens)
+            counts["tokens_decoded"] += len(one.tokens)
+
+    def drop(self, state: RequestState) -> None:
+        """A request leaves its slot."""
+        if state.granted is not None:
+            self.tokens -= state.granted.tokens
+            self._changes.pop(state.slot, None)
+        self._bounded.pop(state.number, None)
+        state.granted, state.asked_in, state.unsettled = None, 0, 0
+        state.drafted = state.accepted = 0
+
+    # --- views ---
+
+    def state(self) -> DraftGrantsState:
+        """Return the state."""
+        return DraftGrantsState(
+            bounded=list(self._bounded),
+            asks=self._asks,
+            in_flight=self._in_flight,
+            changes=list(self._changes.values()),
+        )
+
+    def restore(self, state: DraftGrantsState, requests: Mapping[int, RequestState]) -> None:
+        """Take over a state; the running set and `requests` have their own already."""
+        self._bounded = {number: requests[number] for number in state.bounded}
+        self._asks, self._in_flight = state.asks, state.in_flight
+        self._changes = {one.slot: one for one in state.changes}
+        self.tokens = sum(
+            one.granted.tokens for one in self._running.decoding.values() if one.granted
+        )
+
+    def check(self, planned: int) -> None:
+        """Assert that bounded requests are just those without a bucket, and have the blocks that they may need."""
+        decoding = self._running.decoding
+        loose = {number for number, state in decoding.items() if state.bucket < 0}
+        assert loose == set(self._bounded), "bounded requests and buckets disagree"
+        granted = sum(one.granted.tokens for one in decoding.values() if one.granted is not None)
+        assert self.tokens == granted, "granted tokens are miscounted"
+        for number, state in self._bounded.items():
+            noted = [
+                tokens for step in self._in_flight.values() for one, tokens in step if one == number
+            ]
+            assert state.unsettled == sum(noted), "drafts in flight are miscounted"
+            reach = len(state.blocks) * self._limits.block_size
+            certain = min(self._running.written(state, planned), state.length_max)
+            assert certain <= reach, "a bounded request lacks blocks"
