@@ -6,7 +6,7 @@ oldest first: `WINDOW` of each kind. A policy that looks at each entry once reme
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -147,6 +147,11 @@ class Measured(Protocol):
         ...
 
     @property
+    def tokens_running(self) -> Mapping[str, int]:
+        """Tokens of running requests that are computed, prompts and outputs, by tenant."""
+        ...
+
+    @property
     def tokens_prefilled(self) -> int:
         """Prompt tokens computed since the start."""
         ...
@@ -177,6 +182,7 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     blocks_total: int = 0
     blocks_held: int = 0
     blocks_cached: int = 0
+    tokens_running: Mapping[str, int] = {}
     tokens_prefilled: int = 0
     tokens_cached: int = 0
     embedding_hits: int = 0

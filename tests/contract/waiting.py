@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from vsched.measured import NOTHING_MEASURED, Measured
 from vsched.policy import Admission, AdmissionPolicy, AdmissionView
 
 SECOND_NS = 1_000_000_000
@@ -30,6 +31,8 @@ def ask(
     divisible: bool = False,
     default_tokens: int = 2048,
     now_ns: int = 0,
+    measured: Measured = NOTHING_MEASURED,
+    state: object = None,
 ) -> Admission:
     """Ask a policy about entries; in the encode stage, or the generate stage where they are divisible."""
     view = AdmissionView(
@@ -42,6 +45,8 @@ def ask(
         running=0,
         divisible=divisible,
         default_tokens=default_tokens,
+        measured=measured,
+        state=state,
     )
     return policy.admit(view)
 

@@ -1,9 +1,19 @@
 """Which waiting entries join the next step."""
 
 from vsched_policies.admission.deadline import Deadline
+from vsched_policies.admission.fair_share import FairShare
 from vsched_policies.admission.fifo import Fifo
 from vsched_policies.admission.gathered import Gathered
 from vsched_policies.admission.priority import Priority
+from vsched_policies.admission.shortest_first import ShortestFirst
 from vsched_policies.admission.token_budget import TokenBudget
 
-__all__ = ["Deadline", "Fifo", "Gathered", "Priority", "TokenBudget"]
+__all__ = [
+    "Deadline",
+    "FairShare",
+    "Fifo",
+    "Gathered",
+    "Priority",
+    "ShortestFirst",
+    "TokenBudget",
+]

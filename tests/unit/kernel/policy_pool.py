@@ -29,7 +29,15 @@ from vsched.policy import (
     RoutingPolicy,
     RoutingView,
 )
-from vsched_policies.admission import Deadline, Fifo, Gathered, Priority, TokenBudget
+from vsched_policies.admission import (
+    Deadline,
+    FairShare,
+    Fifo,
+    Gathered,
+    Priority,
+    ShortestFirst,
+    TokenBudget,
+)
 from vsched_policies.drafting import ForcedTokens, NoDrafts, PromptLookup
 from vsched_policies.encoding import ChunkAware, Combined, Eager
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
@@ -225,6 +233,8 @@ def random_admission(rng: random.Random) -> AdmissionPolicy:
             lead_ms=rng.choice([0, 1]),
             starvation_s=seconds,
         ),
+        lambda: FairShare(output_weight=rng.choice([1, 5]), max_items=rng.choice([None, 1])),
+        lambda: ShortestFirst(ageing_s=rng.choice([0.001, 10.0]), forget=rng.choice([0.1, 1.0])),
         Reversed,
         lambda: LastAlone(patient=rng.random() < 0.5),
         lambda: Holding(for_ns=rng.choice([10_000, 1_000_000])),

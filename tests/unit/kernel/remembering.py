@@ -66,6 +66,7 @@ def digest(measured: Measured) -> int:
         measured.blocks_cached,
         measured.tokens_prefilled,
         measured.tokens_cached,
+        *measured.tokens_running.values(),
         measured.embedding_hits,
         measured.embedding_misses,
     ]

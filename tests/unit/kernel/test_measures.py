@@ -269,6 +269,8 @@ def test_tenants_are_told_in_views_and_measurements() -> None:
         told.submit(0, msgspec.structs.replace(request, tenant=tenant))
     told.hear(100, Encoded(1))
     assert waiting == [["encode", "red"], ["generate", "red", "blue"]]
+    assert told.measured.tokens_running == {"red": 6, "blue": 6}, "with the token of the step"
     told.step(200, 1, 1, 2)
+    assert told.measured.tokens_running == {}
     assert [one.tenant for one in told.measured.first_tokens] == ["red", "blue"]
     assert [one.tenant for one in told.measured.ends] == ["red", "blue"]

@@ -22,7 +22,7 @@ OSDI 2024). Rejected: planning every running request in every step, which takes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
@@ -60,9 +60,6 @@ class GenerateGroup(Group):
     """One generate group: its requests from the moment their first chunk could run until they leave their slot.
 
     `requests` are all live ones of the scheduler, by number.
-
-    Attributes:
-        measured: What its policies can know of the times here, which the scheduler sets once all groups are there.
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class GenerateGroup(Group):
         self._known_tokens = 0
         self._quarantine = Quarantine(requests)
         self.measures = Measures()
-        self.measured: Measured = NOTHING_MEASURED
+        self.measured: Measured = NOTHING_MEASURED  # set once all groups are there
         self._in_flight = InFlightSteps(0, requests, self.measures)
         self.queue = RequestQueue(limits.block_size)
         self._reset()
@@ -183,9 +180,8 @@ class GenerateGroup(Group):
         if not (running.prefilling or entries):
             # The steady case: nothing but decodes, and no budget to share out.
             decodes = len(running.decoding)
-            return PlannedStep(
-                self._send(step, decodes, grown) if decodes else None, self._take_requeued()
-            )
+            sent = self._send(step, decodes, grown) if decodes else None
+            return PlannedStep(sent, self._take_requeued())
         rows = len(running.decoding) + self._drafts.tokens
         budget = self.step_times.start_step(self._limits.batch_tokens - rows, decodes=rows)
         plan = StepPlan(step, budget)
@@ -530,6 +526,10 @@ class GenerateGroup(Group):
         """Return where one of its requests is, and what it waits for, in words for operators."""
         group, done = f"{self.name} is {self.status}", self._in_flight.done
         return explained(state, self._limits, self._cache, self._pool, group=group, done=done)
+
+    def running_tokens(self) -> Iterable[tuple[str, int]]:
+        """Return the tenant and the tokens so far of each running request, with those of steps in flight."""
+        return self._running.tokens(self._in_flight.planned)
 
     def counts(self) -> dict[str, int]:
         """Return the counters, and the sizes of the KV cache."""

@@ -92,6 +92,8 @@ class Measures:
 class _Generates(Protocol):
     measures: Measures
 
+    def running_tokens(self) -> Iterable[tuple[str, int]]: ...
+
     def counts(self) -> Mapping[str, int]: ...
 
 
@@ -152,6 +154,15 @@ class MeasuredGroups:
     def blocks_cached(self) -> int:
         """KV blocks that only the prefix cache holds."""
         return self._sum("blocks_cached")
+
+    @property
+    def tokens_running(self) -> Mapping[str, int]:
+        """Tokens of running requests that are computed, prompts and outputs, by tenant."""
+        tokens: dict[str, int] = {}
+        for group in self._groups:
+            for tenant, count in group.running_tokens():
+                tokens[tenant] = tokens.get(tenant, 0) + count
+        return tokens
 
     @property
     def tokens_prefilled(self) -> int:

@@ -8,7 +8,7 @@ in none of them: see `vsched.kernel.generate.drafts`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -74,6 +74,12 @@ class RunningSet:
             arrived_ns=state.submitted_ns,
             tenant=state.request.tenant,
         )
+
+    def tokens(self, planned: int) -> Iterable[tuple[str, int]]:
+        """Return the tenant of each request and the tokens that are computed of it."""
+        for one in (*self.prefilling.values(), *self.decoding.values()):
+            decoded = planned - one.decoding_since + 1 if one.first_step >= 0 else 0
+            yield one.request.tenant, one.computed + decoded
 
     def assign_slot(self, state: RequestState, blocks: list[int], computed: int) -> None:
         """Give a request a free slot, and the blocks of all its known tokens."""

@@ -1,0 +1,84 @@
+"""The shortest job first, by lengths of outputs that were learned or that a table tells."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from vsched.policy import Admission, AdmissionPolicy, AdmissionView, PositiveCount
+from vsched_policies.admission.packing import SECOND_NS, pack
+
+BUCKETS_MAX = 24
+"""Prompts are told apart by the power of two that their length is below."""
+
+
+class OutputLengths(msgspec.Struct):
+    """The mean length of outputs by bucket of prompts, -1 where there was none, and of all."""
+
+    means: list[float] = msgspec.field(default_factory=lambda: [-1.0] * BUCKETS_MAX)
+    mean: float = -1.0
+    seen_ns: int = 0
+
+    def learn(self, bucket: int, tokens: int, forget: float) -> None:
+        """Take the length of one output."""
+        for_bucket = self.means[bucket]
+        self.means[bucket] = (
+            tokens if for_bucket < 0 else for_bucket + (tokens - for_bucket) * forget
+        )
+        self.mean = tokens if self.mean < 0 else self.mean + (tokens - self.mean) * forget
+
+
+class ShortestFirst(AdmissionPolicy, frozen=True, kw_only=True):
+    """Admits the request first that will be done first, by its prompt and the output that is expected of it.
+
+    Outputs are expected to be as long as those that came of prompts of about the same length, which it learns as
+    requests end; or as `table` says. An expectation shrinks while a request waits, so that none waits for ever.
+
+    Source: Fu et al., Efficient LLM Scheduling by Learning to Rank, NeurIPS 2024; the predictor here is a table.
+
+    Attributes:
+        table: Pairs of a prompt length and the output that is expected of prompts up to it, ascending; the last holds
+            beyond, too. Empty to learn.
+        output_weight: What an output token takes, prompt tokens taking 1: a decode step each.
+        ageing_s: Waiting time after which a request is as urgent as the shortest.
+        forget: Weight of the newest output in a mean.
+    """
+
+    state_type = OutputLengths
+    table: tuple[tuple[PositiveCount, PositiveCount], ...] = ()
+    output_weight: PositiveCount = 8
+    ageing_s: Annotated[float, Meta(gt=0)] = 10.0
+    forget: Annotated[float, Meta(gt=0, le=1)] = 0.1
+
+    def admit(self, view: AdmissionView) -> Admission:
+        """Return the requests with the least work ahead, up to the room of the step."""
+        lengths: OutputLengths = view.state
+        for end in view.measured.ends:
+            if end.ended_ns > lengths.seen_ns:
+                lengths.learn(_bucket(end.prompt_tokens), end.output_tokens, self.forget)
+        if view.measured.ends:
+            lengths.seen_ns = view.measured.ends[-1].ended_ns
+
+        def work(index: int) -> tuple[float, int]:
+            entry = view.waiting[index]
+            prompt = entry.tokens or 0
+            ahead = prompt + self.output_weight * self._expected(prompt, lengths)
+            waited_s = (view.now_ns - entry.arrived_ns) / SECOND_NS
+            return ahead * max(1 - waited_s / self.ageing_s, 0.0), index
+
+        return Admission(pack(view, order=sorted(range(len(view.waiting)), key=work)))
+
+    def _expected(self, prompt_tokens: int, lengths: OutputLengths) -> float:
+        for tokens, expected in self.table:
+            if prompt_tokens <= tokens:
+                return expected
+        if self.table:
+            return self.table[-1][1]
+        mean = lengths.means[_bucket(prompt_tokens)]
+        return max(mean if mean >= 0 else lengths.mean, 0.0)
+
+
+def _bucket(tokens: int) -> int:
+    return min(tokens.bit_length(), BUCKETS_MAX - 1)

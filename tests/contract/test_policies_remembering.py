@@ -1,0 +1,104 @@
+"""Admission policies that remember: what they decide from what they have seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.waiting import Item, ask
+from vsched.measured import EndTime, Measurements
+from vsched.testing import check_policy
+from vsched_policies.admission import FairShare, ShortestFirst
+from vsched_policies.admission.fair_share import TENANTS_MAX, ServedTokens
+from vsched_policies.admission.shortest_first import OutputLengths
+
+SECOND_NS = 1_000_000_000
+
+
+def end(ended_ns: int, prompt: int, output: int, tenant: str = "") -> EndTime:
+    return EndTime(
+        ended_ns=ended_ns, total_ns=1, prompt_tokens=prompt, output_tokens=output, tenant=tenant
+    )
+
+
+def chosen(policy: FairShare | ShortestFirst, waiting: list[Item], **view: object) -> list[int]:
+    admission = ask(policy, waiting, divisible=True, tokens_free=100_000, **view)  # type: ignore[arg-type]
+    return list(admission.indices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "policy", [FairShare(), ShortestFirst(), ShortestFirst(table=((100, 8), (1000, 200)))]
+)
+def test_remembering_policy_keeps_its_contract(policy: FairShare | ShortestFirst) -> None:
+    check_policy(policy, seeds=range(10))
+
+
+def of(tenants: str, tokens: int = 10) -> list[Item]:
+    """Return an entry for each letter."""
+    return [Item(tokens, tenant=tenant) for tenant in tenants]
+
+
+def test_fair_share_takes_tenants_in_turn() -> None:
+    assert chosen(FairShare(), of("aaabb"), state=ServedTokens()) == [0, 3, 1, 4, 2]
+
+
+def test_fair_share_counts_the_tokens_of_what_it_takes() -> None:
+    waiting = [Item(100, tenant="a"), Item(100, tenant="a"), *of("bbb", 30)]
+    assert chosen(FairShare(), waiting, state=ServedTokens()) == [0, 2, 3, 4, 1]
+
+
+def test_fair_share_counts_what_ended_once() -> None:
+    state = ServedTokens(tokens={"a": 0.0, "b": 0.0}, waited=["a", "b"])
+    measured = Measurements(ends=[end(5, 10, 20, "a")])
+    for _ in range(2):
+        picked = chosen(FairShare(), of("ab"), state=state, measured=measured, entries_free=1)
+        assert picked == [1]
+    assert state.tokens == {"a": 50.0, "b": 0.0}
+
+
+def test_fair_share_counts_what_runs() -> None:
+    measured = Measurements(tokens_running={"a": 25})
+    assert chosen(FairShare(), of("aabbb"), state=ServedTokens(), measured=measured)[:3] == [
+        2,
+        3,
+        4,
+    ]
+
+
+def test_fair_share_lifts_who_comes_later() -> None:
+    """A tenant that was away has not saved up, and one that took more before still has."""
+    state = ServedTokens(tokens={"a": 900.0, "b": 1000.0}, waited=["a"])
+    chosen(FairShare(), of("abc"), state=state)
+    assert state.tokens == {"a": 900.0, "b": 1000.0, "c": 900.0}
+
+
+def test_fair_share_keeps_a_bounded_number_of_counters() -> None:
+    state = ServedTokens(tokens={f"t{number}": number for number in range(TENANTS_MAX + 50)})
+    chosen(FairShare(), of("ab"), state=state)
+    assert len(state.tokens) == TENANTS_MAX
+    assert {"a", "b", f"t{TENANTS_MAX + 49}"} <= state.tokens.keys()
+
+
+def test_shortest_first_learns_lengths_by_prompt() -> None:
+    """Short prompts had long answers, so the longer prompt is done first."""
+    ends = [end(1, 10, 500), end(2, 200, 5)]
+    waiting = [Item(12), Item(180)]
+    assert chosen(ShortestFirst(), waiting, state=OutputLengths()) == [0, 1]
+    measured = Measurements(ends=ends)
+    state = OutputLengths()
+    assert chosen(ShortestFirst(), waiting, state=state, measured=measured) == [1, 0]
+    before = list(state.means)
+    chosen(ShortestFirst(), waiting, state=state, measured=measured)
+    assert state.means == before, "an end is learned from once"
+
+
+def test_shortest_first_reads_its_table() -> None:
+    policy = ShortestFirst(table=((50, 400), (500, 10)))
+    assert chosen(policy, [Item(40), Item(300), Item(900)], state=OutputLengths()) == [1, 2, 0]
+
+
+def test_shortest_first_ages() -> None:
+    waiting = [Item(1000, arrived_ns=0), Item(10, arrived_ns=9 * SECOND_NS)]
+    policy = ShortestFirst(ageing_s=10.0)
+    assert chosen(policy, waiting, state=OutputLengths(), now_ns=9 * SECOND_NS) == [1, 0]
+    assert chosen(policy, waiting, state=OutputLengths(), now_ns=10 * SECOND_NS) == [0, 1]
