@@ -16,8 +16,6 @@ from tests.vllm_suite import reasons, shim, source, table
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FOLDERS = ("openai", "serve", "anthropic", "multimodal/openai")
-CONTEXT = 16384
-"""The context that tests may ask for, whatever the checkpoint was trained with."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,14 +28,15 @@ def parser() -> argparse.ArgumentParser:
     add("--version", default="0.32.0", help="version of vLLM whose tests are run")
     add("--files", default="", help="only files whose path contains one of these, by commas")
     add("--test-limit", type=float, default=300.0, help="seconds a test may take, with its server")
+    add("--context", type=int, default=16384, help="longest context that a test gets")
     add("--limit", type=float, default=7200.0, help="seconds that all tests may take")
     add("--again", action="store_true", help="run files that have results again")
     add("--report-only", action="store_true", help="write the table of the results there are")
     return options
 
 
-def prepared(checkpoint: Path, cache: Path) -> Path:
-    """Return the checkpoint as tests ask for it: with a longer context, and a template that shows tools.
+def prepared(checkpoint: Path, cache: Path, context: int) -> Path:
+    """Return the checkpoint as tests ask for it: with this context, and a template that shows tools.
 
     Its other files are links.
     """
@@ -49,7 +48,7 @@ def prepared(checkpoint: Path, cache: Path) -> Path:
             (folder / file.name).symlink_to(file.absolute())
     shutil.copy(HERE / "tools.jinja", folder / "chat_template.jinja")
     config = json.loads((checkpoint / "config.json").read_text())
-    config.get("text_config", config)["max_position_embeddings"] = CONTEXT
+    config.get("text_config", config)["max_position_embeddings"] = context
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -58,13 +57,13 @@ def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
     """Run files of tests in a process of vLLM's environment; the shim writes what became of each."""
     cache = options.cache.absolute()
     python = source.environment(cache, sources)
-    text = prepared(options.text, cache)
+    text = prepared(options.text, cache, options.context)
     config = json.loads((text / "config.json").read_text())
     port = shim.free_port()
     settings = {
         "text": str(text),
         "vision": str(options.vision.absolute()),
-        "context": CONTEXT,
+        "context": options.context,
         "vocabulary": config.get("text_config", config)["vocab_size"],
         "report": str(cache / "report.jsonl"),
         "command": [sys.executable, "-m", "vsched", "serve"],

@@ -181,6 +181,7 @@ def pytest_configure(config: pytest.Config) -> None:
         ),
         ("vllm.assets.image", "get_vllm_public_assets", pictures.draw),
         ("tests.conftest", "_find_free_port", lambda: pictures.PORT),
+        ("tests.conftest", "cleanup_dist_env_and_memory", lambda: None),  # no engine ran here
     ):
         setattr(importlib.import_module(module), name, value)
 
@@ -231,6 +232,8 @@ def note(report: pytest.TestReport | pytest.CollectReport) -> None:
     outcome = {"test": name, "outcome": report.outcome, "message": message, "text": text[-20000:]}
     OUTCOMES[:] = [other for other in OUTCOMES if other["test"] != name]
     OUTCOMES.append(outcome)
+    if report.failed:
+        print(f"\n{message[:1000]}")  # noqa: T201 - for who watches the log
 
 
 @pytest.hookimpl(wrapper=True)
