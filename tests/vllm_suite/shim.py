@@ -233,7 +233,7 @@ def note(report: pytest.TestReport | pytest.CollectReport) -> None:
     OUTCOMES[:] = [other for other in OUTCOMES if other["test"] != name]
     OUTCOMES.append(outcome)
     if report.failed:
-        print(f"\n{message[:1000]}")  # noqa: T201 - for who watches the log
+        print(f"\n{message[:1000]}")
 
 
 @pytest.hookimpl(wrapper=True)
