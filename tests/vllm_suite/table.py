@@ -10,6 +10,7 @@ from tests.vllm_suite import reasons
 
 ERROR_LETTERS = 200
 MARK = "not applicable: "
+KINDS = ("passed", "failed", "not served", "not applicable")
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -29,7 +30,7 @@ class FileReport(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of one test; `why` is the reason, or the first line of the error."""
+    """What became of one test, one of `KINDS`; `why` is the reason, or the first line of the error."""
 
     test: str
     kind: str
@@ -48,32 +49,32 @@ def judge(file: str, report: Report) -> Outcome:
         return Outcome(report.test, "passed")
     if report.outcome == "skipped":
         why = report.message.removeprefix("Skipped: ").strip()
-        return Outcome(report.test, "not applicable", why.removeprefix(MARK) or "skipped by vLLM")
+        return excused(report.test, why.removeprefix(MARK) or "skipped by vLLM")
     name = f"{file}::{report.test}".lower()
     if reason := reasons.by_failure(name, report.message + report.text):
-        return Outcome(report.test, "not applicable", reason)
+        return excused(report.test, reason)
     line = next((line for line in report.message.splitlines() if line.strip()), "no message")
     return Outcome(report.test, "failed", line[:ERROR_LETTERS])
+
+
+def excused(test: str, reason: str) -> Outcome:
+    """Return the outcome of a test that says nothing of what vsched serves."""
+    return Outcome(test, "not served" if reason in reasons.UNSERVED else "not applicable", reason)
 
 
 def write(results: dict[str, list[Outcome]]) -> str:
     """Write the tables: what passed by file, what was not applicable by reason, and what failed."""
     total = Counter(outcome.kind for outcomes in results.values() for outcome in outcomes)
-    lines = ["| file | passed | not applicable | failed |", "|---|--:|--:|--:|"]
+    lines = ["| file | " + " | ".join(KINDS) + " |", "|---|" + "--:|" * len(KINDS)]
     for file, outcomes in sorted(results.items()):
         counts = Counter(outcome.kind for outcome in outcomes)
         if counts["passed"] or counts["failed"]:
-            lines.append(
-                f"| {file} | {counts['passed']} | {counts['not applicable']} | {counts['failed']} |"
-            )
-    lines.append(
-        f"| all {len(results)} files | {total['passed']} | {total['not applicable']} | {total['failed']} |"
-    )
-    why = Counter(
-        o.why for outcomes in results.values() for o in outcomes if o.kind == "not applicable"
-    )
-    lines += ["", "| not applicable because | tests |", "|---|--:|"]
-    lines += [f"| {_cell(reason)} | {count} |" for reason, count in why.most_common()]
+            lines.append(_row(file, counts))
+    lines.append(_row(f"all {len(results)} files", total))
+    for kind in KINDS[2:]:
+        why = Counter(o.why for outcomes in results.values() for o in outcomes if o.kind == kind)
+        lines += ["", f"| {kind}: reason | tests |", "|---|--:|"]
+        lines += [f"| {_cell(reason)} | {count} |" for reason, count in why.most_common()]
     failed = [
         (f, o) for f, outcomes in sorted(results.items()) for o in outcomes if o.kind == "failed"
     ]
@@ -81,6 +82,10 @@ def write(results: dict[str, list[Outcome]]) -> str:
         lines += ["", "| failed | first line of the error |", "|---|---|"]
         lines += [f"| {file}: {_cell(o.test)} | {_cell(o.why)} |" for file, o in failed]
     return "\n".join(lines) + "\n"
+
+
+def _row(name: str, counts: Counter[str]) -> str:
+    return f"| {name} | " + " | ".join(str(counts[kind]) for kind in KINDS) + " |"
 
 
 def _cell(text: str) -> str:

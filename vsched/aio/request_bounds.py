@@ -11,8 +11,6 @@ from vsched.worker.slots import STOP_TOKENS_MAX
 _INT32_MAX = 2**31 - 1
 _SEED_MAX = 2**63 - 1
 _WORD_TOKENS_MAX = 1024
-PROMPT_VALUES_MAX = 1 << 18
-"""Log-probabilities that one request may ask for of its prompt: all its tokens with so many alternatives each."""
 
 
 def check_numbers(token_ids: Sequence[int], sampling: SamplingParams, *, vocab_size: int) -> None:
@@ -65,18 +63,18 @@ def check_stop_tokens(asked: Sequence[int], own: Sequence[int]) -> tuple[int, ..
     return stops
 
 
-def check_prompt_values(count: int) -> None:
-    """Check how many log-probabilities of its prompt a request asks for.
+def check_prompt_values(count: int, limit: int) -> None:
+    """Check how many log-probabilities of its prompt a request asks for: one a token, and its alternatives.
 
     Raises:
         RequestRefused: When they are too many to be kept and sent.
     """
-    if count > PROMPT_VALUES_MAX:
+    if count > limit:
         message = limit_message(
             "too many log-probabilities of the prompt, its tokens times one and the alternatives of each",
             value=count,
-            limit=PROMPT_VALUES_MAX,
-            remedy="ask for fewer alternatives, or send a shorter prompt",
+            limit=limit,
+            remedy="ask for fewer alternatives, send a shorter prompt, or raise server.prompt_logprobs_max",
         )
         raise RequestRefused(message, code="too_many_logprobs")
 

@@ -124,6 +124,18 @@ def chat_logprob(
     return ChatLogprob(own.token, own.logprob, own.bytes, top)
 
 
+def text_of(preprocessor: Preprocessor, token_ids: Sequence[int]) -> str:
+    """Return the text of all tokens, special ones included."""
+    text = b"".join(map(preprocessor.token_bytes, token_ids)).decode("utf-8", "replace")
+    plain = preprocessor.detokenize(token_ids)
+    # Some tokenizers begin every text with a blank, which is no part of it.
+    return plain if text == f" {plain}" else text
+
+
+def _or_null(token_ids: list[int] | UnsetType | None) -> list[int] | None:
+    return None if token_ids is UNSET else token_ids
+
+
 def _finish_reason(deltas: Sequence[OutputDelta]) -> str:
     return (deltas[-1].finish_reason if deltas else None) or "stop"
 
@@ -181,11 +193,11 @@ class _Formatting:
         wanted = self.options.token_ids and not self._begun
         return list(self._generation.prompt_token_ids) if wanted else UNSET
 
-    def _prompt_logprobs(self) -> PromptLogprobs | UnsetType:
+    def _prompt_logprobs(self) -> PromptLogprobs | None:
         """Return those of the prompt; only of a whole answer."""
         count, report = self.options.prompt_logprobs, self._generation.prompt_report
         if count is None or report is None:
-            return UNSET
+            return None
         found: PromptLogprobs = [None]
         for token in report.tokens():
             told = {
@@ -261,7 +273,7 @@ class ChatFormatter(_Formatting):
             reason,
             self._logprobs(deltas),
             self._index,
-            token_ids=self._token_ids(deltas),
+            token_ids=_or_null(self._token_ids(deltas)),
         )
         return ChatResponse(
             self._id,
@@ -269,7 +281,7 @@ class ChatFormatter(_Formatting):
             self._model,
             [choice],
             usage,
-            prompt_token_ids=self._prompt_token_ids(),
+            prompt_token_ids=_or_null(self._prompt_token_ids()),
             prompt_logprobs=self._prompt_logprobs(),
         )
 
@@ -310,6 +322,8 @@ class CompletionFormatter(_Formatting):
         text = "".join(delta.text for delta in deltas)
         choice = self._choice(text, _finish_reason(deltas), deltas)
         choice.prompt_logprobs = self._prompt_logprobs()
+        choice.token_ids = _or_null(choice.token_ids)
+        choice.prompt_token_ids = _or_null(choice.prompt_token_ids)
         return CompletionResponse(self._id, self._created, self._model, [choice], usage)
 
     def _choice(
@@ -346,7 +360,7 @@ class CompletionFormatter(_Formatting):
             return ""
         if self.echo is not None:
             return self.echo
-        return self._preprocessor.detokenize(self._generation.prompt_token_ids)
+        return text_of(self._preprocessor, self._generation.prompt_token_ids)
 
     def _add(
         self,

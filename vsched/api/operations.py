@@ -18,6 +18,7 @@ from vsched.api.completions import check_model, check_ready, rendered
 from vsched.api.contract import ApiSettings, EngineContract
 from vsched.api.errors import ParameterRefused, envelope, out_of_bounds
 from vsched.api.fields.neutral import refuse_unsupported
+from vsched.api.formatters import text_of, token_text
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import CONTENT_TYPE, ApiMetrics
 from vsched.api.request_schema import DetokenizeRequest, GroupRequest, TokenizeRequest
@@ -179,20 +180,12 @@ class DetokenizeEndpoint:
             )
         parameters.check_vocabulary("tokens", request.tokens, self._engine.info)
         preprocessor = self._engine.preprocessor
-        return Detokenized(await asyncio.to_thread(_whole_text, preprocessor, request.tokens))
+        return Detokenized(await asyncio.to_thread(text_of, preprocessor, request.tokens))
 
 
 def _texts(preprocessor: Preprocessor, token_ids: list[int]) -> list[str]:
     """Return the text of each token; half a character is a replacement character."""
-    return [preprocessor.token_bytes(one).decode("utf-8", "replace") for one in token_ids]
-
-
-def _whole_text(preprocessor: Preprocessor, token_ids: list[int]) -> str:
-    """Return the text of all tokens, special ones included."""
-    text = b"".join(map(preprocessor.token_bytes, token_ids)).decode("utf-8", "replace")
-    plain = preprocessor.detokenize(token_ids)
-    # Some tokenizers begin every text with a blank, which is no part of it.
-    return plain if text == f" {plain}" else text
+    return [token_text(one, preprocessor) for one in token_ids]
 
 
 class ReplicasEndpoint:

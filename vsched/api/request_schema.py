@@ -17,6 +17,7 @@ from vsched.api.fields.neutral import OtherServersFields, neutral
 _MAX_INT32 = 2**31 - 1
 
 Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, msgspec.Meta(gt=0, le=10)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT32)]
 PositiveCount = Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT32)]
@@ -193,7 +194,7 @@ class SamplingFields(OtherServersFields, kw_only=True):
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=_MAX_INT32)] | None = None
     min_p: Probability | None = None
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     stop: str | list[str] | None = None

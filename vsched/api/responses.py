@@ -98,11 +98,11 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str
     logprobs: ChatLogprobs | None
     index: int = 0
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatResponse(msgspec.Struct):
-    """A whole chat response."""
+    """A whole chat response; what vLLM adds is null where it was not asked for, as there."""
 
     id: str
     created: int
@@ -110,8 +110,8 @@ class ChatResponse(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: str = "chat.completion"
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatDelta(msgspec.Struct):
@@ -155,15 +155,15 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """A choice of a completion, whole or streamed."""
+    """A choice of a completion, whole or streamed; in a whole one what was not asked for is null."""
 
     text: str
     finish_reason: str | None
     logprobs: CompletionLogprobs | None
     index: int = 0
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
 class CompletionResponse(msgspec.Struct):

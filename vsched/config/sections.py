@@ -160,6 +160,15 @@ class ServerConfig(Section, frozen=True, kw_only=True):
             "whole vocabulary (-1) asks for as many as it has.",
         ),
     ] = 20
+    prompt_logprobs_max: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 22,
+            description="Most log-probabilities of its prompt that a request may ask for: its tokens times one and the "
+            "alternatives of each. One takes about 70 bytes of the answer.",
+        ),
+    ] = 1 << 18
     answers_max: Annotated[
         int,
         Meta(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vsched.aio.request_bounds import check_numbers
+from vsched.aio.request_bounds import check_numbers, check_prompt_values
 from vsched.errors import RequestRefused
 from vsched.types import SamplingParams
 
@@ -80,3 +80,10 @@ def test_check_numbers_accepts_the_limits_themselves(
 ) -> None:
     """Nothing is refused that could be served."""
     check_numbers(token_ids, SamplingParams(**sampling), vocab_size=VOCABULARY)
+
+
+def test_prompt_values_are_as_many_as_the_setting_says() -> None:
+    """The refusal names the setting."""
+    check_prompt_values(6, 6)
+    with pytest.raises(RequestRefused, match=r"value 7, limit 6\. .*server\.prompt_logprobs_max"):
+        check_prompt_values(7, 6)

@@ -22,6 +22,7 @@ async def test_chat_whole_response() -> None:
             "message": {"role": "assistant", "content": "Hello", "refusal": None},
             "finish_reason": "stop",
             "logprobs": None,
+            "token_ids": None,
         }
     ]
     assert reply.json["usage"] == {
@@ -99,7 +100,8 @@ async def test_stream_shows_every_token_also_those_without_text(
 async def test_plain_completion_whole_and_streamed() -> None:
     reply = await post(FakeEngine(), PLAIN, {"model": "demo", "prompt": "abc"})
     choice = {"index": 0, "text": "Hello", "finish_reason": "stop", "logprobs": None}
-    assert reply.json["choices"] == [choice]
+    vllms = dict.fromkeys(["token_ids", "prompt_token_ids", "prompt_logprobs"])
+    assert reply.json["choices"] == [choice | vllms]
     assert reply.json["object"] == "text_completion"
     streamed = await post(FakeEngine(), PLAIN, {"prompt": "abc", "stream": True})
     assert [event["choices"][0]["text"] for event in streamed.events] == ["Hel", "", "lo"]

@@ -11,8 +11,10 @@ from vsched.api.request_schema import (
     ChatRequest,
     Count,
     Int32,
+    Penalty,
     PositiveCount,
     Probability,
+    RepetitionPenalty,
     TemplateArguments,
 )
 
@@ -28,6 +30,9 @@ class ChatFields(msgspec.Struct, kw_only=True):
 
     min_p: Probability | None = None
     min_tokens: Count = 0
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     ignore_eos: bool = False
     priority: Int32 = 0

@@ -78,7 +78,7 @@ async def test_echo_tells_the_prompt_and_its_log_probabilities(prompt: Any, stre
     (choice,) = response["choices"]
     assert choice["text"] == ("Hi there" if isinstance(prompt, str) else "Hi!") + "a"
     assert choice["logprobs"] == ECHOED
-    assert "prompt_logprobs" not in choice
+    assert choice.get("prompt_logprobs") is None
     assert engine.sampling.prompt_logprobs == 1
 
 
@@ -90,6 +90,15 @@ async def test_echo_without_logprobs_asks_for_none(stream: bool) -> None:
     assert [one["text"] for one in choices] == (["Hia", "b"] if stream else ["Hiab"])
     assert {one["logprobs"] for one in choices} == {None}
     assert engine.sampling.prompt_logprobs is None
+
+
+async def test_echo_of_tokens_shows_special_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the offsets of the tokens would not be those of the text."""
+    engine = FakeEngine(OutputDelta("a", [97], None, "stop"))
+    monkeypatch.setattr(engine.preprocessor, "detokenize", lambda _: "Hi")
+    monkeypatch.setattr(engine.preprocessor, "token_bytes", lambda one: f"<{one}>".encode())
+    reply = await post(engine, PLAIN, {"prompt": [1], "echo": True})
+    assert reply.json["choices"][0]["text"] == "<3><1><4><1><5><9><2>a"
 
 
 async def test_echo_tells_each_choice_its_own_prompt() -> None:

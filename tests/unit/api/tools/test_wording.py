@@ -54,6 +54,7 @@ async def test_a_whole_answer_with_calls() -> None:
         "index": 0,
         "finish_reason": "tool_calls",
         "logprobs": None,
+        "token_ids": None,
         "message": {
             "role": "assistant",
             "content": "Look.",
