@@ -67,11 +67,7 @@ def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
         "vocabulary": config.get("text_config", config)["vocab_size"],
         "report": str(cache / "report.jsonl"),
         "command": [sys.executable, "-m", "vsched", "serve"],
-        "arguments": [
-            word
-            for key in ("generate.threads=1", "encode.threads=1", "model.dtype=float32")
-            for word in ("--set", key)
-        ],
+        "arguments": ["--set", "model.dtype=float32"],
         "environment": {
             "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
         },

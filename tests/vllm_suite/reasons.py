@@ -49,6 +49,7 @@ TESTS = (
     (r"thinking_token_budget", "a budget of thoughts"),
     (r"truncation_side", "prompts that are truncated"),
     (r"logprob_token_ids(?!.*default_behavior)", "log-probabilities of given tokens"),
+    (r"include_reasoning_false|reasoning_tokens_in_usage", "thoughts that are hidden"),
     (r"parsable_context", "tools that the server carries out"),
     (r"enable_response_messages", "the tokens of responses"),
     (r"test_custom_role", "roles of one's own"),
@@ -86,6 +87,7 @@ UNSERVED = frozenset(
         "prompts that are truncated",
         "log-probabilities of given tokens",
         "the tokens of responses",
+        "thoughts that are hidden",
         "roles of one's own",
         "texts in place of true and numbers",
         "ids of requests by flag and in one form",
@@ -111,6 +113,7 @@ ANSWERS: tuple[tuple[str, str], ...] = (
     (r"test_single_chat_session\[|test_single_completion", r"prompt_tokens|assert \d+ == \d+"),
     (r"test_response_format_json|test_complex_message_content", r"^AssertionError|assert .* == "),
     (r"test_reasoning_item|reasoning_tokens", r"'message' == 'reasoning'|assert 0 > 0"),
+    (r"include_reasoning_true|default_includes_reasoning", r"Expected reasoning"),
     (r"test_more_than_one_prompt_logprobs", r"assert 2 == 1"),
 )
 """Tests that failed, by name and error, because they judge what the model says: another model is at hand."""
