@@ -18,7 +18,13 @@ UNWANTED = re.compile(
 ALONE = ("xgrammar==0.2.8", "apache-tvm-ffi", "tblib", "cloudpickle")
 """What the tests import, without what it requires itself."""
 
-TESTING = ("pytest==9.0.1", "pytest-asyncio==1.5.0", "pytest-timeout==2.4.0")
+TESTING = (
+    "pytest==8.4.2",
+    "pytest-asyncio==1.5.0",
+    "pytest-timeout==2.4.0",
+    "schemathesis==4.32.5",
+    "starlette>=1.0.1",
+)
 
 BACKEND = """
 from pathlib import Path
