@@ -167,7 +167,9 @@ class MessagesFormatter:
         """Return the events of a delta, none while it has no text; the first and last have more."""
         events: list[MessagesEvent] = []
         if not self._begun:
-            events.append(MessageStart(message=self._response([])))
+            message = self._response([])
+            message.usage.output_tokens = 0  # it holds nothing yet
+            events.append(MessageStart(message=message))
             self._begun = True
         events += map(_event, self._blocks.take(delta))
         if self._blocks.finish_reason:

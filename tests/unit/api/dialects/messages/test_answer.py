@@ -29,7 +29,7 @@ def merged(events: list[Any]) -> dict[str, Any]:
     assert events[0]["type"] == "message_start"
     assert events[-1] == {"type": "message_stop"}
     message: dict[str, Any] = events[0]["message"]
-    assert message["content"] == []
+    assert (message["content"], message["usage"]["output_tokens"]) == ([], 0)
     texts: list[str] = []
     is_open = False
     for event in events[1:-2]:
