@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from vsched.aio.adapters.orders import AdapterOrders
+from vsched.aio.adapters.table import AdapterSettings, AdapterTable
 from vsched.aio.kv_sizing import Sizing, SizingLimits
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import Launcher
@@ -23,7 +27,7 @@ from vsched.memory import LedgerLine
 from vsched.policy import DRAFT_TOKENS_MAX, DraftingView
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, ModelInfo, SamplingDefaults, group_names
-from vsched.worker.capabilities import VerifiesDrafts
+from vsched.worker.capabilities import TakesAdapters, VerifiesDrafts
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.memory import host_available, status_bytes
 from vsched.worker.profiling_run import StepLimits
@@ -209,6 +213,26 @@ def _check_atoms(config: Config, info: ModelInfo) -> None:
         )
 
 
+def adapter_table(
+    config: Config, info: ModelInfo, orders: AdapterOrders, *, run_dir: str
+) -> AdapterTable:
+    """Return what keeps the adapters that requests may name; `run_dir` is where copies of them are kept."""
+    plugin = load_worker(config.generate.plugin, path="generate.plugin")
+    settings = AdapterSettings(
+        base=config.model.served_name,
+        count_max=config.adapters.count_max,
+        rank_max=config.adapters.rank_max,
+        directory=config.adapters.directory,
+        encoder=config.adapters.encoder,
+        drain_s=config.deadlines.drain_s,
+        kept_in=str(Path(run_dir) / "adapters"),
+    )
+    keep = None
+    if isinstance(plugin, TakesAdapters):
+        keep = partial(plugin.keep_adapter, info, rank_max=settings.rank_max)
+    return AdapterTable(settings, orders, keep)
+
+
 def leader_deadlines(config: Config) -> Deadlines:
     """Return how long leaders wait for ranks."""
     limits = config.deadlines
@@ -284,6 +308,8 @@ def _encode_role(config: Config, policies: ConfiguredPolicies, replica: int) -> 
             promises=config.generate.kv_pages == "on_use",
             weights=section.weights,
             weights_group=section.weights_group,
+            adapters=config.adapters.count_max if config.adapters.encoder else 0,
+            adapter_rank_max=config.adapters.rank_max,
         ),
         items=policies.encode_items_max,
         tokens=policies.item_tokens_max or 0,
@@ -307,6 +333,8 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
             promises=section.kv_pages == "on_use",
             weights=section.weights,
             weights_group=section.weights_group,
+            adapters=config.adapters.count_max,
+            adapter_rank_max=config.adapters.rank_max,
         ),
         limits=StepLimits(
             slots=section.slots,

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import msgspec
 
+from vsched.aio.adapters.table import AdapterHold, AdapterTable, with_adapter
 from vsched.aio.answers import LastEnd, further_answers
 from vsched.aio.environment import Environment
 from vsched.aio.grammar_checks import GrammarChecks
@@ -32,9 +33,10 @@ from vsched.aio.request_bounds import (
 )
 from vsched.aio.shell import Shell, start_shell
 from vsched.aio.streams.prompt_report import PromptReport
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.stream import TokenStream, interrupt_all
 from vsched.aio.streams.timing import RequestTimeline, timeline_of
 from vsched.assembly import (
+    adapter_table,
     arena_layout,
     as_served,
     engine_memory,
@@ -49,7 +51,7 @@ from vsched.assembly import (
     worker_group_plans,
 )
 from vsched.config import Config, resolve_policies
-from vsched.errors import RequestRefused
+from vsched.errors import ConfigError, RequestRefused
 from vsched.media import ImageReference, Prompt
 from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.media.pixels import PixelStore
@@ -83,6 +85,7 @@ class RunningParts:
     media: MediaPipeline
     grammars: GrammarChecks
     tells_prompts: bool
+    adapters: AdapterTable
 
     async def prepare(
         self,
@@ -106,6 +109,7 @@ class RunningParts:
 
         Blocks: at most the grace, after which ranks are killed, and what threads are busy with.
         """
+        self.adapters.close()
         try:
             await self.shell.stop(grace_s=grace_s)
         finally:
@@ -167,10 +171,23 @@ class Engine:
             ranks = self.config.generate.tensor_parallel
             load_front_end = partial(_load_front_end, plugin, ranks=ranks)
             self._running = await self._start_parts(load_front_end)
+            await self._load_adapters(self._running.adapters)
         except BaseException:
-            self._state = "stopped"
+            await self.stop(grace_s=0)
             raise
         self._state = "ready"
+
+    async def _load_adapters(self, table: AdapterTable) -> None:
+        """Load the adapters that the configuration names.
+
+        Raises:
+            ConfigError: When one cannot be loaded.
+        """
+        for name, path in self.config.adapters.load.items():
+            try:
+                await table.load(name, path)
+            except RequestRefused as error:
+                raise ConfigError(f"adapters.load.{name}: {error.message}") from error
 
     async def _start_parts(self, load_front_end: Callable[[ModelInfo], FrontEnd]) -> RunningParts:
         """Start everything; what has started is given back where the rest cannot."""
@@ -192,6 +209,7 @@ class Engine:
                 policies=self._policies.for_kernel(),
                 on_progress=self._on_progress,
                 drain_s=config.deadlines.drain_s,
+                adapters_s=config.adapters.load_s,
                 record=partial(environment.open_record, config),
                 now_ns=environment.now_ns,
             )
@@ -208,6 +226,7 @@ class Engine:
             media=media,
             grammars=checks,
             tells_prompts=tells_prompts,
+            adapters=adapter_table(config, info, shell.adapters, run_dir=launcher.run_dir),
         )
 
     async def drain(self) -> None:
@@ -244,6 +263,7 @@ class Engine:
         ttft_target_ms: int | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        adapter: str = "",
     ) -> TokenStream:
         """Return the one answer that `generate_answers` would with this id."""
         (generation,) = await self.generate_answers(
@@ -255,6 +275,7 @@ class Engine:
             ttft_target_ms=ttft_target_ms,
             cache_salt=cache_salt,
             tenant=tenant,
+            adapter=adapter,
         )
         return generation
 
@@ -269,12 +290,14 @@ class Engine:
         ttft_target_ms: int | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        adapter: str = "",
     ) -> list[TokenStream]:
         """Prepare the images, submit a request for as many answers as there are ids, and return once it is accepted.
 
         The answers share the prompt, which is computed once, and differ in their seeds; the first has that of
         `sampling`. All are accepted or none. `max_tokens` of 0 means as many as the context leaves after the prompt.
-        Without `sampling`, that is so, and the rest is as the checkpoint states. Cancelling undoes everything.
+        Without `sampling`, that is so, and the rest is as the checkpoint states. `adapter` is the name of one that is
+        loaded, empty for the model alone. Cancelling undoes everything.
 
         Raises:
             RequestRefused: When the request cannot be accepted.
@@ -283,9 +306,21 @@ class Engine:
         parts = self._serving()
         received_s = time.perf_counter()
         sampling = sampling or self._default_sampling()
-        prepared = await parts.shell.preparations.run(
-            request_ids[0], parts.prepare(prompt, images, cache_salt, sampling)
-        )
+        hold = parts.adapters.hold(adapter) if adapter else None
+        try:
+            prepared = await parts.shell.preparations.run(
+                request_ids[0], parts.prepare(prompt, images, cache_salt, sampling)
+            )
+        except BaseException:
+            if hold is not None:
+                hold.release()
+            raise
+
+        def give_back() -> None:
+            prepared.lease.release()
+            if hold is not None:
+                hold.release()
+
         try:
             # Accepted before a drain, it is served: the engine's state is not asked again.
             return self._submit(
@@ -297,10 +332,12 @@ class Engine:
                 ttft_target_ms=ttft_target_ms,
                 cache_salt=cache_salt,
                 tenant=tenant,
+                hold=hold,
+                give_back=give_back,
                 preprocess_ms=(time.perf_counter() - received_s) * 1e3,
             )
         except BaseException:
-            prepared.lease.release()
+            give_back()
             raise
 
     def _submit(
@@ -314,6 +351,8 @@ class Engine:
         ttft_target_ms: int | None,
         cache_salt: str,
         tenant: str,
+        hold: AdapterHold | None,
+        give_back: Callable[[], None],
         preprocess_ms: float,
     ) -> list[TokenStream]:
         check_numbers(prepared.token_ids, sampling, vocab_size=self.info.vocab_size)
@@ -340,8 +379,8 @@ class Engine:
             cache_salt=cache_salt,
             tenant=tenant,
         )
-
-        release = LastEnd(len(request_ids), prepared.lease.release)
+        request = with_adapter(request, hold)
+        release = LastEnd(len(request_ids), give_back)
 
         def stream(request_id: str) -> TokenStream:
             def on_end() -> None:
@@ -364,6 +403,8 @@ class Engine:
             return generation
 
         generations = [stream(request_id) for request_id in request_ids]
+        if hold is not None:
+            hold.run(partial(interrupt_all, generations))
         further = further_answers(request_ids, sampling.seed)
         with_streams = dict(zip(further, generations[1:], strict=True))
         shell.submit(request, stop_token_ids, generations[0], with_streams)
@@ -407,6 +448,31 @@ class Engine:
             self._running.media.clear()
             statistics = self._running.shell.statistics()
         return {name: statistics.get(name, 0) for name in ("running", "waiting")}
+
+    # --- adapters ---
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter from a folder below `adapters.directory`; when this returns, requests may name it.
+
+        Blocks: until its files are copied, then up to `adapters.load_s`.
+
+        Raises:
+            RequestRefused: When it cannot be loaded; then nothing of it is left.
+        """
+        table = self._serving().adapters
+        await table.load(name, table.path_of(path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take an adapter away; requests that run with it may end before, within `deadlines.drain_s`.
+
+        Raises:
+            RequestRefused: When there is none of this name, or it is on its way already.
+        """
+        await self._serving().adapters.unload(name)
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """Return every adapter: name, state, rank, how many requests run with it and have named it."""
+        return self._running.adapters.rows() if self._running is not None else []
 
     # --- administration of single groups ---
 

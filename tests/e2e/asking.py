@@ -108,7 +108,12 @@ _numbers = iter(range(1 << 30))
 
 
 async def begin(
-    engine: Engine, ask: Ask, sampling: SamplingParams | None = None, request_id: str = ""
+    engine: Engine,
+    ask: Ask,
+    sampling: SamplingParams | None = None,
+    request_id: str = "",
+    *,
+    adapter: str = "",
 ) -> TokenStream:
     """Submit a question; without `sampling` it is greedy and has as many tokens as the question says."""
     chosen = sampling or SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ask.count)
@@ -118,6 +123,7 @@ async def begin(
             images=[data_url(image) for image in ask.images],
             sampling=chosen,
             request_id=request_id or f"ask-{next(_numbers)}",
+            adapter=adapter,
         )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from vsched.aio.adapters.orders import AdapterOrders
 from vsched.aio.preparations import Preparations
 from vsched.aio.refusals import refusal_error
 from vsched.aio.replicas.administration import GroupAdministration
@@ -84,6 +85,7 @@ async def start_shell(
     policies: KernelPolicies,
     on_progress: Callable[[str, str, float], None],
     drain_s: float = 30.0,
+    adapters_s: float = 60.0,
     record: Callable[[Scheduler], Recorder | None] = lambda _kernel: None,
     now_ns: Callable[[], int] = time.monotonic_ns,
 ) -> Shell:
@@ -102,7 +104,14 @@ async def start_shell(
     try:
         reports = await worker_groups.start()
         kernel = Scheduler(limits(smallest_cache(reports)), policies)
-        shell = Shell(worker_groups, kernel, drain_s=drain_s, record=record(kernel), now_ns=now_ns)
+        shell = Shell(
+            worker_groups,
+            kernel,
+            drain_s=drain_s,
+            adapters_s=adapters_s,
+            record=record(kernel),
+            now_ns=now_ns,
+        )
     except BaseException:
         await worker_groups.stop(grace_s=0)
         raise
@@ -116,6 +125,7 @@ class Shell:
 
     Attributes:
         administration: What an operator does with one group.
+        adapters: What all ranks of a stage have of adapters.
         preparations: Requests that were accepted and will be submitted once they are prepared.
         given_up: Why nothing is served any more; empty while it is.
     """
@@ -126,6 +136,7 @@ class Shell:
         kernel: Scheduler,
         *,
         drain_s: float,
+        adapters_s: float,
         record: Recorder | None,
         now_ns: Callable[[], int],
     ) -> None:
@@ -137,6 +148,7 @@ class Shell:
         self._supervisors = [self._make_supervisor(worker_group) for worker_group in worker_groups]
         self._groups = ServedGroups(self._supervisors)
         self.administration = GroupAdministration(self._groups, self.handle, drain_s=drain_s)
+        self.adapters = AdapterOrders(self._groups, deadline_s=adapters_s)
         self._loop = asyncio.get_running_loop()
         self._events: deque[tuple[Event, GenerateResult]] = deque()
         self._handling = False
@@ -355,6 +367,8 @@ class Shell:
         groups = self._groups.supervised_by(supervisor)
         for group in groups:
             group.back()
+        for group in groups:
+            self.adapters.restore(group)
         for group in groups:
             if not group.down:  # else it was lost again within this loop
                 self.handle(GroupReady(group.name))

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from vsched.api.adapters import AdapterEndpoints, Endpoint
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.completions import ChatEndpoint, CompletionEndpoint
 from vsched.api.contract import ApiSettings, EngineContract
@@ -54,6 +55,7 @@ def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
     metrics = ApiMetrics(engine, tenants_max=settings.tenants_max)
     bodies = RequestBodies(settings)
     operations = Operations(engine, metrics)
+    adapters = AdapterEndpoints(engine, bodies)
     messages = MessagesEndpoint(engine, settings, metrics, bodies)
     routes = [
         Route(
@@ -89,6 +91,11 @@ def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
         Route("/admin/clear", operations.clear, methods=["POST"]),
         Route("/admin/replicas", operations.replicas),
         Route("/admin/replicas", ReplicasEndpoint(engine, bodies), methods=["POST"]),
+        Route("/admin/adapters", adapters.look),
+        Route("/admin/adapters", Endpoint(adapters.load), methods=["POST"]),
+        Route("/admin/adapters/{name:path}", Endpoint(adapters.unload), methods=["DELETE"]),
+        Route("/v1/load_lora_adapter", Endpoint(adapters.load_lora), methods=["POST"]),
+        Route("/v1/unload_lora_adapter", Endpoint(adapters.unload_lora), methods=["POST"]),
     ]
     app = Starlette(
         routes=routes,

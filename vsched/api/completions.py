@@ -52,6 +52,8 @@ _INLINE_VALUES_MAX = 4096
 """So many log-probabilities of prompts are worded on the loop; more take a thread."""
 _PART_CHARACTERS = 128
 """A message, or a part of one, takes a template as long as that many characters of a text."""
+_NAMED_MAX = 8
+"""So many adapters are named to who asks for one that is not there."""
 _RETRY_AFTER_S = {"loading": 5, "draining": 5, "stopped": 30}
 
 
@@ -62,12 +64,15 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens are needed for that alone. `echoes` are the texts of prompts, or of a chat's last message, that are told,
     None for a prompt of tokens. `constrained_by` is the parameter that its grammar comes from. `wording` makes what
     reads an answer with calls. `asked` is what the answer of a dialect repeats of the request.
+    `model` is the name that the answer has, and `adapter` is it where it names one, else empty.
     """
 
     prompts: Sequence[Prompt]
     images: Sequence[ImageReference]
     sampling: SamplingParams
     request_id: str
+    model: str
+    adapter: str
     priority: int
     ttft_target_ms: int | None
     cache_salt: str
@@ -82,15 +87,20 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     asked: object = None
 
 
-def check_model(name: str | None, engine: EngineContract) -> None:
-    """Refuse a request for another model.
+def check_model(name: str | None, engine: EngineContract) -> str:
+    """Return the adapter that a request names as its model, empty for the model alone; refuse any other.
 
     Raises:
         ParameterRefused: With status 404.
     """
-    if name and name != engine.model_name:
-        message = f"this model is not served here. Remedy: ask for {engine.model_name}."
-        raise ParameterRefused(message, param="model", code="model_not_found", status=404)
+    if not name or name == engine.model_name:
+        return ""
+    adapters = [row["name"] for row in engine.adapters() if row["state"] == "ready"]
+    if name in adapters:
+        return name
+    known = " or ".join([engine.model_name, *adapters[:_NAMED_MAX]])
+    message = f"this model is not served here. Remedy: ask for {known}."
+    raise ParameterRefused(message, param="model", code="model_not_found", status=404)
 
 
 def check_ready(engine: EngineContract) -> None:
@@ -213,6 +223,7 @@ class CompletionEndpoint:
         thought: str = "",
     ) -> CheckedRequest:
         """Return a checked request; `calls` is the grammar of forced calls, `thought` what ends begun reasoning."""
+        adapter = check_model(request.model, self._engine)
         constraint = constraint_of(request)
         if calls:
             constraint = beside_calls(constraint, calls)
@@ -243,6 +254,8 @@ class CompletionEndpoint:
             images=images,
             sampling=sampling,
             request_id=request_id,
+            model=adapter or self._engine.model_name,
+            adapter=adapter,
             priority=request.priority,
             ttft_target_ms=request.ttft_target_ms,
             cache_salt=parameters.check_cache_salt(request, self._settings),
@@ -289,7 +302,7 @@ class CompletionEndpoint:
             index=index,
             request_id=job.request_id,
             created=int(time.time()),
-            model=self._engine.model_name,
+            model=job.model,
             preprocessor=self._engine.preprocessor,
             options=job.options,
         )
@@ -316,6 +329,7 @@ class CompletionEndpoint:
                     ttft_target_ms=job.ttft_target_ms,
                     cache_salt=job.cache_salt,
                     tenant=tenant,
+                    adapter=job.adapter,
                 )
                 answers.add(accepted)
         except RequestRefused as error:
@@ -500,7 +514,7 @@ class ChatEndpoint(CompletionEndpoint):
             index=index,
             request_id=job.request_id,
             created=int(time.time()),
-            model=self._engine.model_name,
+            model=job.model,
             preprocessor=self._engine.preprocessor,
             options=job.options,
             wording=job.wording() if job.wording is not None else None,

@@ -150,11 +150,12 @@ class EngineContract(Protocol):
         ttft_target_ms: int | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        adapter: str = "",
     ) -> Sequence[Generation]:
         """Prepare the images, submit a request for as many answers as there are ids, and return once it is accepted.
 
         The answers differ in their seeds; all are accepted or none. `sampling.max_tokens` of 0 means as many as the
-        context leaves after the prompt. Cancelling this call undoes everything.
+        context leaves after the prompt. `adapter` names one that is loaded. Cancelling this call undoes everything.
 
         Raises:
             RequestRefused: When the request cannot be accepted.
@@ -171,6 +172,26 @@ class EngineContract(Protocol):
 
     def statistics(self) -> dict[str, Any]:
         """Return nested dictionaries of what was counted and measured."""
+        ...
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """Return every adapter as an operator sees it."""
+        ...
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter: when this returns, requests may name it.
+
+        Raises:
+            RequestRefused: When it cannot be loaded.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take an adapter away.
+
+        Raises:
+            RequestRefused: When there is none of this name, or it is on its way already.
+        """
         ...
 
     async def clear(self) -> dict[str, int]:

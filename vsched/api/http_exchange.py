@@ -124,8 +124,16 @@ class HttpExchange:
 
     async def answer(self, work: Awaitable[object]) -> None:
         """Send what `work` comes to as JSON, or its error; nothing when the client has left."""
-        try:
+
+        async def answered() -> None:
             await self.send_json(await work)
+
+        await self.answer_itself(answered())
+
+    async def answer_itself(self, work: Awaitable[None]) -> None:
+        """Have `work` send its answer; send its error where it has one, and nothing when the client has left."""
+        try:
+            await work
         except ClientDisconnected:
             return
         except (RequestRefused, RequestFailed) as error:

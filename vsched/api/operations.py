@@ -70,17 +70,18 @@ class Operations:
         return json_response(Load(self._metrics.in_flight))
 
     async def models(self, request: Request) -> Response:
-        """List the one model."""
+        """List the model and its adapters."""
         del request
-        return json_response(ModelList([self._model()]))
+        ready = [row["name"] for row in self._engine.adapters() if row["state"] == "ready"]
+        return json_response(ModelList([self._model(), *map(self._model, ready)]))
 
     async def model(self, request: Request) -> Response:
-        """Describe the one model."""
+        """Describe the model, or an adapter."""
         try:
-            check_model(request.path_params["model"], self._engine)
+            adapter = check_model(request.path_params["model"], self._engine)
         except ParameterRefused as error:
             return json_response(envelope(error), error.status)
-        return json_response(self._model())
+        return json_response(self._model(adapter))
 
     async def metrics(self, request: Request) -> Response:
         """Render the metrics."""
@@ -102,8 +103,14 @@ class Operations:
         del request
         return json_response({"state": self._engine.state, "groups": self._engine.groups()})
 
-    def _model(self) -> Model:
-        return Model(self._engine.model_name, self._created, self._engine.info.context_tokens)
+    def _model(self, adapter: str = "") -> Model:
+        base = self._engine.model_name
+        return Model(
+            adapter or base,
+            self._created,
+            self._engine.info.context_tokens,
+            parent=base if adapter else None,
+        )
 
 
 class TokenizeEndpoint:

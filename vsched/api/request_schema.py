@@ -304,6 +304,26 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     model: str | None = None
 
 
+class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /admin/adapters: the name that requests shall ask for, and a path below adapters.directory."""
+
+    name: str
+    path: str
+
+
+class LoadLoraRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/load_lora_adapter, as vLLM has it."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadLoraRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/unload_lora_adapter, as vLLM has it."""
+
+    lora_name: str
+
+
 class GroupRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /admin/replicas: what to do with which group."""
 

@@ -178,17 +178,36 @@ class CompletionResponse(msgspec.Struct):
 
 
 class Model(msgspec.Struct):
-    """The served model."""
+    """The served model, or an adapter; `parent` is the model that an adapter is of."""
 
     id: str
     created: int
     max_model_len: int
     object: str = "model"
     owned_by: str = "vsched"
+    parent: str | None = None
+
+
+class AdapterRow(msgspec.Struct):
+    """An adapter as an operator sees it; `running` are requests that go on with it, `requests` all that named it."""
+
+    name: str
+    state: str
+    path: str = ""
+    rank: int = 0
+    changes_encoder: bool = False
+    running: int = 0
+    requests: int = 0
+
+
+class AdapterList(msgspec.Struct):
+    """All adapters."""
+
+    adapters: list[AdapterRow]
 
 
 class ModelList(msgspec.Struct):
-    """The one model there is."""
+    """The model, and its adapters."""
 
     data: list[Model]
     object: str = "list"

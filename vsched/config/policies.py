@@ -159,6 +159,12 @@ def check_combinations(config: Config) -> None:
             "a step full of decodes must leave room for prefill (generate.max_batch_tokens)",
         ),
         (
+            "adapters.load",
+            len(config.adapters.load),
+            config.adapters.count_max,
+            "more adapters than there may be at a time (adapters.count_max)",
+        ),
+        (
             "deadlines.heartbeat_s",
             deadlines.heartbeat_s,
             deadlines.rank_timeout_s / 2,
@@ -167,6 +173,8 @@ def check_combinations(config: Config) -> None:
     ):
         if value > limit:
             remedy = f"set {path} to {limit:g} or less"
+            if path == "adapters.load":
+                remedy = f"set adapters.count_max to {value}, or name fewer"
             problems.add(
                 limit_message(f"{path}: {reason}", value=value, limit=limit, remedy=remedy)
             )

@@ -14,12 +14,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from vsched.config.adapters import AdaptersConfig
+from vsched.config.section import Section
+
 PolicyTable = dict[str, Any]
 """`{use = "name", **fields}`: a registered policy or `my_pkg.module:Class`, and its fields."""
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the configuration file."""
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -509,6 +508,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     arena: ArenaConfig = ArenaConfig()
     encode: EncodeConfig = EncodeConfig()
     generate: GenerateConfig = GenerateConfig()
+    adapters: AdaptersConfig = AdaptersConfig()
     routing: Annotated[PolicyTable, Meta(description="Which replica serves a request.")] = (
         msgspec.field(default_factory=partial(dict, use="least-loaded"))
     )

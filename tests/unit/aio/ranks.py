@@ -411,6 +411,7 @@ class ShellHarness:
             media=absent,
             grammars=absent,
             tells_prompts=False,
+            adapters=absent,
         )
         engine._state = "ready"
         return engine

@@ -17,6 +17,7 @@ from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.api import server as server_module
 from vsched.config import Config, ServerConfig
+from vsched.errors import RequestRefused
 from vsched.media import ImageReference, Prompt
 from vsched.sim.network.asgi_client import AsgiClient, Disconnected, HttpCall
 from vsched.types import ModelInfo, SamplingParams
@@ -111,6 +112,7 @@ class FakeEngine:
         self.rows: list[dict[str, Any]] = [{"name": "generate-1", "state": "draining"}]
         self.actions: list[tuple[str, str]] = []
         self.in_time = True
+        self.adapter_rows: list[dict[str, Any]] = []
         self.cleared = 0
         self.numbers: dict[str, Any] = {"queue": {"waiting": 3}, "kv": {"blocks-free": 2.5}}
 
@@ -123,6 +125,20 @@ class FakeEngine:
         sampling = self.calls[-1]["sampling"]
         assert isinstance(sampling, SamplingParams)
         return sampling
+
+    def adapters(self) -> list[dict[str, Any]]:
+        return self.adapter_rows
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.adapter_rows.append({"name": name, "state": "ready", "path": path, "requests": 2})
+
+    async def unload_adapter(self, name: str) -> None:
+        kept = [row for row in self.adapter_rows if row["name"] != name]
+        if kept == self.adapter_rows:
+            raise RequestRefused("there is none. Remedy: look.", code="model_not_found", status=404)
+        self.adapter_rows = kept
 
     async def generate_answers(self, **call: Any) -> list[FakeGeneration]:
         self.calls.append(call)

@@ -49,6 +49,40 @@ async def test_models() -> None:
     assert (await call(FakeEngine(), "GET", "/v1/models/org/other")).status == 404
 
 
+async def test_adapters_are_models_with_a_parent() -> None:
+    engine = FakeEngine()
+    loaded = await call(engine, "POST", "/admin/adapters", {"name": "org/sql", "path": "sql"})
+    assert (loaded.json["state"], loaded.json["path"]) == ("ready", "sql")
+    engine.adapter_rows.append({"name": "late", "state": "loading"})
+    listed = (await call(engine, "GET", "/v1/models")).json["data"]
+    assert [(one["id"], one["parent"]) for one in listed] == [("demo", None), ("org/sql", "demo")]
+    assert (await call(engine, "GET", "/v1/models/org/sql")).json["parent"] == "demo"
+    assert (await call(engine, "GET", "/v1/models/late")).status == 404
+    rows = (await call(engine, "GET", "/admin/adapters")).json["adapters"]
+    assert [(row["name"], row["requests"]) for row in rows] == [("org/sql", 2), ("late", 0)]
+    answer = await call(engine, "POST", "/v1/chat/completions", {**CHAT, "model": "org/sql"})
+    assert (answer.json["model"], engine.calls[-1]["adapter"]) == ("org/sql", "org/sql")
+    answer = await call(engine, "POST", "/v1/chat/completions", {**CHAT, "model": "demo"})
+    assert (answer.json["model"], engine.calls[-1]["adapter"]) == ("demo", "")
+    refused = await call(engine, "POST", "/v1/chat/completions", {**CHAT, "model": "late"})
+    assert refused.json["error"]["message"].endswith("Remedy: ask for demo or org/sql.")
+    metrics = (await call(engine, "GET", "/metrics")).body.decode()
+    assert 'vsched_adapter_requests_total{adapter="org/sql"} 2.0' in metrics
+    assert (await call(engine, "DELETE", "/admin/adapters/org/sql")).json["state"] == "unloaded"
+    assert (await call(engine, "DELETE", "/admin/adapters/org/sql")).status == 404
+
+
+async def test_adapters_are_loaded_as_with_vllm() -> None:
+    engine, body = FakeEngine(), {"lora_name": "sql", "lora_path": "sql", "load_inplace": False}
+    loaded = await call(engine, "POST", "/v1/load_lora_adapter", body)
+    assert loaded.body == b"Success: LoRA adapter 'sql' added successfully."
+    engine.refusal = RequestRefused("taken. Remedy: another.", code="name_taken", status=409)
+    assert (await call(engine, "POST", "/v1/load_lora_adapter", body)).status == 400
+    gone = await call(engine, "POST", "/v1/unload_lora_adapter", {"lora_name": "sql"})
+    assert gone.body == b"Success: LoRA adapter 'sql' removed successfully."
+    assert (await call(engine, "POST", "/v1/unload_lora_adapter", body)).status == 404
+
+
 async def test_tokenize_prompt_and_messages() -> None:
     reply = await call(FakeEngine(), "POST", "/tokenize", {"prompt": "abc"})
     assert reply.json == {

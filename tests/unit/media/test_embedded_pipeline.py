@@ -265,6 +265,7 @@ async def test_engine_stops_without_holding_the_loop_up() -> None:
         media=bench.pipeline,
         grammars=rest,
         tells_prompts=False,
+        adapters=rest,
     )
     gate, entered = threading.Event(), threading.Event()
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.parity.compare import OUTPUTS, generated
+from tests.workers.reference import Reference
 
 
 def make_adapter(base: Path, folder: Path, seed: int) -> None:
@@ -39,3 +40,24 @@ def expected_tokens(base: Path, adapter: Path | None, prompt: list[int]) -> list
         )
     found: list[int] = out[0, len(prompt) :].tolist()
     return found
+
+
+LANGUAGE_LAYERS = r".*language_model\.layers.*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"
+"""The linear layers of the language part of a vision-language model."""
+
+
+class AdaptedReference(Reference):
+    """A whole vision-language model with an adapter, as PEFT applies it; the first call makes the adapter."""
+
+    def __init__(self, path: Path, adapter: Path, *, seed: int) -> None:
+        super().__init__(path)
+        torch.manual_seed(seed)
+        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=LANGUAGE_LAYERS)
+        base = self.model
+        self.model = peft.get_peft_model(base, settings)
+        with torch.no_grad():
+            for name, tensor in self.model.named_parameters():
+                if "lora_" in name:
+                    tensor.normal_(std=0.2)
+        self.model.save_pretrained(str(adapter))
+        self.model.eval()

@@ -43,6 +43,8 @@ from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
 from vsched.types import stage_of
 from vsched.wire import (
     AcceptKv,
+    AdapterChanged,
+    AddAdapter,
     Beat,
     Continue,
     EncodeResult,
@@ -54,10 +56,10 @@ from vsched.wire import (
     Loading,
     LogEntry,
     Paused,
-    Pulse,
     RankFailed,
     RankReport,
     Ready,
+    RemoveAdapter,
     Reserved,
     RunHook,
     Sized,
@@ -129,6 +131,7 @@ class Leader:
         self.reserved = _Gather[Reserved](ranks)
         self.ready: asyncio.Future[list[Ready]] = asyncio.get_running_loop().create_future()
         self._votes = _Gather[Sized](ranks)
+        self._changes: dict[int, _Gather[str]] = {}
         self._secret = secret
         self._ranks = ranks
         self._deadlines = deadlines
@@ -188,6 +191,23 @@ class Leader:
             probe("leader.votes_differ")
         return votes
 
+    def change_adapters(self, entry: AddAdapter | RemoveAdapter) -> asyncio.Future[list[str]]:
+        """Have every rank add an adapter, or take one away; return why a rank could not, by rank, empty where it could.
+
+        The future is cancelled when the group is lost first; a rank that does not answer in time is the end of it.
+        """
+        changed = _Gather[str](self._ranks)
+        if self._over:
+            changed.complete.cancel()
+            return changed.complete
+        self._changes[self._log.seq + 1] = changed
+        what = "add" if isinstance(entry, AddAdapter) else "remove"
+        self._detector.expect(
+            self._log.seq + 1, self._loop.time(), hook=f"{what} adapter {entry.number}"
+        )
+        self._append(entry)
+        return changed.complete
+
     def accept(self, blocks: int) -> None:
         """Tell the ranks to serve with the KV cache that stands."""
         self._append(AcceptKv(blocks))
@@ -230,6 +250,8 @@ class Leader:
         """Give the group up."""
         if not self._over:
             self._over = True
+            for change in self._changes.values():
+                change.complete.cancel()
             self._on_lost(failure)
 
     def refuse(self, rank: int, what: str) -> None:
@@ -274,6 +296,15 @@ class Leader:
             case Beat(seq, memory):
                 self.memory[rank] = {**self.memory.get(rank, {}), **memory}
                 self._take_beat(rank, seq)
+            case AdapterChanged(seq, error):
+                self._take_change(rank, seq, error)
+            case RankFailed():
+                self._take_failure(rank, report)
+            case _:
+                self._take_start(rank, report)
+
+    def _take_start(self, rank: int, report: RankReport) -> None:
+        match report:
             case Loading(what, fraction):
                 if rank == 0:
                     self._on_progress(what, fraction)
@@ -285,9 +316,7 @@ class Leader:
                 self._votes.answer(rank, report)
             case Ready():
                 self._take_ready(rank, report)
-            case RankFailed():
-                self._take_failure(rank, report)
-            case Hello() | Pulse():  # of the peer's life, which is noted already
+            case _:  # of the peer's life, which is noted already
                 pass
 
     def _take_failure(self, rank: int, report: RankFailed) -> None:
@@ -299,7 +328,7 @@ class Leader:
             self.lose(failure)
 
     def _gathers(self) -> tuple[_Gather[Any], ...]:
-        return self.loaded, self.reserved, self._votes
+        return self.loaded, self.reserved, self._votes, *self._changes.values()
 
     def _take_ready(self, rank: int, report: Ready) -> None:
         self.memory[rank] = report.memory
@@ -382,6 +411,17 @@ class Leader:
             self._detector.answered(rank, self._loop.time())
             if rank == 0:
                 self._hooks.done(due.hook, self._loop.time())
+
+    def _take_change(self, rank: int, seq: int, error: str) -> None:
+        due = self._detector.due(rank)
+        if due is None or not due.hook or due.number != seq or seq not in self._changes:
+            self.refuse(rank, "spoke of an adapter that it was not asked about")
+            return
+        self._detector.answered(rank, self._loop.time())
+        change = self._changes[seq]
+        change.answer(rank, error)
+        if change.complete.done():
+            del self._changes[seq]
 
     def _tick(self) -> None:
         if self._over:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
@@ -288,3 +288,10 @@ class TokenStream:
         if self._logprobs is not None:
             self._logprobs = []
         return delta
+
+
+def interrupt_all(generations: Sequence[TokenStream], message: str) -> None:
+    """End all answers to a request with an error."""
+    for generation in generations:
+        generation.give_up(message)
+        generation.abort()

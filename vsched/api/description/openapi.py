@@ -14,13 +14,18 @@ from vsched.api.dialects.responses.events import ResponseObject, ResponsesEvent
 from vsched.api.dialects.responses.schema import ResponsesRequest
 from vsched.api.errors import ErrorEnvelope
 from vsched.api.request_schema import (
+    AdapterRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GroupRequest,
+    LoadLoraRequest,
     TokenizeRequest,
+    UnloadLoraRequest,
 )
 from vsched.api.responses import (
+    AdapterList,
+    AdapterRow,
     ChatChunk,
     ChatResponse,
     CompletionResponse,
@@ -99,8 +104,10 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         CountedTokens,
         error=MessagesError,
     ),
-    ApiOperation("GET", "/v1/models", "List the served model.", None, ModelList),
-    ApiOperation("GET", "/v1/models/{model}", "Describe the served model.", None, Model),
+    ApiOperation("GET", "/v1/models", "List the served model and its adapters.", None, ModelList),
+    ApiOperation(
+        "GET", "/v1/models/{model}", "Describe the served model, or an adapter.", None, Model
+    ),
     ApiOperation("POST", "/tokenize", "Count the tokens of a prompt.", TokenizeRequest, Tokens),
     ApiOperation(
         "POST", "/detokenize", "Return the text of tokens.", DetokenizeRequest, Detokenized
@@ -119,6 +126,23 @@ OPERATIONS: tuple[ApiOperation, ...] = (
     ApiOperation("GET", "/admin/replicas", "Every group: its state, its ranks, its last loss."),
     ApiOperation(
         "POST", "/admin/replicas", "Drain, restart or resume a group.", GroupRequest, GroupAction
+    ),
+    ApiOperation("GET", "/admin/adapters", "Every adapter.", None, AdapterList),
+    ApiOperation("POST", "/admin/adapters", "Load an adapter.", AdapterRequest, AdapterRow),
+    ApiOperation("DELETE", "/admin/adapters/{name}", "Unload an adapter.", None, AdapterRow),
+    ApiOperation(
+        "POST",
+        "/v1/load_lora_adapter",
+        "Load an adapter, as vLLM has it.",
+        LoadLoraRequest,
+        kind="text/plain",
+    ),
+    ApiOperation(
+        "POST",
+        "/v1/unload_lora_adapter",
+        "Unload an adapter, as vLLM has it.",
+        UnloadLoraRequest,
+        kind="text/plain",
     ),
 )
 

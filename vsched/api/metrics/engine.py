@@ -92,8 +92,9 @@ class EngineCollector(Collector):
         self,
         statistics: Callable[[], dict[str, Any]],
         groups: Callable[[], list[dict[str, Any]]],
+        adapters: Callable[[], list[dict[str, Any]]],
     ) -> None:
-        self._statistics, self._groups = statistics, groups
+        self._statistics, self._groups, self._adapters = statistics, groups, adapters
 
     def describe(self) -> Iterator[Metric]:
         """Describe nothing: without this, registering would read the statistics before the engine runs."""
@@ -114,6 +115,7 @@ class EngineCollector(Collector):
         yield from _generate_groups(_at(statistics, "generate.groups") or {})
         yield from _rank_memory(statistics.get("ranks", {}))
         yield from _all_groups(self._groups())
+        yield from _all_adapters(self._adapters())
 
 
 def _at(statistics: Statistics, path: str) -> Any:
@@ -174,3 +176,18 @@ def _all_groups(rows: list[dict[str, Any]]) -> Iterator[Metric]:
         for reason, count in row.get("losses", {}).items():
             losses.add_metric((name, reason), count)
     yield from (up, restarts, losses, busy)
+
+
+def _all_adapters(rows: list[dict[str, Any]]) -> Iterator[Metric]:
+    running = GaugeMetricFamily(
+        "vsched_adapter_requests_running", "Requests that go on with it.", labels=("adapter",)
+    )
+    requests = CounterMetricFamily(
+        "vsched_adapter_requests",
+        "Requests that named it since it was loaded.",
+        labels=("adapter",),
+    )
+    for row in rows:
+        running.add_metric((row["name"],), row.get("running", 0))
+        requests.add_metric((row["name"],), row.get("requests", 0))
+    yield from (running, requests)

@@ -111,7 +111,7 @@ class ApiMetrics:
             buckets=_REQUEST_S,
             registry=self.registry,
         )
-        self.registry.register(EngineCollector(engine.statistics, engine.groups))
+        self.registry.register(EngineCollector(engine.statistics, engine.groups, engine.adapters))
 
     def begin(self, endpoint: str, *, tenant: str = "") -> RequestRecord:
         """Start recording one request."""

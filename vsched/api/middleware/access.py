@@ -24,6 +24,8 @@ from vsched.errors import RequestRefused, limit_message
 _OPEN = frozenset({"/health", "/ready", "/ping", "/docs", "/openapi.json"})
 """Probes, and what is the same on every server."""
 _ADMIN = "/admin/"
+_ADMIN_TOO = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""What operators do by the paths of another server."""
 _FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip")
 _VALUE_CHARACTERS_MAX = 100
 
@@ -109,7 +111,8 @@ class RequireKey:
             await exchange.send_error(refusal)
 
     def _refusal(self, exchange: HttpExchange, tenant: str) -> RequestRefused | None:
-        is_admin = exchange.scope["path"].startswith(_ADMIN)
+        path = exchange.scope["path"]
+        is_admin = path.startswith(_ADMIN) or path in _ADMIN_TOO
         key = (is_admin and self._admin_key) or self._api_key
         needs_key = key or self._tenant_keys
         opened = tenant and not (is_admin and self._admin_key)
@@ -119,8 +122,9 @@ class RequireKey:
             return RequestRefused(message, code="invalid_api_key", status=401)
         if is_admin and not self._admin_key and not _is_local(exchange):
             message = (
-                f"what is under {_ADMIN} is for programs of the server's own machine, which call it by its address or "
-                "as localhost. Remedy: call it there, or give it a key (server.admin_key_variable)."
+                f"what is under {_ADMIN} or changes adapters is for programs of the server's own machine, which "
+                "call it by its address or as localhost. Remedy: call it there, or give it a key "
+                "(server.admin_key_variable)."
             )
             return RequestRefused(message, code="not_local", status=403)
         return None

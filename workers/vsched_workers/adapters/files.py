@@ -228,7 +228,7 @@ def _rank_of(file: Any, module: str, sides: tuple[str, str], rank_max: int) -> i
                 f"the rank of {module}",
                 value=rank,
                 limit=rank_max,
-                remedy="use an adapter of a lower rank, or raise the limit",
+                remedy="use an adapter of a lower rank, or raise adapters.rank_max",
             )
         )
     return rank

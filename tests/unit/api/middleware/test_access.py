@@ -230,7 +230,7 @@ async def test_access_this_machine_is_known_by_its_connection(
     assert (await Client(moved).send("POST", "/admin/clear")).status == status
 
 
-@pytest.mark.parametrize("path", ["/admin/statistics", "/admin/replicas"])
+@pytest.mark.parametrize("path", ["/admin/statistics", "/admin/replicas", "/admin/adapters"])
 async def test_access_admin_key_opens_what_the_api_key_does_not(path: str) -> None:
     """From anywhere: that is what it is for."""
     settings: dict[str, Any] = {"api_key": "user", "admin_key": "root", "allowed_hosts": None}
@@ -240,6 +240,14 @@ async def test_access_admin_key_opens_what_the_api_key_does_not(path: str) -> No
         assert reply.status == status
     headers = {"authorization": "Bearer root"}
     assert (await ask("GET", "/v1/models", headers=headers, **settings)).status == 401
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+async def test_access_to_adapters_is_for_operators_by_any_path(path: str) -> None:
+    settings: dict[str, Any] = {"api_key": "user", "admin_key": "root"}
+    for key, status in (("root", 400), ("user", 401)):
+        headers = {"authorization": f"Bearer {key}"}
+        assert (await ask("POST", path, headers=headers, **settings)).status == status
 
 
 async def test_access_metrics_are_open_by_a_setting_only() -> None:

@@ -45,7 +45,7 @@ class ResponsesEndpoint(ChatEndpoint):
         return ResponsesFormatter(
             generation,
             created=int(time.time()),
-            model=self._engine.model_name,
+            model=job.model,
             blocks=AnswerBlocks(
                 job.wording() if job.wording is not None else None,
                 logprobs=job.sampling.logprobs is not None,

@@ -1,0 +1,305 @@
+"""Which adapters requests may name, and how groups that come and go all get them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.patience import until
+from vsched.aio.adapters.orders import AdapterOrders
+from vsched.aio.adapters.table import AdapterSettings, AdapterTable, with_adapter
+from vsched.aio.replicas.groups import ServedGroup, ServedGroups
+from vsched.errors import CheckpointError, RequestRefused
+from vsched.testing import make_request
+from vsched.wire import AddAdapter, RemoveAdapter
+from vsched.worker.capabilities import AdapterFacts
+
+BOTH, ONE = ("encode", "generate"), ("generate",)
+
+
+class FakeLeader:
+    """Answers for the ranks of a group: with `errors`, at once unless `silent`."""
+
+    def __init__(self) -> None:
+        self.has: set[int] = set()
+        self.errors = [""]
+        self.silent = False
+        self.refused: list[str] = []
+        self.waiting: list[asyncio.Future[list[str]]] = []
+
+    def change_adapters(self, entry: AddAdapter | RemoveAdapter) -> asyncio.Future[list[str]]:
+        done: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+        if self.silent:
+            self.waiting.append(done)
+        elif isinstance(entry, RemoveAdapter):
+            self.has.discard(entry.number)
+            done.set_result([""])
+        else:
+            if not any(self.errors):
+                self.has.add(entry.number)
+            done.set_result(self.errors)
+        return done
+
+    def refuse(self, _rank: int, what: str) -> None:
+        self.refused.append(what)
+
+    def lose(self) -> None:
+        for done in self.waiting:
+            done.cancel()
+
+
+class FakeGroup:
+    """A group that is up."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.stage = name, name.partition("-")[0]
+        self.leader = FakeLeader()
+        self.down, self.retired = False, None
+
+
+class FakeGroups:
+    """An encode group and two generate groups."""
+
+    def __init__(self) -> None:
+        self.all = [FakeGroup(name) for name in ("encode", "generate-0", "generate-1")]
+
+    def of_stage(self, stage: str) -> list[FakeGroup]:
+        return [group for group in self.all if group.stage == stage]
+
+
+def orders_of(groups: FakeGroups, deadline_s: float = 60.0) -> AdapterOrders:
+    return AdapterOrders(cast("ServedGroups", groups), deadline_s=deadline_s)
+
+
+def served(group: FakeGroup) -> ServedGroup:
+    return cast("ServedGroup", group)
+
+
+def who_has(groups: FakeGroups, number: int) -> list[str]:
+    return [group.name for group in groups.all if number in group.leader.has]
+
+
+async def test_orders_reach_all_groups_of_the_stages() -> None:
+    groups = FakeGroups()
+    orders = orders_of(groups)
+    await orders.add(1, "path", ONE)
+    await orders.add(2, "path", BOTH)
+    assert who_has(groups, 1) == ["generate-0", "generate-1"]
+    assert who_has(groups, 2) == ["encode", "generate-0", "generate-1"]
+    await orders.remove(2, BOTH)
+    assert who_has(groups, 2) == []
+
+
+async def test_orders_take_away_from_all_what_one_rank_cannot_add() -> None:
+    groups = FakeGroups()
+    groups.all[2].leader.errors = ["", "shapes differ"]
+    orders = orders_of(groups)
+    with pytest.raises(RequestRefused, match="generate-1: shapes differ"):
+        await orders.add(1, "path", ONE)
+    assert who_has(groups, 1) == []
+    orders.restore(served(groups.all[1]))
+    assert who_has(groups, 1) == [], "it is not kept"
+
+
+async def test_orders_end_at_the_deadline_and_leave_nothing() -> None:
+    groups = FakeGroups()
+    groups.all[1].leader.silent = True
+    orders = orders_of(groups, deadline_s=0.01)
+    adding = asyncio.ensure_future(orders.add(1, "path", ONE))
+    await until(lambda: len(groups.all[1].leader.waiting) == 2, "it is told to take it away")
+    groups.all[1].leader.lose()
+    with pytest.raises(RequestRefused, match="adapters.load_s"):
+        await adding
+    assert who_has(groups, 1) == []
+
+
+async def test_orders_tell_a_group_that_was_lost_meanwhile_when_it_is_back() -> None:
+    groups = FakeGroups()
+    lost = groups.all[1]
+    lost.leader.silent = True
+    orders = orders_of(groups)
+    adding = asyncio.ensure_future(orders.add(1, "path", ONE))
+    await until(lambda: bool(lost.leader.waiting), "it is told")
+    old, lost.down, lost.leader = lost.leader, True, FakeLeader()
+    old.lose()
+    await adding
+    assert who_has(groups, 1) == ["generate-1"]
+    lost.down = False
+    orders.restore(served(lost))
+    assert who_has(groups, 1) == ["generate-0", "generate-1"]
+
+
+async def test_orders_tell_a_group_that_is_back_while_others_add() -> None:
+    """Nobody else would: what is not added yet is not restored."""
+    groups = FakeGroups()
+    groups.all[1].down = True
+    slow = groups.all[2].leader
+    slow.silent = True
+    orders = orders_of(groups)
+    adding = asyncio.ensure_future(orders.add(1, "path", ONE))
+    await until(lambda: bool(slow.waiting), "the other is told")
+    groups.all[1].down = False
+    slow.waiting[0].set_result([""])
+    await adding
+    assert 1 in groups.all[1].leader.has
+
+
+async def test_orders_need_a_group_of_each_stage() -> None:
+    groups = FakeGroups()
+    groups.all[0].down = True
+    orders = orders_of(groups)
+    with pytest.raises(RequestRefused, match="no encode group is up"):
+        await orders.add(1, "path", BOTH)
+    assert who_has(groups, 1) == []
+
+
+async def test_orders_give_up_a_group_that_does_not_get_its_adapters_back() -> None:
+    groups = FakeGroups()
+    orders = orders_of(groups)
+    await orders.add(1, "path", ONE)
+    groups.all[1].leader = FakeLeader()
+    groups.all[1].leader.errors = ["no memory"]
+    orders.restore(served(groups.all[1]))
+    await until(lambda: bool(groups.all[1].leader.refused), "the group is refused")
+    assert groups.all[1].leader.refused == ["could not add an adapter again: no memory"]
+
+
+class Bench:
+    """A table over fake groups; `facts` are those of every adapter."""
+
+    def __init__(self, folder: Path, *, drain_s: float = 60.0, encoder: bool = False) -> None:
+        self.groups = FakeGroups()
+        self.folder = folder
+        self.facts: AdapterFacts | Exception = AdapterFacts(4)
+        settings = AdapterSettings(
+            base="base",
+            count_max=2,
+            rank_max=8,
+            directory=str(folder / "adapters"),
+            encoder=encoder,
+            drain_s=drain_s,
+            kept_in=str(folder / "kept"),
+        )
+        self.table = AdapterTable(settings, orders_of(self.groups), self.keep)
+
+    def keep(self, path: str, kept: str) -> AdapterFacts:
+        Path(kept, "copy").write_text(path)
+        if isinstance(self.facts, Exception):
+            raise self.facts
+        return self.facts
+
+    def kept(self) -> list[str]:
+        folder = self.folder / "kept"
+        return sorted(one.name for one in folder.iterdir()) if folder.exists() else []
+
+
+async def test_table_gives_each_adapter_a_number_of_its_own(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    await bench.table.load("a", "somewhere")
+    assert bench.kept() == ["1"]
+    await bench.table.unload("a")
+    assert bench.kept() == []
+    await bench.table.load("a", "somewhere")
+    assert bench.table.hold("a").number == 2
+    assert who_has(bench.groups, 2) == ["generate-0", "generate-1"]
+
+
+async def test_table_keeps_nothing_of_what_cannot_be_loaded(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.facts = CheckpointError("damaged. Remedy: another.")
+    with pytest.raises(RequestRefused, match="damaged"):
+        await bench.table.load("a", "somewhere")
+    bench.facts = AdapterFacts(4, changes_encoder=True)
+    with pytest.raises(RequestRefused, match="adapters.encoder"):
+        await bench.table.load("a", "somewhere")
+    assert (bench.table.rows(), bench.kept()) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("base", "name_taken"), ("a", "name_taken"), ("", "invalid_name"), ("x\n", "invalid_name")],
+)
+async def test_table_refuses_names(tmp_path: Path, name: str, code: str) -> None:
+    bench = Bench(tmp_path)
+    await bench.table.load("a", "somewhere")
+    with pytest.raises(RequestRefused) as refused:
+        await bench.table.load(name, "somewhere")
+    assert refused.value.code == code
+
+
+async def test_table_counts_those_that_are_on_their_way(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    loads = [bench.table.load(name, "somewhere") for name in "abc"]
+    outcomes = await asyncio.gather(*loads, return_exceptions=True)
+    assert [getattr(each, "code", "") for each in outcomes] == ["", "", "too_many_adapters"]
+
+
+@pytest.mark.parametrize("path", ["..", ".", "", "/etc", "../kept/1", "a/../..", "a\0b"])
+def test_table_takes_no_path_outside_the_directory(tmp_path: Path, path: str) -> None:
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "link").symlink_to("/etc")
+    table = Bench(tmp_path).table
+    for wanted in (path, "link"):
+        with pytest.raises(RequestRefused, match="below adapters.directory"):
+            table.path_of(wanted)
+    assert table.path_of("a/b") == str(tmp_path / "adapters" / "a" / "b")
+
+
+async def test_table_unloads_once_nobody_holds_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    await bench.table.load("a", "somewhere")
+    first, second = bench.table.hold("a"), bench.table.hold("a")
+    second.run(lambda message: pytest.fail(message))
+    gone = asyncio.ensure_future(bench.table.unload("a"))
+    await until(lambda: bench.table.rows()[0]["state"] == "unloading", "it is on its way")
+    for name in ("a", "b"):
+        with pytest.raises(RequestRefused, match="no adapter"):
+            bench.table.hold(name)
+    first.release()
+    await asyncio.sleep(0)
+    assert not gone.done()
+    assert who_has(bench.groups, 1)
+    second.release()
+    await gone
+    assert (who_has(bench.groups, 1), bench.table.rows()) == ([], [])
+
+
+async def test_table_interrupts_who_is_not_done_in_time(tmp_path: Path) -> None:
+    """A request that is still being prepared is refused when it would be submitted."""
+    bench = Bench(tmp_path, drain_s=0.0)
+    await bench.table.load("a", "somewhere")
+    running, prepared = bench.table.hold("a"), bench.table.hold("a")
+    said: list[str] = []
+    running.run(said.append)
+    await bench.table.unload("a")
+    assert "deadlines.drain_s" in said[0]
+    with pytest.raises(RequestRefused, match="no adapter"):
+        prepared.run(said.append)
+    running.release()
+
+
+async def test_table_goes_on_when_nobody_waits(tmp_path: Path) -> None:
+    """Whoever asked may leave: it is loaded, or not, but nothing is left half-way."""
+    bench = Bench(tmp_path)
+    loading = asyncio.ensure_future(bench.table.load("a", "somewhere"))
+    await asyncio.sleep(0)
+    loading.cancel()
+    await until(lambda: [row["state"] for row in bench.table.rows()] == ["ready"], "it is loaded")
+
+
+async def test_items_of_an_adapter_that_changes_the_encoder_have_other_keys(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, encoder=True)
+    bench.facts = AdapterFacts(4, changes_encoder=True)
+    await bench.table.load("a", "somewhere")
+    await bench.table.load("b", "somewhere")
+    items = [(0, 2, b"one"), (1, 2, b"two")]
+    request = make_request("r", [1, 2], items, encoded=[b"two"])
+    one, other = (with_adapter(request, bench.table.hold(name)) for name in "ab")
+    keys: list[Any] = [[item.key for item in each.items] for each in (request, one, other)]
+    assert len({first for first, _ in keys}) == 3
+    assert {second for _, second in keys} == {b"two"}, "the client has encoded it"
+    assert [item.adapter for item in one.items] == [1, 0]
+    assert (one.adapter, other.adapter) == (1, 2)

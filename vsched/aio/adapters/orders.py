@@ -1,0 +1,122 @@
+"""Has the ranks of all groups add an adapter or take it away, whatever happens to groups meanwhile.
+
+A group that is up is told by an entry of its log, between two steps, and every rank answers. A group that is down is
+told when it is back, before its first step. What one rank cannot add is taken away from all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+
+from vsched.aio.leader.leader import Leader
+from vsched.aio.replicas.groups import ServedGroup, ServedGroups
+from vsched.errors import RequestRefused
+from vsched.probes import probe
+from vsched.wire import AddAdapter, RemoveAdapter
+
+
+class AdapterOrders:
+    """The adapters that every group of their stages has, or gets when it is back."""
+
+    def __init__(self, groups: ServedGroups, *, deadline_s: float) -> None:
+        """Order groups, and wait for them up to the deadline."""
+        self._groups = groups
+        self._deadline_s = deadline_s
+        self._kept: dict[int, tuple[AddAdapter, Sequence[str]]] = {}
+
+    async def add(self, number: int, path: str, stages: Sequence[str]) -> None:
+        """Have all groups of these stages add an adapter: all of them or none.
+
+        Blocks: up to the deadline; what was added until then is taken away again.
+
+        Raises:
+            RequestRefused: When a rank cannot, none of a stage is up, or the deadline has passed.
+        """
+        entry = AddAdapter(number, path)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._add_to_all(entry, stages)
+        except TimeoutError:
+            probe("adapters.deadline")
+            await self.remove(number, stages)
+            raise RequestRefused(
+                f"the ranks did not add the adapter within {self._deadline_s:g} s (adapters.load_s). "
+                "Remedy: try again when they are less busy, or raise it.",
+                code="adapter_overdue",
+                status=503,
+                retry_after_s=5,
+            ) from None
+        except BaseException:
+            await self.remove(number, stages)
+            raise
+
+    async def _add_to_all(self, entry: AddAdapter, stages: Sequence[str]) -> None:
+        """Tell every group once that is up, those included that come back meanwhile; from then on it is kept."""
+        told: list[Leader] = []
+        added: set[str] = set()
+        while True:
+            due = [group for group in self._up(stages) if group.leader not in told]
+            if not due:
+                break
+            told += [group.leader for group in due]
+            answers = await asyncio.gather(
+                *(group.leader.change_adapters(entry) for group in due), return_exceptions=True
+            )
+            for group, errors in zip(due, answers, strict=True):
+                if isinstance(errors, BaseException):
+                    probe("adapters.lost_while_adding")
+                    continue  # the group was lost: it is told when it is back
+                wrong = next((error for error in errors if error), "")
+                if wrong:
+                    probe("adapters.taken_back")
+                    raise RequestRefused(f"{group.name}: {wrong}", code="adapter_unusable")
+                added.add(group.stage)
+        gone = [stage for stage in stages if stage not in added]
+        if gone:
+            raise RequestRefused(
+                f"no {gone[0]} group is up to add the adapter. Remedy: try again when one is back.",
+                code="not_ready",
+                status=503,
+                retry_after_s=5,
+            )
+        self._kept[entry.number] = (entry, stages)
+
+    async def remove(self, number: int, stages: Sequence[str]) -> None:
+        """Have all groups take an adapter away.
+
+        Blocks: until all that are up have; one that does not answer in time is lost.
+        """
+        self._kept.pop(number, None)
+        changes = [
+            group.leader.change_adapters(RemoveAdapter(number)) for group in self._up(stages)
+        ]
+        await asyncio.gather(*changes, return_exceptions=True)
+
+    def restore(self, group: ServedGroup) -> None:
+        """Tell a group that has come back of all that there are; it takes no step before it has them."""
+        for entry, stages in self._kept.values():
+            if group.stage in stages:
+                probe("adapters.restored")
+                leader = group.leader
+                added = leader.change_adapters(entry)
+                added.add_done_callback(partial(_check, leader))
+
+    def _up(self, stages: Sequence[str]) -> list[ServedGroup]:
+        return [
+            group for stage in stages for group in self._groups.of_stage(stage) if _takes(group)
+        ]
+
+
+def _takes(group: ServedGroup) -> bool:
+    return not group.down and group.retired is None
+
+
+def _check(leader: Leader, added: asyncio.Future[list[str]]) -> None:
+    """Give a group up that has not got what the others have."""
+    with contextlib.suppress(asyncio.CancelledError):
+        for rank, error in enumerate(added.result()):
+            if error:
+                leader.refuse(rank, f"could not add an adapter again: {error}")

@@ -1,0 +1,331 @@
+"""The adapters that requests may name, and who uses them.
+
+An adapter has a number of its own, which is used once: what was computed with one that is gone is never taken for what
+another of the same name would compute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vsched.aio.adapters.orders import AdapterOrders
+from vsched.errors import CheckpointError, RequestRefused, limit_message
+from vsched.types import Request
+from vsched.worker.capabilities import AdapterFacts
+
+NAME_CHARACTERS_MAX = 256
+
+
+class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What bounds adapters; see the configuration section of the same names.
+
+    Attributes:
+        base: The name of the model that they are of.
+        kept_in: The folder that copies are kept in.
+        drain_s: How long requests may go on with one that is being taken away.
+    """
+
+    base: str
+    count_max: int
+    rank_max: int
+    directory: str
+    encoder: bool
+    drain_s: float
+    kept_in: str
+
+
+class ServedAdapter:
+    """One adapter that has a name.
+
+    Attributes:
+        state: `loading`, `ready` or `unloading`; only one that is ready takes requests.
+        requests: How many have named it.
+        users: The requests that go on with it, with how to end each; None while one is being prepared.
+    """
+
+    def __init__(self, name: str, number: int, path: str) -> None:
+        self.name = name
+        self.number = number
+        self.path = path
+        self.state = "loading"
+        self.facts = AdapterFacts(0)
+        self.requests = 0
+        self.users: dict[int, Callable[[str], None] | None] = {}
+        self.idle = asyncio.Event()
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages whose ranks have it."""
+        return ("encode", "generate") if self.facts.changes_encoder else ("generate",)
+
+
+class AdapterHold:
+    """What a request has of its adapter, from the moment that it names it until it ends."""
+
+    def __init__(self, adapter: ServedAdapter, user: int) -> None:
+        self._adapter = adapter
+        self._user = user
+        self.number = adapter.number
+        self.changes_encoder = adapter.facts.changes_encoder
+
+    def run(self, interrupt: Callable[[str], None]) -> None:
+        """The request is to be submitted: from now on `interrupt` ends it.
+
+        Raises:
+            RequestRefused: When the adapter was taken away while the request was prepared.
+        """
+        if self._user not in self._adapter.users:
+            raise _unknown(self._adapter.name)
+        self._adapter.users[self._user] = interrupt
+
+    def release(self) -> None:
+        """The request has ended."""
+        self._adapter.users.pop(self._user, None)
+        if not self._adapter.users:
+            self._adapter.idle.set()
+
+
+def with_adapter(request: Request, hold: AdapterHold | None) -> Request:
+    """Return a request with its adapter, if any; where that changes how images are encoded, they have other keys."""
+    if hold is None:
+        return request
+    items = request.items
+    if hold.changes_encoder:
+        number = hold.number.to_bytes(8, "little")
+        items = tuple(
+            item
+            if item.encoded
+            else msgspec.structs.replace(
+                item,
+                key=blake2b(
+                    item.key, digest_size=32, salt=number, person=b"vsched.adapter"
+                ).digest(),
+                adapter=hold.number,
+            )
+            for item in items
+        )
+    return msgspec.structs.replace(request, adapter=hold.number, items=items)
+
+
+Keep = Callable[[str, str], AdapterFacts]
+"""Copies the files in a folder to another and checks them; blocks, and may raise `CheckpointError`."""
+
+
+class AdapterTable:
+    """Loads adapters, takes them away, and finds them by name."""
+
+    def __init__(self, settings: AdapterSettings, orders: AdapterOrders, keep: Keep | None) -> None:
+        """Begin without any; `keep` is None where the plug-in takes none."""
+        self._settings = settings
+        self._orders = orders
+        self._keep = keep
+        self._named: dict[str, ServedAdapter] = {}
+        self._numbers = itertools.count(1)
+        self._users = itertools.count(1)
+        self._changes: set[asyncio.Task[None]] = set()
+
+    # --- requests ---
+
+    def hold(self, name: str) -> AdapterHold:
+        """Return what a request that names an adapter has of it.
+
+        Raises:
+            RequestRefused: When there is none that takes requests.
+        """
+        adapter = self._named.get(name)
+        if adapter is None or adapter.state != "ready":
+            raise _unknown(name)
+        user = next(self._users)
+        adapter.users[user] = None
+        adapter.requests += 1
+        adapter.idle.clear()
+        return AdapterHold(adapter, user)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return every adapter as an operator sees it."""
+        return [
+            {
+                "name": adapter.name,
+                "state": adapter.state,
+                "path": adapter.path,
+                "rank": adapter.facts.rank,
+                "changes_encoder": adapter.facts.changes_encoder,
+                "running": len(adapter.users),
+                "requests": adapter.requests,
+            }
+            for adapter in self._named.values()
+        ]
+
+    # --- operators ---
+
+    def path_of(self, wanted: str) -> str:
+        """Return the folder that an operator names at run time.
+
+        Raises:
+            RequestRefused: When it does not lie in the directory that they may lie in.
+        """
+        directory = self._settings.directory
+        if not directory:
+            raise RequestRefused(
+                "adapters are loaded at start only. Remedy: set adapters.directory to the folder that they lie in.",
+                code="adapters_fixed",
+                status=403,
+            )
+        root = Path(directory).resolve()
+        found = (root / wanted).resolve() if "\0" not in wanted else root
+        if found == root or not found.is_relative_to(root):
+            raise RequestRefused(
+                limit_message(
+                    "the adapter's path",
+                    value=repr(wanted[:NAME_CHARACTERS_MAX]),
+                    limit="a folder below adapters.directory",
+                    remedy="put the adapter there, and give its path from there on",
+                ),
+                code="path_not_allowed",
+                status=403,
+            )
+        return str(found)
+
+    async def load(self, name: str, path: str) -> None:
+        """Load an adapter: when this returns, requests may name it.
+
+        Blocks: until its files are copied, then up to `adapters.load_s`. Cancelling does not stop it.
+
+        Raises:
+            RequestRefused: When it cannot be loaded; then nothing of it is left.
+        """
+        self._check(name)
+        adapter = self._named[name] = ServedAdapter(name, next(self._numbers), path)
+        await self._to_the_end(self._load(adapter))
+
+    async def unload(self, name: str) -> None:
+        """Take an adapter away: no new request may name it, those that run may end, within the deadline.
+
+        Blocks: up to `deadlines.drain_s`, and until the ranks have done so. Cancelling does not stop it.
+
+        Raises:
+            RequestRefused: When there is none of this name, or it is on its way already.
+        """
+        adapter = self._named.get(name)
+        if adapter is None:
+            raise _unknown(name)
+        if adapter.state != "ready":
+            raise RequestRefused(
+                f"the adapter {name!r} is {adapter.state}. Remedy: watch GET /admin/adapters until it is not.",
+                code="wrong_state",
+                status=409,
+            )
+        adapter.state = "unloading"
+        await self._to_the_end(self._unload(adapter))
+
+    def close(self) -> None:
+        """Stop what is under way: the ranks are gone."""
+        for task in self._changes:
+            task.cancel()
+
+    async def _to_the_end(self, change: Any) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is heard
+        await asyncio.shield(task)
+
+    async def _load(self, adapter: ServedAdapter) -> None:
+        kept = Path(self._settings.kept_in) / str(adapter.number)
+        try:
+            adapter.facts = await asyncio.to_thread(self._copy, adapter.path, kept)
+            await self._orders.add(adapter.number, str(kept), adapter.stages)
+        except BaseException:
+            del self._named[adapter.name]
+            await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
+            raise
+        adapter.state = "ready"
+
+    def _copy(self, path: str, kept: Path) -> AdapterFacts:
+        assert self._keep is not None, "else there may be none"
+        try:
+            kept.mkdir(mode=0o700, parents=True)
+            facts = self._keep(path, str(kept))
+        except OSError as error:
+            raise RequestRefused(
+                f"the adapter cannot be copied ({error.strerror}). Remedy: free space for temporary files.",
+                code="adapter_unusable",
+                status=503,
+            ) from error
+        except CheckpointError as error:
+            raise RequestRefused(str(error), code="adapter_unusable") from error
+        if facts.changes_encoder and not self._settings.encoder:
+            raise RequestRefused(
+                "the adapter changes how images are encoded. Remedy: set adapters.encoder, or use one of the language "
+                "model alone.",
+                code="adapter_unusable",
+            )
+        return facts
+
+    async def _unload(self, adapter: ServedAdapter) -> None:
+        if adapter.users:
+            try:
+                async with asyncio.timeout(self._settings.drain_s):
+                    await adapter.idle.wait()
+            except TimeoutError:
+                self._interrupt(adapter)
+        await self._orders.remove(adapter.number, adapter.stages)
+        del self._named[adapter.name]
+        kept = Path(self._settings.kept_in) / str(adapter.number)
+        await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
+
+    def _interrupt(self, adapter: ServedAdapter) -> None:
+        users, adapter.users = adapter.users, {}
+        for interrupt in users.values():
+            if interrupt is not None:
+                interrupt(
+                    f"the adapter {adapter.name!r} was unloaded, and the request was not done within "
+                    f"{self._settings.drain_s:g} s (deadlines.drain_s)"
+                )
+
+    def _check(self, name: str) -> None:
+        settings = self._settings
+        if not name or len(name) > NAME_CHARACTERS_MAX or not name.isprintable():
+            raise RequestRefused(
+                limit_message(
+                    "the adapter's name",
+                    value=repr(name[:NAME_CHARACTERS_MAX]),
+                    limit=f"1 to {NAME_CHARACTERS_MAX} printable characters",
+                    remedy="use another name",
+                ),
+                code="invalid_name",
+            )
+        if name == settings.base or name in self._named:
+            what = "the model itself" if name == settings.base else "an adapter that is there"
+            raise RequestRefused(
+                f"{name!r} is the name of {what}. Remedy: use another name, or unload that adapter first.",
+                code="name_taken",
+                status=409,
+            )
+        if len(self._named) >= settings.count_max or self._keep is None:
+            raise RequestRefused(
+                limit_message(
+                    "adapters at a time",
+                    value=len(self._named) + 1,
+                    limit=settings.count_max if self._keep is not None else 0,
+                    remedy="unload one first, or raise adapters.count_max",
+                ),
+                code="too_many_adapters",
+                status=409,
+            )
+
+
+def _unknown(name: str) -> RequestRefused:
+    return RequestRefused(
+        f"there is no adapter {name[:NAME_CHARACTERS_MAX]!r}. Remedy: ask for one of /v1/models.",
+        code="model_not_found",
+        status=404,
+    )
