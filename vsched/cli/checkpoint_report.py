@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -95,7 +94,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
     except VschedError as error:
         problems.append(str(error))
     if info is not None:
-        memory = _memory(config, loaded.policies, info, description.parameters)
+        memory = _memory(config, loaded.policies, info, description)
         problems += [
             limit_message(
                 f"{stage}.memory_limit: no room beside the weights",
@@ -135,7 +134,10 @@ def _image_tokens(
 
 
 def _memory(
-    config: Config, policies: ConfiguredPolicies, info: ModelInfo, parameters: Mapping[str, int]
+    config: Config,
+    policies: ConfiguredPolicies,
+    info: ModelInfo,
+    description: CheckpointDescription,
 ) -> dict[str, StageMemory]:
     """Return what a rank of each stage needs."""
     kv_bytes = rank_kv_bytes_per_token(config, info)
@@ -145,10 +147,10 @@ def _memory(
         if not limit and config.generate.on_cpu:
             limit = host_available()
         weights = {
-            stage: parameters.get(part, 0) * info.itemsize // plan.ranks
-            for stage, role, part in (
-                ("encode", plan.encode, "vision"),
-                ("generate", plan.generate, "language"),
+            stage: _weights_bytes(description, part, section.weights, info) // plan.ranks
+            for stage, role, part, section in (
+                ("encode", plan.encode, "vision", config.encode),
+                ("generate", plan.generate, "language", config.generate),
             )
             if role is not None
         }
@@ -164,6 +166,14 @@ def _memory(
                 kv_tokens_max=room // kv_bytes if has_kv and limit else None,
             )
     return found
+
+
+def _weights_bytes(
+    description: CheckpointDescription, part: str, weights: str, info: ModelInfo
+) -> int:
+    """Return the bytes of a part's weights as they are served."""
+    plain = description.parameters.get(part, 0) * info.itemsize
+    return description.weights_bytes.get(part, {}).get(weights, plain)
 
 
 def as_json(report: CheckpointReport) -> Any:

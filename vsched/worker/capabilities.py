@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
@@ -376,6 +376,8 @@ class CheckpointDescription:
         chat_templates: The names of the chat templates.
         windows: Tokens of a sliding window, and how many layers have one; they keep KV for the whole context, too.
         unsupported: What the model could do elsewhere, and not here.
+        weights_bytes: About what the weights of a part take, by what they are made into on loading; `auto` only where
+            the checkpoint has them quantised.
     """
 
     model_type: str
@@ -390,6 +392,7 @@ class CheckpointDescription:
     chat_templates: tuple[str, ...]
     windows: tuple[int, int]
     unsupported: tuple[str, ...]
+    weights_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -28,7 +28,7 @@ from vsched.worker.contract import (
 from vsched.worker.memory import DeviceMemory
 from vsched_workers.adapters.serving import AdaptedWorker, ServedAdapters, served_adapters
 from vsched_workers.backends.base import Backend, CapturedSteps, Product, RunnableLanguage
-from vsched_workers.backends.choice import choose_backend, torch_threads
+from vsched_workers.backends.choice import check_quantized, choose_backend, torch_threads
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.backends.reference.whole_model import (
@@ -53,8 +53,13 @@ from vsched_workers.batching.step_rows import (
     sampling_rows,
     special_rows,
 )
-from vsched_workers.checkpoint.files import checkpoint_directory
-from vsched_workers.checkpoint.weights import WeightIndex, fill_module, load_head
+from vsched_workers.checkpoint.files import checkpoint_directory, read_json
+from vsched_workers.checkpoint.weights import (
+    WeightIndex,
+    fill_module,
+    find_quantized_layers,
+    load_head,
+)
 from vsched_workers.checkpoint.whole_model import (
     build_whole,
     build_without_tower,
@@ -76,6 +81,7 @@ from vsched_workers.parallel.planned import PlannedRanks, share_by_plan
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import cut_of, slice_module, sum_rows
 from vsched_workers.quantized.groups import check_groups
+from vsched_workers.quantized.schemes import scheme_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -387,6 +393,10 @@ def _load_family(
         model = family.build_language(info.path, paged_attention.NAME)
     cuts = slice_module(model, family.language_sharing, ranks=ranks, rank=rank)
     check_groups(cuts, settings, stage="generate")
+    scheme = scheme_of(read_json(checkpoint_directory(info.path), "config.json"))
+    if scheme is not None:
+        check_quantized(settings, backend.dtype, what=f"config.json: {scheme.method}")
+        find_quantized_layers(model, index, family.language_prefixes, scheme)
     vocabulary: int = config.get_text_config().vocab_size
     divides = ranks > 1 and vocabulary % ranks == 0
     fill_module(
@@ -400,6 +410,7 @@ def _load_family(
         cuts=cuts,
         flips=family.flips,
         mapped=backend.lays_out(model),
+        scheme=scheme,
     )
     head = load_head(
         model,
@@ -491,6 +502,11 @@ def _load_any(
 ) -> tuple[LanguageModel, RankGroup]:
     """Load a model of an architecture that has no path of its own."""
     backend = _generic_backend(info, settings, backend)
+    if scheme_of(read_json(checkpoint_directory(info.path), "config.json")) is not None:
+        raise ConfigError(
+            f"generate.tensor_parallel: {settings.ranks} ranks cannot share the quantised weights of this checkpoint. "
+            "Remedy: set it to 1."
+        )
     ranks, share = PlannedRanks(ranks=settings.ranks, rank=settings.rank), None
     text = read_config(checkpoint_directory(info.path), info.family).get_text_config()
     if settings.ranks > 1:

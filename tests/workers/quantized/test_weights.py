@@ -9,9 +9,9 @@ from vsched.errors import CheckpointError
 from vsched_workers.parallel.slicing import cut_of
 from vsched_workers.quantized.weights import (
     QuantizedWeight,
+    exact_scales,
     merged_weights,
     quantize,
-    stored_scales,
 )
 
 KINDS = [("int8", 0), ("int8", 32), ("int4", 32), ("int4", 48)]
@@ -115,7 +115,9 @@ def test_merged_weights_with_and_without_offsets() -> None:
     assert merged.nbytes == merged.values.nbytes + 2 * merged.scales.nbytes
 
 
-def test_stored_scales_are_halves_where_they_fit() -> None:
-    assert stored_scales(torch.tensor([0.0, 0.01, 3.0])).dtype == torch.float16
-    assert stored_scales(torch.tensor([1e-6])).dtype == torch.float32
-    assert stored_scales(torch.tensor([1e6])).dtype == torch.float32
+def test_exact_scales_are_halves_where_that_changes_none() -> None:
+    halves = torch.tensor([0.0, 0.5, 3.0])
+    assert exact_scales(halves)[0].dtype == torch.float16
+    assert exact_scales(torch.tensor([0.1]))[0].dtype == torch.float32
+    assert exact_scales(halves, torch.tensor([1e-6, 0.0, 1.0]))[0].dtype == torch.float32
+    assert exact_scales(torch.tensor([1e6]))[0].dtype == torch.float32

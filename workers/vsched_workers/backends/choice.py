@@ -61,7 +61,9 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
     """
     on_cuda = settings.device.startswith("cuda")
     if settings.quantizes:
-        _check_quantized(settings, dtype)
+        check_quantized(
+            settings, dtype, what=f"generate.weights, encode.weights: {settings.weights}"
+        )
     _check_attention(settings, dtype, on_cuda=on_cuda)
     if settings.deterministic:
         return _deterministic_backend(settings, dtype)
@@ -83,8 +85,8 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
     return CpuBackend(settings, dtype)
 
 
-def _check_quantized(settings: WorkerSettings, dtype: torch.dtype) -> None:
-    """Refuse to make weights into fewer bits where there is no product by such.
+def check_quantized(settings: WorkerSettings, dtype: torch.dtype, *, what: str) -> None:
+    """Refuse quantised weights where there is no product by such; `what` asks for them.
 
     Raises:
         ConfigError: With what is there.
@@ -94,9 +96,9 @@ def _check_quantized(settings: WorkerSettings, dtype: torch.dtype) -> None:
     has_numba = find_spec("numba") is not None
     if settings.device != "cpu" or not has_types or settings.attention == "exact" or not has_numba:
         raise ConfigError(
-            f"generate.weights, encode.weights: {settings.weights} is not possible on {settings.device} with {name}, "
+            f"{what} is not possible on {settings.device} with {name}, "
             f"attention {settings.attention!r} and {'' if has_numba else 'without '}numba, but on cpu with bfloat16 or "
-            "float32, `auto` and numba. Remedy: use these, or set it to auto."
+            "float32, `auto` and numba. Remedy: use these, or weights that are not quantised."
         )
 
 

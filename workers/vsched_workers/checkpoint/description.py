@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from vsched_workers.checkpoint.tokenizer_files import chat_templates, tokenizer_
 from vsched_workers.families import language_family, model_type_of
 from vsched_workers.families.decoder import SLIDING
 from vsched_workers.families.generic import read_config
+from vsched_workers.quantized.schemes import FORMATS, GROUPS
+from vsched_workers.quantized.schemes import stated as stated_quantization
 
 _VISION = re.compile(
     r"(?:^|\.)(?:visual|vision\w*|image_\w+|mm_\w+|multi_modal_projector|connector|aligner)\."
 )
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
+_ENDS = ("embed_tokens.weight", "lm_head.weight")
 _SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -47,9 +52,16 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
     parameters: Counter[str] = Counter()
     types: Counter[str] = Counter()
     files = sorted(directory.glob("*.safetensors"))
-    for name, count, dtype in _tensors(files):
-        parameters["vision" if _VISION.search(name) else "language"] += count
+    bits: dict[str, Counter[str]] = {"vision": Counter(), "language": Counter()}
+    is_quantized = stated_quantization(config) is not None
+    for name, shape, dtype in _tensors(files):
+        part, count = "vision" if _VISION.search(name) else "language", prod(shape)
+        parameters[part] += count
         types[_DTYPES.get(dtype, dtype)] += count
+        if is_quantized:
+            bits[part]["auto"] += 8 * count * _BYTES.get(dtype, 2)
+        for kind in FORMATS:
+            bits[part][kind] += quantized_bits(name, shape, kind)
     try:
         tokenizer = tokenizer_files(directory)
         templates = tuple(sorted(chat_templates(directory)))
@@ -68,7 +80,20 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
         chat_templates=templates,
         windows=_windows(model_type, directory),
         unsupported=tuple(_unsupported(directory, config)),
+        weights_bytes={
+            part: {kind: count // 8 for kind, count in found.items()}
+            for part, found in bits.items()
+        },
     )
+
+
+def quantized_bits(name: str, shape: Sequence[int], kind: str) -> int:
+    """Return about how many bits a tensor takes where weights are made into this kind on loading."""
+    count = prod(shape)
+    if len(shape) != 2:
+        return 16 * count
+    kind = "int8" if name.endswith(_ENDS) else kind
+    return count * int(kind.removeprefix("int")) + 16 * count // GROUPS[kind]
 
 
 def _path_of(model_type: str, directory: Path) -> str:
@@ -96,10 +121,8 @@ def _windows(model_type: str, directory: Path) -> tuple[int, int]:
     return (window, layers) if layers else (0, 0)
 
 
-def _tensors(files: list[Path]) -> Iterator[tuple[str, int, str]]:
-    """Yield name, number of values and type of every tensor, from the headers of the files."""
-    from math import prod
-
+def _tensors(files: list[Path]) -> Iterator[tuple[str, Sequence[int], str]]:
+    """Yield name, shape and type of every tensor, from the headers of the files."""
     from safetensors import SafetensorError, safe_open
 
     for file in files:
@@ -107,7 +130,7 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, int, str]]:
             with safe_open(file, framework="numpy") as content:
                 for name in content.keys():  # noqa: SIM118 - it is no mapping
                     part = content.get_slice(name)
-                    yield name, prod(part.get_shape()), str(part.get_dtype())
+                    yield name, part.get_shape(), str(part.get_dtype())
         except (SafetensorError, OSError):
             continue  # whoever asks whether it can be served is told why not
 

@@ -37,6 +37,7 @@ from vsched_workers.families.qwen_image import (
 )
 from vsched_workers.families.recurrent import state_bytes
 from vsched_workers.families.sharing import parallel_plan, shares_heads, unshared
+from vsched_workers.quantized.schemes import scheme_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -82,6 +83,8 @@ def choose_dtype(config: Mapping[str, Any], dtype: str) -> str:
         tables = (config, nested)
         stated = [table.get(key) for table in tables for key in ("dtype", "torch_dtype")]
         name = next((str(value) for value in stated if value), "float32")
+        if name == "float16" and scheme_of(config) is not None:
+            name = "bfloat16"  # which there are products by quantised weights for
     name = name.removeprefix("torch.")
     if name not in DTYPES:
         raise CheckpointError(
@@ -177,6 +180,8 @@ def _inspect_any(
     vision = vision_facts(directory, family) if takes_images(family) else None
     text = text_config(directory, family) if vision is None else vision.text
     _check_files(directory, config)
+    if scheme_of(config) is not None and language_family(family, str(directory)) is None:
+        raise refusal(family, "quantised weights, which the generic path does not read")
     chosen = choose_dtype(config, dtype)
     itemsize = 4 if chosen == "float32" else 2
     kept = state_bytes(text, itemsize)
@@ -226,11 +231,11 @@ def _check_files(
 ) -> None:
     """Check that tokenizer and weights are there; `unsupported` is what the model asks for and does not get."""
     tokenizer_files(directory)
-    unsupported = "quantised weights" if config.get("quantization_config") else unsupported
     if unsupported is not None:
         raise CheckpointError(
             f"config.json: {unsupported} are not supported. Remedy: serve a checkpoint without."
         )
+    scheme_of(config)
     WeightIndex.open(directory)
 
 

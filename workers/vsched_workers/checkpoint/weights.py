@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vsched_workers.parallel.slicing import Cut
+    from vsched_workers.quantized.schemes import Scheme
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -185,6 +186,7 @@ def fill_module(
     cuts: Mapping[str, Cut] | None = None,
     flips: Sequence[str] = (),
     mapped: Collection[str] = (),
+    scheme: Scheme | None = None,
 ) -> None:
     """Give a module that was built on the meta device its weights from the checkpoint.
 
@@ -213,10 +215,60 @@ def fill_module(
         flips=flips,
         mapped=mapped,
     )
+    if scheme is not None:
+        _fill_quantized(module, index, prefixes, scheme, dtype, cuts or {})
     module.load_state_dict(loaded, strict=True, assign=True)
     _make_buffers(module, device)
     module.requires_grad_(requires_grad=False)
     module.eval()
+
+
+def find_quantized_layers(
+    module: nn.Module, index: WeightIndex, prefixes: tuple[str, ...], scheme: Scheme
+) -> None:
+    """Replace the linear layers, on the meta device, that a checkpoint has quantised, for `fill_module` to fill."""
+    from vsched_workers.quantized.layers import find_quantized
+
+    find_quantized(module, scheme, lambda name: index.find(name, prefixes) is not None)
+
+
+def _fill_quantized(
+    module: nn.Module,
+    index: WeightIndex,
+    prefixes: tuple[str, ...],
+    scheme: Scheme,
+    dtype: torch.dtype,
+    cuts: Mapping[str, Cut],
+) -> None:
+    """Read the quantised weights of layers, one after the other."""
+    from safetensors import safe_open
+
+    from vsched_workers.quantized.layers import QuantizedLinear
+    from vsched_workers.quantized.published import read_quantized
+
+    with ExitStack() as stack:
+        opened: dict[str, Any] = {}
+        for name, child in module.named_modules():
+            if not isinstance(child, QuantizedLinear):
+                continue
+
+            def read(end: str, name: str = name) -> torch.Tensor | None:
+                full = index.find(f"{name}.{end}", prefixes)
+                if full is None:
+                    return None
+                file_name = index.files[full]
+                with _reading(file_name):
+                    if file_name not in opened:
+                        file = safe_open(index.directory / file_name, framework="pt", device="cpu")
+                        opened[file_name] = stack.enter_context(file)
+                    tensor: torch.Tensor = opened[file_name].get_tensor(full)
+                return tensor
+
+            shape = child.out_features, child.in_features
+            cut = cuts.get(f"{name}.weight")
+            whole = shape if cut is None else cut.shape_before(shape)
+            made = read_quantized(scheme, read, (whole[0], whole[1]), dtype)
+            child.quantized = made.owned() if cut is None else made.part(cut)
 
 
 def _make_buffers(module: nn.Module, device: str) -> None:

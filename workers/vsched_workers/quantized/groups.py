@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.parallel.slicing import Cut
-from vsched_workers.quantized.weights import GROUPS
+from vsched_workers.quantized.schemes import GROUPS
 
 
 def check_groups(cuts: Mapping[str, Cut], settings: WorkerSettings, *, stage: str) -> None:

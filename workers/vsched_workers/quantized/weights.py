@@ -20,12 +20,7 @@ from torch.nn import functional
 
 from vsched.errors import CheckpointError
 from vsched_workers.parallel.slicing import Cut
-
-FORMATS = ("int8", "int4")
-"""What weights can be made into on loading."""
-
-GROUPS = {"int8": 128, "int4": 32}
-"""Inputs of a group where none are asked for; a row that has fewer is one group."""
+from vsched_workers.quantized.schemes import GROUPS
 
 INT4_CENTRE = 8
 _INT4_SHRINKS = (1.0, 0.925, 0.85)
@@ -34,7 +29,7 @@ _TRIED_VALUES_MAX = 1 << 24
 """Values that are rounded at once: beside those of a layer there should not be much more memory."""
 
 _FP8_TYPE = torch.float8_e4m3fn
-_HALF_MIN, _HALF_MAX = 2.0**-14, 65504.0
+_HALF_MIN = 2.0**-14
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +119,10 @@ class QuantizedWeight:
             self, values=packed, scales=scales, offsets=offsets, inputs=cut.size, group=group
         )
 
+    def owned(self) -> QuantizedWeight:
+        """Return it in memory of its own: values may lie in a mapped file."""
+        return self._replaced(*(each.clone() for each in self._tensors()))
+
     def chunks(self, count: int) -> list[QuantizedWeight]:
         """Return so many equal parts by outputs, which are views."""
         parts = [each.chunk(count) for each in self._tensors()]
@@ -186,11 +185,14 @@ def quantize(weight: torch.Tensor, kind: str, *, group: int = 0) -> QuantizedWei
     )
 
 
-def stored_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales as float16 where that holds them about as well as they were meant, else as float32."""
-    size = scales.abs()
-    fits = (size == 0) | ((size >= _HALF_MIN) & (size <= _HALF_MAX))
-    return scales.half() if bool(fits.all()) else scales.float()
+def exact_scales(
+    scales: torch.Tensor, offsets: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return scales and offsets as float16 where that changes none of them, else as float32."""
+    given = [each for each in (scales, offsets) if each is not None]
+    if all(torch.equal(each.half().float(), each.float()) for each in given):
+        return scales.half(), None if offsets is None else offsets.half()
+    return scales.float(), None if offsets is None else offsets.float()
 
 
 def packed_int4(values: torch.Tensor) -> torch.Tensor:

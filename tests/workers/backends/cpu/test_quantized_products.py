@@ -92,6 +92,12 @@ def test_product_weighs_what_its_bits_weigh() -> None:
     assert sizes["int4 32"] == outputs * inputs // 2 + 2 * outputs * inputs // 32
 
 
+def test_product_by_a_plain_weight_in_float32() -> None:
+    weight, rows = drawn(PANEL + 8, 96, seed=1), drawn(ROWS, 96)
+    found = QuantizedProduct(weight, None, threads=1)(rows)
+    torch.testing.assert_close(found, rows @ weight.T, rtol=1e-4, atol=1e-4)
+
+
 def test_bfloat16_is_widened_where_onednn_cannot_pack_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on processors without AVX-512: any number of rows is multiplied by a product of ours."""
     monkeypatch.setattr(products, "packs", lambda _: False)

@@ -36,6 +36,7 @@ from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.backends.reference.packed_weights import PackedLinear, is_packed
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
 from vsched_workers.batching.sampling import SpecialRow
+from vsched_workers.quantized.layers import QuantizedLinear
 
 if TYPE_CHECKING:
     from vsched_workers.families.decoder import Decoder
@@ -72,6 +73,7 @@ class CpuBackend(ReferenceBackend):
     def prepare_language(
         self, model: nn.Module, head: torch.Tensor, decoder: Decoder
     ) -> RunnableLanguage:
+        self._packs |= any(isinstance(each, QuantizedLinear) for each in model.modules())
         is_fused = self._fuses and fuse(model, decoder)
         if self._quantizer is not None:
             model.embed_tokens = self._quantizer.embed(cast("nn.Module", model.embed_tokens), head)

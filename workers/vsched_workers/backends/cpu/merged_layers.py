@@ -10,6 +10,7 @@ from torch import nn
 
 from vsched_workers.families.decoder import Decoder
 from vsched_workers.parallel.slicing import SummedLinear
+from vsched_workers.quantized.layers import QuantizedLinear, merged_quantized, plain_weight
 
 
 class MergedAttention(nn.Module):
@@ -60,12 +61,13 @@ def merged(linears: Sequence[nn.Linear]) -> nn.Linear:
     """Return one linear layer of several with the same inputs."""
     if len(linears) == 1:
         return linears[0]
-    weights: list[torch.Tensor] = [each.weight for each in linears]
     biases: list[torch.Tensor] = [each.bias for each in linears if each.bias is not None]
     assert len(biases) in {0, len(linears)}, "all or none have a bias"
     outputs = sum(each.out_features for each in linears)
-    merged = nn.Linear(linears[0].in_features, outputs, bool(biases), device="meta")
-    merged.weight = frozen(torch.cat(weights))
+    quantized = merged_quantized(linears)
+    merged = quantized or nn.Linear(linears[0].in_features, outputs, bool(biases), device="meta")
+    if quantized is None:
+        merged.weight = frozen(torch.cat([plain_weight(each) for each in linears]))
     if biases:
         merged.bias = frozen(torch.cat(biases))
     return merged
@@ -74,9 +76,14 @@ def merged(linears: Sequence[nn.Linear]) -> nn.Linear:
 def _halves(linear: nn.Linear) -> list[nn.Linear]:
     """Return two linear layers, which are views of the halves of one."""
     halves = []
-    for index, weight in enumerate(linear.weight.chunk(2)):
+    quantized = linear.quantized if isinstance(linear, QuantizedLinear) else None
+    weights: Sequence[Any] = linear.weight.chunk(2) if quantized is None else quantized.chunks(2)
+    for index, weight in enumerate(weights):
         half = nn.Linear(linear.in_features, len(weight), linear.bias is not None, device="meta")
-        half.weight = frozen(weight)
+        if quantized is None:
+            half.weight = frozen(weight)
+        else:
+            half = QuantizedLinear(half, weight)
         if linear.bias is not None:
             half.bias = frozen(linear.bias.chunk(2)[index])
         halves.append(half)

@@ -26,6 +26,7 @@ from vsched_workers.backends.cpu.kernels.simd import LINE
 from vsched_workers.backends.cpu.operand_choice import operand, pays_here, runs_here
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
 from vsched_workers.backends.reference.packed_weights import CustomProduct, packs
+from vsched_workers.quantized.weights import QuantizedWeight
 
 INPUTS_MAX = 4096
 """Two panels of more inputs do not fit into the second cache, which the next one is fetched into."""
@@ -96,13 +97,13 @@ class PanelProduct:
 
 
 def panel_product(
-    weight: torch.Tensor, bias: torch.Tensor | None, *, threads: int
+    weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, *, threads: int
 ) -> CustomProduct | None:
     """Return the product by a weight, of which it holds a copy.
 
     None where it does not pay, or the weight is too large, or does not lie in panels once it is packed.
     """
-    if not packs(weight.dtype):
+    if isinstance(weight, QuantizedWeight) or not packs(weight.dtype):
         return QuantizedProduct(weight, bias, threads=threads)
     outputs, inputs = weight.shape
     if inputs % 2 or inputs > INPUTS_MAX or not runs_here():
@@ -122,13 +123,15 @@ def panel_product(
 
 
 def deterministic_product(
-    weight: torch.Tensor, bias: torch.Tensor | None, *, threads: int
-) -> PanelProduct:
+    weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, *, threads: int
+) -> CustomProduct:
     """Return the product by a weight that is used for any number of rows, whether that is the fastest or not.
 
     Raises:
         ConfigError: When the weight has an odd number of inputs.
     """
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedProduct(weight, bias, threads=threads)
     if weight.shape[1] % 2:
         raise ConfigError(
             f"model.deterministic: a weight has {weight.shape[1]} inputs, an odd number. Remedy: set it to false."

@@ -25,11 +25,16 @@ from torch import nn
 from torch.nn import functional
 from transformers.activations import GELUActivation
 
+from vsched_workers.quantized.layers import QuantizedLinear
+from vsched_workers.quantized.weights import QuantizedWeight
+
 FEW_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Numbers of rows to multiply with where steps of few rows count; the last one is the size of a block."""
 
 MANY_ROWS = (16, 64, 128, 256)
 """The same where there are hundreds of rows."""
+
+Weight = torch.Tensor | QuantizedWeight
 
 READ_DIRECTLY = ("dt_proj",)
 """Layers that are not called: a Mamba mixer multiplies by the weight of its own accord."""
@@ -53,7 +58,7 @@ class CustomProduct(Protocol):
         ...
 
 
-MakeCustom = Callable[[torch.Tensor, torch.Tensor | None], CustomProduct | None]
+MakeCustom = Callable[[Weight, torch.Tensor | None], CustomProduct | None]
 """Makes a product from a weight and its bias, or None where there cannot be one."""
 
 
@@ -73,7 +78,7 @@ class PackedWeight:
 
     def __init__(
         self,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         sizes: Sequence[int] = FEW_ROWS,
         make_custom: MakeCustom | None = None,
@@ -84,6 +89,9 @@ class PackedWeight:
         self.shape = (weight.shape[0], weight.shape[1], bias is not None)
         self._custom = make_custom(weight, bias) if make_custom is not None else None
         if self._custom is None:
+            assert isinstance(weight, torch.Tensor), (
+                "a quantised one is refused where it has no product"
+            )
             self._packed = operations._reorder_linear_weight(weight)  # noqa: SLF001
             self.custom_rows_max, self.size_bytes = 0, weight.nbytes
         else:
@@ -143,7 +151,9 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         self.packed = PackedWeight(linear.weight, linear.bias, sizes, make_custom)
         # For models that ask for its type; to compute with it is an error.
-        self.weight = torch.empty_like(linear.weight, device="meta")
+        self.weight = torch.empty(
+            linear.out_features, linear.in_features, dtype=linear.weight.dtype, device="meta"
+        )
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.packed(rows)
@@ -220,7 +230,10 @@ def pack_linears(
 def is_packed(module: nn.Module, name: str) -> TypeGuard[nn.Linear]:
     """Return whether a module of this name is a linear layer that is packed."""
     # What derives from it computes something else.
-    return type(module) is nn.Linear and name.rpartition(".")[2] not in READ_DIRECTLY
+    return (
+        type(module) in {nn.Linear, QuantizedLinear}
+        and name.rpartition(".")[2] not in READ_DIRECTLY
+    )
 
 
 def _keep_hooks(packed: PackedLinear, linear: nn.Linear) -> None:

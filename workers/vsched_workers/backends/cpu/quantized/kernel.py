@@ -70,7 +70,13 @@ BF16: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
 _FLOAT32: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
 """Dtype tags: an argument by whose type a kernel is compiled. They say what a kernel reads, not how it is stored."""
 
-KINDS: Mapping[str, npt.NDArray[Any]] = {"int8": INT8, "int4": INT4, "fp8": FP8, "bfloat16": BF16}
+KINDS: Mapping[str, npt.NDArray[Any]] = {
+    "int8": INT8,
+    "int4": INT4,
+    "fp8": FP8,
+    "bfloat16": BF16,
+    "float32": _FLOAT32,
+}
 FP8_FACTOR = 256.0
 """FP8 (e4m3) is read as the float16 whose bits are the same, moved: its scales are to be multiplied by this."""
 

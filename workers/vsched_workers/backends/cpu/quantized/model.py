@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
-from vsched_workers.quantized.weights import quantize
+from vsched_workers.quantized.weights import QuantizedWeight, quantize
 
 HEAD_FORMAT = "int8"
 """Of the head and the embedding: four bits there cost more of what a model knows than they save."""
@@ -25,16 +25,23 @@ class Quantizer:
         self._tied: QuantizedProduct | None = None
         self.embedding_bytes = 0
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> QuantizedProduct:
-        """Return the product by a weight of a layer."""
-        made = quantize(weight.detach(), self._kind, group=self._group)
+    def linear(
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None
+    ) -> QuantizedProduct:
+        """Return the product by a weight of a layer; what is quantised already stays as it is."""
+        made = weight
+        if isinstance(weight, torch.Tensor):
+            made = quantize(weight.detach(), self._kind, group=self._group)
         return QuantizedProduct(made, bias, threads=self._threads)
 
-    def head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> QuantizedProduct:
+    def head(
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None
+    ) -> QuantizedProduct:
         """Return the product by the output projection: that of the embedding where `embed` found the two tied."""
         if self._tied is not None:
             product, self._tied = self._tied, None
             return product
+        assert isinstance(weight, torch.Tensor), "heads are read as they are"
         group = self._group if self._kind == HEAD_FORMAT else 0
         made = quantize(weight.detach(), HEAD_FORMAT, group=group)
         return QuantizedProduct(made, bias, threads=self._threads)

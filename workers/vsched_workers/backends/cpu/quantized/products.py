@@ -28,7 +28,8 @@ from vsched_workers.backends.cpu.quantized.kernel import (
     SINGLE,
     multiply,
 )
-from vsched_workers.quantized.weights import FORMATS, INT4_CENTRE, QuantizedWeight
+from vsched_workers.quantized.schemes import FORMATS
+from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
 
 _PACKED_BYTES = 1 << 24
 """Bytes that are laid out at once, so that beside a weight and its panels there is not much more memory."""
@@ -60,7 +61,7 @@ class QuantizedProduct:
         assert not group % INPUTS, "groups are of whole multiples"
         self._panels = _in_panels(weight, self._inputs)
         factor = FP8_FACTOR if weight.kind == "fp8" else 1.0
-        unscaled = weight.kind == "bfloat16"
+        unscaled = weight.kind in {"bfloat16", "float32"}
         self._scales = (
             torch.ones(1, 1, PANEL) if unscaled else _grid_in_panels(weight.scales, factor)
         )
@@ -132,9 +133,9 @@ def _block_of(group: int) -> int:
 
 
 def _unscaled(weight: torch.Tensor) -> QuantizedWeight:
-    """Return a weight in bfloat16 as one that is scaled by one."""
+    """Return a weight in bfloat16 or float32 as one that is scaled by one."""
     return QuantizedWeight(
-        kind="bfloat16",
+        kind=str(weight.dtype).removeprefix("torch."),
         values=weight.detach(),
         scales=torch.empty(0),
         group=weight.shape[1],

@@ -1,0 +1,191 @@
+"""Quantised weights of checkpoints as they are published, read into the form that they have in memory.
+
+What a checkpoint's values mean stands in `quantization_config` of its `config.json`. Values, scales and zeros are laid
+out anew, and nothing is rounded: the weight is to the bit the one that the format's own library dequantises in float32.
+
+- *compressed-tensors*: `weight_packed` [out, in / n] of int32, n values of 4 or 8 bits each, the lowest bits first;
+  or `weight` of int8 or FP8; `weight_scale` [out, groups].
+- *fp8*: `weight` of FP8 and `weight_scale_inv`, one for each block of outputs and inputs.
+- *gptq*: `qweight` [in / n, out], `qzeros` [groups, out / n], `scales` [groups, out]; zeros are one more than they say,
+  but for `gptq_v2`.
+- *awq*: `qweight` [in, out / 8], in whose int32 outputs lie in the order 0, 2, 4, 6, 1, 3, 5, 7; `qzeros` alike.
+
+Activations stay as they are, also where a checkpoint asks for them to be quantised: that only rounds less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from vsched.errors import CheckpointError
+from vsched_workers.quantized.schemes import Scheme
+from vsched_workers.quantized.weights import (
+    INT4_CENTRE,
+    QuantizedWeight,
+    exact_scales,
+    packed_int4,
+)
+
+Read = Callable[[str], torch.Tensor | None]
+"""Reads a tensor of a layer by the end of its name; None where there is none."""
+
+Reads = Callable[[str], torch.Tensor]
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where each of eight neighbouring outputs lies in its int32, in halves of bytes."""
+_FP8_TYPES = (torch.float8_e4m3fn,)
+
+
+def read_quantized(
+    scheme: Scheme, read: Read, shape: tuple[int, int], dtype: torch.dtype
+) -> QuantizedWeight:
+    """Read the weight [out, in] of a layer.
+
+    Raises:
+        CheckpointError: When its tensors are not those of the scheme, with the one that is wrong.
+    """
+    readers: Mapping[str, Callable[[Scheme, Reads, tuple[int, int]], dict[str, Any]]] = {
+        "compressed-tensors": _compressed,
+        "fp8": _fp8,
+        "gptq": _gptq,
+        "awq": _awq,
+    }
+
+    def reads(end: str) -> torch.Tensor:
+        found = read(end)
+        if found is None:
+            raise _wrong(end, "nothing", "it")
+        return found
+
+    order = read("g_idx")
+    inputs = shape[1]
+    in_order = order is None or torch.equal(
+        order.long(), torch.arange(inputs) // (scheme.group or inputs)
+    )
+    _require(in_order, "g_idx", "groups of inputs in another order", "the order of inputs")
+    given = readers[scheme.method](scheme, reads, shape)
+    scales, offsets = exact_scales(given["scales"], given.get("offsets"))
+    values = given["values"]
+    groups = scales.shape[1]
+    group = inputs if groups == 1 else scheme.group
+    _require(-(-inputs // group) == groups, "scales", f"{groups} groups", f"groups of {group}")
+    kind = given["kind"]
+    return QuantizedWeight(
+        kind=kind,
+        values=packed_int4(values) if kind == "int4" else values,
+        scales=scales,
+        group=group,
+        inputs=inputs,
+        dtype=dtype,
+        offsets=offsets,
+    )
+
+
+def _compressed(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
+    if scheme.kind == "fp8" or not scheme.packed:
+        values = _of_shape(read("weight"), "weight", shape)
+        scales = read("weight_scale").float()
+        if scheme.kind == "fp8":
+            return _of_fp8(values, _spread_blocks(scales, shape, scheme.block))
+        return {"kind": "int8", "values": values, "scales": scales.reshape(shape[0], -1)}
+    count = 32 // scheme.bits
+    packed = _of_shape(read("weight_packed"), "weight_packed", (shape[0], -(-shape[1] // count)))
+    values = _unpacked(packed, scheme.bits)[:, : shape[1]]
+    scales = read("weight_scale").float().reshape(shape[0], -1)
+    if scheme.symmetric:
+        return _centred(scheme.bits, values, scales, None)
+    zeros = read("weight_zero_point")
+    if zeros.dtype == torch.int32:
+        zeros = _unpacked(zeros.T, scheme.bits).T[: shape[0]]
+    else:
+        zeros = zeros.to(torch.int32) + (1 << scheme.bits - 1)
+    return _centred(scheme.bits, values, scales, zeros.reshape(scales.shape))
+
+
+def _fp8(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
+    values = _of_shape(read("weight"), "weight", shape)
+    return _of_fp8(values, _spread_blocks(read("weight_scale_inv").float(), shape, scheme.block))
+
+
+def _gptq(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
+    count = 32 // scheme.bits
+    packed = _of_shape(read("qweight"), "qweight", (-(-shape[1] // count), shape[0]))
+    values = _unpacked(packed.T, scheme.bits)[:, : shape[1]]
+    scales = read("scales").float().T
+    zeros = _unpacked(read("qzeros"), scheme.bits)[:, : shape[0]].T
+    zeros = zeros if scheme.plain_zeros else zeros + 1
+    return _centred(scheme.bits, values, scales, zeros)
+
+
+def _awq(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
+    packed = _of_shape(read("qweight"), "qweight", (shape[1], shape[0] // 8))
+    values, zeros = (_in_order(_unpacked(each, 4)).T for each in (packed, read("qzeros")))
+    return _centred(4, values, read("scales").float().T, zeros)
+
+
+def _in_order(values: torch.Tensor) -> torch.Tensor:
+    return values.view(len(values), -1, 8)[:, :, list(_AWQ_ORDER)].flatten(1)
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the values of `bits` in int32 [rows, n], the lowest bits first, [rows, n * 32 / bits]."""
+    if words.dtype != torch.int32:
+        raise _wrong("packed values", str(words.dtype), "int32")
+    octets = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return octets.to(torch.int32)
+    return torch.stack((octets & 15, octets >> 4), -1).flatten(1).to(torch.int32)
+
+
+def _centred(
+    bits: int, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return values of unsigned bits with their zeros as values about a centre, and offsets where zeros are not it."""
+    centre = 1 << bits - 1
+    offsets = None
+    if zeros is not None:
+        _require(zeros.shape == scales.shape, "zeros", [*zeros.shape], [*scales.shape])
+        offsets = scales * (centre - zeros) if bool((zeros != centre).any()) else None
+    assert centre in {INT4_CENTRE, 128}
+    made = values.to(torch.uint8) if bits == 4 else (values - centre).to(torch.int8)
+    return {
+        "kind": f"int{bits}",
+        "values": made.contiguous(),
+        "scales": scales.contiguous(),
+        "offsets": None if offsets is None else offsets.contiguous(),
+    }
+
+
+def _of_fp8(values: torch.Tensor, scales: torch.Tensor) -> dict[str, Any]:
+    if values.dtype not in _FP8_TYPES:
+        raise _wrong("weight", str(values.dtype), "float8_e4m3fn")
+    return {"kind": "fp8", "values": values.view(torch.uint8), "scales": scales.contiguous()}
+
+
+def _spread_blocks(
+    scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int] | None
+) -> torch.Tensor:
+    """Return scales of blocks, or of rows, or one of all, as those of rows' groups, [out, groups]."""
+    if block is None:
+        return scales.reshape(-1, 1).expand(shape[0], 1)
+    return scales.repeat_interleave(block[0], 0)[: shape[0]]
+
+
+def _of_shape(tensor: torch.Tensor, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    _require(tuple(tensor.shape) == shape, name, [*tensor.shape], [*shape])
+    return tensor
+
+
+def _require(fits: bool, name: str, found: object, wanted: object) -> None:
+    if not fits:
+        raise _wrong(name, f"{found}", f"{wanted}")
+
+
+def _wrong(name: str, found: str, wanted: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} of a quantised weight: found {found}, quantization_config and config.json ask for {wanted}. "
+        "Remedy: use the config.json that belongs to these weights."
+    )

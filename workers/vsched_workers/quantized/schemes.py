@@ -1,0 +1,159 @@
+"""What `quantization_config` of a checkpoint says, and whether it can be served; read without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vsched.errors import CheckpointError
+
+FORMATS = ("int8", "int4")
+"""What weights can be made into on loading."""
+
+GROUPS = {"int8": 128, "int4": 32}
+"""Inputs of a group where none are asked for; a row that has fewer is one group."""
+
+SUPPORTED = (
+    "compressed-tensors (pack-quantized and int-quantized of 4 or 8 bits, float-quantized), fp8, gptq and awq of "
+    "4 bits, gptq of 8"
+)
+_GROUP_MULTIPLE = 16
+_TENSORS = {
+    "compressed-tensors": ("weight_packed", "weight_scale"),
+    "fp8": ("weight_scale_inv",),
+    "gptq": ("qweight",),
+    "awq": ("qweight",),
+}
+"""By which tensors a layer is known to be quantised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the linear layers of a checkpoint are quantised.
+
+    Attributes:
+        method: `compressed-tensors`, `fp8`, `gptq` or `awq`.
+        kind: `int8`, `int4` or `fp8`.
+        bits: Of a value.
+        group: Inputs of a group; 0 where a row or a whole weight has one scale.
+        symmetric: Whether there are no zeros.
+        packed: Whether values lie in int32.
+        plain_zeros: Whether zeros of GPTQ are what they say, not one more.
+        block: Outputs and inputs that have one scale; None where rows have their own.
+    """
+
+    method: str
+    kind: str
+    bits: int
+    group: int
+    symmetric: bool = True
+    packed: bool = True
+    plain_zeros: bool = False
+    block: tuple[int, int] | None = None
+
+    @property
+    def known_by(self) -> Sequence[str]:
+        """The ends of names of tensors of which a quantised layer has one."""
+        return _TENSORS[self.method]
+
+
+def stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what a `config.json` says of quantisation; None where it says nothing."""
+    text = config.get("text_config")
+    tables = (config, text if isinstance(text, Mapping) else {})
+    found = (table.get("quantization_config") for table in tables)
+    return next((each for each in found if isinstance(each, Mapping) and each), None)
+
+
+def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+    """Return the scheme of a checkpoint by its `config.json`; None where nothing is quantised.
+
+    Raises:
+        CheckpointError: When it is one that cannot be served, by name.
+    """
+    given = stated(config)
+    if given is None:
+        return None
+    method = str(given.get("quant_method", "")).replace("_", "-")
+    if method == "compressed-tensors":
+        return _compressed(given)
+    if method == "fp8":
+        block = given.get("weight_block_size")
+        if not isinstance(block, list) or len(block) != 2:
+            raise _refused("fp8 without weight_block_size")
+        return Scheme("fp8", "fp8", 8, _group(block[1]), block=(int(block[0]), int(block[1])))
+    if method in {"gptq", "awq"}:
+        return _gptq_or_awq(method, given)
+    raise _refused(f"quant_method {method!r}")
+
+
+def _gptq_or_awq(method: str, given: Mapping[str, Any]) -> Scheme:
+    bits = given.get("bits", given.get("w_bit"))
+    if bits not in ({4, 8} if method == "gptq" else {4}):
+        raise _refused(f"{method} of {bits} bits")
+    if given.get("desc_act"):
+        raise _refused("gptq with desc_act, whose groups are of inputs in another order")
+    version = given.get("checkpoint_format", given.get("version", "gemm"))
+    version = str(version).lower()
+    if method == "awq" and version != "gemm":
+        raise _refused(f"awq in the layout {version!r}")
+    if given.get("dynamic"):
+        raise _refused("gptq with other bits for some layers (dynamic)")
+    group = given.get("group_size", given.get("q_group_size", 128))
+    return Scheme(
+        method,
+        f"int{bits}",
+        int(bits),
+        0 if group == -1 else _group(group),
+        symmetric=False,
+        plain_zeros=version == "gptq_v2",
+    )
+
+
+def _compressed(given: Mapping[str, Any]) -> Scheme:
+    groups = given.get("config_groups")
+    tables = list(groups.values()) if isinstance(groups, Mapping) else []
+    weights = [table.get("weights") for table in tables if isinstance(table, Mapping)]
+    if len(weights) != 1 or not isinstance(weights[0], Mapping):
+        raise _refused("compressed-tensors with several groups of layers, or none")
+    said: Mapping[str, Any] = weights[0]
+    form, bits, kind = given.get("format"), said.get("num_bits"), said.get("type")
+    strategy = said.get("strategy")
+    if given.get("sparsity_config") or given.get("transform_config"):
+        raise _refused("compressed-tensors with sparsity or transforms")
+    if said.get("actorder") not in {None, "static", False} or strategy not in {
+        "channel", "group", "tensor", "block",
+    }:  # fmt: skip
+        raise _refused(f"compressed-tensors with actorder or the strategy {strategy!r}")
+    symmetric = bool(said.get("symmetric", True))
+    group = _group(said.get("group_size")) if strategy == "group" else 0
+    if kind == "float" and bits == 8 and form in {"float-quantized", "naive-quantized"}:
+        block = said.get("block_structure")
+        if strategy == "block" and isinstance(block, list) and len(block) == 2:
+            sizes = int(block[0]), int(block[1])
+            return Scheme("compressed-tensors", "fp8", 8, _group(block[1]), block=sizes)
+        if strategy in {"channel", "tensor"}:
+            return Scheme("compressed-tensors", "fp8", 8, 0)
+    if kind == "int" and form == "pack-quantized" and bits in {4, 8} and strategy != "tensor":
+        return Scheme("compressed-tensors", f"int{bits}", bits, group, symmetric=symmetric)
+    plain = form == "int-quantized" and strategy in {"channel", "group"}
+    if kind == "int" and plain and bits == 8 and symmetric:
+        return Scheme("compressed-tensors", "int8", 8, group, packed=False)
+    raise _refused(
+        f"compressed-tensors of format {form!r}, {bits} bits of type {kind!r}, strategy {strategy!r}"
+        f"{'' if symmetric else ', not symmetric'}"
+    )
+
+
+def _group(size: Any) -> int:
+    if not isinstance(size, int) or size < _GROUP_MULTIPLE or size % _GROUP_MULTIPLE:
+        raise _refused(f"groups of {size} inputs, no multiple of {_GROUP_MULTIPLE}")
+    return size
+
+
+def _refused(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"config.json: quantization_config asks for {what}, which is not supported. Supported: {SUPPORTED}. "
+        "Remedy: serve the checkpoint without quantisation, with generate.weights."
+    )
