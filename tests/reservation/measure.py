@@ -61,7 +61,7 @@ def measure(path: str, *, tokens: int, batches: int, seed: int, blocks: int) -> 
     worker = plugin.load_encoder(info, settings, lambda *_: None)
     if blocks:
         assert isinstance(worker, VisionWorker)
-        tower: Any = worker._tower._module  # type: ignore[attr-defined]
+        tower: Any = worker._tower.module
         tower.blocks = tower.blocks[:blocks]
         tower.fullatt_block_indexes = [blocks - 1]  # both kinds of attention run
     role = EncodeRole(

@@ -194,7 +194,7 @@ class Driver:
             arrays = self.stage.preprocessor.process_image(image)
             for array in arrays.values():
                 array.flags.writeable = False
-            jobs.append(EncodeJob(b"", plan.tokens, arrays, plan.metadata, pages))
+            jobs.append(EncodeJob(b"", plan.tokens, arrays, plan.metadata, pages, question.adapter))
         if jobs:
             self.stage.encoder.encode(jobs, self.embeddings)
         self.stage.generator.prepare(sequence)

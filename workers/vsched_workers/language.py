@@ -26,11 +26,18 @@ from vsched.worker.contract import (
     WorkerSettings,
 )
 from vsched.worker.memory import DeviceMemory
-from vsched_workers.adapters.serving import AdaptedWorker, ServedAdapters, served_adapters
+from vsched_workers.adapters.serving import (
+    Adaptable,
+    AdaptedWorker,
+    ServedAdapters,
+    adaptable_module,
+    served_adapters,
+)
 from vsched_workers.backends.base import Backend, CapturedSteps, Product, RunnableLanguage
 from vsched_workers.backends.choice import check_quantized, choose_backend, torch_threads
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.image_inputs import ImageInputs
+from vsched_workers.backends.reference.module_layers import RuledHead
 from vsched_workers.backends.reference.whole_model import (
     check_built,
     check_kept,
@@ -63,11 +70,12 @@ from vsched_workers.checkpoint.weights import (
 from vsched_workers.checkpoint.whole_model import (
     build_whole,
     build_without_tower,
+    left_out,
     load_whole,
 )
 from vsched_workers.families import LanguageFamily, language_family
 from vsched_workers.families.base import Items
-from vsched_workers.families.decoder import AttentionKind, LogitRule
+from vsched_workers.families.decoder import AttentionKind
 from vsched_workers.families.decoders import text_family, text_positions
 from vsched_workers.families.generic import read_config
 from vsched_workers.families.sharing import parallel_plan, shares_heads
@@ -103,8 +111,7 @@ class LanguageModel:
         captures: Whether decode steps may be captured.
         states: What layers keep of a sequence besides keys and values; None where they keep nothing.
         mutual: Tells the spans of a sequence whose positions see each other; None where each sees those before it.
-        prefixes: What stands before the names of its modules in the whole model, the names of an adapter.
-        other_prefixes: The same for what encodes images.
+        adaptable: Tells where adapters go in it.
     """
 
     module: nn.Module
@@ -113,31 +120,11 @@ class LanguageModel:
     heads: int
     positions: Callable[[npt.NDArray[np.int32], Items], tuple[npt.NDArray[np.int64], int]]
     first_layers: Callable[[int], AbstractContextManager[None]] | None
+    adaptable: Callable[[], Adaptable]
     shares_head: bool = False
     captures: bool = True
     states: RecurrentStates | None = None
     mutual: Callable[[SequenceState], Spans] | None = None
-    prefixes: tuple[str, ...] = ("",)
-    other_prefixes: tuple[str, ...] = ()
-
-
-class RuledHead:
-    """A head whose logits are divided, or bent towards a bound, as transformers does it."""
-
-    def __init__(self, product: Product, rule: LogitRule) -> None:
-        """Take the product by the output projection."""
-        self._product = product
-        self._rule = rule
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [rows, vocabulary] of hidden states [rows, hidden]."""
-        logits = self._product(hidden)
-        divisor, bound = self._rule
-        if divisor is not None:
-            logits = logits / divisor
-        if bound is not None:
-            logits = torch.tanh(logits / bound) * bound
-        return logits
 
 
 class LanguageWorker(AdaptedWorker):
@@ -359,13 +346,10 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     with loading, backend.without_holes():
         language, group = load(info, settings, backend, progress)
         adapters = served_adapters(
-            language.module,
+            language.adaptable,
             settings,
-            dtype,
             functools.partial(backend.zeros, touch=True),
-            takes=language.runnable.takes_adapters,
-            prefixes=language.prefixes,
-            others=language.other_prefixes,
+            backend.prepare_adapters,
         )
     return LanguageWorker(
         info,
@@ -424,11 +408,14 @@ def _load_family(
     backend.load_attention()
     group = RankGroup(settings, "generate", backend.collectives)
     sum_rows(model, family.language_sharing, group)
-    language = family_language(info, family, backend, model, head, ranks=ranks)
-    others: tuple[str, ...] = getattr(family, "vision_prefixes", ())
-    return dataclasses.replace(
-        language, prefixes=family.language_prefixes, other_prefixes=others
-    ), group
+    adaptable = functools.partial(
+        adaptable_module,
+        model,
+        cuts=cuts,
+        prefixes=family.language_prefixes,
+        others=getattr(family, "vision_prefixes", ()),
+    )
+    return family_language(info, family, backend, model, head, adaptable, ranks=ranks), group
 
 
 def family_language(
@@ -437,6 +424,7 @@ def family_language(
     backend: Backend,
     model: nn.Module,
     head: torch.Tensor,
+    adaptable: Callable[..., Adaptable],
     *,
     config: Any = None,
     ranks: int = 1,
@@ -444,7 +432,8 @@ def family_language(
     """Return a family's model, which has its weights, ready to run.
 
     `head` is the output projection, or this rank's part of the vocabulary of it; `config` is the configuration where
-    that of the checkpoint is of more than this model; `info` tells this rank's share of the KV cache.
+    that of the checkpoint is of more than this model; `info` tells this rank's share of the KV cache. `adaptable` tells
+    where adapters go, given what computes the layers.
     """
     config = config or family.model_config(info.path)
     text = config.get_text_config()
@@ -462,6 +451,7 @@ def family_language(
         heads=text.num_attention_heads // ranks,
         positions=functools.partial(family.positions, config),
         first_layers=functools.partial(_cut_layers, model, kinds),
+        adaptable=functools.partial(adaptable, layers=runnable.layers),
         shares_head=len(head) < text.vocab_size,
         captures=not any(kind.window for kind in kinds)
         and family.decoder.score_bound(text) is None,
@@ -534,9 +524,12 @@ def _load_any(
     usual = text_family(text.model_type, text) if found.only_places_rows else None
     if usual is not None and not (info.item_atomic or info.prompt_atomic):
         decoder, head = model.get_decoder(), model.get_output_embeddings().weight
-        language = family_language(info, usual, backend, decoder, head, config=text)
         name = next(name for name, each in model.named_modules() if each is decoder)
-        return dataclasses.replace(language, prefixes=(f"{name}.",)), group
+        others = tuple(f"{other}." for other in left_out(model))
+        adaptable = functools.partial(
+            adaptable_module, decoder, prefixes=(f"{name}.",), others=others
+        )
+        return family_language(info, usual, backend, decoder, head, adaptable, config=text), group
     language = LanguageModel(
         module=model,
         runnable=backend.prepare_whole(model, inputs),
@@ -547,6 +540,7 @@ def _load_any(
         captures=False,
         states=found.states if info.state_bytes else None,
         mutual=_mutual(info),
+        adaptable=functools.partial(adaptable_module, model, cuts=ranks.cuts, only=found.adaptable),
     )
     return language, group
 

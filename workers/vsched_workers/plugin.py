@@ -102,14 +102,17 @@ class TransformersPlugin:
 
     def keep_adapter(self, info: ModelInfo, path: str, kept: str, *, rank_max: int) -> AdapterFacts:
         """Copy an adapter, and check the copy by its headers."""
-        from vsched_workers.adapters.files import adapter_ranks, copy_adapter
+        from vsched_workers.adapters.files import adapter_ranks, copy_adapter, names_language
         from vsched_workers.families import FAMILIES
 
         copy_adapter(Path(path), Path(kept))
         ranks = adapter_ranks(Path(kept), rank_max=rank_max)
         family = FAMILIES.get(info.family)
-        tower = tuple(family.vision_prefixes) if family is not None else ()
-        encodes = bool(tower) and any(name.startswith(tower) for name in ranks)
+        if family is not None:
+            encodes = any(name.startswith(tuple(family.vision_prefixes)) for name in ranks)
+        else:
+            # Without the model it is not known what its parts are called; a rank that has none of it adds nothing.
+            encodes = info.takes_images and not all(map(names_language, ranks))
         return AdapterFacts(rank=max(ranks.values()), changes_encoder=encodes)
 
     def verifies_drafts(self, info: ModelInfo, *, device: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +14,12 @@ from vsched.errors import ConfigError
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, Progress, WorkerSettings
 from vsched.worker.memory import DeviceMemory
+from vsched_workers.adapters.serving import (
+    AdaptedWorker,
+    ServedAdapters,
+    adaptable_module,
+    served_adapters,
+)
 from vsched_workers.backends.base import Backend
 from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.any_tower import AnyTower
@@ -38,9 +45,11 @@ class Tower(Protocol):
 
     Attributes:
         batches: Whether it takes several images in one call.
+        module: What has its layers.
     """
 
     batches: bool
+    module: nn.Module
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -59,7 +68,8 @@ class FamilyTower:
 
     def __init__(self, family: Family, module: Any, backend: Backend) -> None:
         """Take the module, which the backend has prepared."""
-        self._family, self._module, self._backend = family, module, backend
+        self._family, self._backend = family, backend
+        self.module: nn.Module = module
         self.layers: Sequence[nn.Module] = list(module.blocks)
 
     def __call__(self, jobs: Sequence[EncodeJob], /) -> torch.Tensor:
@@ -67,7 +77,7 @@ class FamilyTower:
         pixels = self._backend.send_pixels([job.arrays[PIXELS] for job in jobs])
         grids = torch.tensor([grid_of(job.metadata) for job in jobs], dtype=torch.int64)
         return self._family.encode(
-            self._module, pixels.to(self._backend.dtype), grids.to(self._backend.device)
+            self.module, pixels.to(self._backend.dtype), grids.to(self._backend.device)
         )
 
 
@@ -79,6 +89,7 @@ class TowerOfAny:
     def __init__(self, tower: AnyTower) -> None:
         """Take the tower."""
         self._tower = tower
+        self.module = tower.model
         self.layers = tower.layers
 
     def __call__(self, jobs: Sequence[EncodeJob], /) -> torch.Tensor:
@@ -87,7 +98,7 @@ class TowerOfAny:
         return self._tower({**job.arrays, **unpack_metadata(job.metadata)})
 
 
-class VisionWorker:
+class VisionWorker(AdaptedWorker):
     """The vision tower of one rank."""
 
     def __init__(
@@ -97,8 +108,10 @@ class VisionWorker:
         tower: Tower,
         weights_bytes: int,
         group: RankGroup,
+        adapters: ServedAdapters | None = None,
     ) -> None:
-        """Take the tower; the backend has prepared it."""
+        """Take the tower; the backend has prepared it. `adapters` are those that images may name; None for none."""
+        super().__init__(adapters)
         self._info = info
         self._tower = tower
         self._backend = backend
@@ -126,13 +139,15 @@ class VisionWorker:
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Encode the jobs and write their rows; one call of the tower where it takes several, within the token cap.
 
+        Images of different adapters are different calls: they have too many rows to gain by sharing one.
+
         Of several ranks, all have the rows in the end, and the first writes them.
 
         Raises:
             DeviceOutOfMemory: When the device's memory ran out; the batch may be retried in parts.
         """
         with self._group.together():
-            for part in self._calls(jobs):
+            for part in self._calls(sorted(jobs, key=lambda job: job.adapter)):
                 self._encode(part, embeddings)
 
     @property
@@ -156,7 +171,8 @@ class VisionWorker:
         start = tokens = 0
         for index, job in enumerate(jobs):
             full = self._tokens_max and tokens + job.tokens > self._tokens_max
-            if index > start and (full or not self._tower.batches):
+            alone = not self._tower.batches or job.adapter != jobs[start].adapter
+            if index > start and (full or alone):
                 yield jobs[start:index]
                 start, tokens = index, 0
             tokens += job.tokens
@@ -165,7 +181,8 @@ class VisionWorker:
 
     def _encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         with typed_out_of_memory("encoding images"), torch.inference_mode():
-            rows = self._tower(jobs)
+            with self.adapted_images(jobs[0].adapter):
+                rows = self._tower(jobs)
             raw = rows.contiguous().cpu().view(torch.uint8).numpy()
         expected = (sum(job.tokens for job in jobs), self._info.embedding_row_bytes)
         if raw.shape != expected:
@@ -233,7 +250,20 @@ def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
         progress("compiling kernels", 1.0)
     with backend.without_holes():
         weights_bytes = backend.prepare_tower(tower)
-    return VisionWorker(info, backend, FamilyTower(family, tower, backend), weights_bytes, group)
+        adapters = served_adapters(
+            functools.partial(
+                adaptable_module,
+                tower,
+                cuts=cuts,
+                prefixes=family.vision_prefixes,
+                others=family.language_prefixes,
+            ),
+            settings,
+            functools.partial(backend.zeros, touch=True),
+            backend.prepare_adapters,
+        )
+    made = FamilyTower(family, tower, backend)
+    return VisionWorker(info, backend, made, weights_bytes, group, adapters)
 
 
 def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> VisionWorker:
@@ -259,5 +289,11 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
         if backend.compiles:
             progress("compiling kernels", 1.0)
         tower, weights_bytes = backend.prepare_any_tower(model)
+        adapters = served_adapters(
+            functools.partial(adaptable_module, model),
+            settings,
+            functools.partial(backend.zeros, touch=True),
+            backend.prepare_adapters,
+        )
     group = RankGroup(settings, "encode", backend.collectives)
-    return VisionWorker(info, backend, TowerOfAny(tower), weights_bytes, group)
+    return VisionWorker(info, backend, TowerOfAny(tower), weights_bytes, group, adapters)

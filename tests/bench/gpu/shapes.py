@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 
 from vsched.types import ModelInfo
 from vsched.worker.contract import WorkerSettings
+from vsched_workers.adapters.serving import adaptable_module
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.batching import paged_attention
 from vsched_workers.checkpoint.weights import _make_buffers
@@ -152,7 +154,9 @@ def make_model(name: str, folder: Path, device: str, dtype: torch.dtype) -> Mode
     generate, encode = (
         RankGroup(settings, stage, backend.collectives) for stage in ("generate", "encode")
     )
-    runnable = family_language(info, family, backend, model, head)
+    runnable = family_language(
+        info, family, backend, model, head, functools.partial(adaptable_module, model)
+    )
     language = LanguageWorker(info, backend, runnable, generate)
     tower_bytes = sum(each.numel() * each.element_size() for each in tower.parameters())
     backend.prepare_tower(tower)

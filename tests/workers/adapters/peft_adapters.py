@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.parity.compare import OUTPUTS, generated
 from tests.workers.reference import Reference
 
 
-def make_adapter(base: Path, folder: Path, seed: int) -> None:
-    """Write an adapter of all linear layers, which changes the answers."""
+def make_adapter(base: Path, folder: Path, seed: int, **settings: Any) -> None:
+    """Write an adapter of all linear layers, or as settings say, which changes the answers."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    _save_random(model, folder, seed, settings)
+
+
+def make_whole_adapter(base: Path, folder: Path, seed: int, **settings: Any) -> Any:
+    """Write an adapter of a whole vision-language model, which changes tower and language; return PEFT's model."""
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    return _save_random(model, folder, seed, settings)
+
+
+def _save_random(model: Any, folder: Path, seed: int, settings: Mapping[str, Any]) -> Any:
     torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-    model = peft.get_peft_model(model, settings)
+    chosen: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **settings}
+    model = peft.get_peft_model(model, peft.LoraConfig(**chosen))
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if "lora_" in name:
                 tensor.normal_(std=0.2)
     model.save_pretrained(str(folder))
+    return model.eval()
 
 
 def expected_tokens(base: Path, adapter: Path | None, prompt: list[int]) -> list[int]:

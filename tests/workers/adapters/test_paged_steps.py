@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import OUTPUTS, prompts, tokens_of
 from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter
 from tests.workers.driver import Driver, Question, Stage
-from vsched.errors import CheckpointError, ConfigError
+from vsched.errors import CheckpointError
 from vsched.worker.capabilities import ServesAdapters
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.adapters.files import WEIGHTS_FILE
-from vsched_workers.adapters.serving import served_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 SETTINGS = WorkerSettings(threads=1, adapters=2, adapter_rank_max=4)
 ASKED = (0, 1, 2, 1)
 """The adapter of each prompt; 0 for the model alone."""
+
+
+ATTENTION = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
+SOME_LAYERS: Mapping[str, Mapping[str, Any]] = {"qwen3_moe": ATTENTION}
+"""Where not all linear layers are meant: experts are no linear layers."""
 
 
 def adapter_worker(stage: Stage) -> ServesAdapters:
@@ -38,10 +42,10 @@ def make_all(name: str, folder: Path) -> None:
     (folder / "base").mkdir()
     make_checkpoint(name, folder / "base")
     for number in (1, 2):
-        make_adapter(folder / "base", folder / str(number), number)
+        make_adapter(folder / "base", folder / str(number), number, **SOME_LAYERS.get(name, {}))
 
 
-@pytest.mark.parametrize("name", ["llama", "stablelm"])
+@pytest.mark.parametrize("name", ["llama", "stablelm", "qwen3_moe"])
 def test_chunks_decodes_and_preemptions_keep_to_the_adapters_of_their_requests(
     name: str, tmp_path: Path
 ) -> None:
@@ -111,16 +115,36 @@ def test_an_adapter_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> N
         worker.add_adapter(number, str(tmp_path / str(number)))
 
 
-@pytest.mark.parametrize(("ranks", "takes"), [(1, False), (2, True)])
-def test_a_path_without_adapters_says_so_at_start(ranks: int, takes: bool) -> None:
-    settings = dataclasses.replace(SETTINGS, ranks=ranks)
-    with pytest.raises(ConfigError, match=r"adapters\.count_max.*Remedy"):
-        served_adapters(
-            nn.Linear(2, 2),
-            settings,
-            torch.bfloat16,
-            lambda shape, dtype: torch.zeros(shape, dtype=dtype),
-            takes=takes,
-            prefixes=("",),
-            others=(),
-        )
+def test_the_head_and_what_sees_other_rows_than_a_step_are_refused_by_name(tmp_path: Path) -> None:
+    make_all("stablelm", tmp_path)
+    stage = Stage.load(
+        str(tmp_path / "base"), attention="exact", dtype="float32", settings=SETTINGS
+    )
+    worker = adapter_worker(stage)
+    tensors = load_file(tmp_path / "1" / WEIGHTS_FILE)
+    sides = {"lora_A": torch.ones(2, 64), "lora_B": torch.ones(300, 2)}
+    tensors |= {f"base_model.model.lm_head.{name}.weight": side for name, side in sides.items()}
+    save_file(tensors, tmp_path / "1" / WEIGHTS_FILE)
+    with pytest.raises(CheckpointError, match="lm_head, the output projection.*Remedy"):
+        worker.add_adapter(1, str(tmp_path / "1"))
+
+
+def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
+    make_all("qwen3_moe", tmp_path)
+    experts = {**ATTENTION, "target_parameters": ["mlp.experts.gate_up_proj"]}
+    make_adapter(tmp_path / "base", tmp_path / "experts", 1, **experts)
+    stage = Stage.load(
+        str(tmp_path / "base"), attention="exact", dtype="float32", settings=SETTINGS
+    )
+    with pytest.raises(CheckpointError, match="target_parameters is .*not served. Remedy"):
+        adapter_worker(stage).add_adapter(1, str(tmp_path / "experts"))
+
+
+def test_layers_that_run_sequence_by_sequence_are_refused_by_name(tmp_path: Path) -> None:
+    """A Mamba mixer is called with the rows of one sequence at a time; the layers around it are served."""
+    make_all("bamba", tmp_path)
+    stage = Stage.load(
+        str(tmp_path / "base"), attention="exact", dtype="float32", settings=SETTINGS
+    )
+    with pytest.raises(CheckpointError, match=r"mamba\.\w+, a Linear here; only linear.*Remedy"):
+        adapter_worker(stage).add_adapter(1, str(tmp_path / "1"))

@@ -216,10 +216,10 @@ def encode_with_faults(settings: WorkerSettings, path: str) -> tuple[list[str], 
     stage = on_rank.load(settings, path)
     embeddings = empty_pages(stage.info)
     encoder: Any = stage.encoder
-    block = encoder._tower._module.blocks[1]
+    block = encoder._tower.module.blocks[1]
     faults: list[tuple[Any, Exception]] = [
         (block, OUT_OF_MEMORY),
-        (encoder._tower._module, ValueError("shape")),
+        (encoder._tower.module, ValueError("shape")),
     ]
     seen = []
     for owner, error in faults:

@@ -116,6 +116,11 @@ def adapter_ranks(directory: Path, *, rank_max: int) -> dict[str, int]:
     return ranks
 
 
+def names_language(module: str) -> bool:
+    """Return whether a module of a vision-language model is of its language part, as far as its name tells."""
+    return bool({"language_model", "text_model"} & {*module.split(".")})
+
+
 def copy_adapter(directory: Path, target: Path) -> None:
     """Copy the files of an adapter to an empty folder.
 

@@ -1,116 +1,107 @@
-"""Applies adapters to the linear layers of a module, for rows of different adapters in one pass.
+"""Adds adapters to a module and removes them while it runs, and runs passes over rows of different adapters.
 
-The base product is computed once for all rows. What each adapter adds is computed for its rows alone, gathered by an
-index and added back by it: few large products on a CPU, and the same calls on a GPU. A row has one adapter at most, so
-no two additions meet and the sum has one order.
+The base product is computed once for all rows; what each adapter adds is computed for its rows alone (`sums.py`). Where
+a part goes is told by places (`places.py`): without adapters the module is as it was, and nothing is paid.
 
-A layer gets a forward hook while an adapter is there for it, and is left as it is otherwise: its name, its weight and
-its place in the module stay, and without adapters nothing is paid. Hooks run where a layer is called. Where a path
-reads `layer.weight` and multiplies by itself (fused layers), a pass ends with an error, not with half an adapter.
+A pass says its rows first. A layer that is called with another number fails, and so does a pass that calls a layer not
+at all: half an adapter would answer like no model that anybody trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
-import torch
+import numpy as np
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from vsched.errors import CheckpointError, limit_message
 from vsched_workers.adapters.files import Adapter, LowRankPair
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterRows:
-    """The rows of a pass, and which of them each adapter has: int64 indices on the module's device."""
-
-    count: int
-    by_adapter: Mapping[str, torch.Tensor]
-
-
-NO_ROWS = AdapterRows(0, {})
-
-
-class AdaptedLayer:
-    """One linear layer and what adapters add to it, by adapter."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        """Take a layer; it stays as it is until the first adapter is there."""
-        self._layer = layer
-        self._pairs: dict[str, LowRankPair] = {}
-        self._hook: RemovableHandle | None = None
-        self.rows = NO_ROWS
-        self.called = False
-
-    def waits_for(self, names: Iterable[str]) -> bool:
-        """Whether it was not called, though it has a pair of one of these adapters."""
-        return not self.called and any(name in self._pairs for name in names)
-
-    def add(self, name: str, pair: LowRankPair) -> None:
-        """Take an adapter's pair, which fits, has the layer's dtype and is on its device."""
-        self._pairs[name] = pair
-        if self._hook is None:
-            self._hook = self._layer.register_forward_hook(self._forward)
-
-    def remove(self, name: str) -> None:
-        """Forget an adapter's pair, if there is one."""
-        self._pairs.pop(name, None)
-        if not self._pairs and self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def _forward(self, _layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        """Add to the outputs [..., outputs] of inputs [..., inputs] what the rows' adapters say."""
-        if not self.rows.by_adapter:
-            return output
-        self.called = True
-        rows = inputs[0].flatten(0, -2)
-        assert len(rows) == self.rows.count, (
-            f"a layer got {len(rows)} rows in a pass of {self.rows.count}"
-        )
-        total = output.flatten(0, -2)
-        for name, index in self.rows.by_adapter.items():
-            pair = self._pairs.get(name)
-            if pair is not None:
-                added = (rows[index] @ pair.down.T) @ pair.up.T
-                total = total.index_add(0, index, added, alpha=pair.scaling)
-        return total.view(output.shape)
+from vsched_workers.adapters.places import Carrier, LayerPlace, Places, module_places
+from vsched_workers.adapters.room import (
+    AdapterRoom,
+    Allocate,
+    bytes_of_one,
+    own_memory,
+    zero_parts,
+)
+from vsched_workers.adapters.rows import NOBODY, AdapterPass, PassRows, RowsOfOne
+from vsched_workers.adapters.sums import MakeSums, Part, Room, Sums, TorchSums
 
 
 class AdaptedModule:
     """A module to which adapters are added and from which they are removed while it runs, between passes.
 
     Args:
-        module: Its linear layers are called, not read.
+        module: Its linear layers are called, where `places` does not tell otherwise.
+        places: Where adapters go, by the names of layers; those of its linear layers by default.
         prefixes: What the names of its layers may have before them in an adapter, such as `model.`.
+        others: What the names of layers begin with that another module has, as the tower; they are passed over.
         count_max: How many adapters there may be.
+        rank_max: Of which rank; 0 where memory is taken with each, on the host.
+        allocate: Takes the memory for them.
+        make_sums: Makes what keeps the parts of one product.
+        passes: Where products see the rows of a pass; one that also says which rows each call is about shares it.
     """
 
     def __init__(
-        self, module: nn.Module, *, prefixes: Sequence[str] = ("",), count_max: int
+        self,
+        module: nn.Module,
+        *,
+        places: Places | None = None,
+        prefixes: Sequence[str] = ("",),
+        others: Sequence[str] = (),
+        count_max: int,
+        rank_max: int = 0,
+        allocate: Allocate = own_memory,
+        make_sums: MakeSums = TorchSums,
+        passes: AdapterPass | None = None,
     ) -> None:
         """Take a module; nothing changes in it yet."""
         self._module = module
-        self._prefixes = tuple(prefixes)
-        self._count_max = count_max
-        self._layers: dict[str, AdaptedLayer] = {}
+        self._places = module_places(module, {}) if places is None else places
+        self._prefixes, self._others = tuple(prefixes), tuple(others)
+        self._count_max, self._rank_max = count_max, rank_max
+        self._room: AdapterRoom | None = None
+        if rank_max:
+            each = bytes_of_one(self._places, make_sums, rank_max=rank_max)
+            self._room = AdapterRoom(each, count_max, allocate)
+        self._make_sums = make_sums
+        self._pass = passes or AdapterPass()
+        self._joined: dict[Carrier, Sums] = {}
+        self._numbers: dict[str | None, int] = {None: NOBODY}
         self._bytes: dict[str, int] = {}
 
     @property
+    def bytes(self) -> int:
+        """Bytes that were taken on the device for all adapters."""
+        return 0 if self._room is None else self._room.bytes
+
+    @property
     def bytes_by_adapter(self) -> Mapping[str, int]:
-        """Bytes on the device of each adapter, for a ledger."""
+        """Bytes on the device of what each adapter has here."""
         return dict(self._bytes)
 
     def add(self, name: str, adapter: Adapter) -> None:
-        """Add an adapter, all of it or, where a layer cannot take it, nothing.
+        """Add an adapter, all of it that belongs to this module or, where a layer cannot take it, nothing.
 
         Raises:
             CheckpointError: When there are too many, or one of that name, or it does not fit this module.
         """
+        self._check_count(name)
+        parts: dict[Carrier, list[Part]] = {}
+        for module, pair in adapter.pairs.items():
+            for place in self._find(module, pair):
+                own = parts.setdefault(place.carrier, [])
+                own.append(place.part(pair.down, pair.up, pair.scaling))
+        self._put(name, parts)
+
+    def add_trial(self, name: str) -> None:
+        """Add an adapter of the highest rank to all layers, which changes nothing."""
+        self._check_count(name)
+        self._put(name, zero_parts(self._places, self._rank_max))
+
+    def _check_count(self, name: str) -> None:
         if name in self._bytes:
             raise CheckpointError(
                 f"there is an adapter {name!r}. Remedy: remove it, or use another name."
@@ -124,87 +115,123 @@ class AdaptedModule:
                     remedy="remove one, or raise the limit",
                 )
             )
-        fitting = self._fitting(adapter)
+
+    def _put(self, name: str, parts: Mapping[Carrier, Sequence[Part]]) -> None:
+        number = min({*range(self._count_max)} - {*self._numbers.values()})
+        room: Room = own_memory if self._room is None else self._room.place(number)
         # Copied before any is put in its place, for the device's memory may run out.
-        placed = [(own, layer, _to_layer(pair, layer)) for own, layer, pair in fitting]
-        for own, layer, pair in placed:
-            self._layers.setdefault(own, AdaptedLayer(layer)).add(name, pair)
-        self._bytes[name] = sum(pair.down.nbytes + pair.up.nbytes for _, _, pair in placed)
-
-    def check(self, adapter: Adapter) -> None:
-        """Check that an adapter fits.
-
-        Raises:
-            CheckpointError: When it does not.
-        """
-        self._fitting(adapter)
-
-    def _fitting(self, adapter: Adapter) -> list[tuple[str, nn.Linear, LowRankPair]]:
-        return [(*self._find(module, pair), pair) for module, pair in adapter.pairs.items()]
+        placed = {carrier: self._join(carrier).place(own, room) for carrier, own in parts.items()}
+        self._numbers[name] = number
+        for carrier, kept in placed.items():
+            carrier.put(number, kept)
+        self._bytes[name] = sum(
+            each.down.nbytes + each.up.nbytes for kept in placed.values() for each in kept
+        )
 
     def remove(self, name: str) -> None:
         """Remove an adapter; layers that have none left are as they were."""
         del self._bytes[name]
-        for layer in self._layers.values():
-            layer.remove(name)
+        number = self._numbers.pop(name)
+        for carrier in self._joined:
+            carrier.drop(number)
 
     @contextmanager
     def rows(self, names: Sequence[str | None]) -> Iterator[None]:
         """Run passes over so many rows with these adapters, None for the model alone, until the context ends."""
-        missing = {name for name in names if name is not None} - self._bytes.keys()
-        assert not missing, f"no adapter {sorted(missing)}"
-        found: dict[str, list[int]] = {}
-        for row, name in enumerate(names):
-            if name is not None:
-                found.setdefault(name, []).append(row)
-        device = next(self._module.parameters()).device
-        by_adapter = {
-            name: torch.tensor(rows, dtype=torch.int64, device=device)
-            for name, rows in found.items()
-        }
-        self._tell(AdapterRows(len(names), by_adapter))
+        numbers = self._numbers
+        missing = {*names} - numbers.keys()
+        assert not missing, f"no adapter {sorted(map(str, missing))}"
+        owners = np.array([numbers[name] for name in names], dtype=np.int64)
+        if owners.max(initial=NOBODY) == NOBODY:
+            yield
+            return
+        rows = PassRows(owners)
+        with self._passing({*owners.tolist()}):
+            self._pass.rows, self._pass.call = rows, rows.all
+            yield
+
+    @contextmanager
+    def all_rows(self, name: str | None) -> Iterator[None]:
+        """Run passes all of whose rows have this adapter, however many a layer is called with."""
+        if name is None:
+            yield
+            return
+        assert name in self._numbers, f"no adapter {name}"
+        number = self._numbers[name]
+        with self._passing({number}):
+            self._pass.call = RowsOfOne(number)
+            yield
+
+    @contextmanager
+    def _passing(self, owners: set[int]) -> Iterator[None]:
+        for carrier in self._joined:
+            carrier.called = False
         try:
             yield
-            unused = [own for own, each in self._layers.items() if each.waits_for(by_adapter)]
-            assert not unused, f"layers with adapters were not called: {unused[:3]}"
+            unused = [each for each in self._joined if each.waits_for(owners)]
+            assert not unused, f"layers with adapters were not called: {self._names(unused)[:3]}"
         finally:
-            self._tell(NO_ROWS)
+            self._pass.rows = self._pass.call = None
 
-    def _tell(self, rows: AdapterRows) -> None:
-        for layer in self._layers.values():
-            layer.rows, layer.called = rows, False
+    def _names(self, carriers: Sequence[Carrier]) -> list[str]:
+        return [
+            name
+            for name, places in self._places.items()
+            if any(place.carrier in carriers for place in places)
+        ]
 
-    def _find(self, module: str, pair: LowRankPair) -> tuple[str, nn.Linear]:
-        """Return the layer that an adapter names, and its name here."""
+    def _join(self, carrier: Carrier) -> Sums:
+        """Return what keeps the parts of a carrier, which from now on sees the rows of this module's passes."""
+        if carrier not in self._joined:
+            self._joined[carrier] = self._make_sums(carrier.dtype, carrier.device)
+            carrier.join(self._pass, self._joined[carrier])
+        return self._joined[carrier]
+
+    def _find(self, module: str, pair: LowRankPair) -> Sequence[LayerPlace]:
+        """Return the places of the layer that an adapter names; none where that is another module's."""
         for prefix in self._prefixes:
-            if not module.startswith(prefix):
-                continue
             own = module.removeprefix(prefix)
+            places = self._places.get(own) if module.startswith(prefix) else None
+            if places is not None:
+                wanted = [places[0].inputs, places[0].outputs]
+                given = [pair.down.shape[1], len(pair.up)]
+                if given != wanted:
+                    raise CheckpointError(
+                        f"the adapter's {module} has {given} inputs and outputs, and the model's {wanted}. "
+                        "Remedy: use an adapter that was trained on this model."
+                    )
+                return places
+        if self._is_others(module):
+            return ()
+        raise self._refusal(module)
+
+    def _is_others(self, module: str) -> bool:
+        """Return whether a layer belongs to another module: by the longest prefix, or by what was left out here."""
+
+        def longest(prefixes: Sequence[str]) -> int:
+            return max((len(each) for each in prefixes if module.startswith(each)), default=-1)
+
+        if longest(self._others) > longest(self._prefixes):
+            return True
+        for prefix in self._prefixes:
+            found: nn.Module | None = self._module
+            for name in module.removeprefix(prefix).split("."):
+                found = getattr(found, "_modules", {}).get(name)
+                if isinstance(found, nn.Identity):
+                    return True
+        return False
+
+    def _refusal(self, module: str) -> CheckpointError:
+        for prefix in self._prefixes:
             try:
-                layer = self._module.get_submodule(own)
+                found = self._module.get_submodule(module.removeprefix(prefix))
             except AttributeError:
                 continue
-            if not isinstance(layer, nn.Linear):
-                kind = type(layer).__name__
-                raise CheckpointError(
-                    f"the adapter changes {module}, a {kind} here; only linear layers are served. "
-                    "Remedy: use an adapter of linear layers, or merge this one into its base model."
-                )
-            wanted = [layer.in_features, layer.out_features]
-            given = [pair.down.shape[1], len(pair.up)]
-            if given != wanted:
-                raise CheckpointError(
-                    f"the adapter's {module} has {given} inputs and outputs, and the model's {wanted}. "
-                    "Remedy: use an adapter that was trained on this model."
-                )
-            return own, layer
-        raise CheckpointError(
+            return CheckpointError(
+                f"the adapter changes {module}, a {type(found).__name__} here; only linear layers that see each row "
+                "of a step are served. Remedy: use an adapter without it, or merge this one into its base model."
+            )
+        return CheckpointError(
             f"the adapter changes {module}, which the model lacks. "
             "Remedy: use an adapter that was trained on this model."
         )
-
-
-def _to_layer(pair: LowRankPair, layer: nn.Linear) -> LowRankPair:
-    like = layer.weight
-    down, up = (each.to(device=like.device, dtype=like.dtype) for each in (pair.down, pair.up))
-    return LowRankPair(down, up, pair.scaling)

@@ -1,92 +1,99 @@
-"""Memory for adapters, taken when a model is loaded, so that adding one later never runs out of it."""
+"""Memory for adapters, taken when a model is loaded, so that adding one later never runs out of it.
+
+`bytes_of_one` tells the memory that one adapter takes at most, of the highest rank on all layers, before any is taken:
+what a rank has of them, as it is kept on its device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
-from vsched_workers.adapters.files import Adapter, LowRankPair
+from vsched_workers.adapters.places import Carrier, LayerPlace, Places
+from vsched_workers.adapters.sums import MakeSums, Part
+
+LINE = 64
+"""Bytes that tensors begin at a multiple of."""
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Returns zeros of a shape and dtype on the device."""
 
 
-class LayerSize(NamedTuple):
-    """Inputs and outputs of a linear layer."""
+def zero_parts(places: Places, rank: int) -> dict[Carrier, list[Part]]:
+    """Return the parts of an adapter of this rank on all layers that changes nothing; it takes no memory."""
+    parts: dict[Carrier, list[Part]] = {}
+    zero = torch.zeros(1, 1)
+    for of_layer in places.values():
+        for place in of_layer:
+            parts.setdefault(place.carrier, []).append(_zero_part(place, rank, zero))
+    return parts
 
-    inputs: int
-    outputs: int
+
+def _zero_part(place: LayerPlace, rank: int, zero: torch.Tensor) -> Part:
+    return place.part(zero.expand(rank, place.inputs), zero.expand(place.outputs, rank), 1.0)
 
 
-def layer_sizes(module: nn.Module, *, without: nn.Module | None = None) -> dict[str, LayerSize]:
-    """Return the linear layers of a module by name, but one: whatever has inputs and outputs as `nn.Linear` has."""
-    found: dict[str, LayerSize] = {}
-    for name, layer in module.named_modules():
-        sizes: Any = (getattr(layer, "in_features", None), getattr(layer, "out_features", None))
-        if all(isinstance(size, int) for size in sizes) and layer is not without:
-            found[name] = LayerSize(*sizes)
-    return found
+def bytes_of_one(places: Places, make_sums: MakeSums, *, rank_max: int) -> int:
+    """Return the bytes of an adapter of the highest rank on all layers."""
+    counted = _Counted()
+    for carrier, parts in zero_parts(places, rank_max).items():
+        sums = make_sums(carrier.dtype, carrier.device)
+        sums.place([_on_meta(part) for part in parts], counted)
+    return counted.bytes
+
+
+def _on_meta(part: Part) -> Part:
+    return part._replace(down=part.down.to("meta"), up=part.up.to("meta"))
+
+
+class _Counted:
+    """Memory that is counted and not taken."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.bytes += _lines(math.prod(shape) * dtype.itemsize)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class AdapterRoom:
-    """Places for a number of adapters, each large enough for one of the highest rank on all layers."""
+    """Places for a number of adapters, each large enough for any."""
 
-    def __init__(
-        self,
-        sizes: Mapping[str, LayerSize],
-        *,
-        count: int,
-        rank_max: int,
-        dtype: torch.dtype,
-        allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
-    ) -> None:
-        """Take the memory; `allocate` returns zeros of a shape and dtype on the device."""
-        self._sizes = sizes
-        self._rank_max = rank_max
-        values = rank_max * sum(size.inputs + size.outputs for size in sizes.values())
-        self._memory = allocate((count, max(values, 1)), dtype)
-        self._free = list(range(count))
-        self._taken: dict[int, int] = {}
+    def __init__(self, bytes_each: int, count: int, allocate: Allocate) -> None:
+        """Take the memory."""
+        # A line more: what is allocated may begin anywhere.
+        self._memory = allocate((count * bytes_each + LINE,), torch.uint8)
+        self._start = -self._memory.data_ptr() % LINE
+        self._bytes_each = bytes_each
 
     @property
     def bytes(self) -> int:
         """Bytes of all places."""
         return self._memory.nbytes
 
-    def put(self, number: int, adapter: Adapter) -> Adapter:
-        """Return a copy of an adapter in a free place; its layers are among those that there is room for."""
-        place = self._memory[self._take(number)]
-        copied: dict[str, LowRankPair] = {}
-        start = 0
-        for module, pair in adapter.pairs.items():
-            middle = start + pair.down.numel()
-            stop = middle + pair.up.numel()
-            down = place[start:middle].view(pair.down.shape).copy_(pair.down)
-            up = place[middle:stop].view(pair.up.shape).copy_(pair.up)
-            copied[module] = LowRankPair(down, up, pair.scaling)
-            start = stop
-        return Adapter(copied)
+    def place(self, number: int) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
+        """Return what hands out one place's memory from its beginning; what was there is overwritten."""
+        start = self._start + number * self._bytes_each
+        stop = start + self._bytes_each
 
-    def put_trial(self, number: int, name_of: Callable[[str], str]) -> Adapter:
-        """Return an adapter of the highest rank on all layers, in a free place; `name_of` gives its names of layers."""
-        place, start = self._memory[self._take(number)], 0
-        pairs: dict[str, LowRankPair] = {}
-        for name, size in self._sizes.items():
-            middle = start + self._rank_max * size.inputs
-            stop = middle + self._rank_max * size.outputs
-            down = place[start:middle].view(self._rank_max, size.inputs)
-            up = place[middle:stop].view(size.outputs, self._rank_max)
-            pairs[name_of(name)] = LowRankPair(down, up, 1.0)
-            start = stop
-        return Adapter(pairs)
+        def take(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            nonlocal start
+            size = math.prod(shape) * dtype.itemsize
+            taken = self._memory[start : start + size].view(dtype).view(shape)
+            start += _lines(size)
+            assert start <= stop, "an adapter of no higher rank fits"
+            return taken
 
-    def free(self, number: int) -> None:
-        """Give a place back, if there is one."""
-        place = self._taken.pop(number, None)
-        if place is not None:
-            self._free.append(place)
+        return take
 
-    def _take(self, number: int) -> int:
-        assert self._free, "the engine counts adapters"
-        self._taken[number] = self._free.pop()
-        return self._taken[number]
+
+def own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory of the host that nobody has taken before."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def _lines(size: int) -> int:
+    return -(-size // LINE) * LINE

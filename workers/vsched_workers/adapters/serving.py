@@ -1,63 +1,107 @@
-"""The adapters of a worker, by number: read, put into memory taken for them, and applied to the rows of a step."""
+"""The adapters of a worker, by number: read, put into memory that was taken for them, and applied to rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch import nn
 
-from vsched.errors import CheckpointError, ConfigError
+from vsched.errors import CheckpointError
 from vsched.worker.contract import Batch, WorkerSettings
-from vsched_workers.adapters.files import Adapter, read_adapter
+from vsched_workers.adapters.files import read_adapter
 from vsched_workers.adapters.layers import AdaptedModule
-from vsched_workers.adapters.room import AdapterRoom, layer_sizes
+from vsched_workers.adapters.places import Places, module_places
+from vsched_workers.adapters.room import Allocate
+from vsched_workers.adapters.rows import AdapterPass
+from vsched_workers.adapters.sums import MakeSums
+from vsched_workers.parallel.slicing import Cut
+
+
+@dataclass(frozen=True)
+class Adaptable:
+    """A module as adapters see it.
+
+    Attributes:
+        module: What has the layers.
+        places: Where adapters go in it.
+        passes: Where it says which rows a call is about; None where calls are about all.
+        prefixes: What the names of its layers may have before them in an adapter.
+        others: What the names begin with of layers that the other stage has: they are left to that.
+    """
+
+    module: nn.Module
+    places: Places
+    passes: AdapterPass | None
+    prefixes: Sequence[str]
+    others: Sequence[str]
+
+
+def adaptable_module(
+    module: nn.Module,
+    *,
+    layers: object = None,
+    cuts: Mapping[str, Cut] | None = None,
+    only: Collection[str] | None = None,
+    prefixes: Sequence[str] = ("",),
+    others: Sequence[str] = (),
+) -> Adaptable:
+    """Return a module as adapters see it.
+
+    Args:
+        module: As it runs.
+        layers: What computes its layers; where they are fused, it tells by itself where adapters go.
+        cuts: This rank's part of each weight that ranks share, by the weights' names.
+        only: The layers that can have adapters; None for all.
+        prefixes: See `Adaptable`.
+        others: See `Adaptable`.
+    """
+    fused: Any = layers if hasattr(layers, "adapter_places") else None
+    places: Places = (
+        module_places(module, cuts or {}) if fused is None else fused.adapter_places("", cuts or {})
+    )
+    if only is not None:
+        places = {name: each for name, each in places.items() if name in only}
+    passes = None if fused is None else fused.passes
+    return Adaptable(module, places, passes, prefixes, others)
 
 
 class ServedAdapters:
-    """The adapters of one module.
-
-    Args:
-        module: Its linear layers are called, not read.
-        prefixes: What the names of its layers may have before them in an adapter.
-        others: The same for what the other stage has: it is left out here.
-        head: The output projection, where it is within: it sees other rows than the layers, and has no adapter.
-        count: How many there may be.
-        rank_max: Of which rank.
-        allocate: Returns zeros of a shape and dtype on the device.
-    """
+    """The adapters of one module, in memory that is taken for all that there may be."""
 
     def __init__(
         self,
-        module: nn.Module,
-        *,
-        prefixes: Sequence[str],
-        others: Sequence[str] = (),
-        head: nn.Module | None = None,
-        count: int,
-        rank_max: int,
-        dtype: torch.dtype,
-        allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
+        adaptable: Adaptable,
+        settings: WorkerSettings,
+        allocate: Allocate,
+        make_sums: MakeSums,
     ) -> None:
-        """Take the memory for all of them."""
-        self._module = AdaptedModule(module, prefixes=prefixes, count_max=count)
-        self._prefixes = tuple(prefixes)
-        self._others = tuple(others)
-        self._head = next((name for name, each in module.named_modules() if each is head), "")
-        self._rank_max = rank_max
-        sizes = layer_sizes(module, without=head)
-        self._room = AdapterRoom(
-            sizes, count=count, rank_max=rank_max, dtype=dtype, allocate=allocate
+        """Take the memory."""
+        module = adaptable.module
+        find_head = getattr(module, "get_output_embeddings", lambda: None)
+        self._head = next(
+            (name for name, each in module.named_modules() if each is find_head()), ""
         )
-        self._empty: set[int] = set()
-        """Those that change nothing here."""
+        self._rank_max = settings.adapter_rank_max
+        self._module = AdaptedModule(
+            module,
+            places=adaptable.places,
+            prefixes=adaptable.prefixes,
+            others=adaptable.others,
+            count_max=settings.adapters,
+            rank_max=settings.adapter_rank_max,
+            allocate=allocate,
+            make_sums=make_sums,
+            passes=adaptable.passes,
+        )
 
     @property
     def bytes(self) -> int:
         """Bytes that were taken for all of them."""
-        return self._room.bytes
+        return self._module.bytes
 
     def add(self, number: int, path: str) -> None:
         """Read an adapter and add what it changes here, all of it or nothing.
@@ -65,25 +109,22 @@ class ServedAdapters:
         Raises:
             CheckpointError: When it cannot be read, or does not fit.
         """
-        adapter = self._own(read_adapter(Path(path), rank_max=self._rank_max))
-        if not adapter.pairs:
-            self._empty.add(number)
-            return
-        self._module.check(adapter)
-        self._module.add(str(number), self._room.put(number, adapter))
+        adapter = read_adapter(Path(path), rank_max=self._rank_max)
+        if self._head and any(name.endswith(self._head) for name in adapter.pairs):
+            raise CheckpointError(
+                f"the adapter changes {self._head}, the output projection, which is not served. "
+                "Remedy: use an adapter of the layers alone, or merge this one into its base model."
+            )
+        self._module.add(str(number), adapter)
 
     def add_trial(self, number: int) -> None:
         """Add one of the highest rank to all layers."""
-        trial = self._room.put_trial(number, lambda name: self._prefixes[0] + name)
-        self._module.add(str(number), trial)
+        self._module.add_trial(str(number))
 
     def remove(self, number: int) -> None:
         """Take an adapter away, if it is there."""
-        if number in self._empty:
-            self._empty.discard(number)
-        elif str(number) in self._module.bytes_by_adapter:
+        if str(number) in self._module.bytes_by_adapter:
             self._module.remove(str(number))
-            self._room.free(number)
 
     def rows_of(self, batch: Batch) -> AbstractContextManager[None]:
         """Apply adapters to the rows of a step until the context ends: those that decode, then those of chunks."""
@@ -92,22 +133,14 @@ class ServedAdapters:
             adapters += [chunk.sequence.adapter] * (chunk.stop - chunk.start)
         if not any(adapters):
             return nullcontext()
-        names = {each: str(each) for each in set(adapters) if each and each not in self._empty}
-        return self._module.rows([names.get(each) for each in adapters])
+        names: Mapping[int, str | None] = {
+            each: str(each) if each else None for each in {*adapters}
+        }
+        return self._module.rows([names[each] for each in adapters])
 
-    def _own(self, adapter: Adapter) -> Adapter:
-        """Leave out what the other stage has; refuse the head, which does not see the rows of a step."""
-        if self._head and any(name.endswith(self._head) for name in adapter.pairs):
-            raise CheckpointError(
-                f"the adapter changes {self._head}, the output projection, which is not served. "
-                "Remedy: use an adapter of the layers alone, or merge this one into its base model."
-            )
-        others = self._others
-        return Adapter(
-            {name: pair for name, pair in adapter.pairs.items() if not name.startswith(others)}
-            if others
-            else adapter.pairs
-        )
+    def all_rows(self, number: int) -> AbstractContextManager[None]:
+        """Apply one adapter, or none for 0, to all rows until the context ends."""
+        return self._module.all_rows(str(number)) if number else nullcontext()
 
 
 class AdaptedWorker:
@@ -142,6 +175,10 @@ class AdaptedWorker:
         """Apply adapters to the rows of a step until the context ends."""
         return nullcontext() if self._served is None else self._served.rows_of(batch)
 
+    def adapted_images(self, number: int) -> AbstractContextManager[None]:
+        """Apply an adapter to all rows of images until the context ends; none for 0."""
+        return nullcontext() if self._served is None else self._served.all_rows(number)
+
     @property
     def _adapters(self) -> ServedAdapters:
         assert self._served is not None, "settings ask for adapters before any comes"
@@ -149,40 +186,19 @@ class AdaptedWorker:
 
 
 def served_adapters(
-    module: nn.Module,
+    adaptable: Callable[[], Adaptable],
     settings: WorkerSettings,
-    dtype: torch.dtype,
-    allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
-    *,
-    takes: bool,
-    prefixes: Sequence[str],
-    others: Sequence[str],
+    allocate: Allocate,
+    prepare: Callable[[], MakeSums],
 ) -> ServedAdapters | None:
-    """Take memory for as many adapters as a language model may have at a time; None for none.
+    """Take memory for as many adapters as a module may have at a time; None for none, and nothing is done.
 
-    Raises:
-        ConfigError: When it takes none, as it runs here.
+    Args:
+        adaptable: Tells where adapters go.
+        settings: Of the worker.
+        allocate: Returns zeros of a shape and dtype on the device.
+        prepare: Compiles what adding needs.
     """
     if not settings.adapters:
         return None
-    if settings.ranks > 1:
-        raise ConfigError(
-            "adapters.count_max: ranks that share a model take no adapters yet. "
-            "Remedy: set it to 0, or generate.tensor_parallel to 1."
-        )
-    if not takes:
-        raise ConfigError(
-            "adapters.count_max: fused or packed layers take no adapters yet, as those of this model in "
-            f"{dtype} on {settings.device}. Remedy: set it to 0, or model.dtype to float32 on a CPU."
-        )
-    head = getattr(module, "get_output_embeddings", lambda: None)()
-    return ServedAdapters(
-        module,
-        prefixes=prefixes,
-        others=others,
-        head=head,
-        count=settings.adapters,
-        rank_max=settings.adapter_rank_max,
-        dtype=dtype,
-        allocate=allocate,
-    )
+    return ServedAdapters(adaptable(), settings, allocate, prepare())

@@ -19,6 +19,7 @@ import torch
 
 from vsched.worker.contract import Batch, Sampled, WorkerSettings
 from vsched.worker.memory import DeviceMemory
+from vsched_workers.adapters.sums import MakeSums, TorchSums
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep
 from vsched_workers.batching.sampling import SpecialRow, draw_in_numpy
 from vsched_workers.parallel.rank_group import Collectives
@@ -67,14 +68,12 @@ class RunnableLanguage:
             ranks share it. From logits, it is nothing.
         weights_bytes: Bytes of the weights on the device; tied weights count once.
         apart: Layers and head as one by one, where `layers` has the head within and yields logits of wanted rows alone.
-        takes_adapters: Whether adapters can be added to the linear layers of the module that it was made of.
     """
 
     layers: LanguageLayers
     head: Product
     weights_bytes: int
     apart: tuple[LanguageLayers, Product] | None = None
-    takes_adapters: bool = False
 
 
 class CapturedSteps(Protocol):
@@ -145,6 +144,10 @@ class Backend(ABC):
         Until then they may lie in mapped files.
         """
         return ()
+
+    def prepare_adapters(self) -> MakeSums:
+        """Return what makes what keeps adapters' parts of a product; compile what that needs."""
+        return TorchSums
 
     @abstractmethod
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:

@@ -138,13 +138,13 @@ class RecurrentStates:
 
     Attributes:
         shapes: The states of one sequence, known once a sequence has run through the model in `noting`.
-        modules: How many modules have a state.
+        found: The modules that have a state.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Find the modules that have a state, and have them run sequence by sequence from now on."""
         self.shapes: dict[StateName, StateShape] = {}
-        self.modules = 0
+        self.found: set[nn.Module] = set()
         self._noting = False
         self._slots: dict[StateName, torch.Tensor] = {}
         self._first_snapshot = 0
@@ -157,7 +157,12 @@ class RecurrentStates:
                 untyped: Any = module
                 own = _StatefulModule(untyped.layer_idx, cache, bool(names & BEGINS_ANEW))
                 untyped.forward = functools.partial(self._run, untyped.forward, own)
-                self.modules += 1
+                self.found.add(module)
+
+    @property
+    def modules(self) -> int:
+        """How many modules have a state."""
+        return len(self.found)
 
     @property
     def size_bytes(self) -> int:

@@ -124,6 +124,13 @@ def _drop_all_but_language(model: Any) -> None:
                 setattr(parent, name, nn.Identity())
 
 
+def left_out(model: Any) -> list[str]:
+    """Return the names of what a part of a model is without."""
+    from torch import nn
+
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Identity)]
+
+
 def _language_parts(model: Any) -> list[Any]:
     parts = (model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings())
     return [each for each in parts if each is not None]

@@ -30,11 +30,16 @@ _INPUTS = (PlanEntry.ROW, PlanEntry.SPLIT_ROW)
 
 
 class PlannedRanks:
-    """The ranks that share a model. Until they join, each stands in for all: shapes are right, and nothing is sent."""
+    """The ranks that share a model. Until they join, each stands in for all: shapes are right, and nothing is sent.
+
+    Attributes:
+        cuts: This rank's part of each weight that was cut, by its name in the model.
+    """
 
     def __init__(self, *, ranks: int, rank: int) -> None:
         self.size = ranks
         self.rank = rank
+        self.cuts: dict[str, Cut] = {}
         self._group: RankGroup | None = None
 
     def join(self, group: RankGroup) -> None:
@@ -65,6 +70,7 @@ def share_by_plan(
         CheckpointError: When a size does not divide by the ranks, or a part is not what its entry is for.
     """
     decoder: nn.Module = model.base_model
+    ranks.cuts.clear()
     found = 0
     for name, parameter in list(decoder.named_parameters()):
         entry = plan.get(_pattern(name))
@@ -86,6 +92,9 @@ def share_by_plan(
             _share_linear(module, name, entry, family, ranks)
     if not found:
         raise unshared(family, "transformers' plan names none of its modules")
+    within = next(name for name, module in model.named_modules() if module is decoder)
+    prefix = f"{within}." if within else ""
+    ranks.cuts = {f"{prefix}{name}": cut for name, cut in ranks.cuts.items()}
 
 
 def _pattern(name: str) -> str:
@@ -148,6 +157,7 @@ def _cut(
         )
     cut: Cut = cut_of(size, ranks=ranks.size, rank=ranks.rank, dimension=dimension, parts=parts)
     parent, _, own = attribute.rpartition(".")
+    ranks.cuts[name or attribute] = cut
     part = nn.Parameter(cut.read(parameter.data), requires_grad=False)
     setattr(owner.get_submodule(parent), own, part)
 

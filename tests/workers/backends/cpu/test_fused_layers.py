@@ -333,5 +333,5 @@ def _check_images(exact: Stage, fused: Stage, sizes: list[tuple[int, int]]) -> N
 
 
 def _fused_blocks(stage: Stage) -> bool:
-    blocks = stage.encoder._tower._module.blocks  # type: ignore[attr-defined]
+    blocks = stage.encoder._tower.module.blocks  # type: ignore[attr-defined]
     return all(isinstance(block, FusedBlock) for block in blocks)

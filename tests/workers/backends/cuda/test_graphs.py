@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+from tests.workers.adapters.random_adapters import add_adapters, random_adapter
 from tests.workers.backends.cuda.late_stream import LateStream
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Running, Stage
 from tests.workers.test_language import mixed_questions, outputs
@@ -31,6 +33,7 @@ from vsched_workers.batching.paged_attention import (
 
 Stages = Callable[..., Stage]
 GREEDY = SamplingParams(temperature=0.0)
+SETTINGS = WorkerSettings(threads=1, adapters=1, adapter_rank_max=4)
 
 
 class CapturableGather:
@@ -86,7 +89,9 @@ def captured(
             monkeypatch.context() as patched
         ):  # what is loaded later, to compare with, is not captured
             patched.setattr(language, "choose_backend", CapturingBackend)
-            stage = Stage.load(str(checkpoints(size)), attention="exact", dtype="float32")
+            stage = Stage.load(
+                str(checkpoints(size)), attention="exact", dtype="float32", settings=SETTINGS
+            )
         backend = stage.generator._backend  # type: ignore[attr-defined]
         return Captured(stage, backend.stream)
 
@@ -122,6 +127,25 @@ def test_captured_steps_draw_what_eager_ones_draw(
     questions = [*mixed_questions(sampling)[:2], lone(12)]
     assert outputs(run(found.stage, questions)) == outputs(run(stages("nano25"), questions))
     assert found.stream.starts > 0
+
+
+def test_steps_with_an_adapter_are_not_captured_and_others_still_are(
+    stages: Stages, captured: Callable[[str], Captured], checkpoints: Callable[[str], Path]
+) -> None:
+    """An adapter comes and goes while steps run ahead: no graph holds on to it, and none is without it."""
+    found = captured("nano25")
+    config = AutoConfig.from_pretrained(checkpoints("nano25"))
+    adapter = random_adapter(config.text_config, rank=4, seed=1, prefix="model.language_model.")
+    alone, other = lone(24), dataclasses.replace(lone(9), adapter=1)
+    add_adapters(found.stage, [adapter])
+    plain = outputs(run(stages("nano25"), [alone]))
+    first, second = outputs(run(found.stage, [alone, other], arrivals=8))
+    assert first == plain[0]
+    assert second != plain[0][:9]
+    assert 10 < found.stream.starts < 24, "the steps of one alone are captured"
+    before = found.stream.starts
+    assert outputs(run(found.stage, [other])) == [second]
+    assert found.stream.starts == before
 
 
 def test_steady_rows_need_no_input_from_the_host(

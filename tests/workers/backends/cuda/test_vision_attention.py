@@ -41,7 +41,7 @@ def test_flash_gives_the_rows_of_attention_window_by_window(
     monkeypatch.setattr(varlen, "varlen_attn", counted)
     vision_attention.register()
     flash = Stage.load(str(checkpoints(size)), attention="exact", dtype="float32")
-    vision_attention.switch(flash.encoder._tower._module)  # type: ignore[attr-defined]
+    vision_attention.switch(flash.encoder._tower.module)  # type: ignore[attr-defined]
     question = Question("Compare.", [drawn_image(2, 200, 70), drawn_image(4, 31, 150)])
     rows = []
     for stage in (plain, flash):
@@ -49,7 +49,7 @@ def test_flash_gives_the_rows_of_attention_window_by_window(
         driver.start(0, question)
         rows.append(driver.embeddings.view(np.float32))
     assert np.abs(rows[0] - rows[1]).max() < 1e-5
-    assert len(calls) == len(flash.encoder._tower._module.blocks)  # type: ignore[attr-defined]
+    assert len(calls) == len(flash.encoder._tower.module.blocks)  # type: ignore[attr-defined]
     assert min(calls) >= 2, "both images, and where there are windows all of them, in one call"
 
 

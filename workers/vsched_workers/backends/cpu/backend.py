@@ -16,6 +16,7 @@ from torch import nn
 
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
+from vsched_workers.adapters.sums import MakeSums, Sums, TorchSums
 from vsched_workers.backends.base import RunnableLanguage
 from vsched_workers.backends.cpu.decode_attention import NumbaDecode
 from vsched_workers.backends.cpu.encoder_layers import fuse_encoders, merge_encoders
@@ -23,6 +24,8 @@ from vsched_workers.backends.cpu.kernels import sampling
 from vsched_workers.backends.cpu.kernels.sampling import argmax
 from vsched_workers.backends.cpu.kernels.simd import LANES, LINE
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
+from vsched_workers.backends.cpu.low_rank import sums as low_rank
+from vsched_workers.backends.cpu.low_rank.sums import KernelSums
 from vsched_workers.backends.cpu.merged_layers import fuse
 from vsched_workers.backends.cpu.prefill_choice import choose_prefill
 from vsched_workers.backends.cpu.products import deterministic_product, panel_product
@@ -135,6 +138,17 @@ class CpuBackend(ReferenceBackend):
         made = super().prepare_any_tower(model)
         fuse_encoders(layers, self._threads)
         return made
+
+    def prepare_adapters(self) -> MakeSums:
+        if self.dtype != torch.bfloat16:
+            return TorchSums
+        low_rank.warm_up(self._threads)
+        kernel = functools.partial(KernelSums, self._threads, deterministic=self._deterministic)
+
+        def make(dtype: torch.dtype, device: torch.device) -> Sums:
+            return kernel() if dtype == torch.bfloat16 else TorchSums(dtype, device)
+
+        return make
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         if logits.dtype != torch.bfloat16 or not logits.is_contiguous():

@@ -15,8 +15,9 @@ against the same written out. The activation is found out in the same way.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vsched_workers.adapters.places import LayerPlace, carrier_of, held_places
 from vsched_workers.backends.cpu.decode_attention import use_threads
 from vsched_workers.backends.cpu.kernels import activation, norm
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_quick, gelu_tanh
@@ -37,6 +39,7 @@ from vsched_workers.backends.cpu.prefill_choice import choose_patches
 from vsched_workers.backends.reference.packed_weights import MANY_ROWS
 from vsched_workers.batching.paged_attention import PatchKernel
 from vsched_workers.families.encoder import ENCODERS, Encoder
+from vsched_workers.parallel.slicing import Cut
 
 BLOCK = MANY_ROWS[-1]
 TRIED_ROWS = 5
@@ -104,6 +107,7 @@ class MergedEncoderAttention(nn.Module):
         linears = [getattr(attention, name) for name in make.qkv]
         self.heads: int = attention.num_heads
         size: int = linears[0].out_features // self.heads
+        self.size = size
         self.head_dim = -(-size // LANES) * LANES
         self.scaling = size**-0.5
         padded = [_padded_outputs(each, self.heads, self.head_dim) for each in linears]
@@ -119,6 +123,7 @@ class FusedEncoderLayer:
     def __init__(self, made: MadeLayer, threads: int, attend: PatchKernel) -> None:
         """Take a layer whose linear layers are packed."""
         layer, make = made.layer, made.make
+        self._made = made
         self._threads = threads
         self._attend = attend
         self._activation = made.activation
@@ -149,6 +154,28 @@ class FusedEncoderLayer:
             self._pick(self._activation, inner.numel())(inner.data_ptr(), 0, *inner.shape)
             self._add_norm(block, self._second(inner), self._scales_at[1], before, None)
         return rows.view(hidden.shape)
+
+    def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
+        """Return where adapters go; see `Fused`. Matrices are padded as the weights are."""
+        made, make, attention = self._made.layer, self._made.make, self._attention
+        inner = getattr(made, make.inner)
+        held = zip(make.linears, ("_first", "_second"), strict=True)
+        places = held_places(
+            self,
+            f"{within}{make.inner}.",
+            cuts,
+            {name: (attribute, getattr(inner, name)) for name, attribute in held},
+        )
+        qkv = carrier_of(self, "_qkv", attention.qkv)
+        output = carrier_of(self, "_output", attention.output)
+        padded, plain = attention.heads * attention.head_dim, attention.heads * attention.size
+        pad = functools.partial(_padded_heads, heads=attention.heads, head_dim=attention.head_dim)
+        for index, name in enumerate(make.qkv):
+            place = LayerPlace(qkv, qkv.inputs, plain, index * padded, up=pad)
+            places[f"{within}{make.attention}.{name}"] = [place]
+        place = LayerPlace(output, plain, output.outputs, down=lambda down: pad(down.T).T)
+        places[f"{within}{make.attention}.{make.output}"] = [place]
+        return places
 
     def _attended(
         self, rows: torch.Tensor, shape: Sequence[int], mask: torch.Tensor | None
@@ -303,12 +330,17 @@ def _padded_outputs(linear: nn.Linear, heads: int, head_dim: int) -> nn.Linear:
     if not missing:
         return linear
     padded = nn.Linear(linear.in_features, heads * head_dim, linear.bias is not None, device="meta")
-    weight = linear.weight.unflatten(0, (heads, -1))
-    padded.weight = frozen(functional.pad(weight, (0, 0, 0, missing)).flatten(0, 1))
+    padded.weight = frozen(_padded_heads(linear.weight, heads, head_dim))
     if linear.bias is not None:
         bias = functional.pad(linear.bias.unflatten(0, (heads, -1)), (0, missing))
         padded.bias = frozen(bias.flatten())
     return padded
+
+
+def _padded_heads(matrix: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+    """Return a matrix [heads * size, columns] with zeros behind each head."""
+    each = matrix.unflatten(0, (heads, -1))
+    return functional.pad(each, (0, 0, 0, head_dim - each.shape[1])).flatten(0, 1)
 
 
 def _padded_inputs(linear: nn.Linear, heads: int, head_dim: int) -> nn.Linear:

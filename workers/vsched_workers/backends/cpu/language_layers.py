@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vsched_workers.adapters.places import LayerPlace
+from vsched_workers.adapters.rows import AdapterPass
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cpu.decode_attention import shares_of, use_threads
 from vsched_workers.backends.cpu.decoder_norms import Norm
@@ -44,7 +46,8 @@ from vsched_workers.backends.cpu.kernels.rope import (
     heads_of,
     rope_prefill,
 )
-from vsched_workers.backends.cpu.merged_layers import MergedAttention
+from vsched_workers.backends.cpu.low_rank.places import layer_places
+from vsched_workers.backends.cpu.merged_layers import CutFeedForward, MergedAttention
 from vsched_workers.backends.cpu.prefill_choice import choose_ruled_prefill
 from vsched_workers.backends.cpu.rotary_angles import angles_of, unrotated
 from vsched_workers.backends.cpu.row_blocks import RowBlock, StepRows
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from vsched_workers.batching.packed_step import Images
     from vsched_workers.batching.paged_attention import PagedStep, Segment
     from vsched_workers.families.decoder import AttentionKind, Decoder
+    from vsched_workers.parallel.slicing import Cut
 
 PARALLEL_VALUES_MIN = 1 << 16
 """Passes over fewer values run on one thread: waking the others takes longer."""
@@ -96,6 +100,7 @@ class _Layer:
     head_norms: tuple[Norm, Norm]
     heads: npt.NDArray[Any]
     attention: MergedAttention
+    feed_forward: CutFeedForward
     kind: int
 
 
@@ -133,7 +138,11 @@ class _StepAttention:
 
 
 class FusedLanguage:
-    """Runs the layers of a model that `fuse` has accepted and whose linear layers are packed."""
+    """Runs the layers of a model that `fuse` has accepted and whose linear layers are packed.
+
+    Attributes:
+        passes: Where it is told which rows have adapters, and says which of them a product is about.
+    """
 
     def __init__(
         self, model: Any, decoder: Decoder, threads: int, *, deterministic: bool = False
@@ -148,8 +157,10 @@ class FusedLanguage:
                 of prefill by one kernel for attention, and kernels on all threads for any number of values.
         """
         self._model = model
+        self._decoder = decoder
         self._threads = threads
         self._deterministic = deterministic
+        self.passes = AdapterPass()
         kinds = decoder.kinds(model.config)
         self._kinds = list(dict.fromkeys(kinds))
         self._score_bound = decoder.score_bound(model.config)
@@ -184,6 +195,10 @@ class FusedLanguage:
         self._prefill_by_rule = choose_ruled_prefill(threads, head_dim)
         decode_attention.warm_up(score_tag(head_dim, USUAL_BLOCK), threads=threads)
 
+    def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
+        """Return where adapters go; see `Fused`."""
+        return layer_places(self._layers, self._decoder, within, cuts)
+
     def __call__(
         self,
         token_ids: torch.Tensor,
@@ -211,6 +226,7 @@ class FusedLanguage:
             hidden *= self._rows_factor
         first = self._layers[0].attention
         rows = StepRows(hidden, hidden.new_empty(len(hidden), first.heads * first.head_dim), count)
+        rows.adapted = self.passes.rows
         angles = {name: made(positions) for name, made in self._angles.items()}
         attention_steps = self._prepare_attention(rows, angles, step)
         layers = self._layers
@@ -279,6 +295,7 @@ class FusedLanguage:
         attention = layer.attention
         keys, values = step.cache.arrays[attention.index]
         for block, (decoding, prefilling) in zip(rows.blocks, given.parts, strict=True):
+            self._tell_rows(rows, block)
             qkv = layer.qkv(block.normed)
             qkv_at = qkv.data_ptr()
             if self._norms_all_heads:
@@ -346,12 +363,18 @@ class FusedLanguage:
     def _feed_forward(self, layer: _Layer, rows: StepRows, following: Norm) -> None:
         """Run the rest of a layer, from the attended rows to the norms that the following layer takes."""
         for block in rows.blocks:
+            self._tell_rows(rows, block)
             delta = layer.output(block.attended)
             self._add_norm_block(block, delta, layer.attended, layer.middle)
             gate, up = layer.gate(block.normed), layer.up(block.normed)
             kernel = self._pick(self._gated, gate.numel())
             kernel(gate.data_ptr(), up.data_ptr(), *gate.shape)
             self._add_norm_block(block, layer.down(gate), layer.fed, following)
+
+    def _tell_rows(self, rows: StepRows, block: RowBlock) -> None:
+        """Say which rows the products that come next are about, where any has an adapter."""
+        if rows.adapted is not None:
+            self.passes.call = rows.adapted.part(block.start, block.stop)
 
     def _norm_heads(self, layer: _Layer, qkv: torch.Tensor) -> None:
         """Norm the queries of each row, all heads at once, and the keys."""
@@ -426,7 +449,7 @@ def _layer_of(
     layer: Any, decoder: Decoder, number: int, kind: AttentionKind, score_bound: float | None
 ) -> _Layer:
     attention: MergedAttention = getattr(layer, decoder.attention)
-    feed_forward = getattr(layer, decoder.feed_forward)
+    feed_forward: Any = getattr(layer, decoder.feed_forward)
     norms, width = decoder.norms, feed_forward.gate_proj.in_features
 
     def norm_named(name: str) -> Norm:
@@ -456,6 +479,7 @@ def _layer_of(
             window=kind.window,
         ),
         attention=attention,
+        feed_forward=feed_forward,
         kind=number,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from vsched_workers.adapters.rows import PassRows
 from vsched_workers.backends.reference.packed_weights import FEW_ROWS, padded_rows
 
 
@@ -12,7 +13,12 @@ class StepRows:
     """The rows of a step while they pass the layers, cut into blocks that are multiplied at once.
 
     Shape: hidden, normed [rows, hidden], attended [rows, heads * head dim]. Rows behind the first `count` are padding.
+
+    Attributes:
+        adapted: Which of the rows have adapters; None where none has.
     """
+
+    adapted: PassRows | None = None
 
     def __init__(self, hidden: torch.Tensor, attended: torch.Tensor, count: int) -> None:
         self.hidden = hidden
@@ -31,8 +37,11 @@ class StepRows:
     def only(self, wanted: torch.Tensor, custom: int) -> StepRows:
         """Return some of the rows, and padding; their norms are lost."""
         count = len(wanted)
-        wanted = functional.pad(wanted, (0, padded_rows(count, custom=custom) - count))
-        return StepRows(self.hidden[wanted], self.attended[wanted], count)
+        padded = functional.pad(wanted, (0, padded_rows(count, custom=custom) - count))
+        rows = StepRows(self.hidden[padded], self.attended[padded], count)
+        if self.adapted is not None:
+            rows.adapted = self.adapted.only(wanted.numpy())
+        return rows
 
 
 class RowBlock:

@@ -9,13 +9,14 @@ A tower whose blocks have other norms or another inner layer keeps transformers'
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
+from vsched_workers.adapters.places import LayerPlace, held_places
 from vsched_workers.backends.cpu.decode_attention import use_threads
 from vsched_workers.backends.cpu.decoder_norms import Norm
 from vsched_workers.backends.cpu.kernels import activation, norm, rope
@@ -28,6 +29,7 @@ from vsched_workers.backends.cpu.prefill_attention import fits
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
 from vsched_workers.backends.reference.packed_weights import MANY_ROWS
 from vsched_workers.batching.paged_attention import PatchKernel
+from vsched_workers.parallel.slicing import Cut
 
 BLOCK = MANY_ROWS[-1]
 
@@ -111,6 +113,22 @@ class FusedBlock(nn.Module):
             kernel(gate.data_ptr(), up.data_ptr(), *gate.shape)
             rows += self._down(gate)
         return hidden
+
+    def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
+        """Return where adapters go; see `Fused`."""
+        attention, mlp = self.block.attn, self.block.mlp
+        return held_places(
+            self,
+            within,
+            cuts,
+            {
+                "attn.qkv": ("_qkv", attention.qkv),
+                "attn.proj": ("_proj", attention.proj),
+                "mlp.gate_proj": ("_gate", mlp.gate_proj),
+                "mlp.up_proj": ("_up", mlp.up_proj),
+                "mlp.down_proj": ("_down", mlp.down_proj),
+            },
+        )
 
     def _attend(
         self,

@@ -187,6 +187,8 @@ class DecodeGraphs:
         rows, (rows_max, width) = len(batch.decode_slots), self._tables.shape
         if batch.chunks or not 0 < rows <= rows_max:
             return False
+        if any(sequence.adapter for sequence in batch.decode_sequences):
+            return False  # captured without adapters: which rows have one, and the adapters, change from step to step
         return bool(batch.decode_positions.max() < width * self._cache.block_size)
 
     def _yield_stream(self) -> None:

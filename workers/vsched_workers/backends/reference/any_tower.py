@@ -17,7 +17,7 @@ class AnyTower:
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         """Take the model; `dtype` is what its weights have."""
-        self._model = model
+        self.model = model
         self._dtype = dtype
         self._owner = model if hasattr(model, "get_image_features") else model.model
         kinds = inspect.signature(self._owner.get_image_features).parameters
@@ -30,7 +30,7 @@ class AnyTower:
     @property
     def layers(self) -> Sequence[nn.Module]:
         """Its layers: the list with the most modules within; empty where there is none."""
-        lists = [each for each in self._model.modules() if isinstance(each, nn.ModuleList)]
+        lists = [each for each in self.model.modules() if isinstance(each, nn.ModuleList)]
         return list(max(lists, key=lambda each: len(list(each.modules())), default=()))
 
     def __call__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> torch.Tensor:

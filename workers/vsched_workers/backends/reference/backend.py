@@ -62,8 +62,7 @@ class ReferenceBackend(Backend):
         layers = ModuleLayers(model, self.send, axes=decoder.axes)
         if not self._packs:
             product = functools.partial(functional.linear, weight=head)
-            size = stored_bytes(head, *model.parameters())
-            return RunnableLanguage(layers, product, size, takes_adapters=True)
+            return RunnableLanguage(layers, product, stored_bytes(head, *model.parameters()))
         # A tied head is packed too: it is the largest product of a step. The embedding needs the plain copy.
         packed_head = PackedWeight(head, None, make_custom=self._make_head)
         size = pack_linears(model, make_custom=self._make_product) + packed_head.size_bytes
@@ -82,9 +81,7 @@ class ReferenceBackend(Backend):
             warm_up(model)
         size += stored_bytes(*model.parameters())
         whole = WholeModel(model, self.send, inputs)
-        return RunnableLanguage(
-            whole, _as_they_are, size, whole.apart, takes_adapters=not self._packs
-        )
+        return RunnableLanguage(whole, _as_they_are, size, whole.apart)
 
     def prepare_tower(self, tower: nn.Module) -> int:
         size = stored_bytes(*tower.parameters())

@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vsched_workers.backends.base import Product
 from vsched_workers.batching.packed_step import Images
 from vsched_workers.batching.paged_attention import PagedStep, running
+from vsched_workers.families.decoder import LogitRule
 
 
 class ModuleLayers:
@@ -56,6 +58,25 @@ class ModuleLayers:
             )
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden[self._send(wanted)] if len(wanted) < len(hidden) else hidden
+
+
+class RuledHead:
+    """A head whose logits are divided, or bent towards a bound, as transformers does it."""
+
+    def __init__(self, product: Product, rule: LogitRule) -> None:
+        """Take the product by the output projection."""
+        self._product = product
+        self._rule = rule
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, vocabulary] of hidden states [rows, hidden]."""
+        logits = self._product(hidden)
+        divisor, bound = self._rule
+        if divisor is not None:
+            logits = logits / divisor
+        if bound is not None:
+            logits = torch.tanh(logits / bound) * bound
+        return logits
 
 
 def stored_bytes(*tensors: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -192,12 +192,14 @@ class FirstRun(NamedTuple):
         states: What layers keep of a sequence besides.
         layers: The layers, where some can be left out.
         only_places_rows: Whether a model that takes images puts their rows in their places, and does no more with them.
+        adaptable: Linear layers, by name, that are called with a row for each of a step: those can have adapters.
     """
 
     kv: list[KvShape]
     states: RecurrentStates
     layers: DecoderLayers | None
     only_places_rows: bool = False
+    adaptable: frozenset[str] = frozenset()
 
 
 @torch.inference_mode()
@@ -249,7 +251,8 @@ def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) ->
     model.set_attn_implementation(FIRST_RUN)
     try:
         with states.noting(), layers.noting() if layers is not None else nullcontext():
-            _run_two_tokens(model)
+            with _noting_rows(model) as rows_seen:
+                _run_two_tokens(model)
             if not shapes:
                 strange.append(OWN_ATTENTION if not states.modules else NO_ATTENTION)
             idle = {layer for layer, kind in enumerate(kinds) if kind in NEITHER}
@@ -265,7 +268,8 @@ def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) ->
                 places = inputs.only_places_rows(model)
             runs_without = layers is not None and _runs_without(model, layers)
         found = [shapes.get(layer, NOTHING_KEPT) for layer in range(count)]
-        return FirstRun(found, states, layers if runs_without else None, places)
+        adaptable = _adaptable(model, rows_seen, states)
+        return FirstRun(found, states, layers if runs_without else None, places, adaptable)
     finally:
         model.set_attn_implementation(NAME)
 
@@ -324,6 +328,45 @@ def first_run_of_share(model: Any, info: ModelInfo) -> FirstRun:
     except UNRUNNABLE as error:
         why = "its modules do not run as transformers' plan shares them"
         raise unshared(info.family, why) from error
+
+
+@contextmanager
+def _noting_rows(model: Any) -> Iterator[Mapping[str, set[int]]]:
+    """Learn with how many rows linear layers are called while the context is open."""
+    seen: dict[str, set[int]] = {}
+
+    def note(name: str, _: Any, given: tuple[Any, ...]) -> None:
+        if given:
+            seen.setdefault(name, set()).add(given[0].shape[:-1].numel())
+
+    hooks = [
+        module.register_forward_pre_hook(functools.partial(note, name))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _adaptable(model: Any, seen: Mapping[str, set[int]], states: RecurrentStates) -> frozenset[str]:
+    """Return the linear layers that were called with both rows, and will be with those of any step.
+
+    A head is called with some of the rows; what has a state, sequence by sequence; one expert of a list, with the rows
+    that chose it, which these two may have done by chance.
+    """
+    head = model.get_output_embeddings()
+    named = dict(model.named_modules())
+    within = [f"{name}." for name, module in named.items() if module in states.found]
+    lists = [name for name, module in named.items() if isinstance(module, nn.ModuleList)]
+    within += [f"{one}." for one in lists if any(one.startswith(f"{other}.") for other in lists)]
+    return frozenset(
+        name
+        for name, rows in seen.items()
+        if rows == {2} and named[name] is not head and not name.startswith(tuple(within))
+    )
 
 
 def _decoder_layers(model: Any, count: int) -> DecoderLayers | None:

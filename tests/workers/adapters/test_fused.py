@@ -1,0 +1,153 @@
+"""Adapters on fused layers in bfloat16: the same logits as beside transformers' modules, but for rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tests.parity.architectures import make_checkpoint
+from tests.parity.compare import prompts
+from tests.workers import driver
+from tests.workers.adapters.random_adapters import add_adapters, random_adapter
+from tests.workers.backends.cpu.twins import Twins
+from tests.workers.driver import Driver, Question, Stage
+from vsched.types import SamplingParams
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.adapters.places import HeldProduct
+from vsched_workers.adapters.room import own_memory
+from vsched_workers.adapters.rows import CallRows
+from vsched_workers.adapters.sums import Part, TorchSums
+from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+from vsched_workers.backends.cpu.language_layers import FusedLanguage
+from vsched_workers.backends.cpu.low_rank.sums import KernelSums
+
+ADAPTERS: Sequence[Mapping[str, Any]] = (
+    {"rank": 6, "seed": 1},
+    {"rank": 3, "seed": 2, "only": ("q_proj", "v_proj", "o_proj", "qkv_proj")},
+    {"rank": 8, "seed": 3, "only": ("down_proj",)},
+)
+ASKED = (1, 0, 2, 3, 1, 2)
+SETTINGS = WorkerSettings(threads=1, adapters=3, adapter_rank_max=8)
+
+
+def load(path: Path, kind: str) -> Stage:
+    stage = Stage.load(str(path), attention=kind, dtype="bfloat16", settings=SETTINGS)
+    config = AutoConfig.from_pretrained(path)
+    add_adapters(stage, [random_adapter(config, **settings) for settings in ADAPTERS])
+    return stage
+
+
+def questions(asked: Sequence[Sequence[int]]) -> list[Question]:
+    return [
+        Question(prompt, count=9, adapter=adapter)
+        for prompt, adapter in zip(asked, ASKED, strict=True)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [11, 1000])
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3", "gemma2"])
+def test_fused_layers_with_adapters_equal_the_modules(
+    name: str, chunk: int, tmp_path: Path
+) -> None:
+    """Decode rows beside chunks, preempted, of several adapters and none; long steps are several blocks of rows."""
+    make_checkpoint(name, tmp_path, initializer_range=0.1)
+    exact, fused = (load(tmp_path, kind) for kind in ("exact", "auto"))
+    assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
+    longer = prompts()[2] * (6 if chunk == 1000 else 1)
+    twins = Twins(exact.generator, fused.generator)
+    stage = Stage(exact.info, exact.preprocessor, None, twins)
+    Driver(stage, chunk=chunk).run(questions([longer, longer, *prompts()]), preempts=7)
+    twins.check()
+
+
+def test_adapters_change_fused_answers_and_leave_no_trace(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path, initializer_range=0.1)
+    stage = load(tmp_path, "auto")
+    worker: Any = stage.generator
+
+    def answers(asked: Sequence[int]) -> list[list[int]]:
+        same = [Question(prompts()[0], count=12, adapter=each) for each in asked]
+        return [each.output for each in Driver(stage, chunk=40).run(same)]
+
+    plain = Stage.load(str(tmp_path), attention="auto", dtype="bfloat16")
+    (alone,) = Driver(plain, chunk=40).run([Question(prompts()[0])])
+    found = answers([0, 1, 2, 3])
+    assert found[0] == alone.output
+    assert len({tuple(each) for each in found}) == 4, "each changes the answer"
+    layer, before = worker._layers._layers[0], plain.generator._layers._layers[0]  # type: ignore[attr-defined]
+    assert isinstance(layer.qkv, HeldProduct)
+    for number in (1, 2, 3):
+        worker.remove_adapter(number)
+    for name in ("qkv", "output", "gate", "up", "down"):
+        assert type(getattr(layer, name)) is type(getattr(before, name))
+    assert answers([0]) == found[:1]
+
+
+@pytest.mark.skipif(not has_bf16_dot(), reason="needs avx512_bf16")
+def test_deterministic_answers_have_the_same_bits_alone_and_beside_other_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
+    make_checkpoint("llama", tmp_path, initializer_range=0.1)
+    settings = dataclasses.replace(SETTINGS, deterministic=True)
+    stage = Stage.load(str(tmp_path), attention="auto", dtype="bfloat16", settings=settings)
+    config = AutoConfig.from_pretrained(tmp_path)
+    add_adapters(stage, [random_adapter(config, **each) for each in ADAPTERS])
+    sampling = SamplingParams(temperature=0.0, logprobs=4)
+    asked = [
+        dataclasses.replace(each, sampling=sampling)
+        for each in questions([prompts()[1], prompts()[2], *prompts()])
+    ]
+
+    def told(some: Sequence[Question], chunk: int) -> list[str]:
+        running = Driver(stage, chunk=chunk).run(some, arrivals=1)
+        return [str([(one.logprob, one.top) for one in each.logprobs]) for each in running]
+
+    together = told(asked, 9)
+    assert [told([each], 100)[0] for each in asked] == together
+
+
+def sums_of(kind: Any, seed: int, inputs: int, sizes: Sequence[int]) -> Any:
+    """Return what keeps the parts of three adapters; the second one has fewer parts."""
+    chance = torch.Generator().manual_seed(seed)
+    for owner, rank in enumerate((4, 7, 16)):
+        parts, first = [], 0
+        for outputs in sizes:
+            down = torch.randn(rank, inputs, generator=chance) / inputs**0.5
+            up = torch.randn(outputs, rank, generator=chance)
+            if owner != 1 or not first:
+                parts.append(Part(first, down, up, 0.5 + owner))
+            first += outputs
+        kind.put(owner, kind.place(parts, own_memory))
+    return kind
+
+
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("inputs", "sizes"), [(40, (33, 7, 8)), (257, (64,))])
+def test_the_kernel_adds_what_torch_adds_and_each_row_has_the_bits_that_it_has_alone(
+    threads: int, inputs: int, sizes: Sequence[int]
+) -> None:
+    kernel = sums_of(KernelSums(threads, deterministic=True), 0, inputs, sizes)
+    plain = sums_of(TorchSums(torch.float32, torch.device("cpu")), 0, inputs, sizes)
+    owners = np.array([2, -1, 0, 1, 1, 0, 2, -1, 1, 0])
+    rows = torch.randn(10, inputs, generator=torch.Generator().manual_seed(4)).bfloat16()
+    base = torch.randn(10, sum(sizes), generator=torch.Generator().manual_seed(5)).bfloat16()
+    found, wanted = base.clone(), base.float()
+    kernel.add(rows, found, CallRows(owners, 10))
+    plain.add(rows.float(), wanted, CallRows(owners, 10))
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-2)
+    assert (found == wanted.bfloat16()).float().mean() > 0.98, "one rounding, of the sum"
+    assert torch.equal(found[owners < 0], base[owners < 0])
+    for row, owner in enumerate(owners):
+        alone = base[row : row + 1].clone()
+        if owner >= 0:
+            kernel.add(rows[row : row + 1], alone, CallRows(owners[row : row + 1], 1))
+        assert torch.equal(alone[0], found[row])

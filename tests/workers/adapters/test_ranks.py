@@ -1,0 +1,110 @@
+"""Adapters of whole models, on one rank and shared by several: each request answers as PEFT's own model does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.parity.architectures import make_checkpoint
+from tests.parity.compare import OUTPUTS, prompts, tokens_of
+from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter, make_whole_adapter
+from tests.workers.driver import Driver, Question, Stage, drawn_image
+from tests.workers.parallel.ranks import Ranks, driver_of
+from tests.workers.reference import Reference
+from vsched.worker.capabilities import ServesAdapters
+from vsched.worker.contract import WorkerSettings
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+]
+
+ASKED = (0, 1, 2, 1)
+SOME_LAYERS = {
+    "mixtral": {"target_modules": ["q_proj", "k_proj", "o_proj"]},
+    "deepseek_v3": {"target_modules": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]},
+}
+"""Where not all linear layers are meant: experts are no linear layers."""
+ALONE = WorkerSettings(threads=1)
+
+
+def load(settings: WorkerSettings, path: str, adapters: Sequence[str]) -> Stage:
+    """Load a model that has these adapters, by numbers from 1."""
+    settings = dataclasses.replace(settings, adapters=len(adapters), adapter_rank_max=4)
+    stage = Stage.load(path, attention="exact", dtype="float32", settings=settings)
+    workers = [stage.generator, *([stage.vision] if stage.vision is not None else [])]
+    for worker in workers:
+        assert isinstance(worker, ServesAdapters)
+        for number, adapter in enumerate(adapters, start=1):
+            worker.add_adapter(number, adapter)
+    return stage
+
+
+def answer(
+    settings: WorkerSettings, path: str, adapters: Sequence[str], questions: Sequence[Question]
+) -> tuple[list[list[int]], int]:
+    """Run questions of a text model; return the tokens, and the bytes that were taken for adapters."""
+    stage = load(settings, path, adapters)
+    assert isinstance(stage.generator, ServesAdapters)
+    running = Driver(stage, chunk=7, seed=7).run(questions, arrivals=2, preempts=7)
+    return tokens_of(running), stage.generator.adapter_bytes
+
+
+def see(
+    settings: WorkerSettings, path: str, adapters: Sequence[str], questions: Sequence[Question]
+) -> list[list[int]]:
+    """Run questions with images."""
+    stage = load(settings, path, adapters)
+    driver = (
+        driver_of(settings, stage, 40) if settings.rendezvous else Driver(stage, chunk=40, seed=40)
+    )
+    return tokens_of(driver.run(questions, arrivals=2, preempts=7))
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "cohere", "mixtral", "phi3", "starcoder2", "deepseek_v3"]
+)
+def test_two_ranks_answer_as_peft(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    """The first is shared by our table, the others by transformers' plan; each keeps less than all of an adapter."""
+    base = tmp_path / "base"
+    base.mkdir()
+    make_checkpoint(name, base)
+    adapters = [str(tmp_path / each) for each in ("one", "two")]
+    for seed, adapter in enumerate(adapters):
+        make_adapter(base, Path(adapter), seed, **SOME_LAYERS.get(name, {}))
+    prompt = prompts()[1]
+    found = [
+        expected_tokens(base, Path(adapters[each - 1]) if each else None, prompt) for each in ASKED
+    ]
+    assert len({tuple(each) for each in found}) == 3, "each changes the answer"
+    questions = [Question(prompt, count=OUTPUTS, adapter=each) for each in ASKED]
+    first, second = ranks.run(answer, str(base), adapters, questions)
+    assert first == second
+    assert first[0] == found
+    assert first[1] < answer(ALONE, str(base), adapters, questions)[1]
+
+
+def test_images_and_text_answer_as_peft_on_one_rank_and_on_two(
+    ranks: Ranks, checkpoints: Callable[[str], Path], tmp_path: Path, size: str
+) -> None:
+    """Tower and language model have their parts of one file, beside requests without an adapter."""
+    base = checkpoints(size)
+    reference = Reference(base)
+    stage = Stage.load(str(base), attention="exact", dtype="float32")
+    adapters = [str(tmp_path / each) for each in ("one", "two")]
+    models = [reference.model]
+    models += [make_whole_adapter(base, Path(path), seed) for seed, path in enumerate(adapters)]
+    image = drawn_image(1, 90, 60)
+    questions = [Question("What is it?", [image], count=8, adapter=each) for each in ASKED]
+    prompt, _ = stage.prompt(questions[0])
+    wanted = []
+    for model in models:
+        reference.model = model
+        wanted.append(reference.generate(prompt, [image], 8))
+    assert len({tuple(each) for each in wanted}) == 3, "each changes the answer"
+    found = see(ALONE, str(base), adapters, questions)
+    assert found == [wanted[each] for each in ASKED]
+    assert ranks.run(see, str(base), adapters, questions) == [found, found]

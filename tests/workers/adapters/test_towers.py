@@ -1,0 +1,236 @@
+"""Adapters of a vision tower: the rows of images as PEFT's own tower makes them, each image by its own adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.parity.vision_architectures import VISION_ARCHITECTURES, images_of, save_model
+from tests.workers.adapters.peft_adapters import make_whole_adapter
+from tests.workers.driver import Stage
+from tests.workers.test_vision import jobs_of
+from vsched.errors import CheckpointError
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.adapters.files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Adapter,
+    LowRankPair,
+    read_adapter,
+)
+from vsched_workers.adapters.layers import AdaptedModule
+from vsched_workers.adapters.places import module_places
+from vsched_workers.backends.choice import choose_backend
+from vsched_workers.backends.reference.any_tower import AnyTower
+from vsched_workers.checkpoint.whole_model import build_tower, load_whole
+from vsched_workers.families import FAMILIES
+from vsched_workers.families.qwen_image import PIXELS, grid_of
+from vsched_workers.plugin import TransformersPlugin
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+Stages = Callable[..., Stage]
+Checkpoints = Callable[[str], Path]
+
+
+def tower_of(stage: Stage, **options: Any) -> tuple[Any, AdaptedModule]:
+    worker: Any = stage.encoder
+    family = FAMILIES[stage.info.family]
+    module = AdaptedModule(
+        worker._tower.module,
+        prefixes=family.vision_prefixes,
+        others=family.language_prefixes,
+        make_sums=worker._backend.prepare_adapters(),
+        count_max=4,
+        **options,
+    )
+    return worker._tower, module
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("settings", [{}, {"r": 2, "use_rslora": True}])
+def test_images_have_the_rows_of_pefts_tower(
+    stages: Stages, checkpoints: Checkpoints, tmp_path: Path, size: str, settings: dict[str, Any]
+) -> None:
+    """The language part of the file is passed over; the next image is encoded by the model alone."""
+    stage = stages(size)
+    whole = make_whole_adapter(checkpoints(size), tmp_path, 1, **settings)
+    tower, module = tower_of(stage)
+    (job, *_) = jobs_of(stage)
+    plain = tower([job])
+    module.add("one", read_adapter(tmp_path, rank_max=4))
+    with module.all_rows("one"):
+        found = tower([job])
+    out = whole.base_model.model.get_image_features(
+        torch.from_numpy(job.arrays[PIXELS]),
+        torch.tensor([grid_of(job.metadata)]),
+        return_dict=True,
+    )
+    levels = [out.pooler_output[0], *(each[0] for each in getattr(out, "deepstack_features", ()))]
+    torch.testing.assert_close(found, torch.cat(levels, -1), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, plain, atol=0.01)
+    assert torch.equal(tower([job]), plain)
+    module.remove("one")
+    assert torch.equal(tower([job]), plain)
+
+
+def random_tower_adapter(places: Any, prefix: str, seed: int) -> Adapter:
+    chance = torch.Generator().manual_seed(seed)
+    pairs = {}
+    for name, (place, *_) in sorted(places.items()):
+        down = torch.randn(5, place.inputs, generator=chance) * place.inputs**-0.5
+        up = torch.randn(place.outputs, 5, generator=chance) * 0.2
+        pairs[f"{prefix}{name}"] = LowRankPair(down, up, 0.5)
+    return Adapter(pairs)
+
+
+@torch.inference_mode()
+def test_fused_blocks_with_adapters_equal_the_modules(stages: Stages, size: str) -> None:
+    exact, fused = (stages(size, kind, "bfloat16") for kind in ("exact", "auto"))
+    jobs = jobs_of(exact)
+    rows = []
+    for stage in (exact, fused):
+        tower, module = tower_of(stage)
+        prefix = FAMILIES[stage.info.family].vision_prefixes[0]
+        places = module_places(tower.module, {})
+        module.add("one", random_tower_adapter(places, prefix, 3))
+        plain = tower(jobs)
+        with module.all_rows("one"):
+            rows.append((plain, tower(jobs), places))
+        module.remove("one")
+    (plain, wanted, names), (_, found, others) = rows
+    assert names.keys() == others.keys()
+    apart = (found - wanted).abs().max()
+    assert apart < 0.05 * wanted.abs().max() < (wanted - plain).abs().max()
+
+
+def any_tower(path: Path, family: str, dtype: torch.dtype = torch.float32) -> AnyTower:
+    model = load_whole(
+        build_tower(str(path), family),
+        str(path),
+        dtype=dtype,
+        device="cpu",
+        progress=lambda _label, _fraction: None,
+    )
+    return AnyTower(model, dtype)
+
+
+@pytest.mark.parametrize("name", ["llava", "idefics3", "internvl"])
+@torch.inference_mode()
+def test_a_tower_of_any_architecture_has_the_rows_of_pefts(tmp_path: Path, name: str) -> None:
+    """Crops, and rows that are put together, have the adapter of their image; language names are passed over."""
+    base = tmp_path / "base"
+    base.mkdir()
+    save_model(name, base)
+    tower = any_tower(base, VISION_ARCHITECTURES[name].family or name)
+    whole = make_whole_adapter(base, tmp_path / "adapter", 1)
+    adapter = read_adapter(tmp_path / "adapter", rank_max=4)
+    module = AdaptedModule(tower.model, count_max=1)
+    module.add("one", adapter)
+    image = images_of(name)[0]
+    plain = tower(image)
+    with module.all_rows("one"):
+        found = tower(image)
+    torch.testing.assert_close(
+        found, AnyTower(whole.base_model.model, torch.float32)(image), rtol=1e-4, atol=1e-4
+    )
+    assert not torch.allclose(found, plain, atol=0.01)
+    language = [each for each in adapter.pairs if "language_model" in each or "text_model" in each]
+    assert language, "the file has both parts"
+
+
+@pytest.mark.parametrize("name", ["llava", "idefics3", "internvl"])
+@torch.inference_mode()
+def test_fused_encoder_layers_with_adapters_equal_the_modules(tmp_path: Path, name: str) -> None:
+    """As near to the same in float32 as the modules are in bfloat16, and nearer than they are without the adapter."""
+    save_model(name, tmp_path)
+    image = images_of(name)[0]
+    rows, names = [], []
+    for kind, dtype in (
+        ("exact", torch.float32),
+        ("exact", torch.bfloat16),
+        ("auto", torch.bfloat16),
+    ):
+        backend: Any = choose_backend(WorkerSettings(threads=1, attention=kind), dtype)
+        loaded = any_tower(tmp_path, VISION_ARCHITECTURES[name].family or name, dtype)
+        tower, _ = backend.prepare_any_tower(loaded.model)
+        module = AdaptedModule(tower.model, count_max=1, make_sums=backend.prepare_adapters())
+        places = module_places(tower.model, {})
+        names.append(places.keys())
+        module.add("one", random_tower_adapter(places, "", 3))
+        with module.all_rows("one"):
+            adapted = tower(image).float()
+        rows.append((tower(image).float(), adapted))
+    assert names[0] == names[1] == names[2]
+    (plain, wanted), (_, modules), (_, fused) = rows
+    apart = (fused - wanted).norm()
+    assert apart < 2 * (modules - wanted).norm()
+    assert apart < 0.3 * (plain - wanted).norm()
+
+
+def test_what_neither_part_has_is_refused_by_name(stages: Stages) -> None:
+    _, module = tower_of(stages("nano25"))
+    pair = LowRankPair(torch.ones(1, 8), torch.ones(8, 1), 1.0)
+    module.add("language alone", Adapter({"model.language_model.layers.0.self_attn.q_proj": pair}))
+    assert module.bytes_by_adapter["language alone"] == 0
+    for name in ("model.visual.blocks.99.attn.qkv", "lm_head"):
+        with pytest.raises(CheckpointError, match=f"changes {name}, which the model lacks"):
+            module.add("one", Adapter({name: pair}))
+
+
+def test_rows_of_an_image_are_all_its_adapters(stages: Stages) -> None:
+    """Two images one after the other with different adapters: no row of the second has the first one's."""
+    stage = stages("nano25")
+    tower, module = tower_of(stage)
+    places = module_places(tower.module, {})
+    prefix = FAMILIES[stage.info.family].vision_prefixes[0]
+    for seed, each in enumerate(("one", "two")):
+        module.add(each, random_tower_adapter(places, prefix, seed))
+    jobs = jobs_of(stage)[:2]
+    found = []
+    with torch.inference_mode():
+        for name in ("one", "two", None, "one"):
+            with module.all_rows(name):
+                found.append([tower([job]) for job in jobs])
+    assert all(torch.equal(*pair) for pair in zip(found[0], found[3], strict=True))
+    assert all(
+        not torch.allclose(*pair, atol=0.01) for pair in zip(found[0], found[1], strict=True)
+    )
+    module.remove("one")
+    module.remove("two")
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "changes"),
+    [
+        ("qwen2_5_vl", ["model.language_model.layers.0.mlp.up_proj"], False),
+        ("qwen2_5_vl", ["model.visual.blocks.0.attn.qkv"], True),
+        ("llava", ["model.language_model.layers.0.mlp.up_proj"], False),
+        ("llava", ["model.language_model.layers.0.x", "model.vision_tower.y"], True),
+        ("idefics3", ["model.text_model.layers.0.x", "model.connector.proj"], True),
+        ("llama", ["model.layers.0.mlp.up_proj"], False),
+    ],
+)
+def test_whether_images_change_is_told_before_any_model_is_there(
+    tmp_path: Path, family: str, names: list[str], changes: bool
+) -> None:
+    given, kept = tmp_path / "given", tmp_path / "kept"
+    given.mkdir()
+    kept.mkdir()
+    (given / CONFIG_FILE).write_text('{"peft_type": "LORA", "lora_alpha": 8}')
+    sides = {"lora_A": torch.ones(2, 8), "lora_B": torch.ones(8, 2)}
+    tensors = {
+        f"base_model.model.{name}.{key}.weight": side.clone()
+        for name in names
+        for key, side in sides.items()
+    }
+    save_file(tensors, given / WEIGHTS_FILE)
+    info: Any = SimpleNamespace(family=family, takes_images=family != "llama")
+    facts = TransformersPlugin().keep_adapter(info, str(given), str(kept), rank_max=4)
+    assert (facts.rank, facts.changes_encoder) == (2, changes)

@@ -1,0 +1,95 @@
+"""What adapters add to the results of one product.
+
+`TorchSums` is for any device: for each adapter its rows are gathered by an index, multiplied by its two small matrices,
+and added back. A row has one adapter at most, so no two additions meet and the sum has one order. On a CPU in bfloat16
+a compiled kernel does the same for all adapters in one call (`backends/cpu/low_rank/`).
+
+On a CPU matrices are float32 beside weights of any type, as PEFT has them: they are small, and the sum is rounded once.
+On other devices they have the type of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from vsched_workers.adapters.rows import CallRows
+
+
+class Part(NamedTuple):
+    """What an adapter adds to the outputs of a product from `first` on: `scaling * up @ down`.
+
+    Shape: down [rank, inputs], up [outputs, rank].
+    """
+
+    first: int
+    down: torch.Tensor
+    up: torch.Tensor
+    scaling: float
+
+
+class Sums(Protocol):
+    """The parts of adapters that belong to one product."""
+
+    def place(self, parts: Sequence[Part], room: Room) -> Sequence[Part]:
+        """Return an adapter's parts as they are kept, in memory of a room: no other is taken for longer."""
+        ...
+
+    def put(self, owner: int, parts: Sequence[Part]) -> None:
+        """Keep what `place` returned for an adapter."""
+        ...
+
+    def drop(self, owner: int) -> None:
+        """Forget an adapter's parts, if there are any."""
+        ...
+
+    def add(self, rows: torch.Tensor, made: torch.Tensor, call: CallRows) -> None:
+        """Add to results [n, outputs] of rows [n, inputs] what the rows' adapters say."""
+        ...
+
+
+Room = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Returns memory for a tensor of this shape and type, on the device."""
+
+MakeSums = Callable[[torch.dtype, torch.device], Sums]
+"""Makes what is kept for a product of this type on this device."""
+
+
+class TorchSums:
+    """By torch's own products, on any device; see `Sums`."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Take the type and the device of the product's weight."""
+        self._dtype = kept_type(dtype, device)
+        self._parts: dict[int, Sequence[Part]] = {}
+
+    def place(self, parts: Sequence[Part], room: Room) -> Sequence[Part]:
+        kept = []
+        for first, down, up, scaling in parts:
+            own_down, own_up = (
+                room(tuple(each.shape), self._dtype).copy_(each) for each in (down, up)
+            )
+            kept.append(Part(first, own_down, own_up, scaling))
+        return kept
+
+    def put(self, owner: int, parts: Sequence[Part]) -> None:
+        self._parts[owner] = parts
+
+    def drop(self, owner: int) -> None:
+        self._parts.pop(owner, None)
+
+    def add(self, rows: torch.Tensor, made: torch.Tensor, call: CallRows) -> None:
+        for owner, index in call.groups_on(made.device):
+            parts = self._parts.get(owner, ())
+            own = rows[index].to(self._dtype) if parts else rows
+            for first, down, up, scaling in parts:
+                target = made[:, first : first + len(up)]
+                added = (own @ down.T) @ up.T
+                target[index] = (target[index] + added * scaling).to(made.dtype)
+
+
+def kept_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the type of matrices beside a weight."""
+    return torch.float32 if device.type == "cpu" else dtype
