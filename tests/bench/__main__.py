@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from tests.bench import compare, growth, price, regress, scheduler
+from tests.bench import adapters, compare, growth, price, regress, scheduler
 from tests.bench.options import make_parser
 from tests.bench.samplers.table import samplers
 from tests.bench.servers import setup
@@ -49,6 +49,8 @@ def main() -> None:
                 samplers(options, console)
             case "price":
                 price.price(options)
+            case "adapters":
+                adapters.adapters(options)
     except (VschedError, CalledProcessError) as error:
         console.print(f"error: {error}", markup=False)
         sys.exit(2)

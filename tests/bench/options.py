@@ -154,6 +154,20 @@ def make_parser() -> argparse.ArgumentParser:
     price.add_argument("--requests", type=int, choices=range(1, 33), default=4, metavar="N")
     price.add_argument("--rounds", type=_count, default=7, help="runs of each, in turns")
     price.add_argument("--threads", type=_count, default=1, help="of a worker")
+
+    adapters = commands.add_parser("adapters", help="decode and prefill with LoRA adapters")
+    adapters.add_argument("folder", help="of the checkpoint")
+    adapters.add_argument(
+        "--adapters", type=numbers, default=[1, 4, 8], help="in a batch, beside 0"
+    )
+    adapters.add_argument("--rows", type=numbers, default=[1, 8, 32], help="in a batch")
+    adapters.add_argument("--rank", type=_count, default=16)
+    adapters.add_argument("--prompt", type=_count, default=256, help="tokens of a row")
+    adapters.add_argument("--tokens", type=_count, default=32, help="of an answer")
+    adapters.add_argument("--rounds", type=_count, default=5, help="runs of each, in turns")
+    adapters.add_argument("--threads", type=_count, default=1, help="of a worker")
+    adapters.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    adapters.add_argument("--peft", action="store_true", help="PEFT's own batch, too: text alone")
     return parser
 
 
