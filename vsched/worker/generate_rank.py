@@ -100,6 +100,12 @@ class GenerateRank:
         sampled = self._worker.step(batch) if len(rows) or batch.chunks else _NOTHING
         return self._advance(decision.step, batch, rows, sampled)
 
+    def look_ahead(self) -> None:
+        """Find out which tokens rows with a grammar may have next: the time is free until the next decision is here."""
+        for slot, sequence in self._special.items():
+            if self._table.decoding[slot]:
+                _mask(sequence)
+
     # --- what changes ---
 
     def _leave(self, leave: Leave) -> None:
@@ -163,7 +169,7 @@ class GenerateRank:
         sequence.matcher = self._grammars.matcher(sequence.sampling.grammar)
         if len(sequence.outputs):
             sequence.matcher.follow(sequence.outputs.tolist())
-        sequence.token_mask = sequence.matcher.mask
+        _mask(sequence)
 
     def _grow(self, grown: list[int]) -> None:
         if not grown:
@@ -273,6 +279,7 @@ class GenerateRank:
         """Return a sequence as so many drafts would leave it: the mask is another."""
         if not behind:
             sequence.length = int(self._table.length[slot])
+            _mask(sequence)
             return sequence
         masks = self._drafts[slot].masks
         return dataclasses.replace(sequence, token_mask=masks[behind - 1]) if masks else sequence
@@ -365,6 +372,12 @@ class GenerateRank:
                 ends[row] = found[0]
             taken.append(int(tokens[row]))
         return Drafted(slot, len(drafts), taken)
+
+
+def _mask(sequence: SequenceState) -> None:
+    """Have a sequence with a grammar be held to what may come next."""
+    if sequence.matcher is not None:
+        sequence.token_mask = sequence.matcher.mask
 
 
 def _piece(chunk: Chunk, told: PromptLogprobs) -> PromptPiece:

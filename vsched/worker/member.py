@@ -139,6 +139,9 @@ class StageExecutor:
         self.adapters.add(entry.number)
         return ""
 
+    def look_ahead(self) -> None:
+        """Do what the next decision will need, once the result of this one is on its way."""
+
     def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult | Paused | None:
         """Carry out a decision, or go on with one; None where there is nothing to say."""
         raise NotImplementedError
@@ -192,6 +195,10 @@ class GenerateExecutor(StageExecutor):
             raise RankDesync("a generate rank heard a decision of an encode group")
         with memory_errors("running a step", remedy=KV_REMEDY):
             return self.rank.apply(entry)
+
+    def look_ahead(self) -> None:
+        """Have masks of tokens made."""
+        self.rank.look_ahead()
 
 
 class Member(Generic[Link]):
@@ -275,6 +282,7 @@ class Member(Generic[Link]):
             self.report(msgspec.structs.replace(result, busy_ns=busy_ns, wanted=wanted))
         else:
             self.report(StepCheck(result.step, check_of(result)))
+        self.executor.look_ahead()
 
 
 class Following(Generic[Link]):

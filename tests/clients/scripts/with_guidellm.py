@@ -12,21 +12,24 @@ from typing import Any
 
 from tests.clients import asked
 
-OUTPUT_TOKENS = 16
+REQUESTS, OUTPUT_TOKENS = 8, 16
 
 
-def benchmark(*words: str) -> dict[str, Any]:
+def benchmark(profile: str) -> dict[str, Any]:
     """Run one; return its report."""
     with tempfile.TemporaryDirectory(prefix="vsched-guidellm-") as folder:
+        report = Path(folder) / "report.json"
+        target = asked.URL.removesuffix("/v1")
+        load = json.dumps({"local_files_only": True})
         command = [
-            *(str(Path(sys.executable).parent / "guidellm"), "benchmark", "run"),
-            *("--target", asked.URL.removesuffix("/v1"), "--model", asked.MODEL),
-            *("--processor", asked.CHECKPOINT, "--max-requests", "8"),
-            *("--data", f"prompt_tokens=64,output_tokens={OUTPUT_TOKENS}"),
-            *("--output-dir", folder, "--outputs", "json", *words),
+            *(str(Path(sys.executable).parent / "guidellm"), "run", "--disable-console"),
+            *("--backend", f"kind=openai_http,target={target},model={asked.MODEL}"),
+            *("--tokenizer", f"kind=hf_auto,model={asked.CHECKPOINT},load_kwargs={load}"),
+            *("--data", f"kind=synthetic_text,prompt_tokens=64,output_tokens={OUTPUT_TOKENS}"),
+            *("--profile", profile, "--constraint", f"kind=max_requests,count={REQUESTS}"),
+            *("--output", f"kind=json,path={report}"),
         ]
         subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-        (report,) = Path(folder).glob("*.json")
         found: dict[str, Any] = json.loads(report.read_text())["benchmarks"][0]
     return found
 
@@ -35,15 +38,15 @@ def check(found: dict[str, Any]) -> None:
     """Fail unless every request succeeded with the tokens asked for, and times between them were seen."""
     metrics = found["metrics"]
     totals = metrics["request_totals"]
-    assert totals["successful"] == totals["total"] == 8, totals
+    assert totals["successful"] == totals["total"] == REQUESTS, totals
     tokens = metrics["output_token_count"]["successful"]
     assert tokens["min"] == tokens["max"] == OUTPUT_TOKENS, tokens
     assert metrics["inter_token_latency_ms"]["successful"]["min"] > 0
 
 
 def check_synchronous() -> None:
-    check(benchmark("--profile", "synchronous"))
+    check(benchmark("kind=synchronous"))
 
 
 def check_concurrent() -> None:
-    check(benchmark("--profile", "concurrent", "--rate", "4"))
+    check(benchmark("kind=concurrent,streams=4"))

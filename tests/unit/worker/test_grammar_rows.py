@@ -74,6 +74,28 @@ class Masked(Script):
         return super().step(batch)
 
 
+class Watched(Countdown):
+    """Counts how often its mask is read after a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    @property  # type: ignore[override]
+    def mask(self) -> npt.NDArray[np.uint32]:
+        self.reads += 1
+        return self._mask
+
+    @mask.setter
+    def mask(self, mask: npt.NDArray[np.uint32]) -> None:
+        self._mask = mask
+
+    def follow(self, token_ids: Sequence[int]) -> FinishReason | None:
+        reason = super().follow(token_ids)
+        self.reads = 0
+        return reason
+
+
 def rank_of(worker: Script, grammars: Countdowns | None) -> GenerateRank:
     embeddings = np.zeros((4, 4, 8), np.uint8)
     return GenerateRank(
@@ -90,6 +112,27 @@ def test_generate_rank_masks_the_first_token_and_each_that_follows() -> None:
     rank.apply(GenerateDecision(3))
     assert worker.masks == [{1: 1 << 5}, {1: 1 << 4}, {1: 1 << 3}]
     assert grammars.made[0].followed == [5, 4, 3]
+
+
+def test_generate_rank_reads_masks_once_its_result_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next decision is on its way meanwhile; of rows that have ended nothing is read."""
+    monkeypatch.setattr(f"{__name__}.Countdown", Watched)
+    worker, grammars = Masked([5, 5], [4, 4], [3]), Countdowns()
+    rank = rank_of(worker, grammars)
+    limited = msgspec.structs.replace(GRAMMAR, max_tokens=2)
+    joined = [join(1, 0, [1], sampling=GRAMMAR), join(2, 1, [1], sampling=limited)]
+    rank.apply(GenerateDecision(1, joined=joined, chunks=[whole(0, 1), whole(1, 1)]))
+    first, second = grammars.made
+    assert isinstance(first, Watched)
+    assert isinstance(second, Watched)
+    assert (first.reads, second.reads) == (0, 0)
+    rank.look_ahead()
+    assert (first.reads, second.reads) == (1, 1)
+    rank.apply(GenerateDecision(2))
+    rank.look_ahead()
+    assert (first.reads, second.reads) == (1, 0)
+    rank.apply(GenerateDecision(3))
+    assert worker.masks == [{0: 1 << 5, 1: 1 << 5}, {0: 1 << 4, 1: 1 << 4}, {0: 1 << 3}]
 
 
 def test_generate_rank_ends_a_whole_output_without_a_stop_token_even_at_the_limit() -> None:

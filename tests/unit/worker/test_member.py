@@ -56,6 +56,7 @@ class StageExecutor:
         self.now_ns = 0
         self.hooks: list[str] = []
         self._said = deque(said)
+        self.order: list[str] = []
 
     def run_hook(self, name: str) -> None:
         self.hooks.append(name)
@@ -63,9 +64,13 @@ class StageExecutor:
     def wanted(self) -> list[str]:
         return ["balance"]
 
+    def look_ahead(self) -> None:
+        self.order.append("looks ahead")
+
     def carry_out(self, _entry: LogEntry) -> EncodeResult | Paused | None:
         took_ns, said = self._said.popleft()
         self.now_ns += took_ns
+        self.order.append("carries out")
         return said
 
 
@@ -99,6 +104,10 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
         hear(member, log, entry)
         assert member.log.turn == log.seq, "each has a turn"
         assert member.carry_out()
+    steps = [3 * ["carries out"], 2 * ["carries out"]]
+    assert side.order == [*steps[0], "looks ahead", *steps[1], "looks ahead"], (
+        "once a step is whole"
+    )
     assert member.link.sent == [Hello(rank, "sesame")] + (
         [StepCheck(1, b""), StepCheck(2, b"")]
         if rank

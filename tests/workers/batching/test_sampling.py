@@ -257,8 +257,14 @@ def test_compiled_sampler_equals_numpy(
         special(row, SamplingParams(seed=row, **options), [1, 9], [5, 9, 9]) for row in range(6)
     ]
     rows[2].sequence.token_mask = rng.integers(0, 2**32, 100, dtype=np.uint32)
+    patches = np.repeat(
+        np.array([0, 2**32 - 1], np.uint32), [50, 50]
+    )  # words of nothing, and of everything
+    patches[::5] = rng.integers(0, 2**32, 20, dtype=np.uint32)
+    rows[3].sequence.token_mask = patches
     together = drawn(logits, rows)
     assert together[2] < 3200
+    assert patches[together[3] // 32] >> (together[3] % 32) & 1
     for index, row in enumerate(rows):
         assert drawn(logits, [row]) == [together[index]]
 

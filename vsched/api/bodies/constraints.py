@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from vsched.aio.grammar_checks import GRAMMAR_BYTES_MAX
+from vsched.api.bodies.closed_schemas import closed
 from vsched.api.errors import ParameterRefused, unsupported
 from vsched.api.request_schema import (
     JsonSchema,
@@ -29,8 +31,11 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def constraint_from_schema(schema: JsonSchema) -> str:
-    """Return the grammar of JSON values that match a schema; its properties come in the schema's order."""
-    return _encoded(json_schema=schema)
+    """Return the grammar of JSON values that match a schema; properties come in its order, and no others."""
+    sent = _encoded(json_schema=schema)
+    if len(sent) > GRAMMAR_BYTES_MAX:
+        return sent  # and will be refused
+    return _encoded(json_schema=closed(schema))
 
 
 def constraint_of(request: SamplingFields) -> Constraint | None:

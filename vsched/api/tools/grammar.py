@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from vsched.api.bodies.closed_schemas import closed
 from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import FunctionTool
 from vsched.api.tools.arguments.kinds import resolved, types_of
@@ -60,7 +61,7 @@ def forced_calls(known: CallFormat, functions: Sequence[FunctionTool], *, single
 
 
 def _call(known: CallFormat, function: FunctionTool, rules: dict[str, Node]) -> Node:
-    schema = function.parameters or _NO_ARGUMENTS
+    schema = closed(function.parameters or _NO_ARGUMENTS)
     before = f"{known.before}{function.name}{known.middle}"
     if known.arguments is None:
         return _all(before, {"schema": schema}, known.after)

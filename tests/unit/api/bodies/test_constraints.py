@@ -10,6 +10,7 @@ from vsched.api.bodies.constraints import constraint_from_schema
 from vsched.errors import RequestRefused
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["x"]}}}
+CLOSED = {**SCHEMA, "additionalProperties": False}
 
 
 def named(schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
@@ -18,7 +19,7 @@ def named(schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
 
 def test_constraint_from_schema_keeps_the_order_of_properties() -> None:
     grammar = constraint_from_schema(SCHEMA)
-    assert json.loads(grammar) == {"json_schema": SCHEMA}
+    assert json.loads(grammar) == {"json_schema": CLOSED}
     assert grammar.index('"b"') < grammar.index('"a"')
 
 
@@ -28,16 +29,16 @@ def test_constraint_from_schema_keeps_the_order_of_properties() -> None:
         ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
         (
             {"response_format": {"type": "json_object", "schema": SCHEMA}},
-            {"json_schema": SCHEMA},
+            {"json_schema": CLOSED},
         ),
-        ({"response_format": named(strict=True)}, {"json_schema": SCHEMA}),
-        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
-        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": SCHEMA}),
+        ({"response_format": named(strict=True)}, {"json_schema": CLOSED}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": CLOSED}),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": CLOSED}),
         ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
         ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
         ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
         ({"structured_outputs": {"grammar": "start: A"}}, {"grammar": "start: A"}),
-        ({"guided_json": SCHEMA, "guided_decoding_backend": "any"}, {"json_schema": SCHEMA}),
+        ({"guided_json": SCHEMA, "guided_decoding_backend": "any"}, {"json_schema": CLOSED}),
         ({"guided_regex": "a+"}, {"regex": "a+"}),
         ({"guided_choice": ["a"]}, {"choice": ["a"]}),
         ({"guided_grammar": "root ::= x"}, {"grammar": "root ::= x"}),

@@ -127,7 +127,13 @@ async def test_a_forced_call_is_held_to_the_form_of_the_model(single: bool) -> N
     assert (await post(engine, CHAT, chat(**fields))).status == 200
     empty = {"type": "object", "properties": {}, "additionalProperties": False}
     options = [
-        {"all": ['\n{"name": "f", "arguments": ', {"schema": SCHEMA}, "}\n"]},
+        {
+            "all": [
+                '\n{"name": "f", "arguments": ',
+                {"schema": {**SCHEMA, "additionalProperties": False}},
+                "}\n",
+            ]
+        },
         {"all": ['\n{"name": "g", "arguments": ', {"schema": empty}, "}\n"]},
     ]
     call: Any = {"all": ["<tool_call>", {"any": options}, "</tool_call>"]}

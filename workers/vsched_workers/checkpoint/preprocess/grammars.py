@@ -175,16 +175,21 @@ class OutputMatcher:
         error: Why the grammar cannot be followed; empty while it can.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, *, eager: bool = False) -> None:
+        """Take what follows tokens; an eager one finds out at once what may come next, and whether that fails."""
+        self._eager = eager
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._mask = np.zeros(-(-vocab_size // WORD_BITS), np.uint32)
         self.error = ""
+        self._looked = False
         self._look()
 
     @property
     def mask(self) -> npt.NDArray[np.uint32]:
         """The tokens that may come next."""
+        if not self._looked:
+            self._look()
         return self._mask
 
     def follow(self, token_ids: Sequence[int]) -> FinishReason | None:
@@ -195,22 +200,25 @@ class OutputMatcher:
         if not self.error:
             if matcher.is_stopped():
                 return FinishReason.STOP
-            self._look()
+            self._looked = False
+            if self._eager:
+                self._look()
         return FinishReason.ERROR if self.error else None
 
     def foresee(
         self, wanted: Sequence[int], count: int
     ) -> list[tuple[int, npt.NDArray[np.uint32]]]:
         """Return up to `count` tokens that may come next, and the mask after each; what fails does so in a copy."""
-        mask = self._mask
+        mask = self.mask
         begins = bool(wanted) and allows(mask, wanted[0])
         if self.error or not (begins or only_token(mask) is not None):
             return []
-        copy = OutputMatcher(self._matcher.deep_copy(), self._vocab_size)
+        copy = OutputMatcher(self._matcher.deep_copy(), self._vocab_size, eager=True)
         return [] if copy.error else foresee_with(copy, wanted, count)
 
     def _look(self) -> None:
         """Find out what may come next."""
+        self._looked = True
         matcher = self._matcher
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)

@@ -128,7 +128,9 @@ async def test_the_form_of_an_answer_is_kept_to() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     config = {"effort": "high", "format": {"type": "json_schema", "schema": schema}}
     assert (await post(engine, MESSAGES, body(output_config=config))).status == 200
-    assert msgspec.json.decode(engine.sampling.grammar) == {"json_schema": schema}
+    assert msgspec.json.decode(engine.sampling.grammar) == {
+        "json_schema": {**schema, "additionalProperties": False}
+    }
 
 
 def user(*content: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:

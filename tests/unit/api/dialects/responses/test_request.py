@@ -93,7 +93,9 @@ async def test_parameters_reach_the_engine() -> None:
     assert (await post(engine, RESPONSES, sent)).status == 200
     found = engine.sampling
     assert (found.max_tokens, found.temperature, found.top_p, found.seed) == (8, 0.5, 0.9, 4)
-    assert msgspec.json.decode(found.grammar) == {"json_schema": schema}
+    assert msgspec.json.decode(found.grammar) == {
+        "json_schema": {**schema, "additionalProperties": False}
+    }
 
 
 def test_choices_of_tools() -> None:

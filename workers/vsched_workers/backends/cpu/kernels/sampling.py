@@ -156,17 +156,30 @@ def _is_adjusted(ask: Any, entry: int) -> Any:
 
 
 @compiled(**INNER)
+def _forbid(words: Any, values: Any) -> None:
+    """Take the logits of tokens that a mask does not allow, 32 at a time: most words allow all of them, or none."""
+    for index in range(-(-len(values) // 32)):
+        word = words[index] if index < len(words) else np.uint32(0)
+        part = values[32 * index : 32 * index + 32]
+        if word == np.uint32(0xFFFFFFFF):
+            continue
+        if word == np.uint32(0):
+            for place in range(len(part)):
+                part[place] = np.float32(-np.inf)
+        else:
+            for place in range(len(part)):
+                allowed = (word >> np.uint32(place)) & np.uint32(1)
+                part[place] = part[place] if allowed else np.float32(-np.inf)
+
+
+@compiled(**INNER)
 def _adjust(ask: Any, entry: int, buffers: Buffers) -> None:
     values = buffers.values
     _penalise(ask, entry, buffers)
     for index in range(ask.bias_starts[entry], ask.bias_starts[entry + 1]):
         values[ask.biased[index]] += ask.bias[index]
     if ask.mask_of[entry] >= 0:
-        words = ask.mask[ask.mask_of[entry]]
-        for index in range(len(values)):
-            word = words[index >> 5] if index >> 5 < len(words) else np.uint32(0)
-            if not (word >> np.uint32(index & 31)) & np.uint32(1):
-                values[index] = np.float32(-np.inf)
+        _forbid(ask.mask[ask.mask_of[entry]], values)
 
 
 @compiled(**INNER)
