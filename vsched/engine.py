@@ -564,6 +564,7 @@ class Engine:
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             **served,
             "media": msgspec.to_builtins(media) if media else {},
+            "grammars": running.grammars.statistics() if running is not None else {},
             "memory": engine_memory(running.arena.layout) if running is not None else {},
             "ledger": {**ledger.as_dict(), "in_use": used} if ledger else {},
             "recent": [msgspec.to_builtins(timeline) for timeline in self._recent],

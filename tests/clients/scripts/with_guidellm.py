@@ -20,11 +20,10 @@ def benchmark(profile: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="vsched-guidellm-") as folder:
         report = Path(folder) / "report.json"
         target = asked.URL.removesuffix("/v1")
-        load = json.dumps({"local_files_only": True})
         command = [
             *(str(Path(sys.executable).parent / "guidellm"), "run", "--disable-console"),
             *("--backend", f"kind=openai_http,target={target},model={asked.MODEL}"),
-            *("--tokenizer", f"kind=hf_auto,model={asked.CHECKPOINT},load_kwargs={load}"),
+            *("--tokenizer", f"kind=hf_auto,model={asked.CHECKPOINT}"),
             *("--data", f"kind=synthetic_text,prompt_tokens=64,output_tokens={OUTPUT_TOKENS}"),
             *("--profile", profile, "--constraint", f"kind=max_requests,count={REQUESTS}"),
             *("--output", f"kind=json,path={report}"),

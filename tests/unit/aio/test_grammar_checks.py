@@ -39,6 +39,9 @@ async def test_grammars_compile_off_the_loop_and_refusals_come_back() -> None:
     assert thread is not threading.current_thread()
     with pytest.raises(RequestRefused, match="no"):
         await checks.check(SamplingParams(grammar="bad"))
+    told = checks.statistics()
+    assert (told["compiled"], told["refused"]) == (2, 1)
+    assert 0 < told["compile_ms"] <= told["compile_ms_max"]
     checks.close()
 
 

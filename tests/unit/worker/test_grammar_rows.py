@@ -81,7 +81,7 @@ class Watched(Countdown):
         super().__init__()
         self.reads = 0
 
-    @property  # type: ignore[override]
+    @property
     def mask(self) -> npt.NDArray[np.uint32]:
         self.reads += 1
         return self._mask

@@ -1,35 +1,41 @@
-"""Tokenizers of SentencePiece, and of tiktoken: the ids of their own libraries, and the text of a token as bytes."""
+"""Tokenizers of SentencePiece and tiktoken: the ids of their own libraries, the bytes of a token, grammars."""
 
 from __future__ import annotations
 
 import base64
 import json
+import random
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from vsched.api.bodies.constraints import constraint_from_schema
 from vsched.errors import CheckpointError
+from vsched.types import FinishReason
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
+from vsched_workers.checkpoint.preprocess.grammars import TokenGrammars, load_grammars
 from vsched_workers.checkpoint.random_init import SMALL_TEXT
 from vsched_workers.checkpoint.special_tokens import RenderedPrompt, SpecialTokens
 from vsched_workers.checkpoint.tokenizer_files import load_tokenizer
+from vsched_workers.plugin import TRAINED, plugin
 
 sentencepiece: Any = pytest.importorskip("sentencepiece")
 TEXTS = ["The red square.", "Zwei  Zeilen\nund größer", "日本 🎉", "12 + 34"]
 WORDS = 400
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint's folder with the tokenizer of an early Llama: SentencePiece alone."""
-    path = tmp_path_factory.mktemp("llama")
+def train(path: Path, kind: str, words: int) -> Path:
+    """Write a checkpoint's folder with the tokenizer of an early Llama: SentencePiece alone."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(SMALL_TEXT.splitlines()),
         model_prefix=str(path / "tokenizer"),
-        model_type="bpe",
-        vocab_size=WORDS,
+        model_type=kind,
+        vocab_size=words,
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
@@ -41,6 +47,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **tokens}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("llama"), "bpe", WORDS)
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +144,96 @@ def test_tiktoken_is_converted(tmp_path: Path) -> None:
         ids = backend.encode(text, add_special_tokens=False).ids
         assert ids == known.encode(text)
         assert TokenTable.of_tokenizer(backend).decode(ids) == text
+
+
+SMALL_WORDS, TOKENS_MAX = 380, 600
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "the red square": {"type": "string", "minLength": 2, "maxLength": 9},
+        "größe": {"enum": ["klein und größer", "日本 🎉"]},
+    },
+    "required": ["the red square", "größe"],
+}
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with either kind of model."""
+    return train(tmp_path_factory.mktemp(request.param), request.param, SMALL_WORDS)
+
+
+@pytest.fixture(scope="module")
+def table(either: Path) -> TokenTable:
+    loaded = load_tokenizer(either, vocab_size=SMALL_WORDS, chat_template="")
+    return TokenTable.of_tokenizer(loaded.backend_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def grammars(either: Path) -> TokenGrammars:
+    info = plugin.inspect(str(TRAINED), dtype="auto", item_tokens_max=0)
+    changed = {"path": str(either), "vocab_size": SMALL_WORDS, "stop_token_ids": (2,)}
+    loaded = load_grammars(msgspec.structs.replace(info, chat_template="", **changed))
+    assert loaded is not None
+    return loaded
+
+
+def drawn(grammars: TokenGrammars, table: TokenTable, grammar: str, seed: int) -> str:
+    """Return what a model that knows nothing writes, as it is streamed."""
+    rng, matcher, detokenizer = (
+        random.Random(seed),
+        grammars.matcher(grammar),
+        ByteDetokenizer(table),
+    )
+    pieces: list[str] = []
+    for _ in range(TOKENS_MAX):
+        bits = np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")
+        token = int(rng.choice(np.flatnonzero(bits).tolist()))
+        pieces.append(detokenizer.push([token]))
+        if (reason := matcher.follow([token])) is not None:
+            assert reason is FinishReason.STOP, matcher.error
+            return "".join(pieces) + detokenizer.flush()
+    raise AssertionError("it found no end")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blind_draws_keep_to_a_schema(
+    grammars: TokenGrammars, table: TokenTable, seed: int
+) -> None:
+    found = json.loads(drawn(grammars, table, constraint_from_schema(SCHEMA), seed))
+    assert list(found) == ["the red square", "größe"]
+    assert 2 <= len(found["the red square"]) <= 9
+    assert found["größe"] in {"klein und größer", "日本 🎉"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "pattern"),
+    [
+        (
+            "choice",
+            [" the red", "Zwei Zeilen\nund", "日本 🎉"],
+            " the red|Zwei Zeilen\nund|日本 🎉",
+        ),
+        ("regex", "(the|red) +[a-zß]{2}[é日]", "(the|red) +[a-zß]{2}[é日]"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_blind_draws_keep_to_texts(
+    grammars: TokenGrammars, table: TokenTable, kind: str, value: Any, pattern: str, seed: int
+) -> None:
+    grammar = msgspec.json.encode({kind: value}).decode()
+    text = drawn(grammars, table, grammar, seed)
+    assert re.fullmatch(pattern, text), text
+
+
+def test_texts_of_the_tokenizer_itself_are_followed(
+    grammars: TokenGrammars, either: Path, table: TokenTable
+) -> None:
+    """What a model was trained on: its own tokens of the text, behind the blank that begins every text."""
+    own = sentencepiece.SentencePieceProcessor(model_file=str(either / "tokenizer.model"))
+    matcher = grammars.matcher(msgspec.json.encode({"choice": [" the red 日本"]}).decode())
+    ids = own.encode("the red 日本")
+    assert [matcher.follow([token]) for token in ids] == [None] * (len(ids) - 1) + [
+        FinishReason.STOP
+    ]
+    assert ByteDetokenizer(table).push(ids) == " the red 日本"

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vsched.aio.grammar_checks import GRAMMAR_BYTES_MAX
-from vsched.api.bodies.closed_schemas import closed
 from vsched.api.errors import ParameterRefused, unsupported
+from vsched.api.fields.closed_schemas import closed
 from vsched.api.request_schema import (
     JsonSchema,
     ResponseFormat,
@@ -35,7 +35,7 @@ def constraint_from_schema(schema: JsonSchema) -> str:
     sent = _encoded(json_schema=schema)
     if len(sent) > GRAMMAR_BYTES_MAX:
         return sent  # and will be refused
-    return _encoded(json_schema=closed(schema))
+    return _encoded(json_schema=closed(schema) if isinstance(schema, dict) else schema)
 
 
 def constraint_of(request: SamplingFields) -> Constraint | None:

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from vsched.api.bodies.closed_schemas import closed
 from vsched.api.errors import ParameterRefused
+from vsched.api.fields.closed_schemas import closed
 from vsched.api.request_schema import FunctionTool
 from vsched.api.tools.arguments.kinds import resolved, types_of
 from vsched.api.tools.formats import CallFormat, TaggedArguments, ValueArguments

@@ -33,6 +33,7 @@ def test_constraint_from_schema_keeps_the_order_of_properties() -> None:
         ),
         ({"response_format": named(strict=True)}, {"json_schema": CLOSED}),
         ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": CLOSED}),
+        ({"structured_outputs": {"json": True}}, {"json_schema": True}),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": CLOSED}),
         ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
         ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
