@@ -44,14 +44,17 @@ def read(lines: list[str]) -> dict[str, list[Report]]:
 
 
 def judge(file: str, report: Report) -> Outcome:
-    """Say what a report means."""
+    """Say what a report means, by the tables of reasons as they are now."""
     if report.outcome == "passed":
         return Outcome(report.test, "passed")
-    if report.outcome == "skipped":
-        why = report.message.removeprefix("Skipped: ").strip()
-        return excused(report.test, why.removeprefix(MARK) or "skipped by vLLM")
     name = f"{file}::{report.test}".lower()
-    if reason := reasons.by_failure(name, report.message + report.text):
+    reason = reasons.by_test(name)
+    if reason is None and report.outcome == "skipped":
+        why = report.message.removeprefix("Skipped: ").strip()
+        reason = why.removeprefix(MARK) or "skipped by vLLM"
+    if reason is None:
+        reason = reasons.by_failure(name, report.message + report.text)
+    if reason is not None:
         return excused(report.test, reason)
     line = next((line for line in report.message.splitlines() if line.strip()), "no message")
     return Outcome(report.test, "failed", line[:ERROR_LETTERS])
