@@ -116,6 +116,10 @@ ERRORS = (
 ANSWERS: tuple[tuple[str, str], ...] = (
     (r"test_single_chat_session\[|test_single_completion", r"prompt_tokens|assert \d+ (==|>=) \d+"),
     (r"test_response_format_json|test_complex_message_content", r"^AssertionError|assert .* == "),
+    (
+        r"outputs_json_chat|response_format_json|forced_tool_choice|tool_use",
+        r"JSONDecodeError: Unterminated string",
+    ),
     (r"test_reasoning_item|reasoning_tokens", r"'message' == 'reasoning'|assert 0 > 0"),
     (r"include_reasoning_true|default_includes_reasoning", r"Expected reasoning"),
     (
@@ -127,6 +131,7 @@ ANSWERS: tuple[tuple[str, str], ...] = (
     (r"test_chat_streaming", r"assert ''\n"),
     (r"test_parallel|n_parameter", r"unique completions|different responses"),
     (r"test_server_load", r"assert 0 == 1"),
+    (r"function_call", r"len\(\['response\.created'\]\)|assert 0 >= 2|assert None is not None"),
     (r"tool", r"'end_turn' == 'tool_use'|assert None is not None|assert 0 > 0|startswith"),
 )
 """Tests that failed, by name and error, because they judge what the model says: another model is at hand.
