@@ -48,10 +48,10 @@ def judge(file: str, report: Report) -> Outcome:
     if report.outcome == "passed":
         return Outcome(report.test, "passed")
     name = f"{file}::{report.test}".lower()
-    reason = reasons.by_test(name)
+    given = report.message.removeprefix("Skipped: ").strip().removeprefix(MARK)
+    reason = reasons.INTERNALS if given == reasons.INTERNALS else reasons.by_test(name)
     if reason is None and report.outcome == "skipped":
-        why = report.message.removeprefix("Skipped: ").strip()
-        reason = why.removeprefix(MARK) or "skipped by vLLM"
+        reason = given or "skipped by vLLM"
     if reason is None:
         reason = reasons.by_failure(name, report.message + report.text)
     if reason is not None:
