@@ -63,8 +63,8 @@ async def measure(options: argparse.Namespace) -> None:
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=options.tokens)
     print("| text | clients | none, requests/s | lookup, requests/s | ratio | drafts accepted |")
     print("|---|--:|--:|--:|---|--:|")
-    plain = await started("NoDrafts", options)
-    lookup = await started("PromptLookup", options)
+    plain = await started("none", options)
+    lookup = await started("prompt-lookup", options)
     try:
         for clients in options.clients:
             for kind, texts in TEXTS.items():
@@ -92,7 +92,7 @@ async def started(policy: str, options: argparse.Namespace) -> Engine:
     sets = [
         f"model.path={options.checkpoint}",
         "model.name=bench",
-        f'generate.drafting={{use="vsched_policies.drafting:{policy}"}}',
+        f'generate.drafting={{use="{policy}"}}',
         *options.set,
     ]
     engine = Engine(load_config(None, sets=sets, environ={}).config)

@@ -19,11 +19,8 @@ from vsched.errors import ConfigError
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-NONE = 'generate.drafting={use="vsched_policies.drafting:NoDrafts"}'
-LOOKUP = (
-    'generate.drafting={use="vsched_policies.drafting:PromptLookup", ngram=1, accepted_min=0.01, '
-    "pause_steps=4}"
-)
+NONE = 'generate.drafting={use="none"}'
+LOOKUP = 'generate.drafting={use="prompt-lookup", ngram=1, gain_min=0.01, pause_steps=4}'
 SCHEMA = {
     "type": "array",
     "items": {

@@ -450,7 +450,7 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
         Meta(
             description="How many tokens a step may draft for a request beyond one; see docs/drafts.md."
         ),
-    ] = msgspec.field(default_factory=partial(dict, use="vsched_policies.drafting:ForcedTokens"))
+    ] = msgspec.field(default_factory=partial(dict, use="forced-tokens"))
 
 
 class RecordConfig(Section, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ DEFAULTS = {
     "embedding_eviction": ("eviction", "lru"),
     "prefix_eviction": ("eviction", "lru"),
     "preemption": ("preemption", "youngest"),
-    "drafting": ("drafting", "vsched_policies.drafting:ForcedTokens"),
+    "drafting": ("drafting", "forced-tokens"),
     "routing": ("routing", "round-robin"),
 }
 """Kind and registered name of what the kernel consults in each place."""
