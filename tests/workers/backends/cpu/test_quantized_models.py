@@ -73,7 +73,13 @@ def test_quantized_model_equals_its_dequantized_twin(
     Driver(stage, chunk=30).run(mixed_questions(), arrivals=2)
     wanted, found = (torch.cat(each) for each in twins.logits)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
-    answers = [Driver(each, chunk=30).run(mixed_questions()) for each in (plain, quantized)]
+    answers = [
+        [
+            answer.sequence.tokens.tolist()
+            for answer in Driver(each, chunk=30).run(mixed_questions())
+        ]
+        for each in (plain, quantized)
+    ]
     assert answers[0] == answers[1]
 
 
