@@ -1,0 +1,161 @@
+"""How fast products by weights in few bits are, and how far they move logits.
+
+    python -m tests.bench.weights
+    python -m tests.bench.weights --logits CHECKPOINT
+
+The first measures, in one run, the rate at which memory is read; what one row takes beside the time that the weights'
+bytes take at that rate; and what more rows take beside the same rows in bfloat16. Weights are used in turn, so that
+none is left in a cache. Products of torch that are made for such weights stand beside. The second runs the questions
+of the exam on a checkpoint and on the same with weights made into fewer bits, fed the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from vsched_workers.backends.cpu.products import panel_product
+from vsched_workers.backends.reference.packed_weights import PackedWeight
+from vsched_workers.quantized.weights import quantize
+
+SHAPES = ((1024, 4096), (4096, 1024), (576, 1536))
+"""Inputs and outputs: of mid25, and of SmolLM2-135M."""
+FORMATS = (("bfloat16", 0), ("int8", 128), ("int8", 32), ("int4", 128), ("int4", 32))
+MORE_ROWS = (8, 32, 128, 512)
+IN_TURN_BYTES = 96 << 20
+READ_BYTES = 512 << 20
+
+Rows = Callable[[torch.Tensor], torch.Tensor]
+
+
+def best_s(call: Callable[[], object], repeats: int) -> float:
+    """Return the least seconds of some calls, after one that does not count."""
+    call()
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def read_rate(repeats: int) -> float:
+    """Return the bytes a second at which torch's threads read memory."""
+    memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+    return READ_BYTES / best_s(memory.sum, repeats)
+
+
+def in_turn(products: Sequence[Rows], rows: torch.Tensor, repeats: int) -> float:
+    """Return the seconds of one product of rows, the weights used in turn."""
+    return best_s(lambda: [product(rows) for product in products], repeats) / len(products)
+
+
+def products_of(
+    weight: torch.Tensor, kind: str, group: int, threads: int
+) -> tuple[list[Rows], int]:
+    """Return copies of a product, and the bytes of one."""
+    made = weight if kind == "bfloat16" else quantize(weight, kind, group=group)
+    make = functools.partial(panel_product, threads=threads)
+    first = PackedWeight(made, None, make_custom=make)
+    copies = max(IN_TURN_BYTES // first.size_bytes, 1)
+    return [first, *(PackedWeight(made, None, make_custom=make) for _ in range(1, copies))], (
+        first.size_bytes
+    )
+
+
+def torch_products(weight: torch.Tensor) -> dict[str, tuple[list[Rows], int]]:
+    """Return what torch has for such weights: its own groups, and scales of bfloat16."""
+    outputs, inputs = weight.shape
+    operations: Any = torch.ops.aten
+    values = torch.randint(-127, 128, weight.shape, dtype=torch.int8)
+    scales = torch.rand(outputs).bfloat16()
+    levels = torch.randint(0, 16, weight.shape, dtype=torch.int32)
+    packed: torch.Tensor = operations._convert_weight_to_int4pack_for_cpu(levels, 2)
+    grid = torch.rand(inputs // 32, outputs, 2).bfloat16()
+
+    def by_int8(each: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = operations._weight_int8pack_mm(rows, each, scales)
+        return product
+
+    def by_int4(each: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        multiply = operations._weight_int4pack_mm_for_cpu
+        product: torch.Tensor = multiply(rows, each, 32, grid)
+        return product
+
+    return {
+        "torch int8, rows": _copies(by_int8, values),
+        "torch int4, 32": _copies(by_int4, packed),
+    }
+
+
+def _copies(call: Callable[..., torch.Tensor], weight: torch.Tensor) -> tuple[list[Rows], int]:
+    count = max(IN_TURN_BYTES // weight.nbytes, 1)
+    return [functools.partial(call, weight.clone()) for _ in range(count)], weight.nbytes
+
+
+def products_table(threads: int, repeats: int) -> Table:
+    """Measure all formats and shapes."""
+    torch.set_num_threads(threads)
+    table = Table("in x out", "format", "bits", "1 row, ms", "of its bytes", title="")
+    for count in MORE_ROWS:
+        table.add_column(f"{count} rows, of bfloat16")
+    rate = 0.0
+    for inputs, outputs in SHAPES:
+        weight = torch.randn(outputs, inputs).bfloat16()
+        made = {f"{k}, {g}" if g else k: products_of(weight, k, g, threads) for k, g in FORMATS}
+        base: dict[int, float] = {}
+        for name, (products, size) in (made | torch_products(weight)).items():
+            now = read_rate(3)
+            rate = max(rate, now)
+            one = in_turn(products, torch.randn(1, inputs).bfloat16(), repeats)
+            cells = [f"{inputs:,} x {outputs:,}", name, f"{8 * size / weight.numel():.2f}"]
+            cells += [f"{1e3 * one:.3f}", f"{one * now / size:.2f}"]
+            for count in MORE_ROWS:
+                took = in_turn(products[:8], torch.randn(count, inputs).bfloat16(), 3)
+                base.setdefault(count, took)
+                cells.append(f"{took / base[count]:.2f}")
+            table.add_row(*cells)
+    table.title = f"{threads} threads; memory read at up to {rate / 1e9:.1f} GB/s"
+    return table
+
+
+def logits_table(path: str) -> Table:
+    """Return how far logits are from those of the unquantised weights, and how many answers are right."""
+    from tests.bench.weights_logits import ask
+
+    table = Table("weights", "logits apart", "same first choice", "right answers", title=path)
+    for kind, group in [("auto", 0), *FORMATS[1:]]:
+        told = ask(path, kind, group)
+        name = f"{kind}, {group}" if group else "as they are"
+        row = (
+            f"{100 * told.apart:.2f} %",
+            f"{100 * told.same:.2f} %",
+            f"{told.right} of {told.asked}",
+        )
+        table.add_row(name, *row)
+    return table
+
+
+def main() -> None:
+    """Print one of the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--logits", metavar="CHECKPOINT", default="")
+    given = parser.parse_args()
+    console = Console(width=150)
+    if given.logits:
+        console.print(logits_table(given.logits))
+    else:
+        console.print(products_table(given.threads, given.repeats))
+
+
+if __name__ == "__main__":
+    main()

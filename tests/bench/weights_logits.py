@@ -1,0 +1,57 @@
+"""How far weights in few bits move the logits of a checkpoint: both models are fed the same questions and tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import NamedTuple
+
+import torch
+from PIL import Image
+
+from tests.workers.backends.cpu.twins import Twins
+from tests.workers.driver import Driver, Question, Stage
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.plugin import TransformersPlugin
+
+QUESTIONS = 40
+"""Of each task."""
+ANSWER_TOKENS = 12
+
+
+class Told(NamedTuple):
+    """What came of a checkpoint whose weights are in few bits.
+
+    Attributes:
+        apart: The difference of logits as a share of their size, both as root mean squares.
+        same: How often both models choose the same token.
+        right: Answers that are right, of those `asked` for.
+    """
+
+    apart: float
+    same: float
+    right: int
+    asked: int
+
+
+def ask(path: str, kind: str, group: int) -> Told:
+    """Ask the first questions of all tasks of the exam; both models are fed what the quantised one answers."""
+    settings = WorkerSettings(threads=1, weights=kind, weights_group=group)
+    plain = Stage.load(path, attention="auto", dtype="float32")
+    made = Stage.load(path, attention="auto", dtype="float32", settings=settings)
+    twins = Twins(made.generator, plain.generator)
+    plugin, right, asked = TransformersPlugin(), 0, 0
+    for task in plugin.exam_tasks():
+        for turn, *_ in plugin.exam(task, QUESTIONS, seed=1):
+            images = [Image.open(io.BytesIO(image)) for image in turn.images]
+            question = Question(turn.question, images, count=ANSWER_TOKENS)
+            stage = dataclasses.replace(made, generator=twins)
+            (answered,) = Driver(stage, chunk=256).run([question])
+            sequence, wanted = answered.sequence, made.preprocessor.tokenize(turn.answer)
+            found = sequence.tokens[sequence.prompt_length :].tolist()
+            right += found[: len(wanted)] == list(wanted)
+            asked += 1
+    one, other = (torch.cat(each) for each in twins.logits)
+    apart = (one - other).square().mean().sqrt() / other.square().mean().sqrt()
+    same = (one.argmax(-1) == other.argmax(-1)).float().mean()
+    return Told(float(apart), float(same), right, asked)
