@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from vsched.cli import app
-from vsched.cli.main import main
+from vsched.cli.main import COMMANDS, import_commands, main
 from vsched.config import keys_table, load_config
 from vsched.errors import CheckpointError, ConfigError
 
@@ -19,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> str:
+    import_commands()
     result = CliRunner().invoke(app, arguments, env=env, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
@@ -106,9 +111,37 @@ def test_cli_refusal_is_a_line_for_each_problem(
     assert second.startswith("error: generate.slots (from command line) is not valid: value 0")
 
 
+def test_cli_knows_all_commands_by_name() -> None:
+    """What a name stands for is imported alone, and adds the command of that name."""
+    import_commands()
+    command: Any = typer.main.get_command(app)
+    assert sorted(command.commands) == sorted(COMMANDS)
+    for name, found in command.commands.items():
+        functions = getattr(found, "commands", {name: found}).values()
+        assert all(_defined_near(each.callback, COMMANDS[name]) for each in functions), name
+
+
+def _defined_near(function: Any, module: str) -> bool:
+    """Whether a command is defined in a module, or in one of those that it takes commands from."""
+    found = inspect.unwrap(function)
+    return found.__module__ == module or found in vars(importlib.import_module(module)).values()
+
+
+def test_cli_imports_the_named_command_alone() -> None:
+    code = (
+        "import sys\n"
+        "from vsched.cli.main import import_commands\n"
+        "import_commands(['--version', 'serve', 'bench'])\n"
+        "print('vsched.cli.serve_command' in sys.modules, 'vsched.cli.bench' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True False\n"
+
+
 def test_cli_starts_without_heavy_imports() -> None:
     code = (
         "import sys, vsched.cli.main\n"
+        "vsched.cli.main.import_commands()\n"
         "heavy = ('torch', 'transformers', 'numba', 'uvicorn', 'openai', 'matplotlib')\n"
         "print([name for name in heavy if name in sys.modules])"
     )

@@ -23,7 +23,7 @@ import pytest
 import typer
 
 from vsched.cli import app
-from vsched.cli.main import COMMANDS
+from vsched.cli.main import import_commands
 from vsched.config import load_config
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Decide
@@ -161,7 +161,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 def check_vsched(words: list[str]) -> None:
     """Fail unless the command, its subcommands and its options exist."""
-    assert COMMANDS, "importing the modules is what adds their commands"
+    import_commands()
     command: Any = typer.main.get_command(app)
     rest = list(words)
     while rest and (subcommands := getattr(command, "commands", None)):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from vsched.aio.replicas.fork_server import ForkServer
 from vsched.aio.replicas.launcher import Launcher, LocalLauncher
 from vsched.aio.replicas.process import RANK_COMMAND
 from vsched.aio.shell import Recorder
@@ -17,10 +18,16 @@ from vsched.worker.contract import Preprocessor
 
 
 def local_launcher(
-    config: Config, *, command: Sequence[str] = RANK_COMMAND, forked: bool = True
+    config: Config,
+    *,
+    command: Sequence[str] = RANK_COMMAND,
+    forked: bool = True,
+    begun: Mapping[frozenset[str], ForkServer] | None = None,
 ) -> LocalLauncher:
     """Return what starts ranks as processes of this host; see `LocalLauncher`."""
-    return LocalLauncher(oversubscribed=config.oversubscribed, command=command, forked=forked)
+    return LocalLauncher(
+        oversubscribed=config.oversubscribed, command=command, forked=forked, begun=begun
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,6 +111,7 @@ async def serve(
     on_progress: Progress | None = None,
     on_ready: Callable[[RunningServer], None],
     on_drain: Callable[[], None],
+    environment: Environment | None = None,
 ) -> None:
     """Serve until a signal: the first SIGINT or SIGTERM drains, the second stops at once.
 
@@ -135,7 +136,7 @@ async def serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    async with running_server(config, on_progress=on_progress) as running:
+    async with running_server(config, on_progress=on_progress, environment=environment) as running:
         favour_event_loop()
         ready.append(running)
         on_ready(running)

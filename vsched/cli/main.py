@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Sequence
 
-from vsched.cli import (
-    app,
-    bench,
-    check_command,
-    checkpoint_command,
-    config_commands,
-    policy_commands,
-    profile_command,
-    replay_command,
-    serve_command,
-)
-from vsched.cli.demo import command as demo_command
-from vsched.cli.simulate import command as simulate_command
+from vsched.cli import app
 from vsched.errors import VschedError
 from vsched.logs import configure_logging
 
-COMMANDS = (
-    bench,
-    demo_command,
-    serve_command,
-    checkpoint_command,
-    check_command,
-    config_commands,
-    policy_commands,
-    profile_command,
-    replay_command,
-    simulate_command,
-)
-"""The modules whose import has added commands to `app`."""
+COMMANDS = {
+    "bench": "vsched.cli.bench",
+    "tune": "vsched.cli.bench",
+    "demo": "vsched.cli.demo.command",
+    "serve": "vsched.cli.serve_command",
+    "make-checkpoint": "vsched.cli.checkpoint_command",
+    "check": "vsched.cli.check_command",
+    "config": "vsched.cli.config_commands",
+    "policies": "vsched.cli.policy_commands",
+    "profile": "vsched.cli.profile_command",
+    "replay": "vsched.cli.replay_command",
+    "simulate": "vsched.cli.simulate.command",
+}
+"""The modules whose import adds commands to `app`, by command, in the order of the help."""
+
+
+def import_commands(words: Sequence[str] = ()) -> None:
+    """Import the module of the command that is named, so that a server starts without the rest; all if none is."""
+    named = next((word for word in words if not word.startswith("-")), "")
+    for module in [COMMANDS[named]] if named in COMMANDS else COMMANDS.values():
+        importlib.import_module(module)
 
 
 def main() -> None:
     """Run the command line; what vsched raises on purpose is a line a problem and exit status 2, not a traceback."""
     configure_logging("engine")
     sys.path.insert(0, "")  # a policy "my_policies:Mine" may lie in the current folder
+    import_commands(sys.argv[1:])
     try:
         app()
     except VschedError as error:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,8 +16,11 @@ from vsched.errors import VschedError
 from vsched.terminal.options import ConfigOption, SetOption, load
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import Console
 
+    from vsched.aio.replicas.fork_server import ForkServer
     from vsched.api.server import RunningServer
     from vsched.config import Config
 
@@ -47,7 +51,7 @@ def serve(
     """Serve a checkpoint over OpenAI's HTTP interface. Ctrl-C drains; a second one stops at once."""
     from rich.console import Console
 
-    from vsched.api.server import forgo_models
+    from vsched.aio.replicas.early import early_fork_servers
 
     overrides = [*(assignments or ())]
     if path:
@@ -61,8 +65,8 @@ def serve(
     console = Console(stderr=True)
     try:
         settings = load(config, overrides).config
-        forgo_models(settings)
-        _serve(settings, console)
+        with early_fork_servers(settings) as begun:
+            _serve(settings, console, begun)
     except VschedError as error:
         if console.is_terminal:
             raise
@@ -71,14 +75,18 @@ def serve(
         raise typer.Exit(2) from None
 
 
-def _serve(settings: Config, console: Console) -> None:
+def _serve(settings: Config, console: Console, begun: Mapping[frozenset[str], ForkServer]) -> None:
     """Serve until a signal, and tell people how far it is: on a terminal in sentences, elsewhere in log lines."""
+    started_s = time.monotonic()
     import uvloop
 
+    from vsched.aio.environment import Environment, local_launcher
+    from vsched.api.server import forgo_models
     from vsched.api.server import serve as serve_http
     from vsched.terminal.progress import loading_progress
 
-    started_s = time.monotonic()
+    forgo_models(settings)
+    environment = Environment(make_launcher=partial(local_launcher, begun=begun))
 
     def say(text: str) -> None:
         if console.is_terminal:
@@ -103,7 +111,13 @@ def _serve(settings: Config, console: Console) -> None:
             def on_drain() -> None:
                 say("Draining: running requests finish, new ones are refused.")
 
-            await serve_http(settings, on_progress=report, on_ready=on_ready, on_drain=on_drain)
+            await serve_http(
+                settings,
+                on_progress=report,
+                on_ready=on_ready,
+                on_drain=on_drain,
+                environment=environment,
+            )
 
     with contextlib.suppress(asyncio.CancelledError):
         uvloop.run(run())

@@ -22,7 +22,7 @@ from vsched.bench.accuracy.measure import (
 )
 from vsched.bench.accuracy.variants import REFERENCE, UNCLAMPED, choose, clamped, merged_sets
 from vsched.cli import app
-from vsched.cli.main import COMMANDS
+from vsched.cli.main import import_commands
 from vsched.config import load_config
 from vsched.errors import CheckpointError, ConfigError
 from vsched.worker.capabilities import Examiner, ExamTurn
@@ -285,7 +285,7 @@ async def test_measure_fails_when_the_first_setting_does(monkeypatch: pytest.Mon
     ],
 )
 def test_command_refuses_options_that_cannot_be(words: list[str], message: str) -> None:
-    assert COMMANDS
+    import_commands(["bench"])
     done = CliRunner().invoke(app, ["bench", "accuracy", "nowhere", *words])
     assert isinstance(done.exception, ConfigError)
     assert message in str(done.exception)

@@ -23,7 +23,7 @@ DEMO = Path(__file__).parents[3] / "workers" / "demo-model"
 
 
 def check(path: Path, *words: str) -> tuple[int, str]:
-    assert main.COMMANDS, "importing the module is what adds the commands"
+    main.import_commands()
     done = CliRunner().invoke(app, ["check", str(path), *words], catch_exceptions=False)
     return done.exit_code, done.stdout
 

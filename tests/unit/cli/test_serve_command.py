@@ -7,12 +7,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
 
+from vsched.aio.environment import Environment
+from vsched.aio.replicas import early
 from vsched.api import server as server_module
 from vsched.api.server import RunningServer
 from vsched.cli import app, serve_command
@@ -35,8 +38,10 @@ class Served:
         on_progress: Callable[[str, str, float], None],
         on_ready: Callable[[RunningServer], None],
         on_drain: Callable[[], None],
+        environment: Environment,
     ) -> None:
         self.config = config
+        self.environment = environment
         on_progress("generate", "starting", 0.0)
         if self.error is not None:
             raise self.error
@@ -52,6 +57,7 @@ def served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     stand_in = Served()
     monkeypatch.setattr(server_module, "serve", stand_in.serve)
     monkeypatch.setattr(server_module, "forgo_models", lambda _: None)
+    monkeypatch.setattr(early, "early_fork_servers", lambda _: nullcontext({}))
     with caplog.at_level(logging.INFO, "vsched"):
         assert serve_command.logger.isEnabledFor(logging.INFO)
         yield stand_in

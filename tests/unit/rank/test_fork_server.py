@@ -8,15 +8,18 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.patience import until
-from tests.unit.rank.fake_plugin import Behaviour
+from tests.unit.rank.fake_plugin import NAME, Behaviour
 from tests.unit.rank.test_worker_group import one_request, process_names
 from tests.unit.rank.worker_groups import Heard, Place, is_running
 from vsched.aio.replicas import fork_server, launcher
+from vsched.aio.replicas.early import early_fork_servers
 from vsched.aio.replicas.fork_server import ForkServer
 from vsched.aio.replicas.launcher import LocalLauncher
+from vsched.config import load_config
 
 pytestmark = pytest.mark.slow
 FORKED = Behaviour(forkable=("tests.unit.rank.fake_plugin",))
@@ -78,6 +81,44 @@ async def test_forked_ranks_are_as_new_processes_are(place: Place) -> None:
     await worker_group.stop()
     place.launcher.close()
     assert not is_running(server)
+
+
+async def test_fork_server_that_was_begun_early_is_taken_over(tmp_path: Path) -> None:
+    """It imports before there is a launcher, forks the ranks, is replaced when it dies, and ends with its context."""
+    path = msgspec.json.encode(FORKED).decode()
+    sets = [f"model.path={path}", f"generate.plugin={NAME}"]
+    with early_fork_servers(load_config(None, sets=sets, environ={}).config) as begun:
+        (server,) = begun.values()
+        early = server.pid
+        assert is_running(early)
+        place = Place(tmp_path, LocalLauncher(str(tmp_path), begun=begun))
+        worker_group = place.worker_group(Heard().events, behaviour=FORKED)
+        await worker_group.start()
+        assert the_server(place) is server
+        assert (server.pid, parent_of(*worker_group.pids)) == (early, os.getpid())
+        assert process_names(early)[1] == "vsched: fork server"
+        os.kill(early, signal.SIGKILL)
+        await until(lambda: server.pid not in (0, early), "another one starts without being asked")
+        await worker_group.stop()
+        place.launcher.close()
+    assert not is_running(early)
+    assert server.pid == 0
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        [],
+        ["model.path=nowhere"],
+        [f"model.path={msgspec.json.encode(FORKED).decode()}", "generate.device=cuda"],
+        [f"model.path={msgspec.json.encode(Behaviour()).decode()}"],
+    ],
+)
+def test_fork_server_is_not_begun_where_ranks_cannot_be_forked(sets: list[str]) -> None:
+    """Without a checkpoint, on a GPU, or where a plug-in does not allow it; the engine tells what is wrong."""
+    sets = [*sets, f"generate.plugin={NAME if '{' in str(sets) else 'transformers'}"]
+    with early_fork_servers(load_config(None, sets=sets, environ={}).config) as begun:
+        assert begun == {}
 
 
 async def test_fork_server_that_dies_is_replaced_and_takes_no_rank_along(place: Place) -> None:

@@ -35,17 +35,18 @@ class ForkServer:
     """A process that has imported `modules`, and forks others; it ends with the engine, however that ends.
 
     One that dies while it is idle is replaced at once, so that the next loss of a rank finds it. One that dies while it
-    imports is not, until somebody asks again.
+    imports is not, until somebody asks again. It may be begun before there is an event loop; it is watched from the
+    first order on.
     """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Prepare; it starts when a process is first asked for."""
+        """Prepare; it starts when a process is first asked for, or is begun."""
         self._command = [sys.executable, "-m", "vsched.fork_server"]
         self._modules = [*PRELOADED, *modules]
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
-        self._stop_watching: Callable[[], None] = lambda: None
+        self._stop_watching: Callable[[], None] | None = None
         self._imported = False
 
     @property
@@ -63,7 +64,9 @@ class ForkServer:
         """
         if self._process is None or self._process.poll() is not None:
             self._forget()
-            self._begin()
+            self.begin()
+        if self._stop_watching is None:
+            self._watch(asyncio.get_running_loop())
         assert self._orders is not None
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel.setblocking(False)
@@ -121,7 +124,8 @@ class ForkServer:
             self._process.wait()
         self._forget()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Start the process, which imports from now on."""
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders.setblocking(False)
         with theirs:
@@ -134,9 +138,11 @@ class ForkServer:
                 start_new_session=True,  # a terminal's Ctrl-C is for the engine alone
             )
         self._imported = False
-        self._watch(asyncio.get_running_loop(), os.pidfd_open(self._process.pid))
 
-    def _watch(self, loop: asyncio.AbstractEventLoop, pidfd: int) -> None:
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        assert self._process is not None
+        pidfd = os.pidfd_open(self._process.pid)
+
         def stop() -> None:
             if not loop.is_closed():
                 loop.remove_reader(pidfd)
@@ -151,11 +157,13 @@ class ForkServer:
         logger.warning("the fork server ended (exit code %d)", code)
         self._forget()
         if imported:
-            self._begin()
+            self.begin()
+            self._watch(asyncio.get_running_loop())
 
     def _forget(self) -> None:
-        self._stop_watching()
-        self._stop_watching = lambda: None
+        if self._stop_watching is not None:
+            self._stop_watching()
+            self._stop_watching = None
         if self._orders is not None:
             self._orders.close()
         self._process = self._orders = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import zmq
@@ -13,6 +13,7 @@ from vsched.aio.leader.link import LeaderEnd
 from vsched.aio.replicas.fork_server import ForkServer
 from vsched.aio.replicas.process import RANK_COMMAND, RankProcess, rank_environment
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
+from vsched.types import ModelInfo
 from vsched.worker.capabilities import ForkableRanks
 from vsched.worker.registry import load_worker
 from vsched.worker.spec import RankSpec
@@ -68,11 +69,13 @@ class LocalLauncher:
         oversubscribed: bool = True,
         command: Sequence[str] = RANK_COMMAND,
         forked: bool = True,
+        begun: Mapping[frozenset[str], ForkServer] | None = None,
     ) -> None:
         """Prepare; without a folder, one is made in the directory for temporary files.
 
         `oversubscribed`: the ranks have more threads than there are cores. `command` are the arguments with which
-        the interpreter becomes a rank. Without `forked`, each rank is a new process.
+        the interpreter becomes a rank. Without `forked`, each rank is a new process. `begun` are fork servers by what
+        they import, which this launcher takes over.
 
         Raises:
             ConfigError: When the path of that would be too long for a socket's address.
@@ -81,7 +84,7 @@ class LocalLauncher:
         self.oversubscribed = oversubscribed
         self._command = command
         self._forked = forked
-        self._fork_servers: dict[frozenset[str], ForkServer] = {}
+        self._fork_servers = dict(begun or {})
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def open_link(self, address: str, on_frame: OnFrame) -> LeaderLink:
@@ -103,9 +106,9 @@ class LocalLauncher:
     def _fork_server(self, modules: frozenset[str]) -> ForkServer | None:
         """Return the one that has imported these; None where that is nothing."""
         if modules and modules not in self._fork_servers:
-            # With one thread, or libraries would start others as they are imported; ranks set their own number.
-            environment = rank_environment(1, oversubscribed=self.oversubscribed)
-            self._fork_servers[modules] = ForkServer(sorted(modules), environment)
+            self._fork_servers[modules] = make_fork_server(
+                modules, oversubscribed=self.oversubscribed
+            )
         return self._fork_servers.get(modules)
 
     def close(self) -> None:
@@ -116,18 +119,24 @@ class LocalLauncher:
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
 
+def make_fork_server(modules: frozenset[str], *, oversubscribed: bool) -> ForkServer:
+    """Return a fork server for ranks that import these; it has not started."""
+    # With one thread, or libraries would start others as they are imported; ranks set their own number.
+    return ForkServer(sorted(modules), rank_environment(1, oversubscribed=oversubscribed))
+
+
 def forkable_modules(spec: RankSpec) -> frozenset[str]:
     """Return what may be imported before a rank is forked; empty where one of its roles needs a new process."""
+    roles = [role for role in (spec.encode, spec.generate) if role is not None]
+    return modules_of(spec.info, [(role.plugin, role.settings.device) for role in roles])
+
+
+def modules_of(info: ModelInfo, roles: Sequence[tuple[str, str]]) -> frozenset[str]:
+    """Return what may be imported for roles, each a plug-in's name and a device; empty where one allows nothing."""
     modules: set[str] = set()
-    for role in (spec.encode, spec.generate):
-        if role is None:
-            continue
-        plugin = load_worker(role.plugin)
-        needed = (
-            plugin.forkable_modules(spec.info, role.settings.device)
-            if isinstance(plugin, ForkableRanks)
-            else ()
-        )
+    for name, device in roles:
+        plugin = load_worker(name)
+        needed = plugin.forkable_modules(info, device) if isinstance(plugin, ForkableRanks) else ()
         if not needed:
             return frozenset()
         modules.update(needed)
