@@ -15,7 +15,7 @@ from vsched.aio.replicas import fork_server, launcher, process
 class SharedForkServer(fork_server.ForkServer):
     """Is there before the engines that use it, and outlives them."""
 
-    async def begin(self) -> None:
+    async def import_all(self) -> None:
         (await self.open()).close()
 
     def close(self) -> None:
@@ -27,7 +27,7 @@ def one_fork_server() -> Iterator[None]:
     """Let all engines have one fork server, which has imported what most tests need."""
     environment = process.rank_environment(1, oversubscribed=True)
     shared = SharedForkServer(forkable_everywhere(), environment)
-    asyncio.run(shared.begin())
+    asyncio.run(shared.import_all())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "ForkServer", lambda *_: shared)
         yield

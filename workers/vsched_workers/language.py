@@ -36,7 +36,6 @@ from vsched_workers.adapters.serving import (
 from vsched_workers.backends.base import Backend, CapturedSteps, Product, RunnableLanguage
 from vsched_workers.backends.choice import check_quantized, choose_backend, torch_threads
 from vsched_workers.backends.reference.backend import ReferenceBackend
-from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.backends.reference.module_layers import RuledHead
 from vsched_workers.backends.reference.whole_model import (
     check_built,
@@ -334,10 +333,9 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
         ConfigError: When the attention that the configuration asks for cannot run here.
     """
     torch.set_num_threads(torch_threads(settings))
-    paged_attention.register()
     dtype: torch.dtype = getattr(torch, info.dtype)
     backend = choose_backend(settings, dtype)
-    family = language_family(info.family, info.path)
+    family = language_family(info.family, info.path, settings)
     if settings.ranks > 1 and family is not None and not family.language_sharing.sizes:
         family = None  # only its plan tells how to share it
     load = _load_any if family is None else functools.partial(_load_family, family)
@@ -375,6 +373,7 @@ def _load_family(
     ranks, rank = settings.ranks, settings.rank
     with torch.device("meta"):
         model = family.build_language(info.path, paged_attention.NAME)
+    paged_attention.attend_in(model)
     cuts = slice_module(model, family.language_sharing, ranks=ranks, rank=rank)
     check_groups(cuts, settings, stage="generate")
     scheme = scheme_of(read_json(checkpoint_directory(info.path), "config.json"))
@@ -492,6 +491,7 @@ def _load_any(
 ) -> tuple[LanguageModel, RankGroup]:
     """Load a model of an architecture that has no path of its own."""
     backend = _generic_backend(info, settings, backend)
+    paged_attention.register()
     if scheme_of(read_json(checkpoint_directory(info.path), "config.json")) is not None:
         raise ConfigError(
             f"generate.tensor_parallel: {settings.ranks} ranks cannot share the quantised weights of this checkpoint. "
@@ -513,6 +513,8 @@ def _load_any(
         share=share,
         mapped=backend.lays_out,
     )
+    from vsched_workers.backends.reference.image_inputs import ImageInputs
+
     inputs = ImageInputs(model, levels=info.embedding_levels) if info.takes_images else None
     found = first_run(model, info, inputs) if share is None else first_run_of_share(model, info)
     check_kept(found, info)

@@ -42,6 +42,12 @@ RANK_MODULES = (
 )
 """What the ranks of a CPU import, whatever the family."""
 
+OWN_MODULES = (
+    "vsched_workers.families.modules.language",
+    "vsched_workers.families.modules.vision",
+)
+"""What they import beside that where a family has modules of its own, in place of transformers'."""
+
 
 class TransformersPlugin:
     """Workers over transformers modelling code; see `vsched.worker.contract.WorkerPlugin`."""
@@ -72,8 +78,13 @@ class TransformersPlugin:
         """Return what ranks on a CPU import; nothing elsewhere, for CUDA cannot be used after a fork."""
         if device != "cpu":
             return ()
-        from vsched_workers.families import FAMILIES
+        from vsched_workers.families import FAMILIES, OwnQwen25Vl, language_family
 
+        settings = WorkerSettings(device=device)
+        if info.family in FAMILIES and isinstance(
+            language_family(info.family, info.path, settings), OwnQwen25Vl
+        ):
+            return [*RANK_MODULES, *OWN_MODULES]
         names = [info.family]
         if info.family not in FAMILIES:
             from transformers.models.auto.configuration_auto import model_type_to_module_name

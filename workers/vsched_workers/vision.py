@@ -28,7 +28,7 @@ from vsched_workers.batching.sliced_run import SlicedRun
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
-from vsched_workers.families import FAMILIES, Family
+from vsched_workers.families import FAMILIES, Family, family_of_rank
 from vsched_workers.families.generic_vision import unpack_metadata
 from vsched_workers.families.qwen_image import PIXELS, grid_of
 from vsched_workers.memory.out_of_memory import stage_remedy, typed_out_of_memory
@@ -222,7 +222,7 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
 
 
 def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> VisionWorker:
-    family = FAMILIES[info.family]
+    family = family_of_rank(info.family, info.path, settings)
     index = WeightIndex.open(checkpoint_directory(info.path))
     dtype: torch.dtype = getattr(torch, info.dtype)
     backend = choose_backend(settings, dtype)

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from vsched.errors import CheckpointError
+from vsched.worker.contract import WorkerSettings
 from vsched_workers.families.base import Family, LanguageFamily
 from vsched_workers.families.decoders import DECODERS, TextFamily, text_family
+from vsched_workers.families.modules.family import OwnQwen25Vl, own_modules
 from vsched_workers.families.qwen2_5_vl import Qwen25Vl
 from vsched_workers.families.qwen3_vl import Qwen3Vl
 from vsched_workers.families.qwen3_vl_moe import Qwen3VlMoe
@@ -63,17 +65,44 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def language_family(name: str, path: str) -> LanguageFamily | None:
+def family_of_rank(name: str, path: str, settings: WorkerSettings) -> Family:
+    """Return the family by whose path a rank runs a checkpoint: by modules of its own where they do.
+
+    They are for a CPU; attention that is to be `exact` is transformers', and so are the modules around it.
+
+    Raises:
+        CheckpointError: When the configuration leaves out what has no default.
+    """
+    family = FAMILIES[name]
+    if isinstance(family, Qwen25Vl) and settings.device == "cpu" and settings.attention != "exact":
+        return own_modules(family, path) or family
+    return family
+
+
+def language_family(
+    name: str, path: str, settings: WorkerSettings | None = None
+) -> LanguageFamily | None:
     """Return the family by whose path a checkpoint's language model runs; None for the one for any architecture.
+
+    With the settings of a rank, it is as that rank runs it.
 
     Raises:
         CheckpointError: When the configuration cannot be read, or asks for what cannot run.
     """
     if name in FAMILIES:
-        return FAMILIES[name]
+        return FAMILIES[name] if settings is None else family_of_rank(name, path, settings)
     if name not in DECODERS:
         return None
     return text_family(name, TextFamily(name, DECODERS[name]).model_config(path))
 
 
-__all__ = ["FAMILIES", "Family", "LanguageFamily", "family_of", "language_family", "model_type_of"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "LanguageFamily",
+    "OwnQwen25Vl",
+    "family_of",
+    "family_of_rank",
+    "language_family",
+    "model_type_of",
+]

@@ -35,13 +35,13 @@ from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.gather_attention import prefill_by_gather
-from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.backends.reference.packed_weights import PackedLinear, is_packed
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
 from vsched_workers.batching.sampling import SpecialRow
 from vsched_workers.quantized.layers import QuantizedLinear
 
 if TYPE_CHECKING:
+    from vsched_workers.backends.reference.image_inputs import ImageInputs
     from vsched_workers.families.decoder import Decoder
 
 

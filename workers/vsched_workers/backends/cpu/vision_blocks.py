@@ -9,12 +9,12 @@ A tower whose blocks have other norms or another inner layer keeps transformers'
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.activations import SiLUActivation
 
 from vsched_workers.adapters.places import LayerPlace, held_places
 from vsched_workers.backends.cpu.decode_attention import use_threads
@@ -62,8 +62,14 @@ def _is_known(block: Any) -> bool:
         all(hasattr(norm, "variance_epsilon") for norm in (block.norm1, block.norm2))
         and all(hasattr(block.mlp, f"{name}_proj") for name in ("gate", "up", "down"))
         and all(hasattr(block.attn, name) for name in ("qkv", "proj", "num_heads", "scaling"))
-        and isinstance(block.mlp.act_fn, nn.SiLU | SiLUActivation)
+        and (isinstance(block.mlp.act_fn, nn.SiLU) or _is_librarys_silu(block.mlp.act_fn))
     )
+
+
+def _is_librarys_silu(activation: object) -> bool:
+    """Return whether an activation is transformers' own; if it is, that has been imported, which takes seconds."""
+    library: Any = sys.modules.get("transformers.activations")
+    return library is not None and isinstance(activation, library.SiLUActivation)
 
 
 def _head_dim(block: Any) -> int:

@@ -19,7 +19,6 @@ from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.collectives import GlooCollectives
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.backends.reference.host_memory import HostMemory, mapped_pieces, zeroed_pages
-from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
 from vsched_workers.backends.reference.packed_weights import (
     MANY_ROWS,
@@ -37,6 +36,7 @@ from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
 if TYPE_CHECKING:
     from torch import nn
 
+    from vsched_workers.backends.reference.image_inputs import ImageInputs
     from vsched_workers.families.decoder import Decoder
 
 

@@ -17,13 +17,13 @@ time.
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.activations import GELUActivation
 
 from vsched_workers.quantized.layers import QuantizedLinear
 from vsched_workers.quantized.weights import QuantizedWeight
@@ -205,10 +205,12 @@ def packs(dtype: torch.dtype) -> bool:
 
 def block_activations(module: nn.Module) -> None:
     """Have each activation below a module that oneDNN computes, which is GELU without `tanh`, see few shapes only."""
+    # A module of transformers comes from where it is imported already; the import takes seconds.
+    library: Any = sys.modules.get("transformers.activations")
     for child in list(module.modules()):
         for name, activation in list(child.named_children()):
             exact = isinstance(activation, nn.GELU) and activation.approximate == "none"
-            if exact or isinstance(activation, GELUActivation):
+            if exact or (library is not None and isinstance(activation, library.GELUActivation)):
                 setattr(child, name, BlockedActivation(activation))
 
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,15 @@ from torch import nn
 
 from vsched.types import ModelInfo
 from vsched_workers.backends.base import LanguageLayers, Product
-from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.batching.packed_step import Images
 from vsched_workers.batching.paged_attention import NAME, KvShape, PagedStep, running
 from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.families.generic import NO_ATTENTION, OWN_ATTENTION, refusal
 from vsched_workers.families.recurrent import NEITHER, layer_kinds
 from vsched_workers.families.sharing import unshared
+
+if TYPE_CHECKING:
+    from vsched_workers.backends.reference.image_inputs import ImageInputs
 
 FIRST_RUN = "vsched_first_run"
 NOTHING_KEPT = KvShape(0, 0, 0)

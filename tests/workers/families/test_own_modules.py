@@ -1,0 +1,237 @@
+"""Modules of Qwen2.5-VL without transformers: the same to the bit, and a rank never imports it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+
+from tests.patience import PATIENCE_S
+from vsched.types import ItemPlace
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.families import FAMILIES, OwnQwen25Vl, family_of_rank
+from vsched_workers.families.qwen_image import _GRID
+from vsched_workers.families.qwen_positions import rope_positions
+
+NAME = "qwen2_5_vl"
+LIBRARY = FAMILIES[NAME]
+CAUSAL = "causal attention of this test"
+Checkpoints = Callable[[str], Path]
+
+
+@pytest.fixture
+def own(checkpoints: Checkpoints) -> tuple[OwnQwen25Vl, str]:
+    """Return the family by its own modules for the smallest checkpoint, and its path."""
+    path = str(checkpoints("nano25"))
+    family = family_of_rank(NAME, path, WorkerSettings())
+    assert isinstance(family, OwnQwen25Vl)
+    return family, path
+
+
+def filled(built: Any, like: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return two modules with the same random weights, which need the same names and shapes for it."""
+    torch.manual_seed(5)
+    weights = {name: torch.randn(each.shape) / 6 for name, each in like.state_dict().items()}
+    made = []
+    for module in (built, like):
+        module.load_state_dict(weights, strict=True)
+        frequencies = {name: each.clone() for name, each in module.named_buffers()}
+        module.to(dtype).eval().requires_grad_(requires_grad=False)
+        for name, each in frequencies.items():  # they stay in float32, as loading leaves them
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, each)
+        made.append(module)
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "grids",
+    [[(1, 16, 16)], [(1, 8, 24)], [(1, 2, 2)], [(1, 10, 14), (1, 4, 30), (1, 16, 8)], [(2, 6, 10)]],
+)
+def test_tower_equals_transformers(
+    own: tuple[OwnQwen25Vl, str], dtype: torch.dtype, grids: list[tuple[int, int, int]]
+) -> None:
+    """Windows that fill the image and such that do not, several images, and frames."""
+    family, path = own
+    tower, library = filled(
+        family.build_vision(path, "sdpa"), LIBRARY.build_vision(path, "sdpa"), dtype
+    )
+    sizes = torch.tensor(grids)
+    config = family.model_config(path).vision_config
+    values = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    patches = torch.randn(int(sizes.prod(1).sum()), values).to(dtype)
+    assert torch.equal(
+        family.encode(tower, patches, sizes), LIBRARY.encode(library, patches, sizes)
+    )
+
+
+def causal(module: Any, query: Any, key: Any, value: Any, _mask: Any, **options: Any) -> Any:
+    """Attend to all tokens before, in place of the paged cache."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+    out = functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=options["scaling"]
+    )
+    return out.transpose(1, 2), module.layer_idx
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_language_model_equals_transformers(
+    own: tuple[OwnQwen25Vl, str], dtype: torch.dtype
+) -> None:
+    family, path = own
+    AttentionInterface.register(CAUSAL, causal)
+    model, library = filled(
+        family.build_language(path, CAUSAL), LIBRARY.build_language(path, CAUSAL), dtype
+    )
+    model.attend_by(causal)
+    token_ids = torch.arange(40)[None]
+    given: dict[str, Any] = {
+        "position_ids": torch.randint(0, 900, (4, 1, 40)),
+        "use_cache": False,
+    }
+    found, expected = (
+        each(inputs_embeds=each.embed_tokens(token_ids), **given).last_hidden_state
+        for each in (model, library)
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_positions_equal_transformers(own: tuple[OwnQwen25Vl, str], seed: int) -> None:
+    family, path = own
+    config = family.model_config(path)
+    drawn = np.random.default_rng(seed)
+    items, at = [], int(drawn.integers(0, 9))
+    for _ in range(seed % 4):
+        rows, columns = (int(side) for side in drawn.integers(1, 12, 2))
+        grid = _GRID.pack(1, 2 * rows, 2 * columns)
+        items.append(ItemPlace(at, rows * columns, grid))
+        at += rows * columns + int(drawn.integers(1, 30))
+    ids = np.zeros(at + int(drawn.integers(0, 5)) + 1, np.int32)
+    found, delta = family.positions(config, ids, items)
+    library_config = LIBRARY.model_config(path)
+    expected, expected_delta = rope_positions(Qwen2_5_VLModel, library_config, ids, items)
+    assert np.array_equal(found, expected)
+    assert delta == expected_delta
+
+
+def older(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration as checkpoints were published with: its text part at the top, entries of older names."""
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text.pop("layer_types")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    text.pop("model_type")
+    vision = {
+        name: each for name, each in config["vision_config"].items() if name != "rope_parameters"
+    }
+    vision["in_chans"] = vision.pop("in_channels")
+    return {**text, **config, "vision_config": vision, "rope_scaling": scaling, "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize("rewritten", [lambda config: config, older])
+def test_settings_equal_transformers(
+    checkpoints: Checkpoints, tmp_path: Path, rewritten: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    config = rewritten(json.loads((checkpoints("nano25") / "config.json").read_text()))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    family = family_of_rank(NAME, str(tmp_path), WorkerSettings())
+    assert isinstance(family, OwnQwen25Vl)
+    found, library = family.model_config(""), LIBRARY.model_config(str(tmp_path))
+    assert found.tie_word_embeddings == library.tie_word_embeddings
+    for part, expected in (
+        (found.text_config, library.text_config),
+        (found.vision_config, library.vision_config),
+    ):
+        names = {*part.__dataclass_fields__} - {"rope_parameters", "rope_theta"}
+        assert names
+        for name in names:
+            stated = getattr(expected, name)
+            assert getattr(part, name) == (tuple(stated) if isinstance(stated, list) else stated)
+    assert found.vision_config.rope_theta == library.vision_config.rope_parameters["rope_theta"]
+    rope = library.text_config.rope_parameters
+    assert dict(found.text_config.rope_parameters) == {
+        name: rope[name] for name in ("rope_type", "rope_theta", "mrope_section")
+    }
+
+
+@pytest.mark.parametrize(
+    ("part", "entries"),
+    [
+        ("text_config", {"use_sliding_window": True}),
+        ("text_config", {"hidden_act": "gelu"}),
+        ("vision_config", {"hidden_act": "gelu"}),
+        (
+            "text_config",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mrope_section": [2, 3, 3]}},
+        ),
+        ("vision_config", {"window_size": None}),
+    ],
+)
+def test_checkpoint_that_asks_for_more_has_transformers_modules(
+    checkpoints: Checkpoints, tmp_path: Path, part: str, entries: dict[str, Any]
+) -> None:
+    config = json.loads((checkpoints("nano25") / "config.json").read_text())
+    config[part] |= entries
+    config[part] = {name: each for name, each in config[part].items() if each is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert family_of_rank(NAME, str(tmp_path), WorkerSettings()) is LIBRARY
+
+
+@pytest.mark.parametrize("settings", [WorkerSettings(attention="exact"), WorkerSettings("cuda:0")])
+def test_exact_attention_and_gpus_have_transformers_modules(
+    checkpoints: Checkpoints, settings: WorkerSettings
+) -> None:
+    assert family_of_rank(NAME, str(checkpoints("nano25")), settings) is LIBRARY
+
+
+RANK = """
+import sys
+from vsched.types import ModelInfo
+from vsched.worker.contract import WorkerSettings
+from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.profiling_run import StepLimits, image_for
+from vsched.worker.reserve import reserve_encoder
+from vsched.worker.spec import EncodeRole
+from vsched.wire import SizeKv
+from vsched_workers.plugin import plugin
+for dtype in ("float32", "bfloat16"):
+    info = plugin.inspect(sys.argv[1], dtype=dtype, item_tokens_max=64)
+    settings = WorkerSettings(slots=4)
+    assert not any("transformers" in name for name in plugin.forkable_modules(info, "cpu"))
+    encoder = plugin.load_encoder(info, settings, lambda *_: None)
+    role = EncodeRole(address="", plugin="", settings=settings, items=2, tokens=64, pixels_max=1 << 20)
+    reserve_encoder(plugin, encoder, info, role)
+    limits = StepLimits(slots=4, batch_tokens=64, chunk_tokens=32, context_tokens=256, block_size=16)
+    image = image_for(plugin, info, limits, pixels_max=1 << 20)
+    worker = plugin.load_generator(info, settings, lambda *_: None)
+    sized = KvSizing(worker, info, limits, image=image).carry_out(SizeKv(512, True, 0))
+    assert sized.outcome == "fits", sized
+print([name for name in ("transformers", "huggingface_hub", "torch._dynamo") if name in sys.modules])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5 * PATIENCE_S)
+def test_rank_imports_no_transformers(checkpoints: Checkpoints) -> None:
+    """From loading to the hardest steps, so that no request waits for an import either."""
+    done = subprocess.run(
+        [sys.executable, "-c", RANK, str(checkpoints("nano25"))],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=5 * PATIENCE_S,  # kernels may have to be compiled
+        check=True,
+    )
+    assert done.stdout == "[]\n"
