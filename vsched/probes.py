@@ -70,6 +70,8 @@ PROBES: Mapping[str, str] = MappingProxyType(
         "administration.lost_while_restarting": "a group is lost while a restart drains it",
         "supervisor.start_failed": "a lost worker group fails to start",
         "supervisor.given_up": "a lost worker group is given up",
+        "adapters.lost_while_adding": "a group is lost while its ranks add an adapter, or take it away",
+        "adapters.restored": "a group that was lost gets an adapter again",
         "rank.engine_silent": "a rank stops because it hears nothing from the engine",
     }
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
@@ -144,6 +144,22 @@ def adapter_bytes(worker: object) -> int:
     return worker.adapter_bytes if isinstance(worker, ServesAdapters) else 0
 
 
+@contextmanager
+def trial_adapter(worker: object) -> Iterator[int]:
+    """Add an adapter of the highest rank until the context ends; yield its number, 0 where there may be none.
+
+    While memory is measured there is no other yet, so its number is free.
+    """
+    if not isinstance(worker, ServesAdapters) or not worker.adapter_bytes:
+        yield 0
+        return
+    worker.add_trial_adapter(1)
+    try:
+        yield 1
+    finally:
+        worker.remove_adapter(1)
+
+
 # --- plug-ins ----------------------------------------------------------------------------------------------------
 
 
@@ -232,7 +248,7 @@ class TakesAdapters(Protocol):
     """A plug-in whose workers may be `ServesAdapters`."""
 
     def keep_adapter(self, info: ModelInfo, path: str, kept: str, *, rank_max: int) -> AdapterFacts:
-        """Copy the files of an adapter to the empty folder `kept`, and check the copy without loading the model.
+        """Copy the files of an adapter to the new folder `kept`, and check the copy without loading the model.
 
         Ranks read the copy, whenever they start: what an adapter is does not change while it is loaded.
 

@@ -16,7 +16,7 @@ from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.policy import RankMemory
 from vsched.types import ModelInfo
 from vsched.wire import Sized, SizeKv
-from vsched.worker.capabilities import CollectiveWorker, adapter_bytes
+from vsched.worker.capabilities import CollectiveWorker, adapter_bytes, trial_adapter
 from vsched.worker.contract import GenerateWorker, ImagePlan
 from vsched.worker.memory import KV_REMEDY, measure_rank, memory_errors
 from vsched.worker.profiling_run import StepLimits, run_profile
@@ -148,7 +148,15 @@ class KvSizing:
             limits = msgspec.structs.replace(
                 limits, context_tokens=min(limits.context_tokens, tokens)
             )
-        run_profile(self._worker, self._info, limits, blocks=self.blocks, image=self._image)
+        with trial_adapter(self._worker) as adapter:
+            run_profile(
+                self._worker,
+                self._info,
+                limits,
+                blocks=self.blocks,
+                image=self._image,
+                adapter=adapter,
+            )
 
     def _attempted(self, released_bytes: int) -> RankMemory:
         return self._measured(peak_bytes=self._memory.peak(), released_bytes=released_bytes)

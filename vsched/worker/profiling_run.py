@@ -114,16 +114,18 @@ def run_profile(
     *,
     blocks: int,
     image: ImagePlan | None,
+    adapter: int = 0,
 ) -> int:
     """Run the hardest steps over the KV cache of `blocks` blocks that stands; return how many.
 
-    `image` is what the rows of chunks carry, None for text alone.
+    `image` is what the rows of chunks carry, None for text alone; `adapter` is what all rows have, 0 for none. Rows of
+    several adapters take their turns in a layer, so that all with one take most.
 
     Raises:
         DeviceOutOfMemory: From the worker.
     """
     frugal = worker if isinstance(worker, FrugalSteps) and worker.frugal else None
-    writer = _DecisionWriter(info, limits, blocks=blocks, image=image)
+    writer = _DecisionWriter(info, limits, blocks=blocks, image=image, adapter=adapter)
     rank = GenerateRank(
         worker,
         writer.embeddings,
@@ -131,6 +133,7 @@ def run_profile(
         context_tokens=limits.length_max,
         block_size=limits.block_size,
     )
+    rank.adapters.add(adapter)
     steps = 0
     for decision, layers in writer.frugal() if frugal else writer.whole():
         with frugal.first_layers(layers) if frugal else nullcontext():
@@ -175,11 +178,18 @@ class _DecisionWriter:
     """Writes the decisions of a profiling run, as a kernel would."""
 
     def __init__(
-        self, info: ModelInfo, limits: StepLimits, *, blocks: int, image: ImagePlan | None
+        self,
+        info: ModelInfo,
+        limits: StepLimits,
+        *,
+        blocks: int,
+        image: ImagePlan | None,
+        adapter: int,
     ) -> None:
         self._limits = limits
         self._info = info
         self._image = image
+        self._adapter = adapter
         self._step = 0
         self._number = 0
         self._slot_requests: dict[int, int] = {}
@@ -259,6 +269,7 @@ class _DecisionWriter:
             items=places,
             sampling=_SAMPLING,
             stop_token_ids=(),
+            adapter=self._adapter,
         )
         return self._data[prompt_tokens]
 

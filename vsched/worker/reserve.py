@@ -24,7 +24,13 @@ from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.memory import Ledger, LedgerLine
 from vsched.policy import RankMemory, Reservation
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import SampleImages, WorstCaseBuilder, adapter_bytes, can_pause
+from vsched.worker.capabilities import (
+    SampleImages,
+    WorstCaseBuilder,
+    adapter_bytes,
+    can_pause,
+    trial_adapter,
+)
 from vsched.worker.contract import (
     Arrays,
     EncodeJob,
@@ -89,7 +95,8 @@ def reserve_encoder(
             _take(memory, role.reserved_bytes)
             growth = role.reserved_bytes
         else:
-            growth = _measure(worker, arena, loaded, role)
+            with trial_adapter(worker) as adapter:
+                growth = _measure(worker, arena, loaded, role, adapter)
     except DeviceOutOfMemory as error:
         summary = _ledger(loaded, memory.peak()).summary()
         raise DeviceOutOfMemory(f"{error} Memory of {summary}.") from error
@@ -158,6 +165,7 @@ def _measure(
     arena: BatchArena | None,
     loaded: RankMemory,
     role: EncodeRole,
+    adapter: int,
 ) -> int:
     """Run the candidates until their need is known; return it, 0 where there are none.
 
@@ -166,6 +174,7 @@ def _measure(
     """
     if arena is None:
         return 0
+    arena.adapter = adapter
     memory = worker.device_memory()
     memory.reset_peak()
     alone, peak, largest = role.settings.ranks == 1, 0, arena.batches[0]
@@ -227,6 +236,7 @@ class BatchArena:
                 self._views[plan][name][...] = values
         rows = _shared(pages * _PAGE_ROWS * info.embedding_row_bytes)
         self.embeddings = rows.reshape(pages, _PAGE_ROWS, -1)
+        self.adapter = 0
 
     def jobs(self, batch: Sequence[ImagePlan]) -> list[EncodeJob]:
         """Return what encodes a batch."""
@@ -237,6 +247,7 @@ class BatchArena:
                 self._views[plan],
                 plan.metadata,
                 range(-(-plan.tokens // _PAGE_ROWS)),
+                self.adapter,
             )
             for plan in batch
         ]

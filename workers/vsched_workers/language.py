@@ -227,7 +227,7 @@ class LanguageWorker(AdaptedWorker):
         """Run only the first `count` layers, of each kind that there is, until the context ends."""
         assert self._language.first_layers is not None, "frugal says so"
         try:
-            with self._language.first_layers(count):
+            with self._language.first_layers(count), self.partly_adapted():
                 yield
         finally:
             if self._balance is not None:

@@ -116,6 +116,7 @@ class TransformersPlugin:
         from vsched_workers.adapters.files import adapter_ranks, copy_adapter, names_language
         from vsched_workers.families import FAMILIES
 
+        Path(kept).mkdir(mode=0o700, parents=True)
         copy_adapter(Path(path), Path(kept))
         ranks = adapter_ranks(Path(kept), rank_max=rank_max)
         family = FAMILIES.get(info.family)

@@ -186,6 +186,7 @@ class Bench:
         self.table = AdapterTable(settings, orders_of(self.groups), self.keep)
 
     def keep(self, path: str, kept: str) -> AdapterFacts:
+        Path(kept).mkdir(parents=True)
         Path(kept, "copy").write_text(path)
         if isinstance(self.facts, Exception):
             raise self.facts

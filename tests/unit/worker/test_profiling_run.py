@@ -17,7 +17,9 @@ from tests.unit.worker.device_fakes import (
 from vsched.kernel.limits import SchedulerLimits
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
-from vsched.worker.contract import ImagePlan
+from vsched.wire import SizeKv
+from vsched.worker.contract import Batch, ImagePlan, Sampled
+from vsched.worker.kv_sizing import KvSizing
 from vsched.worker.profiling_run import (
     StepLimits,
     beside_decodes,
@@ -143,3 +145,35 @@ def test_image_for_fits_the_prompt() -> None:
     assert [plan.tokens for plan in found if plan] == [32, 16]
     assert image_for(plugin, info, LOAD, pixels_max=0) is None  # type: ignore[arg-type]
     assert image_for(object(), info, LOAD, pixels_max=9) is None  # type: ignore[arg-type]
+
+
+def test_profiling_run_computes_all_rows_with_an_adapter_where_there_may_be_any() -> None:
+    """Each adapter takes its turn in a layer, so one for all rows takes most; it is gone afterwards."""
+    seen: list[set[int]] = []
+
+    class Adapted(MeasuredGenerator):
+        adapters: set[int] = set()  # noqa: RUF012 # of one worker
+        adapter_bytes = 8
+
+        def add_adapter(self, number: int, path: str) -> None:
+            raise NotImplementedError
+
+        def add_trial_adapter(self, number: int) -> None:
+            self.adapters.add(number)
+
+        def remove_adapter(self, number: int) -> None:
+            self.adapters.remove(number)
+
+        def step(self, batch: Batch) -> Sampled:
+            sequences = [*batch.decode_sequences, *(chunk.sequence for chunk in batch.chunks)]
+            seen.append({each.adapter for each in sequences})
+            assert seen[-1] <= self.adapters
+            return super().step(batch)
+
+    worker = Adapted(SimulatedMemory(1024 * MIB))
+    sizing = KvSizing(worker, model_info(), LOAD)
+    measured = sizing.carry_out(SizeKv(4096, profile=True, headroom_bytes=0, probe=True)).memory
+    assert measured.adapter_bytes == 8
+    assert seen
+    assert all(adapters == {1} for adapters in seen)
+    assert not worker.adapters

@@ -16,8 +16,11 @@ from tests.parity.compare import OUTPUTS, prompts, tokens_of
 from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter
 from tests.workers.driver import Driver, Question, Stage
 from vsched.errors import CheckpointError
+from vsched.wire import SizeKv
 from vsched.worker.capabilities import ServesAdapters
 from vsched.worker.contract import WorkerSettings
+from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.profiling_run import StepLimits
 from vsched_workers.adapters.files import WEIGHTS_FILE
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -148,3 +151,19 @@ def test_layers_that_run_sequence_by_sequence_are_refused_by_name(tmp_path: Path
     )
     with pytest.raises(CheckpointError, match=r"mamba\.\w+, a Linear here; only linear.*Remedy"):
         adapter_worker(stage).add_adapter(1, str(tmp_path / "1"))
+
+
+def test_the_profiling_run_proves_steps_with_an_adapter_in_all_rows(tmp_path: Path) -> None:
+    """Also where a worker shows its peak with a few layers only; afterwards all places are free."""
+    make_all("llama", tmp_path)
+    stage = Stage.load(
+        str(tmp_path / "base"), attention="exact", dtype="float32", settings=SETTINGS
+    )
+    limits = StepLimits(slots=2, batch_tokens=32, chunk_tokens=16, context_tokens=64, block_size=4)
+    sizing = KvSizing(stage.generator, stage.info, limits)
+    sized = sizing.carry_out(SizeKv(256, profile=True, headroom_bytes=0))
+    assert sized.outcome == "fits", sized.message
+    worker = adapter_worker(stage)
+    assert sized.memory.adapter_bytes == worker.adapter_bytes
+    for number in (1, 2):
+        worker.add_adapter(number, str(tmp_path / str(number)))

@@ -40,7 +40,6 @@ class AdapterOrders:
             async with asyncio.timeout(self._deadline_s):
                 await self._add_to_all(entry, stages)
         except TimeoutError:
-            probe("adapters.deadline")
             await self.remove(number, stages)
             raise RequestRefused(
                 f"the ranks did not add the adapter within {self._deadline_s:g} s (adapters.load_s). "
@@ -71,7 +70,6 @@ class AdapterOrders:
                     continue  # the group was lost: it is told when it is back
                 wrong = next((error for error in errors if error), "")
                 if wrong:
-                    probe("adapters.taken_back")
                     raise RequestRefused(f"{group.name}: {wrong}", code="adapter_unusable")
                 added.add(group.stage)
         gone = [stage for stage in stages if stage not in added]

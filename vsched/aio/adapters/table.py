@@ -252,7 +252,6 @@ class AdapterTable:
     def _copy(self, path: str, kept: Path) -> AdapterFacts:
         assert self._keep is not None, "else there may be none"
         try:
-            kept.mkdir(mode=0o700, parents=True)
             facts = self._keep(path, str(kept))
         except OSError as error:
             raise RequestRefused(

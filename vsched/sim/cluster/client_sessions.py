@@ -42,7 +42,8 @@ class ClientBehaviour(msgspec.Struct, frozen=True, kw_only=True):
 
     `stop_token_ids` and `stop` end the answer where the first of them comes. With `choices` it must be one of them, or
     the beginning of one.
-    It asks for so many `answers`, which share the prompt and are all the same.
+    It asks for so many `answers`, which share the prompt and are all the same. `adapter` is the number of the one that
+    it names, in the order in which they were loaded; 0 for none.
     """
 
     http: bool = True
@@ -53,11 +54,17 @@ class ClientBehaviour(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     choices: tuple[tuple[int, ...], ...] = ()
     answers: int = 1
+    adapter: int = 0
 
     @property
     def choice(self) -> list[str]:
         """The choices as texts."""
         return [" ".join(map(str, each)) for each in self.choices]
+
+
+def adapter_name(number: int) -> str:
+    """Return the name of the adapter that was loaded as the `number`-th."""
+    return f"adapter-{number}"
 
 
 class SessionAnswer(msgspec.Struct):
@@ -137,7 +144,7 @@ class ClientSession:
         """The answer that it must get."""
         received = SessionAnswer(reason="length")
         count, choices = self.arrival.output_tokens, self.behaviour.choices
-        for token in held_answer(self.prompt, self.items, count, choices):
+        for token in held_answer(self.prompt, self.items, count, choices, self.behaviour.adapter):
             received.tokens.append(token)
             if token in self.behaviour.stop_token_ids:
                 received.reason = "stop"  # it is no part of the text
@@ -159,6 +166,7 @@ class ClientSession:
         """The kernel has accepted this request; it must be what was asked."""
         self.number, self._request = number, request
         same = request.prompt_token_ids == self.prompt and len(request.items) == len(self.items)
+        same = same and request.adapter == self.behaviour.adapter
         for item, expected in zip(request.items, self.items, strict=False):
             same = same and (item.key, item.runs) == (expected.key, expected.runs)
         self._world.expect(same, f"{self}: it was accepted as something else")
@@ -264,6 +272,7 @@ class ClientSession:
             priority=arrival.priority,
             ttft_target_ms=arrival.ttft_target_ms,
             cache_salt=arrival.tenant,
+            adapter=adapter_name(self.behaviour.adapter) if self.behaviour.adapter else "",
         )
         try:
             for index, generation in enumerate(generations):
@@ -355,6 +364,8 @@ class ClientSession:
         }
         if self.behaviour.choices:
             body["structured_outputs"] = {"choice": self.behaviour.choice}
+        if self.behaviour.adapter:
+            body["model"] = adapter_name(self.behaviour.adapter)
         if arrival.tenant:
             body["cache_salt"] = arrival.tenant
         if arrival.ttft_target_ms:

@@ -304,6 +304,7 @@ class SimEngine:
             stop=tuple(f" {one}" for one in _draw_stops(rng)),
             choices=tuple(_draw_choices(rng)) if rng.random() < HELD_SHARE else (),
             answers=rng.randint(1, self._answers_max),
+            adapter=index % (1 + len(self.config.adapters.load)),
         )
 
     async def heal(self, *, within_s: float = HEAL_S) -> None:

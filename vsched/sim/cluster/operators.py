@@ -11,10 +11,12 @@ import msgspec
 from vsched.sim.network.asgi_client import AsgiClient
 from vsched.sim.world import World
 
-Action = Literal["drain", "restart", "resume", "clear", "look"]
+Action = Literal["drain", "restart", "resume", "clear", "look", "load", "unload"]
 LOOKS = ("/health", "/metrics", "/admin/statistics", "/admin/replicas", "/v1/models")
 UNDERSTOOD = (200, 409, 503)
 """Done, not possible now, not served any more."""
+EXTRA = "extra"
+"""The adapter that operators load and unload; no request names it."""
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +43,13 @@ def draw_operations(
     return tuple(sorted(drawn, key=lambda operation: operation.at_ns))
 
 
+def draw_adapter_changes(rng: random.Random, span_ns: int) -> tuple[Operation, ...]:
+    """Draw when operators load and unload an adapter."""
+    actions: list[Action] = ["load", "unload"]
+    times = sorted(rng.randrange(span_ns) for _ in range(rng.randint(1, 6)))
+    return tuple(Operation(at_ns=at_ns, action=actions[n % 2]) for n, at_ns in enumerate(times))
+
+
 async def operate(world: World, client: AsgiClient, operation: Operation) -> None:
     """Do something now, and see that the answer makes sense."""
     calls: list[tuple[str, str, object]]
@@ -48,12 +57,16 @@ async def operate(world: World, client: AsgiClient, operation: Operation) -> Non
         calls = [("GET", path, None) for path in LOOKS]
     elif operation.action == "clear":
         calls = [("POST", "/admin/clear", {})]
+    elif operation.action == "load":
+        calls = [("POST", "/admin/adapters", {"name": EXTRA, "path": EXTRA})]
+    elif operation.action == "unload":
+        calls = [("DELETE", f"/admin/adapters/{EXTRA}", None)]
     else:
         body = {"group": operation.group, "action": operation.action}
         calls = [("POST", "/admin/replicas", body)]
     for method, path, asked in calls:
         response = await client.request(method, path, json=asked)
         world.expect(
-            response.status in UNDERSTOOD,
+            response.status in UNDERSTOOD or (method, response.status) == ("DELETE", 404),
             f"{method} {path} {asked} was answered with {response.status}: {response.body!r}",
         )

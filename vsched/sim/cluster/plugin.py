@@ -23,6 +23,7 @@ from vsched.sim.ranks.symbolic_model import (
 )
 from vsched.sim.workload.images import SETTINGS_DIGEST, SIDE
 from vsched.types import ModelInfo, Spans
+from vsched.worker.capabilities import AdapterFacts
 from vsched.worker.contract import (
     Arrays,
     Companion,
@@ -153,6 +154,11 @@ class SimulatedPlugin:
         """Return whether steps can run drafts: no row takes back what it did to a state."""
         del device
         return not info.state_bytes
+
+    def keep_adapter(self, info: ModelInfo, path: str, kept: str, *, rank_max: int) -> AdapterFacts:
+        """Keep nothing: an adapter is no more than its number."""
+        del info, path, kept
+        return AdapterFacts(rank=rank_max)
 
     def load_preprocessor(self, info: ModelInfo) -> SimulatedPreprocessor:
         return SimulatedPreprocessor(info)

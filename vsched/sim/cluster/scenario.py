@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 
 from vsched.config import Config
+from vsched.config.adapters import AdaptersConfig
 from vsched.config.policies import check_combinations, check_together
+from vsched.sim.cluster.client_sessions import adapter_name
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
-from vsched.sim.cluster.operators import Operation, draw_operations
+from vsched.sim.cluster.operators import Operation, draw_adapter_changes, draw_operations
 from vsched.sim.cluster.plugin import SEEN_TOKENS_MAX, SEES_IMAGES
 from vsched.sim.cluster.pressure import draw_patterns, press_arrivals, press_config
 from vsched.sim.cost.model import CostModel
@@ -102,7 +104,27 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
         return msgspec.structs.replace(drawn, config=config)
     if seed % 10 == 3:
         return msgspec.structs.replace(drawn, answers_max=3)
+    if seed % 10 == 9:
+        return _with_adapters(drawn)
     return drawn
+
+
+def _with_adapters(drawn: Scenario) -> Scenario:
+    """Have requests name one of two adapters or none, while operators load and unload a third."""
+    adapters = AdaptersConfig(
+        count_max=3,
+        load={adapter_name(number): "at start" for number in (1, 2)},
+        directory="/simulated/adapters",
+        load_s=10.0,
+    )
+    rng = random.Random(f"adapters {drawn.seed}")  # noqa: S311
+    changes = draw_adapter_changes(rng, SPAN_NS)
+    operations = sorted((*drawn.operations, *changes), key=lambda each: each.at_ns)
+    return msgspec.structs.replace(
+        drawn,
+        config=msgspec.structs.replace(drawn.config, adapters=adapters),
+        operations=tuple(operations),
+    )
 
 
 def _draw_plain(seed: int, requests: int) -> Scenario:

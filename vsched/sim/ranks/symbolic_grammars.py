@@ -42,13 +42,17 @@ def chosen_token(fingerprint: int, allowed: Sequence[int]) -> int:
 
 
 def held_answer(
-    prompt: Sequence[int], items: Sequence[MediaItem], count: int, choices: Choices
+    prompt: Sequence[int],
+    items: Sequence[MediaItem],
+    count: int,
+    choices: Choices,
+    adapter: int = 0,
 ) -> list[int]:
     """Return the tokens that follow a prompt where the answer must be one of some choices; any where there are none."""
     if not choices:
-        return answer(prompt, items, count)
+        return answer(prompt, items, count, adapter)
     content = Content(items)
-    *_, seen = fingerprints(prompt, content)
+    *_, seen = fingerprints(prompt, content, adapter)
     tokens: list[int] = []
     while len(tokens) < count and (allowed := next_tokens(choices, tokens)):
         tokens.append(chosen_token(seen, allowed))

@@ -41,6 +41,11 @@ def extend(seen: int, content: int) -> int:
     return mixed ^ (mixed >> 29)
 
 
+def root_of(adapter: int) -> int:
+    """Return what stands before a sequence: it is another with each adapter."""
+    return extend(ROOT, adapter) if adapter else ROOT
+
+
 def next_token(fingerprint: int) -> int:
     """Return the token that follows a position."""
     return FIRST_TOKEN + (fingerprint >> 7) % TOKENS
@@ -61,9 +66,9 @@ class Content:
         return self._rows.get(position, 0) << 32 ^ token
 
 
-def fingerprints(tokens: Sequence[int], content: Content) -> Iterator[int]:
+def fingerprints(tokens: Sequence[int], content: Content, adapter: int = 0) -> Iterator[int]:
     """Yield the fingerprint of each position of a sequence."""
-    seen = ROOT
+    seen = root_of(adapter)
     for position, token in enumerate(tokens):
         seen = extend(seen, content.at(position, token))
         yield seen
@@ -88,10 +93,12 @@ def image_metadata(tokens: int) -> bytes:
     return b"%d tokens" % tokens
 
 
-def answer(prompt: Sequence[int], items: Sequence[MediaItem], count: int) -> list[int]:
+def answer(
+    prompt: Sequence[int], items: Sequence[MediaItem], count: int, adapter: int = 0
+) -> list[int]:
     """Return the tokens that follow a prompt, however it is scheduled."""
     content = Content(items)
-    *_, seen = fingerprints(prompt, content)
+    *_, seen = fingerprints(prompt, content, adapter)
     tokens: list[int] = []
     while len(tokens) < count:
         tokens.append(next_token(seen))

@@ -47,6 +47,8 @@ DAMAGED = b"damaged"
 """In place of the key of an image whose pixels are not what they must be."""
 DAMAGE = 0xBAD
 """What embeddings that are not what they must be do to a fingerprint."""
+ADAPTER_BYTES = 4 << 20
+"""What each adapter takes that there may be."""
 ACTIVATION_BYTES = 1 << 20
 """What a token of a step takes."""
 
@@ -156,7 +158,8 @@ def _write_rows(job: EncodeJob, seen: bytes, embeddings: npt.NDArray[np.uint8]) 
 class _Known:
     """A sequence as a generator knows it: the fingerprints of its positions, uint64 [positions], as far as computed."""
 
-    def __init__(self, items: Sequence[MediaItem], positions: int) -> None:
+    def __init__(self, items: Sequence[MediaItem], positions: int, root: int) -> None:
+        self.root = root
         self.content = Content(items)
         self.fingerprints = np.zeros(positions, np.uint64)
         self.length = 0
@@ -189,6 +192,10 @@ class SymbolicGenerator(StandInGenerator):
         self._process = process
         self._who = f"rank {settings.rank}"
         self._root = root
+        self._adapters: set[int] = set()
+        self._adapters_max = settings.adapters
+        if settings.adapters:
+            process.memory.allocate(self.adapter_bytes)
         self._blocks: npt.NDArray[np.uint64] = np.zeros((0, 1), np.uint64)
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
@@ -200,6 +207,29 @@ class SymbolicGenerator(StandInGenerator):
         super().build_kv(blocks=blocks, block_size=block_size, touch=touch)
         self._blocks = np.zeros((blocks, block_size), np.uint64)
 
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes that were taken for adapters."""
+        return self._adapters_max * ADAPTER_BYTES
+
+    def add_adapter(self, number: int, path: str) -> None:
+        """Add an adapter, which is no more than its number."""
+        del path
+        self._process.spend(self._world.delays.build_ns)
+        self._world.expect(
+            number not in self._adapters and len(self._adapters) < self._adapters_max,
+            f"{self._who}: adapter {number} comes beside {self._adapters}",
+        )
+        self._adapters.add(number)
+
+    def add_trial_adapter(self, number: int) -> None:
+        """Add one to measure with."""
+        self.add_adapter(number, "")
+
+    def remove_adapter(self, number: int) -> None:
+        """Take an adapter away."""
+        self._adapters.discard(number)
+
     def prepare(self, sequence: SequenceState) -> None:
         """Look up what a request holds."""
         items = self._world.items[sequence.number] if self._process.serving else ()
@@ -208,7 +238,8 @@ class SymbolicGenerator(StandInGenerator):
                 place.metadata == image_metadata(place.tokens), f"{place} is of another image"
             )
         positions = sequence.prompt_length + sequence.sampling.max_tokens + 1
-        sequence.state = _Known(items, positions)
+        root = extend(self._root, sequence.adapter) if sequence.adapter else self._root
+        sequence.state = _Known(items, positions, root)
 
     def step(self, batch: Batch) -> Sampled:
         """Run one step."""
@@ -252,6 +283,10 @@ class SymbolicGenerator(StandInGenerator):
     ) -> int:
         """Compute the KV of positions [start, stop) from all before; return the token that follows."""
         known: _Known = sequence.state
+        self._world.expect(
+            sequence.adapter in {0, *self._adapters},
+            f"{self._who}: request {sequence.number} runs without its adapter {sequence.adapter}",
+        )
         size = self._blocks.shape[1]
         blocks = batch.block_tables[slot, : -(-stop // size)]
         kv = self._blocks[blocks].reshape(-1)
@@ -262,7 +297,7 @@ class SymbolicGenerator(StandInGenerator):
             self._world.violate(
                 f"{self._who}: request {sequence.number} reads KV of position {position} that is not its own"
             )
-        seen = int(kv[start - 1]) if start else self._root
+        seen = int(kv[start - 1]) if start else known.root
         known.length = start
         known.grow(sequence, stop, seen ^ damage)
         if self._states is not None:
@@ -279,7 +314,7 @@ class SymbolicGenerator(StandInGenerator):
         return next_token(following)
 
     def _seen(self, known: _Known) -> int:
-        return int(known.fingerprints[known.length - 1]) if known.length else self._root
+        return int(known.fingerprints[known.length - 1]) if known.length else known.root
 
     def _sees_items(self, chunk: Chunk, embeddings: npt.NDArray[np.uint8]) -> bool:
         """Return whether the embeddings are those of the images.

@@ -42,6 +42,9 @@ class AdaptedModule:
         allocate: Takes the memory for them.
         make_sums: Makes what keeps the parts of one product.
         passes: Where products see the rows of a pass; one that also says which rows each call is about shares it.
+
+    Attributes:
+        whole: Whether passes call all layers, as they do but while memory is measured.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class AdaptedModule:
         passes: AdapterPass | None = None,
     ) -> None:
         """Take a module; nothing changes in it yet."""
+        self.whole = True
         self._module = module
         self._places = module_places(module, {}) if places is None else places
         self._prefixes, self._others = tuple(prefixes), tuple(others)
@@ -169,7 +173,9 @@ class AdaptedModule:
         try:
             yield
             unused = [each for each in self._joined if each.waits_for(owners)]
-            assert not unused, f"layers with adapters were not called: {self._names(unused)[:3]}"
+            assert not (self.whole and unused), (
+                f"layers with adapters were not called: {self._names(unused)[:3]}"
+            )
         finally:
             self._pass.rows = self._pass.call = None
 

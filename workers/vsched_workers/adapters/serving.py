@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,10 @@ class ServedAdapters:
         }
         return self._module.rows([names[each] for each in adapters])
 
+    def expect_all(self, *, whole: bool) -> None:
+        """Say whether steps run through all layers, as they do but while memory is measured."""
+        self._module.whole = whole
+
     def all_rows(self, number: int) -> AbstractContextManager[None]:
         """Apply one adapter, or none for 0, to all rows until the context ends."""
         return self._module.all_rows(str(number)) if number else nullcontext()
@@ -178,6 +182,18 @@ class AdaptedWorker:
     def adapted_images(self, number: int) -> AbstractContextManager[None]:
         """Apply an adapter to all rows of images until the context ends; none for 0."""
         return nullcontext() if self._served is None else self._served.all_rows(number)
+
+    @contextmanager
+    def partly_adapted(self) -> Iterator[None]:
+        """Run steps through some layers only until the context ends."""
+        if self._served is None:
+            yield
+            return
+        self._served.expect_all(whole=False)
+        try:
+            yield
+        finally:
+            self._served.expect_all(whole=True)
 
     @property
     def _adapters(self) -> ServedAdapters:
