@@ -236,7 +236,8 @@ class Batch:
         block_tables: int32 [slots, blocks a sequence]; row = slot; only the first blocks of a row are meaningful.
         embeddings: uint8 [pages, rows a page, bytes a row], the arena's embedding region (read only).
         restored: (slot, place) of the states that slots begin with, to be read before any chunk writes one.
-        special: (row, sequence) of the rows that need more than the argmax of their raw logits.
+        special: (row, sequence) of the rows that need more than the argmax of their raw logits; of a row of a draft
+            the sequence is a copy, with the mask at its place.
     """
 
     decode_slots: npt.NDArray[np.int32]

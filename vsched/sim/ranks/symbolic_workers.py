@@ -257,8 +257,10 @@ class SymbolicGenerator(StandInGenerator):
             batch.decode_positions.tolist(),
             strict=True,
         )
-        for slot, sequence, position in decodes:
-            tokens.append(self._run(batch, slot, sequence, position, position + 1))
+        special = dict(batch.special)
+        for row, (slot, sequence, position) in enumerate(decodes):
+            asked = special.get(row, sequence)
+            tokens.append(self._run(batch, slot, asked, position, position + 1))
         for chunk in batch.chunks:
             damage = 0 if self._sees_items(chunk, batch.embeddings) else DAMAGE
             token = self._run(
