@@ -1,7 +1,7 @@
-"""The seven policy contracts: base classes, the read-only views they get, the plain values they return.
+"""The eight policy contracts: base classes, the read-only views they get, the plain values they return.
 
 A policy is a keyword-only frozen struct whose fields are its configuration. A built-in or a user's class subclasses one
-of the seven, adds fields, and overrides one method. Policies do no I/O and hold no clock and no randomness: the view
+of the eight, adds fields, and overrides one method. Policies do no I/O and hold no clock and no randomness: the view
 carries `now_ns` and whatever history the decision needs. What a policy wants to remember from one call to the next is a
 struct, its `state_type`: the kernel keeps it and lends it to each call as `view.state`. The kernel validates what a
 policy proposes and enacts it; a proposal that is out of range, or a policy that raises, is counted and logged, and the
@@ -16,6 +16,10 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, runtime
 import msgspec
 
 from vsched.measured import NOTHING_MEASURED, Measured
+from vsched.memory_facts import Attempt as Attempt
+from vsched.memory_facts import AttemptOutcome as AttemptOutcome
+from vsched.memory_facts import RankMemory as RankMemory
+from vsched.memory_facts import Reservation as Reservation
 
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -225,81 +229,6 @@ class EvictionPolicy(Policy, frozen=True, kw_only=True):
 
 
 # --- memory ------------------------------------------------------------------------------------------------------
-
-
-AttemptOutcome = Literal["fits", "out_of_memory", "leak"]
-
-
-class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank measured on its device, in bytes.
-
-    Total is available, reserved, and what peers hold: nothing is in two of them.
-
-    Attributes:
-        rank: Its number among the ranks that are sized together; on the way from a rank, within its group.
-        pool: Identity of the memory: `cuda:GPU-<uuid>`, `cpu`, or `cpu limit of <pid>` for a limit of one process.
-        total_bytes: What the process could use at most, were it alone.
-        available_bytes: Free on the device; what the allocator of this process caches is not.
-        reserved_bytes: Held by this process now, the allocator's caches included.
-        weights_bytes: The weights among them.
-        peak_bytes: Highest `reserved_bytes` during the attempt; 0 outside of one.
-        kv_bytes: The KV cache that stood during the attempt.
-        state_bytes: The states of all slots, and snapshots of states, which stood with it.
-        released_bytes: What the teardown before the attempt gave back.
-        adapter_bytes: What is set aside for adapters, since the weights were loaded.
-        owner: Its group and its number there, for people; empty on the way from a rank.
-    """
-
-    rank: int
-    pool: str
-    total_bytes: int
-    available_bytes: int
-    reserved_bytes: int
-    weights_bytes: int
-    peak_bytes: int = 0
-    kv_bytes: int = 0
-    state_bytes: int = 0
-    released_bytes: int = 0
-    adapter_bytes: int = 0
-    owner: str = ""
-
-    @property
-    def name(self) -> str:
-        """What to call it in a message."""
-        return self.owner or f"rank {self.rank}"
-
-
-class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worst batch of an encode rank needs beyond its weights; 0 bytes when the probe was skipped.
-
-    `held` says that its allocator keeps the memory, so that it is no longer available to others. `pauses` says that the
-    encoder may hold it while a step runs in the same process. `measured` says that batches ran; otherwise the size was
-    given.
-    """
-
-    rank: int
-    pool: str
-    growth_bytes: int
-    held: bool
-    pauses: bool = False
-    measured: bool = True
-
-
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """A probe or a build that all ranks in the view carried out.
-
-    `outcome` is the vote: a leak anywhere is a leak, out of memory anywhere is out of memory. `ranks` holds what each
-    rank measured while it ran, and `message` what those said that it did not fit on. `headroom_bytes` were held
-    meanwhile; without `profile`, no step ran.
-    """
-
-    action: Literal["probe", "build"]
-    tokens: int
-    outcome: AttemptOutcome
-    message: str
-    ranks: Sequence[RankMemory]
-    headroom_bytes: int = 0
-    profile: bool = True
 
 
 class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
@@ -521,6 +450,88 @@ class DraftingPolicy(Policy, frozen=True, kw_only=True):
         raise NotImplementedError
 
 
+# --- step --------------------------------------------------------------------------------------------------------
+
+
+class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
+    """One request that is being prefilled.
+
+    Attributes:
+        tokens: Prompt tokens still to be computed.
+        computed: Tokens before them, which attention looks back at.
+        arrived_ns: When it was submitted.
+        joined_ns: When it first got a slot.
+        target_ns: When its first token is due; None without a target.
+    """
+
+    tokens: int
+    computed: int
+    priority: int
+    arrived_ns: int
+    joined_ns: int
+    target_ns: int | None = None
+    tenant: str = ""
+
+
+class StepView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step policy sees of a step that can prefill.
+
+    Attributes:
+        prefilling: The requests that are prefilled, oldest first.
+        waiting: Requests that wait for a slot; what the step has left is theirs.
+        decodes: Requests that decode beside, and wait for the step.
+        tokens_free: Tokens that the step has room for.
+        time_ns: How long prefill may take in it by the configuration (`generate.step_target_ms` and its ratio); None
+            for any time, as where nobody decodes.
+        decode_ns: What the decodes should take by themselves, as learned; 0 before anything was.
+        token_ns: What a prompt token should take, as learned, and `pair_ns` a pair of one and a token before it.
+        measured: Times of this replica.
+        state: What the policy remembers, to be changed in place.
+    """
+
+    now_ns: int
+    prefilling: Sequence[PrefillView]
+    waiting: int
+    decodes: int
+    tokens_free: int
+    time_ns: int | None = None
+    decode_ns: float = 0.0
+    token_ns: float = 0.0
+    pair_ns: float = 0.0
+    measured: Measured = NOTHING_MEASURED
+    state: Any = None
+
+
+class StepShares(msgspec.Struct, frozen=True):
+    """Who advances in a step, in which order, and by how much.
+
+    Attributes:
+        order: Indices into `view.prefilling`; who is not in it does not advance.
+        tokens: The most tokens of each of them, in the same order; None for as many as fit.
+        time_ns: How long prefill may take in this step, in place of `view.time_ns`; None for that. Not heeded where
+            nobody decodes.
+    """
+
+    order: Sequence[int]
+    tokens: Sequence[int] | None = None
+    time_ns: int | None = None
+
+
+class StepPolicy(Policy, frozen=True, kw_only=True):
+    """Decides which prefilling requests advance in a step, and by how many tokens."""
+
+    kind: ClassVar[str] = "step"
+    method: ClassVar[str] = "share"
+
+    def share(self, view: StepView) -> StepShares:
+        """Return who advances; asked for every step in which a request is prefilled or could join.
+
+        Each gets a chunk of what fits: of its tokens, of the room and the time left, and of what embeddings are ready.
+        Nobody is left out for over a minute, and where nobody else would do anything, all advance in order.
+        """
+        raise NotImplementedError
+
+
 CONTRACTS: dict[str, type[Policy]] = {
     base.kind: base
     for base in (
@@ -531,5 +542,6 @@ CONTRACTS: dict[str, type[Policy]] = {
         RoutingPolicy,
         PreemptionPolicy,
         DraftingPolicy,
+        StepPolicy,
     )
 }

@@ -23,6 +23,7 @@ from vsched.policy import (
     Policy,
     PreemptionPolicy,
     RoutingPolicy,
+    StepPolicy,
 )
 from vsched.worker.registry import check_worker_name
 
@@ -51,6 +52,7 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
     preemption: PreemptionPolicy
     generate_eviction: EvictionPolicy
     drafting: DraftingPolicy
+    step: StepPolicy
     routing: RoutingPolicy
     item_tokens_max: int | None
     encode_items_max: int
@@ -65,6 +67,7 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
             prefix_eviction=self.generate_eviction,
             preemption=self.preemption,
             drafting=self.drafting,
+            step=self.step,
             routing=self.routing,
         )
 
@@ -79,6 +82,7 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
             "generate.preemption": self.preemption,
             "generate.eviction": self.generate_eviction,
             "generate.drafting": self.drafting,
+            "generate.step": self.step,
             "routing": self.routing,
         }
 
@@ -112,6 +116,7 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
         preemption=cast("PreemptionPolicy", built["generate.preemption"]),
         generate_eviction=cast("EvictionPolicy", built["generate.eviction"]),
         drafting=cast("DraftingPolicy", built["generate.drafting"]),
+        step=cast("StepPolicy", built["generate.step"]),
         routing=cast("RoutingPolicy", built["routing"]),
         item_tokens_max=item_tokens_max or None,
         encode_items_max=items_per_replica(items_max, config.encode.replicas),

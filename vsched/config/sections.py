@@ -109,16 +109,12 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     tenant_keys_variable: Annotated[
         str,
         Meta(
-            description="Environment variable with the keys of tenants, one `tenant=key` a line; each opens the API "
-            "and says whose a request is. Empty for none."
+            description="Variable with one `tenant=key` a line, which open the API; empty for none."
         ),
     ] = ""
     tenant_header: Annotated[
         str,
-        Meta(
-            description="Header that says whose a request is, such as `x-tenant`, set by a gateway that no client gets "
-            "around; empty for none."
-        ),
+        Meta(description="Header, set by a gateway, that says whose a request is; empty for none."),
     ] = ""
     tenants_max: Annotated[
         int,
@@ -451,6 +447,10 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
             description="How many tokens a step may draft for a request beyond one; see docs/drafts.md."
         ),
     ] = msgspec.field(default_factory=partial(dict, use="forced-tokens"))
+    step: Annotated[
+        PolicyTable,
+        Meta(description="Which prefilling requests advance in a step, and by how many tokens."),
+    ] = msgspec.field(default_factory=partial(dict, use="vsched_policies.step:InOrder"))
 
 
 class RecordConfig(Section, frozen=True, kw_only=True):
@@ -577,6 +577,7 @@ POLICY_TABLES = {
     "generate.preemption": "preemption",
     "generate.eviction": "eviction",
     "generate.drafting": "drafting",
+    "generate.step": "step",
     "routing": "routing",
 }
 """The kind of policy that each policy table names."""

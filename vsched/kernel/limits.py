@@ -11,6 +11,7 @@ from vsched.policy import (
     EvictionPolicy,
     PreemptionPolicy,
     RoutingPolicy,
+    StepPolicy,
 )
 
 
@@ -111,4 +112,5 @@ class KernelPolicies(msgspec.Struct, frozen=True, kw_only=True):
     prefix_eviction: EvictionPolicy
     preemption: PreemptionPolicy
     drafting: DraftingPolicy
+    step: StepPolicy
     routing: RoutingPolicy

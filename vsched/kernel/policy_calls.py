@@ -32,6 +32,9 @@ from vsched.policy import (
     RecordableOrder,
     RoutingPolicy,
     RoutingView,
+    StepPolicy,
+    StepShares,
+    StepView,
 )
 
 Key = TypeVar("Key", bound=Hashable)
@@ -122,6 +125,28 @@ def ask_drafting(seat: PolicySeat[DraftingPolicy], view: DraftingView) -> Draft:
         seat.fail(error, view)
         return Draft()
     return found
+
+
+def ask_step(seat: PolicySeat[StepPolicy], view: StepView) -> StepShares:
+    """Return who advances in a step and by how much, or all in order where the policy fails."""
+    try:
+        answer = seat.policy.share(view)
+        order = [whole(index) for index in answer.order]
+        if len(set(order)) != len(order):
+            raise ValueError(f"indices repeat: {order}")
+        if any(not 0 <= index < len(view.prefilling) for index in order):
+            raise ValueError(f"an index is outside 0 to {len(view.prefilling) - 1}: {order}")
+        tokens = None if answer.tokens is None else [whole(count) for count in answer.tokens]
+        if tokens is not None and (len(tokens) != len(order) or any(one < 0 for one in tokens)):
+            raise ValueError(f"{tokens} are not counts for each of {order}")
+        time_ns = None if answer.time_ns is None else whole(answer.time_ns)
+        if time_ns is not None and time_ns < 0:
+            raise ValueError(f"time_ns is {time_ns}, below 0")
+        seat.accept()
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        seat.fail(error, view)
+        return StepShares(range(len(view.prefilling)))
+    return StepShares(order, tokens, time_ns)
 
 
 def ask_routing(seat: PolicySeat[RoutingPolicy], view: RoutingView) -> int:

@@ -63,6 +63,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         known: Whether the generate ranks hold its data.
         losses: How often its group went down while it ran there; 0 again once it was seen not to be the cause.
         replica: Index of its generate group; -1 before it has one.
+        advanced_ns: When its latest chunk was decided.
         counted: Tokens of it that its group counts as load, besides those it is decoding.
     """
 
@@ -103,6 +104,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
     items_ready_ns: int = 0
     admitted_ns: int = 0
     first_token_ns: int = 0
+    advanced_ns: int = 0
 
     @classmethod
     def arrived(

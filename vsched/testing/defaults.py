@@ -17,6 +17,7 @@ DEFAULTS = {
     "prefix_eviction": ("eviction", "lru"),
     "preemption": ("preemption", "youngest"),
     "drafting": ("drafting", "forced-tokens"),
+    "step": ("step", "vsched_policies.step:InOrder"),
     "routing": ("routing", "round-robin"),
 }
 """Kind and registered name of what the kernel consults in each place."""

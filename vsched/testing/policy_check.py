@@ -37,6 +37,7 @@ PLACES = {
     "preemption": ("preemption",),
     "routing": ("routing",),
     "drafting": ("drafting",),
+    "step": ("step",),
 }
 """Where the kernel asks a kind of policy."""
 REPEATS = 50

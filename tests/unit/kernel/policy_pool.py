@@ -11,6 +11,8 @@ from tests.unit.kernel.remembering import (
     TalliedEncoding,
     TalliedPreemption,
     TalliedRouting,
+    Tally,
+    digest,
 )
 from vsched.kernel import KernelPolicies
 from vsched.policy import (
@@ -28,6 +30,9 @@ from vsched.policy import (
     PreemptionView,
     RoutingPolicy,
     RoutingView,
+    StepPolicy,
+    StepShares,
+    StepView,
 )
 from vsched_policies.admission import (
     Deadline,
@@ -43,6 +48,7 @@ from vsched_policies.encoding import ChunkAware, Combined, Eager
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
 from vsched_policies.preemption import Youngest
 from vsched_policies.routing import RoundRobin
+from vsched_policies.step import FairPrefill, InOrder, ShortestPrefill, SloFeedback
 
 
 class Reversed(AdmissionPolicy, frozen=True, kw_only=True):
@@ -326,6 +332,47 @@ def random_drafting(rng: random.Random) -> DraftingPolicy:
     return rng.choice(makers)()
 
 
+class AnyShares(StepPolicy, frozen=True, kw_only=True):
+    """Any order of some, by any number of tokens, in any time; or nobody, or what is not legal."""
+
+    wrong: int = 0
+
+    def share(self, view: StepView) -> StepShares:
+        rng = random.Random(view.now_ns)
+        count = len(view.prefilling)
+        if rng.randrange(100) < self.wrong:
+            return rng.choice([StepShares([count]), StepShares([0, 0]), StepShares([], [1])])
+        order = rng.sample(range(count), rng.randint(0, count))
+        tokens = [rng.choice([0, 1, 7, 500]) for _ in order] if rng.random() < 0.5 else None
+        return StepShares(order, tokens, rng.choice([None, 0, 1_000, 10**9]))
+
+
+class TalliedShares(StepPolicy, frozen=True, kw_only=True):
+    """Who advances follows from the calls before."""
+
+    state_type = Tally
+    fails: int = 0
+
+    def share(self, view: StepView) -> StepShares:
+        state: Tally = view.state
+        number = state.count("share", view.decodes + digest(view.measured))
+        state.fail_at(self.fails)
+        order = list(range(len(view.prefilling)))
+        return StepShares(order[:: -1 if number % 2 else 1], time_ns=number * 100)
+
+
+def random_step(rng: random.Random) -> StepPolicy:
+    makers: list[Callable[[], StepPolicy]] = [
+        InOrder,
+        lambda: ShortestPrefill(ageing_s=rng.choice([0.001, 5.0])),
+        lambda: FairPrefill(quantum_tokens=rng.choice([1, 7, 256])),
+        lambda: SloFeedback(itl_target_ms=rng.choice([1, 50]), least_ms=0.001, gain=0.5),
+        lambda: AnyShares(wrong=rng.choice(WRONG)),
+        lambda: TalliedShares(fails=rng.choice([0, 2, 5])),
+    ]
+    return rng.choice(makers)()
+
+
 def random_policies(rng: random.Random) -> KernelPolicies:
     """Return any combination."""
     return KernelPolicies(
@@ -337,4 +384,5 @@ def random_policies(rng: random.Random) -> KernelPolicies:
         preemption=random_preemption(rng),
         routing=random_routing(rng),
         drafting=random_drafting(rng),
+        step=random_step(rng),
     )

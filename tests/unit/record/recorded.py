@@ -27,6 +27,7 @@ TABLES = {
     "prefix_eviction": ("generate", "eviction"),
     "preemption": ("generate", "preemption"),
     "drafting": ("generate", "drafting"),
+    "step": ("generate", "step"),
 }
 """Where the configuration names what the kernel consults in each place."""
 

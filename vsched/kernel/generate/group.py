@@ -22,7 +22,7 @@ OSDI 2024). Rejected: planning every running request in every step, which takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
@@ -31,8 +31,8 @@ from vsched.kernel.events import Stepped
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.chunks import chunk_stop, drop_claims_before, pin_items
 from vsched.kernel.generate.drafts import DraftGrants
-from vsched.kernel.generate.explanation import explained
 from vsched.kernel.generate.group_state import COUNTED, GenerateGroupState
+from vsched.kernel.generate.group_views import GroupViews
 from vsched.kernel.generate.in_flight import ChunkRead, InFlightSteps
 from vsched.kernel.generate.measures import Measures
 from vsched.kernel.generate.quarantine import Quarantine
@@ -46,7 +46,7 @@ from vsched.kernel.generate.step_budget import (
     StepPlan,
     StepTimeModel,
 )
-from vsched.kernel.groups import Group
+from vsched.kernel.generate.step_shares import StepSharing
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import GuardedOrder, ask_admission, ask_preemption
 from vsched.kernel.policy_seats import PolicySeats
@@ -56,7 +56,7 @@ from vsched.policy import Admission, AdmissionView, PreemptionView
 from vsched.probes import probe
 
 
-class GenerateGroup(Group):
+class GenerateGroup(GroupViews):
     """One generate group: its requests from the moment their first chunk could run until they leave their slot.
 
     `requests` are all live ones of the scheduler, by number.
@@ -83,6 +83,7 @@ class GenerateGroup(Group):
         self.step_times = StepTimeModel(
             limits.step_target_ns, limits.step_target_ratio, limits.block_size
         )
+        self._sharing = StepSharing(seats.place(f"{name}.step", policies.step), self.step_times)
         self._counts = dict.fromkeys(COUNTED, 0)
         self._known_tokens = 0
         self._quarantine = Quarantine(requests)
@@ -182,16 +183,27 @@ class GenerateGroup(Group):
             decodes = len(running.decoding)
             sent = self._send(step, decodes, grown) if decodes else None
             return PlannedStep(sent, self._take_requeued())
-        rows = len(running.decoding) + self._drafts.tokens
-        budget = self.step_times.start_step(self._limits.batch_tokens - rows, decodes=rows)
-        plan = StepPlan(step, budget)
-        for state in sorted(running.prefilling.values(), key=order_of):
-            self._chunk(state, plan, now_ns)
-        if entries and not (budget.spent or self.queue.blocked):
-            self._admit(plan, now_ns)
+        plan = self._fill(step, now_ns)
         decodes = len(running.decoding) - self._in_flight.firsts(step)
         sent = self._send(step, decodes, grown, plan) if decodes or plan.chunks else None
         return PlannedStep(sent, self._take_requeued(), plan.prefilled)
+
+    def _fill(self, step: int, now_ns: int) -> StepPlan:
+        """Share out what a step has beside its decodes: to those that are prefilled, then to those that join."""
+        running, joins = self._running, bool(self.queue.entries) and not self.queue.blocked
+        rows = len(running.decoding) + self._drafts.tokens
+        budget = self.step_times.start_step(self._limits.batch_tokens - rows, decodes=rows)
+        plan = StepPlan(step, budget)
+        if running.prefilling or joins:
+            everybody, waiting = running.prefilling_in_order(), len(self.queue)
+            shares = self._sharing.shares(
+                everybody, plan, now_ns, decodes=rows, waiting=waiting, measured=self.measured
+            )
+            for state, tokens in shares:
+                self._chunk(state, plan, now_ns, tokens)
+        if joins and not budget.spent:
+            self._admit(plan, now_ns)
+        return plan
 
     def _take_requeued(self) -> Sequence[RequestState]:
         if not self._requeued:
@@ -258,13 +270,17 @@ class GenerateGroup(Group):
                 return False
         return True
 
-    def _chunk(self, state: RequestState, plan: StepPlan, now_ns: int) -> None:
-        """Plan the next chunk of a prefilling request, if it can go on."""
+    def _chunk(
+        self, state: RequestState, plan: StepPlan, now_ns: int, most: int | None = None
+    ) -> None:
+        """Plan the next chunk of a prefilling request, of `most` tokens at most, if it can go on."""
         start, step = state.computed, plan.step
         budget = plan.budget
-        stop = self._chunk_stop(state, start, budget.tokens_at(start), room=budget.tokens)
+        tokens = budget.tokens_at(start) if most is None else min(budget.tokens_at(start), most)
+        stop = self._chunk_stop(state, start, tokens, room=budget.tokens)
         if stop <= start:
             return
+        state.advanced_ns = now_ns
         plan.budget.take(start, stop - start)
         items, keys = pin_items(state, start, stop, cache=self._cache)
         writes = self._snapshots.write(state, stop)
@@ -482,72 +498,7 @@ class GenerateGroup(Group):
         self._reset()
         return sorted(lost, key=order_of), poison
 
-    # --- views ---
-
-    @property
-    def idle(self) -> bool:
-        return not (self._running or self._in_flight.count or self._in_flight.preempted)
-
-    @property
-    def steps_in_flight(self) -> int:
-        """Steps that have not completed."""
-        return self._in_flight.planned - self._in_flight.done
-
-    @property
-    def decoding(self) -> int:
-        """Requests that get a token in every step."""
-        return len(self._running.decoding)
-
-    @property
-    def running(self) -> list[RequestState]:
-        """Requests that hold a slot, oldest first."""
-        return self._running.in_order()
-
-    @property
-    def slots_held(self) -> int:
-        """Slots that requests hold."""
-        return len(self._running)
-
-    @property
-    def load_tokens(self) -> int:
-        """Tokens of all its requests, prompts and outputs, waiting and running."""
-        return self._known_tokens + self._running.decoded(self._in_flight.planned)
-
-    @property
-    def unannounced(self) -> set[int]:
-        """Requests that are gone, of which ranks learn with the next decision."""
-        return self._running.unannounced
-
-    def decode_slack_ns(self, decodes: int) -> int:
-        """Return how long something else may keep `decodes` requests from their next step; 0 for no limit."""
-        return int(self.step_times.left_ns(decodes))
-
-    def explain(self, state: RequestState) -> str:
-        """Return where one of its requests is, and what it waits for, in words for operators."""
-        group, done = f"{self.name} is {self.status}", self._in_flight.done
-        return explained(state, self._limits, self._cache, self._pool, group=group, done=done)
-
-    def running_tokens(self) -> Iterable[tuple[str, int]]:
-        """Return the tenant and the tokens so far of each running request, with those of steps in flight."""
-        return self._running.tokens(self._in_flight.planned)
-
-    def counts(self) -> dict[str, int]:
-        """Return the counters, and the sizes of the KV cache."""
-        return {**self._counts, **self._pool.statistics()}
-
-    def statistics(self) -> dict[str, int]:
-        """Return counters and gauges of the group."""
-        return {
-            "load_tokens": self.load_tokens,
-            "waiting": len(self.queue),
-            "prefilling": len(self._running.prefilling),
-            "decoding": len(self._running.decoding),
-            "preempted": self._in_flight.preempted,
-            "steps": self._in_flight.done,
-            "steps_in_flight": self._in_flight.count,
-            **self.counts(),
-            "slots_total": self._limits.slots,
-        }
+    # --- snapshots ---
 
     def state(self) -> GenerateGroupState:
         """Return the state, between two events."""

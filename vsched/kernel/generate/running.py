@@ -63,6 +63,10 @@ class RunningSet:
         """Return all running requests, oldest first."""
         return sorted([*self.prefilling.values(), *self.decoding.values()], key=order_of)
 
+    def prefilling_in_order(self) -> list[RequestState]:
+        """Return the requests that are prefilled, oldest first."""
+        return sorted(self.prefilling.values(), key=order_of)
+
     def view(self, state: RequestState, planned: int) -> RunningView:
         """Return a running request as a preemption policy sees it."""
         decoded = planned - state.decoding_since + 1 if state.first_step >= 0 else 0

@@ -158,6 +158,16 @@ class StepBudget:
         """Whether nothing more fits."""
         return self.tokens <= 0 or self._left_ns <= 0
 
+    def limit_time(self, left_ns: float) -> None:
+        """Let what is prefilled take this long, where there is a limit."""
+        if self._left_ns != math.inf:
+            self._left_ns = left_ns
+
+    @property
+    def time_ns(self) -> int | None:
+        """How long what is prefilled may take; None for any time."""
+        return None if self._left_ns == math.inf else int(self._left_ns)
+
     def tokens_at(self, start: int) -> int:
         """Return how many tokens of a prompt, from position `start` on, fit: a block at least, while any is left."""
         if self.spent:

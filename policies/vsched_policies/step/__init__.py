@@ -1,0 +1,8 @@
+"""Which prefilling requests advance in a step, and by how many tokens."""
+
+from vsched_policies.step.fair_prefill import FairPrefill
+from vsched_policies.step.in_order import InOrder
+from vsched_policies.step.shortest_prefill import ShortestPrefill
+from vsched_policies.step.slo_feedback import SloFeedback
+
+__all__ = ["FairPrefill", "InOrder", "ShortestPrefill", "SloFeedback"]

@@ -1,0 +1,124 @@
+"""The kernel carries out what a step policy says, and sees to it that everybody advances in the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.kernel.setups import assert_served, image_request, make_limits, words
+from vsched.kernel.policy_calls import HOLD_MAX_NS
+from vsched.policy import StepPolicy, StepShares, StepView
+from vsched.testing import ModelCluster, default_policies, make_request
+
+ANSWERS: list[Any] = []
+SEEN: list[StepView] = []
+
+
+class Scripted(StepPolicy, frozen=True, kw_only=True):
+    """Gives the answers of a test, then advances all in order."""
+
+    def share(self, view: StepView) -> Any:
+        SEEN.append(view)
+        if not ANSWERS:
+            return StepShares(range(len(view.prefilling)))
+        answer = ANSWERS[0] if len(ANSWERS) == 1 and ANSWERS[0] is NOBODY else ANSWERS.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+NOBODY = StepShares([])
+
+
+def cluster_of(*prompts: int, answers: list[Any], **limits: Any) -> ModelCluster:
+    """Return a cluster in which requests with such prompts have joined with a block each, and nothing is in flight."""
+    SEEN.clear()
+    ANSWERS.clear()
+    made = make_limits(generate_depth=1, chunk_tokens=4, **limits)
+    cluster = ModelCluster(made, default_policies(step=Scripted()))
+    for index, tokens in enumerate(prompts):
+        cluster.submit(make_request(f"r{index}", words(tokens, start=100 * index), max_tokens=30))
+    cluster.run_generate()
+    while len(cluster.decisions[-1].chunks) < len(prompts):
+        cluster.run_generate()
+    ANSWERS.extend(answers)
+    return cluster
+
+
+def chunks(cluster: ModelCluster) -> list[tuple[int, int]]:
+    """Return the slot and the tokens of each chunk of the next step."""
+    cluster.run_generate()
+    return [(chunk.slot, chunk.stop - chunk.start) for chunk in cluster.decisions[-1].chunks]
+
+
+def test_step_goes_in_the_order_and_by_the_tokens_of_the_policy() -> None:
+    cluster = cluster_of(40, 40, 40, answers=[StepShares([2, 0], [3, 2]), StepShares([1])])
+    assert chunks(cluster) == [(2, 3), (0, 2)]
+    assert chunks(cluster) == [(1, 4)]
+    cluster.drain()
+    assert_served(cluster, "r0", "r1", "r2")
+    assert cluster.kernel.statistics()["policy_faults"] == {}
+
+
+def test_step_view_tells_what_is_left_and_what_was_learned() -> None:
+    cluster = cluster_of(40, 40, answers=[])
+    chunks(cluster)
+    first, second = SEEN[-1].prefilling
+    assert first.tokens + first.computed == second.tokens + second.computed == 40
+    assert SEEN[-1].measured is cluster.kernel.generators[0].measured
+    assert SEEN[-1].time_ns is None, "nobody decodes"
+
+
+def test_step_that_the_policy_leaves_empty_is_filled_in_order_where_nobody_decodes() -> None:
+    cluster = cluster_of(40, 40, answers=[NOBODY])
+    assert chunks(cluster) == [(0, 4), (1, 4)]
+    assert cluster.kernel.statistics()["policy_faults"] == {}
+
+
+def test_step_may_leave_prefill_out_while_others_decode_but_not_for_ever() -> None:
+    cluster = cluster_of(9, 60, answers=[NOBODY])
+    while not cluster.kernel.generators[0].decoding:
+        chunks(cluster)
+    assert chunks(cluster) == []
+    cluster.now_ns += HOLD_MAX_NS
+    assert chunks(cluster) == [(1, 4)]
+    cluster.drain()
+    assert_served(cluster, "r0", "r1")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        RuntimeError("a bug in the policy"),
+        None,
+        StepShares([2]),
+        StepShares([-1]),
+        StepShares([0, 0]),
+        StepShares([0], [1, 2]),
+        StepShares([0], [-1]),
+        StepShares([0], None, -1),
+        StepShares(["first"]),  # type: ignore[list-item]
+    ],
+    ids=repr,
+)
+def test_step_default_is_all_in_order(answer: Any) -> None:
+    cluster = cluster_of(40, 40, answers=[answer])
+    assert chunks(cluster) == [(0, 4), (1, 4)]
+    assert cluster.kernel.statistics()["policy_faults"] == {"Scripted": 1}
+    assert "Input: StepView(" in cluster.notices[0]
+
+
+def test_request_that_waits_for_an_embedding_holds_up_nobody() -> None:
+    """The policy lets only that one go on."""
+
+    class Last(StepPolicy, frozen=True, kw_only=True):
+        def share(self, view: StepView) -> StepShares:
+            return StepShares([len(view.prefilling) - 1] if view.prefilling else [])
+
+    limits = make_limits(generate_depth=1, chunk_tokens=4, pages=8)
+    cluster = ModelCluster(limits, default_policies(step=Last()))
+    cluster.submit(make_request("a", words(30), max_tokens=4))
+    cluster.submit(image_request("b", (b"one", 4), (b"two", 4), (b"three", 4), max_tokens=4))
+    cluster.drain()
+    assert_served(cluster, "a", "b")
