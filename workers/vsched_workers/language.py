@@ -77,6 +77,7 @@ from vsched_workers.families.base import Items
 from vsched_workers.families.decoder import AttentionKind
 from vsched_workers.families.decoders import text_family, text_positions
 from vsched_workers.families.generic import read_config
+from vsched_workers.families.modules.family import OwnQwen25Vl
 from vsched_workers.families.sharing import parallel_plan, shares_heads
 from vsched_workers.memory.out_of_memory import (
     require_available,
@@ -371,9 +372,13 @@ def _load_family(
     tied = bool(config.tie_word_embeddings)
     index = WeightIndex.open(checkpoint_directory(info.path), tied=tied)
     ranks, rank = settings.ranks, settings.rank
+    own = isinstance(family, OwnQwen25Vl)
+    if not own:
+        paged_attention.register()  # transformers looks it up while it builds
     with torch.device("meta"):
-        model = family.build_language(info.path, paged_attention.NAME)
-    paged_attention.attend_in(model)
+        model: Any = family.build_language(info.path, paged_attention.NAME)
+    if own:
+        model.attend_by(paged_attention.attend)
     cuts = slice_module(model, family.language_sharing, ranks=ranks, rank=rank)
     check_groups(cuts, settings, stage="generate")
     scheme = scheme_of(read_json(checkpoint_directory(info.path), "config.json"))

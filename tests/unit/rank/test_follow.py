@@ -59,6 +59,9 @@ class Noting:
         self._done.append((self._name, entry.step))
         return EncodeResult(entry.step, None, 0)
 
+    def look_ahead(self) -> None:
+        """Nothing is known of a next step."""
+
 
 class Following:
     """Two members of one process; `late` holds what the links have not delivered yet."""

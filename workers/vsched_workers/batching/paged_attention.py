@@ -408,11 +408,3 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
-
-
-def attend_in(model: Any) -> None:
-    """Have a language model's layers attend by `attend`: our own are told, transformers' find it in their table."""
-    if hasattr(model, "attend_by"):
-        model.attend_by(attend)
-    else:
-        register()
