@@ -112,6 +112,22 @@ def test_docs_site_has_a_place_for_every_page() -> None:
     )
 
 
+def test_docs_records_of_decisions_have_numbers_of_their_own_and_are_listed_in_order() -> None:
+    folder = ROOT / "docs/decisions"
+    named = sorted(page.name for page in folder.glob("0*.md"))
+    numbers = [name[:4] for name in named]
+    assert len(set(numbers)) == len(numbers), "two records have the same number"
+    listed = re.findall(
+        r"^\| \[(\d{4})\]\(\1-\S+\.md\) \|", (folder / "README.md").read_text(), re.MULTILINE
+    )
+    assert listed == numbers, "list each record once, by its number"
+    titles = [(folder / name).read_text().partition("\n")[0] for name in named]
+    wrong = [
+        title for title, number in zip(titles, numbers, strict=True) if f"# {number}: " not in title
+    ]
+    assert not wrong, "the title of a record begins with its number"
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/reference").glob("*.md")), ids=shown)
 def test_docs_reference_names_what_can_be_imported(page: Path) -> None:
     for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
