@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("stage", ["encode", "generate", "together"])
-@pytest.mark.parametrize(("limit_mib", "verdict"), [(50, "told"), (370, "told"), (1000, "served")])
+@pytest.mark.parametrize(("limit_mib", "verdict"), [(50, "told"), (300, "told"), (1000, "served")])
 async def test_limit_is_served_or_told_with_its_setting(
     stage: Stage, limit_mib: int, verdict: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,7 +113,7 @@ def test_weights_in_many_files_and_heads_of_both_kinds(
         ({"model_type": None, "architectures": None}, "model_type is missing"),
         ({"model_type": "t5"}, "no decoder that writes text by itself"),
         ({"model_type": "qwen2_audio"}, "a part for images or sound"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "asks for gptq of None bits"),
         ({"layer_types": ["full_attention", "indexed_attention"] * 2}, "keep more than keys"),
         ({"layer_types": ["full_attention", "linear_attention"] * 2}, "kind that is not known"),
         ({"layer_types": ["linear_attention"] * 4}, "no layer that attends"),

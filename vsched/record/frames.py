@@ -18,7 +18,7 @@ from zlib import crc32
 from vsched.errors import RecordError, limit_message
 
 FORMAT = b"vsched record "
-VERSION = b"1\n"
+VERSION = b"2\n"
 FRAME_BYTES_MAX = 256 << 20
 """Longest body; a state with a gigabyte of waiting prompts is not worth stopping the server for."""
 _MARK = b"\xb5\x1e"

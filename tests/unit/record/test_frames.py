@@ -73,7 +73,7 @@ def test_frames_with_garbage_behind_them_are_read_up_to_it(path: Path, tail: byt
     ("start", "message"),
     [
         (b"\x80\x04\x95 any other file", "not a record"),
-        (FORMAT + b"9\n", "format 9, this vsched reads format 1"),
+        (FORMAT + b"9\n", "format 9, this vsched reads format 2"),
     ],
 )
 def test_frames_of_another_format_are_refused(path: Path, start: bytes, message: str) -> None:

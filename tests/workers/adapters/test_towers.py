@@ -222,7 +222,6 @@ def test_whether_images_change_is_told_before_any_model_is_there(
 ) -> None:
     given, kept = tmp_path / "given", tmp_path / "kept"
     given.mkdir()
-    kept.mkdir()
     (given / CONFIG_FILE).write_text('{"peft_type": "LORA", "lora_alpha": 8}')
     sides = {"lora_A": torch.ones(2, 8), "lora_B": torch.ones(8, 2)}
     tensors = {

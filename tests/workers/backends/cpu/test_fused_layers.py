@@ -26,6 +26,7 @@ from vsched_workers.backends.cpu.kernels.sampling import argmax
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.operand_choice import runs_here
 from vsched_workers.backends.cpu.products import BF16_ROWS_MAX
+from vsched_workers.backends.cpu.quantized.kernel import INPUTS, PANEL
 from vsched_workers.backends.cpu.rotary_angles import AxesAngles
 from vsched_workers.backends.cpu.vision_blocks import FusedBlock
 from vsched_workers.backends.reference.module_layers import ModuleLayers
@@ -205,8 +206,18 @@ def test_fused_layers_weigh_what_the_modules_weigh(stages: Stages, size: str) ->
     exact, fused = (stages(size, kind, "bfloat16").generator for kind in ("exact", "auto"))
     if packs(torch.bfloat16):
         assert exact.weights_bytes == fused.weights_bytes
-    else:  # panels are filled up
-        assert exact.weights_bytes <= fused.weights_bytes < 1.1 * exact.weights_bytes
+    else:
+        # Panels are filled up, each weight has a line of ones, a tied head is packed, and biases are not counted.
+        model: Any = fused._model  # type: ignore[attr-defined]
+        head = fused._head.shape  # type: ignore[attr-defined]
+        packed = [each.packed.shape for each in model.modules() if isinstance(each, PackedLinear)]
+        filled = sum(
+            2 * (-(-out // PANEL) * PANEL * -(-into // INPUTS) * INPUTS - out * into)
+            + 4 * PANEL
+            - 2 * out * biased
+            for out, into, biased in (*packed, head)
+        )
+        assert fused.weights_bytes == exact.weights_bytes + filled + 2 * head[0] * head[1]
     names = [name for name, _ in fused._model.named_parameters()]  # type: ignore[attr-defined]
     assert not any("proj" in name for name in names), "they are packed"
 
