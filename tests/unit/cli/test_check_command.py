@@ -141,7 +141,10 @@ def test_check_writes_json(tmp_path: Path) -> None:
     ("values", "reason"),
     [
         ({"model_type": "unheard_of", "architectures": None}, "'unheard_of' is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are not supported"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "which is not supported. Supported: compressed-tensors",
+        ),
         ({"image_token_id": None}, "image_token_id is missing"),
     ],
 )

@@ -193,7 +193,8 @@ async def _round(way: _Way, messages: int, pause_s: float) -> list[float]:
         grown = [number for slot in range(GROWING_SLOTS) for number in (slot, step + slot)]
         if pause_s:
             await asyncio.sleep(pause_s)
-        times_us.append(await way.send(GenerateDecision(step, grown=grown)) / 1e3)
+        async with asyncio.timeout(_START_S):  # a process that ended answers nothing
+            times_us.append(await way.send(GenerateDecision(step, grown=grown)) / 1e3)
     return times_us[int(messages * WARM_UP) :]
 
 

@@ -49,6 +49,9 @@ class Clock:
         assert isinstance(entry, GenerateDecision)
         return GenerateResult(entry.step, stamp(received_ns), b"", [], [], 0)
 
+    def look_ahead(self) -> None:
+        """A next decision needs nothing."""
+
 
 def follow_log(address: str) -> None:
     """Follow a decision log as a rank does, checks included."""
