@@ -12,29 +12,21 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
 import msgspec
 
-from vsched.aio.adapters.table import AdapterHold, AdapterTable, with_adapter
-from vsched.aio.answers import LastEnd, further_answers
+from vsched.aio.adapters.table import AdapterTable
 from vsched.aio.environment import Environment
 from vsched.aio.grammar_checks import GrammarChecks
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
-from vsched.aio.request_bounds import (
-    check_numbers,
-    check_prompt_values,
-    check_stop_tokens,
-    prompts_untold,
-)
-from vsched.aio.shell import Shell, start_shell
-from vsched.aio.streams.prompt_report import PromptReport
-from vsched.aio.streams.stream import TokenStream, interrupt_all
-from vsched.aio.streams.timing import RequestTimeline, timeline_of
+from vsched.aio.serving import FrontEnd, RunningParts, load_front_end, submit_answers
+from vsched.aio.shell import start_shell
+from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.timing import RequestTimeline
 from vsched.assembly import (
     adapter_table,
     arena_layout,
@@ -53,71 +45,18 @@ from vsched.assembly import (
 from vsched.config import Config, resolve_policies
 from vsched.errors import ConfigError, RequestRefused
 from vsched.media import ImageReference, Prompt
-from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.media.pixels import PixelStore
 from vsched.memory import Ledger
 from vsched.record.recorder import check_record_path
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
-from vsched.worker.capabilities import ConstrainsOutput, Grammars, TellsPrompts
-from vsched.worker.contract import Preprocessor, WorkerPlugin
+from vsched.worker.contract import Preprocessor
 from vsched.worker.registry import load_worker
 
 logger = logging.getLogger(__name__)
 RECENT_MAX = 64
-FrontEnd = tuple[Preprocessor, Grammars | None, bool]
-"""What prepares requests, what checks grammars, and whether prompts can be told of."""
 Progress = Callable[[str, str, float], None]
 """Called while loading: the group, what it does, and the fraction done."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningParts:
-    """What an engine has from the end of its start to its stop.
-
-    Attributes:
-        tells_prompts: Whether ranks can tell the log-probabilities of prompt tokens.
-    """
-
-    arena: Arena
-    launcher: Launcher
-    shell: Shell
-    media: MediaPipeline
-    grammars: GrammarChecks
-    tells_prompts: bool
-    adapters: AdapterTable
-
-    async def prepare(
-        self,
-        prompt: Prompt,
-        images: Sequence[ImageReference],
-        cache_salt: str,
-        sampling: SamplingParams,
-    ) -> PreparedRequest:
-        """Check the grammar of a request and what it asks of its prompt, then prepare prompt and images.
-
-        Raises:
-            RequestRefused: When one of them cannot be accepted.
-        """
-        if sampling.prompt_logprobs is not None and not self.tells_prompts:
-            raise prompts_untold()
-        await self.grammars.check(sampling)
-        return await self.media.prepare(prompt, images, cache_salt)
-
-    async def stop(self, *, grace_s: float) -> None:
-        """End every request and every rank, then give back threads, sockets and memory.
-
-        Blocks: at most the grace, after which ranks are killed, and what threads are busy with.
-        """
-        self.adapters.close()
-        try:
-            await self.shell.stop(grace_s=grace_s)
-        finally:
-            # It waits for the images being processed: in a thread, so that the loop goes on.
-            await asyncio.to_thread(self.media.close)
-            self.grammars.close()
-            self.launcher.close()
-            self.arena.close()
 
 
 class Engine:
@@ -169,8 +108,8 @@ class Engine:
             info = inspect_checkpoint(config, self._policies)
             self.config, self.info = as_served(config, info)
             ranks = self.config.generate.tensor_parallel
-            load_front_end = partial(_load_front_end, plugin, ranks=ranks)
-            self._running = await self._start_parts(load_front_end)
+            front_end = partial(load_front_end, plugin, ranks=ranks)
+            self._running = await self._start_parts(front_end)
             await self._load_adapters(self._running.adapters)
         except BaseException:
             await self.stop(grace_s=0)
@@ -323,92 +262,31 @@ class Engine:
 
         try:
             # Accepted before a drain, it is served: the engine's state is not asked again.
-            return self._submit(
-                parts.shell,
-                prepared,
-                sampling,
-                request_ids=request_ids,
+            request = Request(
+                request_id=request_ids[0],
+                prompt_token_ids=prepared.token_ids,
+                items=prepared.items,
+                sampling=sampling,
                 priority=priority,
                 ttft_target_ms=ttft_target_ms,
                 cache_salt=cache_salt,
                 tenant=tenant,
+            )
+            return submit_answers(
+                parts.shell,
+                request,
+                request_ids,
+                info=self.info,
+                prompt_logprobs_max=self.config.server.prompt_logprobs_max,
+                make_detokenizer=self.preprocessor.detokenizer,
                 hold=hold,
                 give_back=give_back,
+                on_timeline=self._recent.append,
                 preprocess_ms=(time.perf_counter() - received_s) * 1e3,
             )
         except BaseException:
             give_back()
             raise
-
-    def _submit(
-        self,
-        shell: Shell,
-        prepared: PreparedRequest,
-        sampling: SamplingParams,
-        *,
-        request_ids: Sequence[str],
-        priority: int,
-        ttft_target_ms: int | None,
-        cache_salt: str,
-        tenant: str,
-        hold: AdapterHold | None,
-        give_back: Callable[[], None],
-        preprocess_ms: float,
-    ) -> list[TokenStream]:
-        check_numbers(prepared.token_ids, sampling, vocab_size=self.info.vocab_size)
-        prompt_tokens = len(prepared.token_ids)
-        report = None
-        if sampling.prompt_logprobs is not None:
-            report = PromptReport(prepared.token_ids, sampling.prompt_logprobs)
-            check_prompt_values(report.values, self.config.server.prompt_logprobs_max)
-        if sampling.prompt_only:
-            sampling = msgspec.structs.replace(sampling, max_tokens=1, min_tokens=0)
-        elif not sampling.max_tokens:
-            limits = shell.limits
-            room = min(limits.context_tokens, limits.blocks * limits.block_size) - prompt_tokens
-            sampling = msgspec.structs.replace(sampling, max_tokens=max(room, 1))
-        own = () if sampling.ignore_eos else self.info.stop_token_ids
-        stop_token_ids = check_stop_tokens(sampling.stop_token_ids, own)
-        request = Request(
-            request_id=request_ids[0],
-            prompt_token_ids=prepared.token_ids,
-            items=prepared.items,
-            sampling=sampling,
-            priority=priority,
-            ttft_target_ms=ttft_target_ms,
-            cache_salt=cache_salt,
-            tenant=tenant,
-        )
-        request = with_adapter(request, hold)
-        release = LastEnd(len(request_ids), give_back)
-
-        def stream(request_id: str) -> TokenStream:
-            def on_end() -> None:
-                release()
-                self._recent.append(timeline_of(generation, preprocess_ms))
-
-            generation = TokenStream(
-                request_id,
-                prompt_token_ids=prepared.token_ids,
-                detokenizer=self.preprocessor.detokenizer(),
-                stop=sampling.stop,
-                stop_token_ids=frozenset(stop_token_ids),
-                include_stop=sampling.include_stop,
-                logprobs=sampling.logprobs is not None,
-                on_stop=shell.end,
-                on_end=on_end,
-                prompt_report=report,
-                prompt_only=sampling.prompt_only,
-            )
-            return generation
-
-        generations = [stream(request_id) for request_id in request_ids]
-        if hold is not None:
-            hold.run(partial(interrupt_all, generations))
-        further = further_answers(request_ids, sampling.seed)
-        with_streams = dict(zip(further, generations[1:], strict=True))
-        shell.submit(request, stop_token_ids, generations[0], with_streams)
-        return generations
 
     def _default_sampling(self) -> SamplingParams:
         return SamplingParams(max_tokens=0, **msgspec.structs.asdict(self.info.sampling))
@@ -582,13 +460,6 @@ class Engine:
         return make_worker_groups(
             config, plans, specs, launcher=launcher, events=events, sizing=sizing
         )
-
-
-def _load_front_end(plugin: WorkerPlugin, info: ModelInfo, *, ranks: int) -> FrontEnd:
-    """Load what a checkpoint's requests are prepared with, and ask what so many ranks can do."""
-    grammars = plugin.load_grammars(info) if isinstance(plugin, ConstrainsOutput) else None
-    tells = isinstance(plugin, TellsPrompts) and plugin.tells_prompts(info, ranks=ranks)
-    return plugin.load_preprocessor(info), grammars, tells
 
 
 def _forget(loading: asyncio.Future[FrontEnd]) -> None:

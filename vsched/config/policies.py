@@ -9,7 +9,8 @@ import msgspec
 
 from vsched.config.byte_sizes import size_bytes
 from vsched.config.media import check_decode_bytes, check_image_hosts
-from vsched.config.sections import POLICY_TABLES, Config, PolicyTable
+from vsched.config.section import PolicyTable
+from vsched.config.sections import POLICY_TABLES, Config
 from vsched.config.server import check_names
 from vsched.errors import ConfigError, ConfigProblems, limit_message
 from vsched.kernel import KernelPolicies

@@ -19,10 +19,11 @@ from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator
 from tests.unit.rank.worker_groups import Place, kv_sizing, limits_for
 from vsched.aio.leader.leader import Deadlines
+from vsched.aio.serving import RunningParts
 from vsched.aio.shell import Recorder, Shell, start_shell
 from vsched.aio.streams.stream import TokenStream
 from vsched.config import Config
-from vsched.engine import Engine, RunningParts
+from vsched.engine import Engine
 from vsched.errors import RequestFailed
 from vsched.kernel import Scheduler
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision

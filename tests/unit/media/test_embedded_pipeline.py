@@ -25,7 +25,7 @@ from tests.unit.media.fakes import (
     tensors_file,
 )
 from vsched import Config, Engine
-from vsched.engine import RunningParts
+from vsched.aio.serving import RunningParts
 from vsched.errors import RequestRefused
 from vsched.media import EmbeddedImage, ImageReference, MediaPipeline, MediaSettings, PixelStore
 from vsched.media.keys import embedding_key, item_key

@@ -17,9 +17,9 @@ import msgspec
 from vsched.aio.environment import Environment
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings
-from vsched.config import Config
-from vsched.config.sections import (
+from vsched.config import (
     ArenaConfig,
+    Config,
     DeadlinesConfig,
     EncodeConfig,
     GenerateConfig,

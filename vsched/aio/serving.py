@@ -1,0 +1,162 @@
+"""What an engine serves with while it runs, and how a prepared request becomes the streams of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from vsched.aio.adapters.table import AdapterHold, AdapterTable, with_adapter
+from vsched.aio.answers import LastEnd, further_answers
+from vsched.aio.grammar_checks import GrammarChecks
+from vsched.aio.replicas.launcher import Launcher
+from vsched.aio.request_bounds import (
+    check_numbers,
+    check_prompt_values,
+    check_stop_tokens,
+    prompts_untold,
+)
+from vsched.aio.shell import Shell
+from vsched.aio.streams.prompt_report import PromptReport
+from vsched.aio.streams.stream import TokenStream, interrupt_all
+from vsched.aio.streams.timing import RequestTimeline, timeline_of
+from vsched.media import ImageReference, Prompt
+from vsched.media.pipeline import MediaPipeline, PreparedRequest
+from vsched.transport.arena import Arena
+from vsched.types import ModelInfo, Request, SamplingParams
+from vsched.worker.capabilities import ConstrainsOutput, Grammars, TellsPrompts
+from vsched.worker.contract import Detokenizer, Preprocessor, WorkerPlugin
+
+FrontEnd = tuple[Preprocessor, Grammars | None, bool]
+"""What prepares requests, what checks grammars, and whether prompts can be told of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningParts:
+    """What an engine has from the end of its start to its stop.
+
+    Attributes:
+        tells_prompts: Whether ranks can tell the log-probabilities of prompt tokens.
+    """
+
+    arena: Arena
+    launcher: Launcher
+    shell: Shell
+    media: MediaPipeline
+    grammars: GrammarChecks
+    tells_prompts: bool
+    adapters: AdapterTable
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        images: Sequence[ImageReference],
+        cache_salt: str,
+        sampling: SamplingParams,
+    ) -> PreparedRequest:
+        """Check the grammar of a request and what it asks of its prompt, then prepare prompt and images.
+
+        Raises:
+            RequestRefused: When one of them cannot be accepted.
+        """
+        if sampling.prompt_logprobs is not None and not self.tells_prompts:
+            raise prompts_untold()
+        await self.grammars.check(sampling)
+        return await self.media.prepare(prompt, images, cache_salt)
+
+    async def stop(self, *, grace_s: float) -> None:
+        """End every request and every rank, then give back threads, sockets and memory.
+
+        Blocks: at most the grace, after which ranks are killed, and what threads are busy with.
+        """
+        self.adapters.close()
+        try:
+            await self.shell.stop(grace_s=grace_s)
+        finally:
+            # It waits for the images being processed: in a thread, so that the loop goes on.
+            await asyncio.to_thread(self.media.close)
+            self.grammars.close()
+            self.launcher.close()
+            self.arena.close()
+
+
+def submit_answers(
+    shell: Shell,
+    request: Request,
+    request_ids: Sequence[str],
+    *,
+    info: ModelInfo,
+    prompt_logprobs_max: int,
+    make_detokenizer: Callable[[], Detokenizer],
+    hold: AdapterHold | None,
+    give_back: Callable[[], None],
+    on_timeline: Callable[[RequestTimeline], None],
+    preprocess_ms: float,
+) -> list[TokenStream]:
+    """Submit a request for as many answers as there are ids, and return the stream of each.
+
+    When an answer ends, `on_timeline` gets its timeline. After the last one, `give_back` gives back what they held.
+
+    Raises:
+        RequestRefused: When one of its numbers is out of bounds.
+    """
+    prompt_token_ids, sampling = request.prompt_token_ids, request.sampling
+    check_numbers(prompt_token_ids, sampling, vocab_size=info.vocab_size)
+    report = None
+    if sampling.prompt_logprobs is not None:
+        report = PromptReport(prompt_token_ids, sampling.prompt_logprobs)
+        check_prompt_values(report.values, prompt_logprobs_max)
+    sampling = _with_length(sampling, shell, prompt_tokens=len(prompt_token_ids))
+    own = () if sampling.ignore_eos else info.stop_token_ids
+    stop_token_ids = check_stop_tokens(sampling.stop_token_ids, own)
+    request = with_adapter(msgspec.structs.replace(request, sampling=sampling), hold)
+    release = LastEnd(len(request_ids), give_back)
+
+    def stream(request_id: str) -> TokenStream:
+        def on_end() -> None:
+            release()
+            on_timeline(timeline_of(generation, preprocess_ms))
+
+        generation = TokenStream(
+            request_id,
+            prompt_token_ids=prompt_token_ids,
+            detokenizer=make_detokenizer(),
+            stop=sampling.stop,
+            stop_token_ids=frozenset(stop_token_ids),
+            include_stop=sampling.include_stop,
+            logprobs=sampling.logprobs is not None,
+            on_stop=shell.end,
+            on_end=on_end,
+            prompt_report=report,
+            prompt_only=sampling.prompt_only,
+        )
+        return generation
+
+    generations = [stream(request_id) for request_id in request_ids]
+    if hold is not None:
+        hold.run(partial(interrupt_all, generations))
+    further = further_answers(request_ids, sampling.seed)
+    with_streams = dict(zip(further, generations[1:], strict=True))
+    shell.submit(request, stop_token_ids, generations[0], with_streams)
+    return generations
+
+
+def _with_length(sampling: SamplingParams, shell: Shell, *, prompt_tokens: int) -> SamplingParams:
+    """Return the parameters with the length that 0 tokens stand for."""
+    if sampling.prompt_only:
+        return msgspec.structs.replace(sampling, max_tokens=1, min_tokens=0)
+    if sampling.max_tokens:
+        return sampling
+    limits = shell.limits
+    room = min(limits.context_tokens, limits.blocks * limits.block_size) - prompt_tokens
+    return msgspec.structs.replace(sampling, max_tokens=max(room, 1))
+
+
+def load_front_end(plugin: WorkerPlugin, info: ModelInfo, *, ranks: int) -> FrontEnd:
+    """Load what a checkpoint's requests are prepared with, and ask what so many ranks can do."""
+    grammars = plugin.load_grammars(info) if isinstance(plugin, ConstrainsOutput) else None
+    tells = isinstance(plugin, TellsPrompts) and plugin.tells_prompts(info, ranks=ranks)
+    return plugin.load_preprocessor(info), grammars, tells
