@@ -380,16 +380,14 @@ def state_bytes(config: Config, info: ModelInfo) -> int:
 
 
 def rank_spec(
-    config: Config, info: ModelInfo, plan: WorkerGroupPlan, *, arena: Arena, run_dir: str
+    config: Config, info: ModelInfo, plan: WorkerGroupPlan, layout: ArenaLayout
 ) -> RankSpec:
-    """Return what the ranks of a worker group are told; what differs between ranks comes with each start."""
+    """Return what the ranks of a worker group are told; what differs between ranks and hosts comes with each start."""
     kv_bytes = rank_kv_bytes_per_token(config, info)
     return RankSpec(
         rank=0,
         secret="",
-        run_dir=run_dir,
-        arena_fd=arena.fd,
-        layout=arena.layout,
+        layout=layout,
         info=msgspec.structs.replace(info, kv_bytes_per_token=kv_bytes),
         timeout_s=config.deadlines.rank_timeout_s,
         memory_limit_bytes=memory_limit(config, plan),
@@ -404,6 +402,7 @@ def make_worker_groups(
     specs: Sequence[RankSpec],
     *,
     launcher: Launcher,
+    arena: Arena,
     events: WorkerGroupEvents,
     sizing: Sizing,
 ) -> list[WorkerGroup]:
@@ -412,6 +411,7 @@ def make_worker_groups(
         WorkerGroup(
             spec,
             launcher,
+            arena,
             groups=plan.groups,
             ranks=plan.ranks,
             deadlines=leader_deadlines(config),

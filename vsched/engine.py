@@ -454,11 +454,9 @@ class Engine:
         """Return the worker groups, which have not started."""
         config, info = self.config, self.info
         plans = worker_group_plans(config, info, self._policies)
-        specs = [
-            rank_spec(config, info, plan, arena=arena, run_dir=launcher.run_dir) for plan in plans
-        ]
+        specs = [rank_spec(config, info, plan, arena.layout) for plan in plans]
         return make_worker_groups(
-            config, plans, specs, launcher=launcher, events=events, sizing=sizing
+            config, plans, specs, launcher=launcher, arena=arena, events=events, sizing=sizing
         )
 
 

@@ -171,6 +171,17 @@ class RankUnreachable(_GroupFailure, frozen=True):
         return f"rank {self.rank} is gone or does not read its decisions"
 
 
+class HostLost(_GroupFailure, frozen=True):
+    """The host that the ranks run on is gone, or cannot be reached; `what` completes the sentence."""
+
+    host: str
+    what: str
+
+    @property
+    def words(self) -> str:
+        return f"host {self.host} {self.what}"
+
+
 class ReportRefused(_GroupFailure, frozen=True):
     """A rank sent what it must not send; `what` completes the sentence that begins with the rank."""
 
@@ -254,6 +265,7 @@ GroupFailure = (
     | StepTooLong
     | RankBacklogged
     | RankUnreachable
+    | HostLost
     | ReportRefused
     | RanksDiffer
     | NotReady

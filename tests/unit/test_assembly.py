@@ -156,7 +156,7 @@ def test_rank_is_told_its_share_of_the_kv_cache() -> None:
     arena = Arena.create(LAYOUT)
     try:
         specs = [
-            rank_spec(config, INFO, plan, arena=arena, run_dir="")
+            rank_spec(config, INFO, plan, LAYOUT)
             for plan in worker_group_plans(config, INFO, policies)
         ]
     finally:

@@ -41,6 +41,9 @@ class GenerateRole(msgspec.Struct, frozen=True, kw_only=True):
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One rank: its roles (two where the stages share a process) and what they share.
 
+    The folder, the arena's descriptor and the addresses are those of the host that the rank runs on, which fills them
+    in (`vsched.aio.replicas.launcher.at_home`).
+
     `name` is the groups and the number, such as `generate-0 rank 1`. `memory_limit_bytes` bounds the private memory of
     the process; 0 is no limit.
     """
@@ -48,8 +51,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     secret: str
     name: str = ""
-    run_dir: str
-    arena_fd: int
+    run_dir: str = ""
+    arena_fd: int = -1
     layout: ArenaLayout
     info: ModelInfo
     timeout_s: float

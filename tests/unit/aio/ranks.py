@@ -19,6 +19,7 @@ from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator
 from tests.unit.rank.worker_groups import Place, kv_sizing, limits_for
 from vsched.aio.leader.leader import Deadlines
+from vsched.aio.replicas.launcher import at_home, link_address
 from vsched.aio.serving import RunningParts
 from vsched.aio.shell import Recorder, Shell, start_shell
 from vsched.aio.streams.stream import TokenStream
@@ -29,6 +30,7 @@ from vsched.kernel import Scheduler
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.policy import RankMemory, Reservation
 from vsched.testing import default_policies
+from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import rank_identity
 from vsched.types import FinishReason, Request, SamplingParams, stage_of
 from vsched.wire import (
@@ -115,7 +117,7 @@ class Rank:
             weights_bytes=0,
         )
         self._blocks = ranks.blocks
-        arena = ranks.place.arena
+        arena = ranks.home.arena
         self._logs = {"encode": FollowerLog(), "generate": FollowerLog()}
         self._encode = EncodeRank(FakeEncoder(Behaviour()), arena.embeddings, arena.read)
         self._generate = None if spec.generate is None else _generate_rank(ranks, spec.generate)
@@ -161,11 +163,34 @@ class Rank:
 def _generate_rank(ranks: Ranks, role: GenerateRole) -> GenerateRank:
     return GenerateRank(
         FakeGenerator(Behaviour()),
-        ranks.place.arena.embeddings,
+        ranks.home.arena.embeddings,
         slots=role.limits.slots,
         context_tokens=role.limits.context_tokens,
         block_size=role.limits.block_size,
     )
+
+
+class HostOfRanks:
+    """Where they are for one start."""
+
+    name = "far"
+
+    def __init__(self, ranks: Ranks, groups: Sequence[str], arena: Arena, start: int) -> None:
+        self._ranks = ranks
+        self._groups = groups
+        self._arena = arena
+        self._start = start
+
+    def open_link(self, group: str, on_frame: Callable[[bytes, bytes], None]) -> Wire:
+        return Wire(self._ranks, link_address(self._ranks.run_dir, group, self._start), on_frame)
+
+    def launch(self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]) -> Rank:
+        run_dir, fd, start = self._ranks.run_dir, self._arena.fd, self._start
+        spec = at_home(spec, self._groups, run_dir=run_dir, arena_fd=fd, start=start)
+        return self._ranks.launch(spec, threads=threads, on_exit=on_exit)
+
+    def close(self) -> None:
+        self._ranks.places_closed += 1
 
 
 class Ranks:
@@ -177,13 +202,17 @@ class Ranks:
         broken: Groups none of whose ranks can start.
         mute: Generate groups whose ranks never say that they have loaded.
         backlogged: Groups and ranks that do not take their next decision.
+        lose_host: Loses the host of the last start, and says why.
+        places: Starts of worker groups; `places_closed` are those whose host was given back.
         pauses_s: Pauses between attempts to restart; none takes time while `pause_over` is set.
     """
 
-    place: Place
+    home: Place
 
     def __init__(self, run_dir: str) -> None:
         self.run_dir = run_dir
+        self.lose_host: Callable[[str], None]
+        self.places = self.places_closed = 0
         self.wires: dict[str, Wire] = {}
         self.made: list[Rank] = []
         self.blocks = BLOCKS
@@ -202,8 +231,12 @@ class Ranks:
     def close(self) -> None:
         """There is nothing to give back."""
 
-    def open_link(self, address: str, on_frame: Callable[[bytes, bytes], None]) -> Wire:
-        return Wire(self, address, on_frame)
+    def place(
+        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
+    ) -> HostOfRanks:
+        self.lose_host = on_lost
+        self.places += 1
+        return HostOfRanks(self, groups, arena, self.places)
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]) -> Rank:
         if self.failures:
@@ -369,7 +402,7 @@ class ShellHarness:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
         self.ranks = Ranks(str(run_dir))
-        self._place = self.ranks.place = Place(run_dir, self.ranks)
+        self._place = self.ranks.home = Place(run_dir, self.ranks)
         self.shell: Shell
         self.record: Callable[[Scheduler], Recorder | None] = lambda _: None
         self._skip_pauses(monkeypatch)

@@ -307,6 +307,7 @@ async def test_shell_deaf_rank_takes_its_own_crew_down(
 
 FAULTS: dict[str, Callable[[ShellHarness], None]] = {
     "exit": lambda played: played.ranks.of("generate", 1).exit(-9),
+    "host": lambda played: played.ranks.lose_host("cannot be reached"),
     "another result": lambda played: played.ranks.say("generate", StepCheck(1, b"another"), 1),
 }
 
@@ -325,8 +326,22 @@ async def test_shell_any_rank_takes_the_whole_crew_down(played: ShellHarness, fa
     await ranks.until(lambda: played.shell.healthy)
     assert all(rank.ended for rank in victims)
     assert ranks.starts == 6
+    assert ranks.places - ranks.places_closed == 2, "the host of the lost start was given back"
     ranks.run()
     await check_tokens(streams)
+
+
+async def test_shell_names_the_host_that_was_lost(played: ShellHarness) -> None:
+    """With all its ranks, and once, whatever else comes of them."""
+    await played.stop()
+    ranks = played.ranks
+    await played.start(SEPARATE, ranks=2)
+    ranks.lose_host("cannot be reached")
+    ranks.of("generate", 1).exit(-9)
+    await ranks.until(lambda: played.shell.healthy)
+    (row,) = (row for row in played.shell.groups() if row["name"] == "generate")
+    assert row["losses"] == {"HostLost": 1}
+    assert row["last_loss"]["reason"] == "generate: host far cannot be reached"
 
 
 async def test_crew_tells_each_rank_who_it_is(played: ShellHarness) -> None:

@@ -17,6 +17,7 @@ from tests.patience import NEVER_S, patience, until
 from tests.unit.rank.fake_plugin import Behaviour
 from tests.unit.rank.worker_groups import KV_TOKENS, LIMITS, Heard, Place, is_running, kv_sizing
 from vsched.aio.leader.leader import Deadlines
+from vsched.aio.replicas.launcher import at_home
 from vsched.aio.replicas.process import RANK_COMMAND, RankProcess
 from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
@@ -90,7 +91,9 @@ async def test_worker_group_rank_says_its_name_in_its_log(place: Place) -> None:
     )
     assert rank.stdin is not None
     assert rank.stderr is not None
-    rank.stdin.write(msgspec.json.encode(worker_group._spec(0, "secret")) + b"\n")
+    spec, run_dir, fd = worker_group._spec(0, "secret"), str(place.run_dir), place.arena.fd
+    spec = at_home(spec, worker_group.groups, run_dir=run_dir, arena_fd=fd, start=1)
+    rank.stdin.write(msgspec.json.encode(spec) + b"\n")
     said = (await rank.stderr.read()).decode()
     assert await rank.wait() == 2
     assert said.endswith(

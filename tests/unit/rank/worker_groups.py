@@ -124,8 +124,6 @@ class Place:
         template = RankSpec(
             rank=0,
             secret="",
-            run_dir=str(self.run_dir),
-            arena_fd=self.arena.fd,
             layout=LAYOUT,
             info=model_info(behaviour),
             timeout_s=limits.rank_timeout_s,
@@ -136,6 +134,7 @@ class Place:
         return WorkerGroup(
             template,
             self.launcher,
+            self.arena,
             groups=groups,
             ranks=ranks,
             deadlines=limits,

@@ -12,16 +12,16 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.leader.leader import Deadlines, Leader, ProcessLiveness
-from vsched.aio.replicas.launcher import LaunchedRank, Launcher
+from vsched.aio.replicas.launcher import Host, LaunchedRank, Launcher
 from vsched.errors import DeviceOutOfMemory, startup_error
-from vsched.failures import GroupFailure, NotReady, ProcessExited
+from vsched.failures import GroupFailure, HostLost, NotReady, ProcessExited
+from vsched.transport.arena import Arena
 from vsched.types import stage_of
 from vsched.wire import EncodeResult, GenerateResult, Ready
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
@@ -43,14 +43,15 @@ class WorkerGroupEvents(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerGroup:
     """The ranks of one replica: of `groups`, which `template` has roles for.
 
-    What differs between ranks and between starts is filled into the template: numbers, secret, addresses, devices, and
-    the place where ranks that share a model find each other.
+    What differs between ranks and between starts is filled into the template: numbers, secret, devices. What depends on
+    the host that they start on, its launcher's host fills in.
     """
 
     def __init__(
         self,
         template: RankSpec,
         launcher: Launcher,
+        arena: Arena,
         *,
         groups: Sequence[str],
         ranks: int,
@@ -64,6 +65,8 @@ class WorkerGroup:
         self.groups = list(groups)
         self._template = template
         self._launcher = launcher
+        self._arena = arena
+        self._host: Host | None = None
         self._ranks = ranks
         self._threads = max(role.settings.threads for role in roles.values() if role is not None)
         self._deadlines = deadlines
@@ -71,7 +74,6 @@ class WorkerGroup:
         self._sizing = sizing
         self._leaders: dict[str, Leader] = {}
         self._processes: list[LaunchedRank] = []
-        self._starts = 0
         self._failure: GroupFailure | None = None
         self._up = False
         self._stopping = False
@@ -88,19 +90,20 @@ class WorkerGroup:
             DeviceOutOfMemory, MemoryLeak, PolicyError: When no size of the KV cache will do.
             GroupLostError: When a rank exits otherwise, or is not ready in time.
         """
-        self._starts += 1
         self._failure = None
         self._lost.clear()
         for group in self.groups:
             self._progress(group, STARTING, 0.0)
         secret = secrets.token_hex(16)
         liveness = ProcessLiveness()
-        self._leaders = {name: self._lead(name, secret, liveness) for name in self.groups}
+        self._close_host()
+        host = self._host = self._launcher.place(self.groups, self._arena, self._lose_host)
+        self._leaders = {name: self._lead(host, name, secret, liveness) for name in self.groups}
         self._processes = []
         # One by one: should a later one fail, `stop` ends the others.
         for rank in range(self._ranks):
             spec, on_exit = self._spec(rank, secret), self._exit_handler(rank)
-            process = self._launcher.launch(spec, threads=self._threads, on_exit=on_exit)
+            process = host.launch(spec, threads=self._threads, on_exit=on_exit)
             self._processes.append(process)
         loop = asyncio.get_running_loop()
         stages = [loop.create_task(self._bring_up(name)) for name in self.groups]
@@ -173,7 +176,13 @@ class WorkerGroup:
         finally:
             for leader in self._leaders.values():
                 leader.close()
+            self._close_host()
             self._stopping = False
+
+    def _close_host(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            host.close()
 
     @property
     def pids(self) -> list[int]:
@@ -190,13 +199,10 @@ class WorkerGroup:
         sent, missed = (leader.heartbeats, leader.heartbeats_missed) if leader else (0, 0)
         return {"sent": sent, "missed": missed}
 
-    def _address(self, group: str) -> str:
-        return f"ipc://{Path(self._template.run_dir) / f'{group}-{self._starts}'}"
-
-    def _lead(self, group: str, secret: str, liveness: ProcessLiveness) -> Leader:
+    def _lead(self, host: Host, group: str, secret: str, liveness: ProcessLiveness) -> Leader:
         return Leader(
             group,
-            partial(self._launcher.open_link, self._address(group)),
+            partial(host.open_link, group),
             secret=secret,
             ranks=self._ranks,
             deadlines=self._deadlines,
@@ -217,13 +223,10 @@ class WorkerGroup:
                 device=rank_device(role.settings.device, rank),
                 ranks=self._ranks,
                 rank=rank,
-                rendezvous=self._rendezvous(group) if self._ranks > 1 else "",
             )
             if isinstance(role, EncodeRole):
                 role = self._with_share(role, group, rank)
-            changes[stage] = msgspec.structs.replace(
-                role, address=self._address(group), settings=settings
-            )
+            changes[stage] = msgspec.structs.replace(role, settings=settings)
         name = f"{' and '.join(self.groups)} rank {rank}"
         return msgspec.structs.replace(template, rank=rank, secret=secret, name=name, **changes)
 
@@ -233,10 +236,6 @@ class WorkerGroup:
         return (
             role if kept_bytes is None else msgspec.structs.replace(role, reserved_bytes=kept_bytes)
         )
-
-    def _rendezvous(self, group: str) -> str:
-        """Return a path that no earlier start has used: what it left there would be taken for this one's."""
-        return str(Path(self._template.run_dir) / f"{group}-{self._starts}-collective")
 
     def _progress(self, group: str, what: str, fraction: float) -> None:
         self._doing = what
@@ -259,6 +258,10 @@ class WorkerGroup:
             self._lose(failure)
 
         return on_exit
+
+    def _lose_host(self, what: str) -> None:
+        host = self._host.name if self._host is not None else ""
+        self._lose(HostLost(tuple(self.groups), host, what))
 
     def _lose(self, failure: GroupFailure) -> None:
         """All groups of the worker group go down together; the first failure is the one to tell."""

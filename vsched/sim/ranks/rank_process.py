@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from vsched.aio.replicas.launcher import at_home, link_address
 from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
 from vsched.sim.faults.plan import Hang, OutOfMemory, Slowdown, WorkerCrash
 from vsched.sim.network.links import LeaderEnd, RankEnd, wait_readable
@@ -389,6 +390,44 @@ def _group_at(address: str) -> str:
     return address.rpartition("/")[2].rpartition("-")[0]
 
 
+class SimulatedHost:
+    """The simulated host, for one start of a worker group."""
+
+    name = ""
+
+    def __init__(
+        self,
+        world: World,
+        start_rank: Callable[[RankSpec, Callable[[int], None]], SimulatedRank],
+        groups: Sequence[str],
+        arena: Arena,
+        start: int,
+    ) -> None:
+        """Prepare the `start`-th start of these groups."""
+        self._world = world
+        self._start_rank = start_rank
+        self._groups = groups
+        self._arena = arena
+        self._start = start
+
+    def open_link(self, group: str, on_frame: OnFrame) -> LeaderEnd:
+        """Listen."""
+        address = link_address(RUN_DIR, group, self._start)
+        return self._world.network.listen(address, on_frame, group=group)
+
+    def launch(
+        self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]
+    ) -> SimulatedRank:
+        """Start a rank."""
+        del threads
+        fd, start = self._arena.fd, self._start
+        spec = at_home(spec, self._groups, run_dir=RUN_DIR, arena_fd=fd, start=start)
+        return self._start_rank(spec, on_exit)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
 class SimulatedLauncher:
     """Starts simulated ranks, and has their leaders hear them over the simulated network.
 
@@ -401,17 +440,19 @@ class SimulatedLauncher:
     def __init__(self, world: World) -> None:
         self.ranks: list[SimulatedRank] = []
         self._world = world
+        self._starts: Counter[str] = Counter()
         self._collectives: dict[str, Collective] = {}
 
-    def open_link(self, address: str, on_frame: OnFrame) -> LeaderEnd:
-        """Listen."""
-        return self._world.network.listen(address, on_frame, group=_group_at(address))
+    def place(
+        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
+    ) -> SimulatedHost:
+        """Return the one host that there is."""
+        del on_lost
+        self._starts.update(groups)
+        return SimulatedHost(self._world, self.start, groups, arena, self._starts[groups[0]])
 
-    def launch(
-        self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]
-    ) -> SimulatedRank:
-        """Start a rank."""
-        del threads
+    def start(self, spec: RankSpec, on_exit: Callable[[int], None]) -> SimulatedRank:
+        """Start a rank that was told everything."""
         roles = [role for role in (spec.encode, spec.generate) if role is not None]
         if spec.rank == 0:
             self._world.launches.update(_group_at(role.address) for role in roles)
