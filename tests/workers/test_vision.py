@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,8 @@ from tests.workers.reference import Reference
 from vsched.types import ModelInfo
 from vsched.worker.capabilities import can_pause
 from vsched.worker.contract import EncodeJob, WorkerSettings
+from vsched_workers import vision
+from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.families.qwen_image import PIXELS, grid_of
 from vsched_workers.plugin import plugin
 
@@ -120,6 +123,27 @@ def test_encode_pauses_between_blocks(
     assert np.array_equal(found, whole)
     blocks = len(worker._tower.layers)  # type: ignore[attr-defined]
     assert pauses == ((blocks - 1) // layers if layers else 0)
+
+
+class BehindBackend(ReferenceBackend):
+    """A device that is behind the host, so that an encoder does not pause between layers."""
+
+    synchronous = False
+
+
+def test_encode_without_pauses_needs_no_greenlets(
+    checkpoints: Callable[[str], Path], stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not where a GPU is, perhaps: what switches stacks is not even imported."""
+    jobs, expected = jobs_of(stages("nano25")), empty_pages(stages("nano25").info)
+    stages("nano25").encoder.encode(jobs, expected)
+    monkeypatch.setattr(vision, "choose_backend", BehindBackend)
+    monkeypatch.setitem(sys.modules, "vsched_workers.batching.sliced_run", None)
+    stage = Stage.load(str(checkpoints("nano25")), attention="exact", dtype="float32")
+    assert not can_pause(stage.encoder)
+    found = empty_pages(stage.info)
+    stage.encoder.encode(jobs, found)
+    assert np.array_equal(found, expected)
 
 
 def test_encode_that_fails_within_a_batch_takes_the_next(stages: Stages) -> None:

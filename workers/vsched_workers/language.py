@@ -277,9 +277,11 @@ class LanguageWorker(AdaptedWorker):
                 hidden = hidden[self._backend.send(rows)]
             if not len(rows):
                 return Sampled(tokens=np.empty(0, dtype=np.int32), prompts=told)
-            logits = logits_of(hidden, len(rows))
+            logits, special = logits_of(hidden, len(rows)), special_rows(batch)
+            if not special:
+                self._group.vote_early()
             greedy = self._backend.argmax(logits)
-            sampled = choose_tokens(greedy, logits, special_rows(batch), self._backend.draw)
+            sampled = choose_tokens(greedy, logits, special, self._backend.draw)
             return dataclasses.replace(sampled, prompts=told) if told else sampled
 
     def _logits_of(self, head: Product, hidden: torch.Tensor, rows: int) -> torch.Tensor:

@@ -36,6 +36,7 @@ TRAINED = Path(__file__).parents[1] / "demo-model"
 
 RANK_MODULES = (
     "vsched_workers.backends.cpu.backend",
+    "vsched_workers.batching.sliced_run",
     "vsched_workers.language",
     "vsched_workers.memory.worst_case",
     "vsched_workers.vision",

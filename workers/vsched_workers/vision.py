@@ -24,7 +24,6 @@ from vsched_workers.backends.base import Backend
 from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
-from vsched_workers.batching.sliced_run import SlicedRun
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
@@ -38,6 +37,8 @@ from vsched_workers.quantized.groups import check_groups
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from vsched_workers.batching.sliced_run import SlicedRun
 
 
 class Tower(Protocol):
@@ -119,9 +120,13 @@ class VisionWorker(AdaptedWorker):
         self._group = group
         self._memory = group.memory(backend.memory)
         self._weights_bytes = weights_bytes
-        self._sliced = SlicedRun()
-        for layer in tower.layers[1:]:
-            layer.register_forward_pre_hook(self._sliced.layer_done)
+        self._sliced: SlicedRun | None = None
+        if self.pauses:
+            from vsched_workers.batching.sliced_run import SlicedRun  # wants greenlet
+
+            self._sliced = SlicedRun()
+            for layer in tower.layers[1:]:
+                layer.register_forward_pre_hook(self._sliced.layer_done)
 
     @property
     def weights_bytes(self) -> int:
@@ -157,6 +162,7 @@ class VisionWorker(AdaptedWorker):
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Take the jobs, for `advance` to encode."""
+        assert self._sliced is not None, "`pauses` says so"
         self._sliced.begin(lambda: self.encode(jobs, embeddings))
 
     def advance(self, layers: int) -> bool:
@@ -165,6 +171,7 @@ class VisionWorker(AdaptedWorker):
         Raises:
             DeviceOutOfMemory: As `encode`.
         """
+        assert self._sliced is not None, "`pauses` says so"
         return self._sliced.advance(layers)
 
     def _calls(self, jobs: Sequence[EncodeJob]) -> Iterator[Sequence[EncodeJob]]:

@@ -56,3 +56,31 @@ def test_require_available_gives_value_limit_and_remedy() -> None:
         DeviceOutOfMemory, match=r"a lot does not fit on cpu.*value \d+, limit \d+\. Remedy"
     ):
         require_available(memory, 1 << 60, "a lot")
+
+
+class CachingMemory(HostMemory):
+    """Memory whose allocator caches all of it until it is told to give it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached = 100
+
+    def available(self) -> int:
+        return 100 - self.cached
+
+    def release(self) -> None:
+        self.cached = 0
+
+
+def test_require_available_counts_what_the_allocator_caches() -> None:
+    memory = CachingMemory()
+    require_available(memory, 100, "as much as is cached")
+    with pytest.raises(DeviceOutOfMemory, match="value 101, limit 100"):
+        require_available(CachingMemory(), 101, "more")
+
+
+def test_require_available_keeps_the_cache_where_there_is_room_beside_it() -> None:
+    memory = CachingMemory()
+    memory.cached = 40
+    require_available(memory, 60, "what is free")
+    assert memory.cached == 40

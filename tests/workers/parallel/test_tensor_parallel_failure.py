@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed
 
 from tests.patience import NEVER_S, PATIENCE_S, wait_until
 from tests.workers.driver import Driver, Question, drawn_image
@@ -127,6 +130,102 @@ def test_group_tells_other_failures_apart(ranks: Ranks) -> None:
     assert found[0][0] == "PeerFailed: another rank of the group, 1, failed: ValueError"
     assert found[1][0] == "ValueError: own"
     assert found[0][-1] == found[1][-1] == ""
+
+
+class LateGroup:
+    """A group as on GPUs: a collective is only begun, and one that was aborted leaves anything behind."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+        self.begun: list[torch.Tensor] = []
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        if not self.aborted.is_set():
+            tensors[0].mul_(2)
+        self.begun += tensors
+        return SimpleNamespace(wait=lambda: None)
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+class LateCollectives:
+    """Connects to nobody; see `LateGroup`."""
+
+    exchanges = False
+    wakes_peers = False
+    runs_behind = True
+
+    def __init__(self) -> None:
+        self.group = LateGroup()
+
+    def connect(self, store: Any, rank: int, size: int, *, timeout_s: float) -> LateGroup:
+        return self.group
+
+
+@pytest.fixture
+def late(tmp_path: Path) -> tuple[RankGroup, LateGroup, Any]:
+    """Return rank 0 of two, what it is connected to, and the store as rank 1 sees it."""
+    distributed: Any = torch.distributed
+    store: Any = distributed.FileStore(str(tmp_path / "group-generate-0"), 2)
+    store.set("step/1", "0")
+    collectives = LateCollectives()
+    settings = WorkerSettings(ranks=2, rank=0, rendezvous=str(tmp_path / "group"))
+    return RankGroup(settings, "generate", collectives), collectives.group, store
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_what_an_aborted_collective_left_behind_is_the_other_ranks_failure(
+    late: tuple[RankGroup, LateGroup, Any], broken: bool
+) -> None:
+    """On GPUs a step goes on with it until something breaks, or the vote tells; the reason stays the first one."""
+    group, connected, store = late
+
+    def step() -> None:
+        with group.together():
+            store.set("failed", "1 memory")
+            assert connected.aborted.wait(PATIENCE_S)
+            if broken:
+                raise FloatingPointError("nothing to draw from")
+
+    assert outcome(step).startswith(
+        "DeviceOutOfMemory: another rank of the group, 1, ran out of memory"
+    )
+    assert store.get("failed") == b"1 memory"
+
+
+def test_what_breaks_here_first_is_told(late: tuple[RankGroup, LateGroup, Any]) -> None:
+    group, _, store = late
+    with pytest.raises(FloatingPointError), group.together():
+        raise FloatingPointError("nothing to draw from")
+    assert store.get("failed") == b"0 FloatingPointError"
+
+
+def test_a_vote_that_is_cast_early_is_cast_once(late: tuple[RankGroup, LateGroup, Any]) -> None:
+    """It is begun before results are read, so that the host waits once; the next attempt has one of its own."""
+    group, connected, _ = late
+    for _ in range(2):
+        with group.together():
+            connected.begun.clear()
+            group.vote_early()
+            assert len(connected.begun) == 1
+        assert len(connected.begun) == 1
+        with group.together():
+            connected.begun.clear()
+        assert len(connected.begun) == 1
+    assert group._agreed == 4
+
+
+def test_votes_are_cast_at_the_end_where_collectives_are_done_at_once(ranks: Ranks) -> None:
+    assert ranks.run(vote_early) == [[1, 1]] * 2
+
+
+def vote_early(settings: WorkerSettings) -> list[int]:
+    group = RankGroup(settings, "generate", GlooCollectives())
+    with group.together():
+        group.vote_early()
+        early = group._ballot
+    return [int(early is None), group._agreed]
 
 
 def lose(settings: WorkerSettings, how: str) -> str:

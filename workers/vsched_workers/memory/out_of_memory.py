@@ -57,6 +57,8 @@ def require_available(memory: DeviceMemory, size: int, what: str) -> None:
     Raises:
         DeviceOutOfMemory: When it does not fit.
     """
+    if size > memory.available():
+        memory.release()  # what its allocator caches is not available, and is no obstacle
     available = memory.available()
     if size > available:
         raise DeviceOutOfMemory(

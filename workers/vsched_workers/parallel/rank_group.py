@@ -60,10 +60,12 @@ class Collectives(Protocol):
     Attributes:
         exchanges: Whether small tensors are sent to every rank and added up by each, in the order of the ranks.
         wakes_peers: Whether what the others wait for fails when a rank drops its connections.
+        runs_behind: Whether a collective that the host has waited for may still run on the device.
     """
 
     exchanges: bool
     wakes_peers: bool
+    runs_behind: bool
 
     def connect(self, store: Any, rank: int, size: int, *, timeout_s: float) -> Any:
         """Return torch's process group of the ranks that meet in a store.
@@ -96,6 +98,7 @@ class RankGroup:
         self._store: Any = None
         self._group: Any = None
         self._aborter: _PeerAborter | None = None
+        self._ballot: torch.Tensor | None = None
         assert 0 <= self.rank < self.size, f"rank {self.rank} of {self.size}"
         assert self.size == 1 or settings.rendezvous, "ranks need a path to find each other"
 
@@ -124,8 +127,20 @@ class RankGroup:
         except _Interrupted as error:
             raise self._verdict(str(error)) from error
         except BaseException as error:
+            if isinstance(error, Exception) and self._aborter is not None and self._aborter.fired:
+                # Another rank failed first. What an aborted collective left behind was computed with, until that broke.
+                raise self._verdict(str(error)) from error
             self._tell(epoch, error)
             raise
+
+    def vote_early(self) -> None:
+        """Cast this rank's vote now, within `together`: only results that are under way are left to be read.
+
+        Where collectives run behind the host, whoever reads results then waits for the vote as well: once, not twice.
+        What fails all the same after this is a failure of the group, at its next attempt.
+        """
+        if self.size > 1 and self._collectives.runs_behind:
+            self._ballot = self._cast()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -263,9 +278,13 @@ class RankGroup:
         self._barrier()
         self._agreed += 1
 
+    def _cast(self) -> torch.Tensor:
+        """Add one to what every rank adds one to."""
+        return self.all_reduce(torch.ones(1, dtype=torch.int64, device=self._device))
+
     def _barrier(self) -> None:
         """Return when every rank has come as far as this one."""
-        total = self.all_reduce(torch.ones(1, dtype=torch.int64, device=self._device))
+        total, self._ballot = self._cast() if self._ballot is None else self._ballot, None
         if int(total.item()) != self.size:
             # What an aborted collective of a GPU leaves behind.
             raise _Interrupted("a collective was aborted")
@@ -308,15 +327,21 @@ class RankGroup:
             self._aborter.stop()
             self._aborter = None
             self._group.abort()
+        self._ballot = None
         self._group = None
         self._store = None
         self._epoch += 1
 
 
 class _PeerAborter:
-    """Aborts a group of GPUs when another rank failed: there a closed connection wakes nobody. Not yet run on a GPU."""
+    """Aborts a group of GPUs when another rank failed: there a closed connection wakes nobody. Not yet run on a GPU.
+
+    Attributes:
+        fired: Whether it did; known before anything can come of it.
+    """
 
     def __init__(self, store: Any, group: Any) -> None:
+        self.fired = False
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(store, group), daemon=True)
         self._thread.start()
@@ -329,6 +354,7 @@ class _PeerAborter:
     def _run(self, store: Any, group: Any) -> None:
         while not self._done.wait(_WATCH_S):
             if store.check([_FAILED]):
+                self.fired = True
                 group.abort()
                 return
 

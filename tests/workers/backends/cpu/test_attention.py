@@ -455,6 +455,7 @@ def test_choose_prefill_takes_the_custom_or_the_tiled_kernel_for_bfloat16_on_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(operand_choice, "runs_here", lambda: False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is tiled_attention.prefill
     assert choose_patches(1, 2, 20) is tiled_attention.attend_patches
     assert choose_prefill(WorkerSettings(), torch.float32) is prefill_by_gather

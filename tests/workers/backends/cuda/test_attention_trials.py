@@ -15,7 +15,7 @@ from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda.attention import FlashPrefill, VarlenDecode
-from vsched_workers.backends.cuda.attention_trials import AttentionTrial, fastest
+from vsched_workers.backends.cuda.attention_trials import AttentionTrial, fastest, require_right
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.paged_attention import (
     KvCache,
@@ -101,6 +101,26 @@ def test_fastest_tells_out_of_memory() -> None:
     """A cache that leaves no room for its kernel is too large."""
     with pytest.raises(DeviceOutOfMemory, match="trying Greedy"):
         choose([Greedy(), Right()], {"Right": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "says"),
+    [
+        (Broken(), r"'varlen' does not run \(page_block_size .* multiple of 256\) on cpu"),
+        (Wrong(), "'varlen' is wrong by 0.5 on cpu"),
+        (NoNumber(), "'varlen' is wrong by nan on cpu"),
+    ],
+)
+def test_a_kernel_that_is_named_is_refused_where_it_is_not_right(kernel: Any, says: str) -> None:
+    """When the cache is built, not in the first step; the remedy names the size of a block that helps."""
+    cache = small_cache()
+    with AttentionTrial.over(cache, 4) as trial:
+        with pytest.raises(ConfigError, match=says) as refused:
+            require_right("varlen", kernel, cache, trial)
+        require_right("varlen", decode_by_gather, cache, trial)
+    assert "blocks of 4 tokens. Remedy: use generate.block_size = 256, or `auto`" in str(
+        refused.value
+    )
 
 
 def test_trial_leaves_the_cache_as_it_was() -> None:

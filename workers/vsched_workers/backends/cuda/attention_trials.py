@@ -12,7 +12,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ def try_kernels(
     They are tried over the cache, whose first blocks are zeros afterwards.
 
     Raises:
-        ConfigError: When the configuration names a kernel that is not installed.
+        ConfigError: When the configuration names a kernel that is not installed, or is not right on this device.
         DeviceOutOfMemory: When the device's memory ran out.
     """
     if settings.attention == "exact":
@@ -97,6 +97,7 @@ def try_kernels(
             decode = fastest("decode", decodes, decode_by_gather, trial.decode, cuda_seconds)
         else:
             decode = load_decode(settings)
+            require_right(settings.attention, decode, cache, trial)
         prefill = fastest("prefill", prefills, prefill_by_gather, trial.prefill, cuda_seconds)
     return AttentionKernels(decode, prefill)
 
@@ -127,25 +128,62 @@ def fastest(
     best, least_s = plain, float("inf")
     for kernel in candidates:
         name = type(kernel).__name__
-        try:
-            with typed_out_of_memory(f"trying {name}"):
-                differs = float((run(kernel).float() - expected.float()).abs().max())
-                # Written so that a result that is no number is turned down, too.
-                if not differs <= _WITHIN[expected.dtype]:
-                    logger.warning("%s: %s is wrong by %g here; not used", what, name, differs)
-                    continue
-                spent_s = timer(functools.partial(run, kernel))
-        except DeviceOutOfMemory:
-            raise
-        except Exception as error:  # noqa: BLE001  # whatever a kernel raises here, it is not used
-            logger.info("%s: %s does not run here: %s", what, name, error)
+        fault = _fault(kernel, expected, run)
+        if fault is not None:
+            logger.log(fault.level, "%s: %s %s here; not used", what, name, fault.what)
             continue
+        with typed_out_of_memory(f"trying {name}"):
+            spent_s = timer(functools.partial(run, kernel))
         logger.info("%s: %s takes %.0f us", what, name, spent_s * 1e6)
         if spent_s < least_s:
             best, least_s = kernel, spent_s
     if best is plain and candidates:
         logger.warning("%s: attention by gather is used, which is slow on a GPU", what)
     return best
+
+
+def require_right(name: str, kernel: DecodeKernel, cache: KvCache, trial: AttentionTrial) -> None:
+    """Refuse a decode kernel that the configuration names and that is not right over this cache.
+
+    Raises:
+        ConfigError: With what is wrong.
+        DeviceOutOfMemory: When the device's memory ran out.
+    """
+    fault = _fault(kernel, trial.decode(decode_by_gather), trial.decode)
+    if fault is not None:
+        larger = "generate.block_size = 256, or " if cache.block_size % 256 else ""
+        raise ConfigError(
+            f"generate.attention: {name!r} {fault.what} on {cache.keys[0].device} with {cache.keys[0].dtype} and "
+            f"blocks of {cache.block_size} tokens. Remedy: use {larger}`auto`."
+        )
+
+
+class _Fault(NamedTuple):
+    """What is wrong with a kernel, and the level at which the log tells of it."""
+
+    level: int
+    what: str
+
+
+def _fault(
+    kernel: Kernel, expected: torch.Tensor, run: Callable[[Kernel], torch.Tensor]
+) -> _Fault | None:
+    """Return what is wrong with what a kernel gives; None when nothing is.
+
+    Raises:
+        DeviceOutOfMemory: When the device's memory ran out.
+    """
+    try:
+        with typed_out_of_memory(f"trying {type(kernel).__name__}"):
+            differs = float((run(kernel).float() - expected.float()).abs().max())
+    except DeviceOutOfMemory:
+        raise
+    except Exception as error:  # noqa: BLE001  # whatever a kernel raises here, it is not used
+        return _Fault(logging.INFO, f"does not run ({error})")
+    # Written so that a result that is no number is turned down, too.
+    if not differs <= _WITHIN[expected.dtype]:
+        return _Fault(logging.WARNING, f"is wrong by {differs:g}")
+    return None
 
 
 def cuda_seconds(run: Callable[[], object]) -> float:

@@ -47,10 +47,13 @@ class CudaBackend(Backend):
     keeps_indices = True
 
     def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
+        if torch.device(settings.device).index is not None:
+            # Before anything of CUDA's: pinning memory makes a context on the device that is current, and Triton starts
+            # kernels there, wherever their tensors are.
+            torch.cuda.set_device(settings.device)
+        _keep_float32()
         memory = CudaMemory(settings.device)
-        super().__init__(
-            settings, dtype, memory=memory, collectives=NcclCollectives(settings.device)
-        )
+        super().__init__(settings, dtype, memory=memory, collectives=NcclCollectives())
         # Where ranks share a model they meet in every step, which is not captured.
         self._captures = settings.ranks == 1
         self.spare_blocks = 1 if self._captures else 0
@@ -91,9 +94,6 @@ class CudaBackend(Backend):
                 "decode steps run without CUDA graphs: %d ranks share the model",
                 self.settings.ranks,
             )
-        elif torch.device(self.device).index is not None:
-            # Triton starts kernels on the device that is current, wherever its tensors are.
-            torch.cuda.set_device(self.device)
         if self.settings.attention != "auto":
             load_decode(self.settings)
 
@@ -124,3 +124,9 @@ class CudaBackend(Backend):
         pixels = torch.empty(shape, dtype=torch.float32, pin_memory=True)
         np.concatenate(parts, out=pixels.numpy())
         return pixels.to(device=self.device, non_blocking=True)
+
+
+def _keep_float32() -> None:
+    """Have products and convolutions of float32 be float32: TF32, which torch allows convolutions, has ten bits."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False

@@ -15,12 +15,9 @@ class NcclCollectives:
 
     exchanges = False
     wakes_peers = False
-
-    def __init__(self, device: str) -> None:
-        self._device = device
+    runs_behind = True
 
     def connect(self, store: Any, rank: int, size: int, *, timeout_s: float) -> Any:
-        torch.cuda.set_device(self._device)
         nccl = _DISTRIBUTED.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001

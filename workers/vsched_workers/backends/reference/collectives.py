@@ -15,6 +15,7 @@ class GlooCollectives:
 
     exchanges = True
     wakes_peers = True
+    runs_behind = False
 
     def connect(self, store: Any, rank: int, size: int, *, timeout_s: float) -> Any:
         gloo = _DISTRIBUTED.ProcessGroupGloo

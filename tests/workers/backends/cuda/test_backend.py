@@ -1,0 +1,66 @@
+"""What a CUDA backend sets up before anything runs on its device; torch's part is played by notes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.backends.cuda import test_gpu
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.choice import choose_backend
+from vsched_workers.backends.cuda.memory import CudaMemory
+
+Calls = list[tuple[str, object]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    noted: Calls = []
+
+    def set_device(device: object) -> None:
+        noted.append(("device", device))
+
+    memory = CudaMemory.__init__
+
+    def first_use(self: CudaMemory, name: str) -> None:
+        noted.append(("memory", name))
+        memory(self, name)
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(CudaMemory, "__init__", first_use)
+    return noted
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_backend_makes_its_device_the_current_one_first(calls: Calls, ranks: int) -> None:
+    """Whichever stage it is for: pinned memory of an encode rank is on that device, too."""
+    settings = WorkerSettings(device="cuda:1", ranks=ranks, rendezvous="somewhere")
+    choose_backend(settings, torch.bfloat16)
+    assert calls == [("device", "cuda:1"), ("memory", "cuda:1")]
+
+
+def test_backend_leaves_the_current_device_where_none_is_named(calls: Calls) -> None:
+    choose_backend(WorkerSettings(device="cuda"), torch.bfloat16)
+    assert calls == [("memory", "cuda")]
+
+
+@pytest.mark.usefixtures("calls")
+def test_backend_has_float32_be_float32() -> None:
+    """Products and convolutions: TF32, which torch allows the latter, has ten bits."""
+    places: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
+    before = [place.allow_tf32 for place in places]
+    try:
+        for place in places:
+            place.allow_tf32 = True
+        choose_backend(WorkerSettings(device="cuda:0"), torch.float32)
+        assert [place.allow_tf32 for place in places] == [False, False]
+    finally:
+        for place, allowed in zip(places, before, strict=True):
+            place.allow_tf32 = allowed
+
+
+def test_tests_on_a_gpu_do_not_fail_for_a_warning() -> None:
+    """What torch has to say on a machine that no test ran on before is no failure of what is tested."""
+    assert pytest.mark.filterwarnings("default") in test_gpu.pytestmark
