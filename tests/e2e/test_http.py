@@ -279,6 +279,38 @@ async def test_tokenize_counts_images_as_a_prompt_does(
     assert reply["tokens"] == ask.prompt(engine.preprocessor)
 
 
+async def test_images_are_resized_within_the_bounds_of_a_request(
+    server: RunningServer, engine: Engine
+) -> None:
+    """Two sizes of a picture are two embeddings; each is counted as it is asked about."""
+    small = {"max_pixels": 8 * 28 * 28}
+    ask = Ask(TEXTS[0], [drawn_image(6702, (224, 168))])
+    whole = {"messages": ask.messages, "max_tokens": 2, "temperature": 0}
+    parts = [ask.messages[0]["content"][0] | small, ask.messages[0]["content"][1]]
+    bodies = [
+        whole,
+        whole | {"mm_processor_kwargs": small},
+        whole | {"messages": [{"role": "user", "content": parts}]},
+        whole | {"mm_processor_kwargs": {"size": {"longest_edge": 8 * 28 * 28}}},
+    ]
+    before = engine.statistics()["encode"]["items_encoded"]
+    counts = []
+    async with httpx.AsyncClient(base_url=server.url) as plain:
+        for body in bodies:
+            answer = (await plain.post("/v1/chat/completions", json=body)).json()
+            counts.append(answer["usage"]["prompt_tokens"])
+            counted = {"mm_processor_kwargs": body.get("mm_processor_kwargs")}
+            told = await plain.post("/tokenize", json={"messages": body["messages"], **counted})
+            assert told.json()["count"] == counts[-1]
+        wide = whole | {"mm_processor_kwargs": {"max_pixels": 10**9}}
+        refused = await plain.post("/v1/chat/completions", json=wide)
+    assert counts == [counts[0], *3 * [counts[0] - 8 * 6 + 6]]  # 3 by 2 tokens
+    assert engine.statistics()["encode"]["items_encoded"] - before == 2
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "pixel_bounds_invalid"
+    assert "value 1000000000 pixels, limit" in refused.json()["error"]["message"]
+
+
 async def test_server_is_unavailable_until_the_engine_is_ready(
     configure: Callable[..., Config],
 ) -> None:

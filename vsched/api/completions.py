@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from vsched.aio.grammar_checks import GRAMMAR_REFUSALS
 from vsched.api import parameters
 from vsched.api.bodies.constraints import behind_thought, beside_calls, constraint_of
+from vsched.api.bodies.messages import split_messages
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.choices.accepted import AcceptedAnswers, Drawn, answer_id, without_logprobs
 from vsched.api.contract import ApiSettings, EngineContract, Generation
@@ -426,7 +427,9 @@ class ChatEndpoint(CompletionEndpoint):
         """
         check_model(request.model, self._engine)
         refuse_unsupported(request)
-        messages, images = parameters.split_messages(request.messages, self._settings)
+        messages, images = split_messages(
+            request.messages, self._settings, request.mm_processor_kwargs
+        )
         if images:
             refuse_images(self._engine.info)  # before a template that knows no images sees them
         arguments = parameters.template_arguments(request, self._settings)

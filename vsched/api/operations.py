@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vsched.api import parameters
+from vsched.api.bodies.messages import split_messages
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.completions import check_model, check_ready, rendered
 from vsched.api.contract import ApiSettings, EngineContract
@@ -150,7 +151,7 @@ class TokenizeEndpoint:
             case str(prompt), None:
                 return prompt, ()
             case None, list(sent):
-                messages, images = parameters.split_messages(sent, self._settings)
+                messages, images = split_messages(sent, self._settings, request.mm_processor_kwargs)
                 if images:
                     refuse_images(self._engine.info)
                 arguments = parameters.template_arguments(request, self._settings)

@@ -15,17 +15,11 @@ from vsched.api.formatters import AnswerOptions
 from vsched.api.request_schema import (
     ChatRequest,
     CompletionRequest,
-    ImageEmbedsPart,
-    ImagePart,
-    ImageUrl,
-    Message,
     SamplingFields,
     TextPart,
     TokenizeRequest,
 )
-from vsched.api.tools.history import check_arguments
 from vsched.errors import limit_message
-from vsched.media import EmbeddedImage, ImageReference, NamedImage
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
 
@@ -441,85 +435,6 @@ def answer_count(
             remedy="ask for fewer at once or raise server.answers_max",
         )
     return wanted, drawn
-
-
-def split_messages(
-    messages: Sequence[Message], settings: ApiSettings
-) -> tuple[list[dict[str, Any]], list[ImageReference]]:
-    """Return messages for the chat template, images as bare placeholders, and the image references in order.
-
-    Raises:
-        ParameterRefused: When there are too many, or one carries what is not supported.
-    """
-    if not 0 < len(messages) <= settings.messages_max:
-        raise out_of_bounds(
-            "messages",
-            value=f"{len(messages)} messages",
-            limit=f"1 to {settings.messages_max} messages",
-            remedy="send that many",
-        )
-    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
-    parts += sum(len(message.tool_calls or ()) for message in messages)
-    if parts > settings.parts_max:
-        raise out_of_bounds(
-            "messages",
-            value=f"{parts} content parts and tool calls",
-            limit=f"{settings.parts_max} content parts",
-            remedy="send fewer",
-        )
-    check_arguments(messages)
-    images: list[ImageReference] = []
-    rendered: list[dict[str, Any]] = []
-    for index, message in enumerate(messages):
-        role = "system" if message.role == "developer" else message.role
-        made: dict[str, Any] = {"role": role, "content": _content(message, images)}
-        if message.tool_calls:
-            if role != "assistant":
-                raise out_of_bounds(
-                    f"messages[{index}].tool_calls",
-                    value=f"role {message.role}",
-                    limit="role assistant",
-                    remedy="send calls with the message of the assistant that made them",
-                )
-            made["tool_calls"] = (
-                message.tool_calls
-            )  # `with_template_calls` reads them, perhaps in a thread
-        thought = message.reasoning_content or message.reasoning
-        if role == "assistant" and isinstance(thought, str):
-            made["reasoning_content"] = thought
-        if message.role == "tool":
-            answered = {"tool_call_id": message.tool_call_id, "name": message.name}
-            made |= {key: value for key, value in answered.items() if value is not None}
-        rendered.append(made)
-    return rendered, images
-
-
-def _content(message: Message, images: list[ImageReference]) -> str | list[dict[str, str]]:
-    if message.content is None:
-        return ""
-    if isinstance(message.content, str):
-        return message.content
-    content: list[dict[str, str]] = []
-    for part in message.content:
-        if isinstance(part, TextPart):
-            content.append({"type": "text", "text": part.text})
-            continue
-        if isinstance(part, ImageEmbedsPart):
-            images.append(EmbeddedImage(part.image_embeds.data))
-        else:
-            images.append(_reference(part))
-        content.append({"type": "image"})
-    return content
-
-
-def _reference(part: ImagePart) -> ImageReference:
-    url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
-    if part.uuid is not None:
-        return NamedImage(part.uuid, url or None)
-    if url is None:
-        message = "`image_url` is missing. Remedy: send it, or the uuid that the image was sent with before."
-        raise ParameterRefused(message, param="image_url")
-    return url
 
 
 def answer_options(

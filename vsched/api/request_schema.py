@@ -41,10 +41,30 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
-    """An image by reference; with a `uuid` it can be sent by that alone afterwards."""
+    """An image by reference; with a `uuid` it can be sent by that alone afterwards.
+
+    Between `min_pixels` and `max_pixels` it is resized, in place of what the checkpoint says.
+    """
 
     image_url: ImageUrl | str | None = None
     uuid: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+    min_pixels: PositiveCount | None = None
+    max_pixels: PositiveCount | None = None
+
+
+class ImageArea(msgspec.Struct, forbid_unknown_fields=True):
+    """What processors of images call the bounds of their pixels."""
+
+    shortest_edge: PositiveCount | None = None
+    longest_edge: PositiveCount | None = None
+
+
+class ProcessorArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """How the images of a request are processed, by vLLM's names; `size` is another name for the two bounds."""
+
+    min_pixels: PositiveCount | None = None
+    max_pixels: PositiveCount | None = None
+    size: ImageArea | None = None
 
 
 class ImageEmbeds(msgspec.Struct):
@@ -238,6 +258,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     chat_template_kwargs: TemplateArguments | None = None
+    mm_processor_kwargs: ProcessorArguments | None = None
 
     audio: Annotated[Any, neutral(remedy="ask for text")] = None
     function_call: Annotated[Any, neutral("none", "auto", remedy="send no functions")] = None
@@ -293,7 +314,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template: Annotated[Any, neutral("", remedy="serve it with model.chat_template")] = None
     chat_template_kwargs: TemplateArguments | None = None
     media_io_kwargs: Annotated[Any, neutral({})] = None
-    mm_processor_kwargs: Annotated[Any, neutral({})] = None
+    mm_processor_kwargs: ProcessorArguments | None = None
     tools: list[Tool] | None = None
 
 

@@ -3,13 +3,14 @@
 `MediaPipeline.prepare` is the way in. Everything that a client can send is bounded here, before work is done for it.
 """
 
-from vsched.media.embeddings import EmbeddedImage, ImageReference, NamedImage
+from vsched.media.embeddings import BoundedImage, EmbeddedImage, ImageReference, NamedImage
 from vsched.media.measure import refuse_images
 from vsched.media.pipeline import MediaPipeline, PreparedRequest, PrepareTimings, Prompt
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.settings import MediaSettings
 
 __all__ = [
+    "BoundedImage",
     "EmbeddedImage",
     "ImageReference",
     "MediaPipeline",

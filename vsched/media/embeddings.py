@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.types import ModelInfo
+from vsched.worker.capabilities import PixelBounds
 from vsched.worker.contract import Companion, ImagePlan
 
 HEADER_BYTES_MAX: Final = 64 * 1024
@@ -60,8 +61,16 @@ class NamedImage:
     reference: str | None = field(default=None, repr=False)
 
 
-ImageReference = str | EmbeddedImage | NamedImage
-"""An image of a request: where it is, its embedding, or an image with a name."""
+@dataclass(frozen=True, slots=True)
+class BoundedImage:
+    """An image, or the name of one, that is to be resized within other bounds than the checkpoint's."""
+
+    image: str | NamedImage
+    bounds: PixelBounds
+
+
+ImageReference = str | EmbeddedImage | NamedImage | BoundedImage
+"""An image of a request: where it is, its embedding, an image with a name, or one within bounds of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.base64_text import base64_bytes
 from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.embeddings import (
+    BoundedImage,
     EmbeddedImage,
     Embedding,
     ImageReference,
@@ -21,7 +23,11 @@ from vsched.media.keys import embedding_key, item_key
 from vsched.media.settings import MediaSettings
 from vsched.media.sources import is_data, read_embedded, read_local
 from vsched.types import ModelInfo
+from vsched.worker.capabilities import BoundsImages, PixelBounds
 from vsched.worker.contract import ImagePlan, Preprocessor, extent_bytes
+
+ImageName = tuple[str, str, bytes]
+"""The cache salt of the requests that use it, the uuid that they call an image, and a digest of how it is processed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,8 @@ class Measured:
         received_bytes: Bytes that the client sent for it.
         extent_bytes: Bytes that it takes in the arena's pixel region.
         work_bytes: Most host memory that a thread takes to fill its extent.
+        bounds: Those that it is resized within; None for the checkpoint's.
+        name: What it is remembered by, where its client has a name for it.
     """
 
     key: bytes
@@ -41,6 +49,8 @@ class Measured:
     received_bytes: int
     extent_bytes: int
     work_bytes: int
+    bounds: PixelBounds | None = None
+    name: ImageName | None = None
 
     @property
     def is_embedded(self) -> bool:
@@ -53,10 +63,6 @@ class Measured:
         return bool(self.content)
 
 
-ImageName = tuple[str, str]
-"""The cache salt of the requests that use it, and the uuid that they call an image."""
-
-
 @dataclass(frozen=True, slots=True)
 class Planned:
     """What is remembered of an image that was measured before."""
@@ -66,10 +72,36 @@ class Planned:
 
 
 def source_of(reference: ImageReference) -> str | EmbeddedImage | NamedImage:
-    """Return what is to be read for a reference; the reference itself where it is a name alone."""
-    if isinstance(reference, NamedImage) and reference.reference is not None:
-        return reference.reference
-    return reference
+    """Return what is to be read for a reference; the image itself where it is a name alone."""
+    image = image_of(reference)
+    if isinstance(image, NamedImage) and image.reference is not None:
+        return image.reference
+    return image
+
+
+def image_of(reference: ImageReference) -> str | EmbeddedImage | NamedImage:
+    """Return the image that a reference is to, without its bounds."""
+    return reference.image if isinstance(reference, BoundedImage) else reference
+
+
+Images = TypeVar("Images")
+
+
+def within(preprocessor: Images, bounds: PixelBounds | None, pixels_max: int) -> Images:
+    """Return what plans or processes images within bounds; None are the checkpoint's.
+
+    Raises:
+        RequestRefused: When the model has no such bounds, or not these.
+    """
+    if bounds is None:
+        return preprocessor
+    if not isinstance(preprocessor, BoundsImages):
+        raise RequestRefused(
+            "the model's images are not resized between two numbers of pixels. "
+            "Remedy: leave min_pixels and max_pixels out, and send images of the size that you want.",
+            code="pixel_bounds_not_taken",
+        )
+    return preprocessor.bounded(bounds, pixels_max=pixels_max)
 
 
 def unknown_image() -> RequestRefused:
@@ -153,10 +185,8 @@ class Measurer:
                     source = source_of(reference)
                     if isinstance(source, EmbeddedImage):
                         measured = self._measure_embedded(source, cache_salt)
-                    elif isinstance(source, str):
-                        measured = self._measure_image(source, fetched, cache_salt, reserve)
                     else:
-                        measured = self._named(source, cache_salt)
+                        measured = self._measure_image(reference, fetched, cache_salt, reserve)
                     total += measured.received_bytes
                     check_total(total, self._settings)
                 except RequestRefused as error:
@@ -167,38 +197,45 @@ class Measurer:
 
     def _measure_image(
         self,
-        reference: str,
+        reference: ImageReference,
         fetched: Mapping[str, bytes],
         cache_salt: str,
         reserve: Callable[[int], None],
     ) -> Measured:
-        encoded = fetched.get(reference)
+        bounds = reference.bounds if isinstance(reference, BoundedImage) else None
+        front = within(self._preprocessor, bounds, self._settings.image_pixels_max)
+        image, source = image_of(reference), source_of(reference)
+        name: ImageName | None = None
+        if isinstance(image, NamedImage):
+            name = (cache_salt, image.uuid, front.settings_digest)
+        if not isinstance(source, str):
+            assert name is not None
+            return self._named(name, bounds)
+        encoded = fetched.get(source)
         if encoded is None:
-            encoded = read_local(reference, self._settings, reserve)
+            encoded = read_local(source, self._settings, reserve)
         key = item_key(
-            settings_digest=self._preprocessor.settings_digest,
-            cache_salt=cache_salt,
-            encoded=encoded,
+            settings_digest=front.settings_digest, cache_salt=cache_salt, encoded=encoded
         )
-        planned = self._plans.get(key) or self._plan(encoded)
+        planned = self._plans.get(key) or self._plan(encoded, front)
         plan, info = planned.plan, self._preprocessor.info
         check_tokens(plan.tokens, info)
         check_work(planned.work_bytes, self._settings)
         size = extent_bytes(plan.arrays)
-        return Measured(key, plan, encoded, len(encoded), size, planned.work_bytes)
+        return Measured(key, plan, encoded, len(encoded), size, planned.work_bytes, bounds, name)
 
-    def _named(self, image: NamedImage, cache_salt: str) -> Measured:
+    def _named(self, name: ImageName, bounds: PixelBounds | None) -> Measured:
         """Return an image that was sent before; whether its pixels are still there is seen when they are needed."""
-        key = self._names.get((cache_salt, image.uuid))
+        key = self._names.get(name)
         planned = self._plans.get(key) if key is not None else None
         if key is None or planned is None:
             raise unknown_image()
         size = extent_bytes(planned.plan.arrays)
-        return Measured(key, planned.plan, b"", 0, size, planned.work_bytes)
+        return Measured(key, planned.plan, b"", 0, size, planned.work_bytes, bounds, name)
 
-    def _plan(self, encoded: bytes) -> Planned:
+    def _plan(self, encoded: bytes, front: Preprocessor) -> Planned:
         header = inspect(encoded, self._limits)
-        plan = self._preprocessor.plan_image(header.width, header.height)
+        plan = front.plan_image(header.width, header.height)
         work_bytes = preprocess_bytes(header.width, header.height, header.storage, plan)
         return Planned(plan, work_bytes)
 

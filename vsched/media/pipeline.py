@@ -25,7 +25,7 @@ import msgspec
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.budget import BudgetStatistics
-from vsched.media.embeddings import ImageReference, NamedImage
+from vsched.media.embeddings import ImageReference
 from vsched.media.fills import Fills, stopping
 from vsched.media.held import HeldBytes, Holding
 from vsched.media.measure import (
@@ -259,7 +259,7 @@ class MediaPipeline:
         lease = await self._store.acquire({image.key: image.extent_bytes for image in measured})
         acquired = time.perf_counter()
         try:
-            self._remember(images, measured, cache_salt)
+            self._remember(measured)
             await self._fills.fill(measured, lease)
         except BaseException:
             lease.release()
@@ -350,17 +350,14 @@ class MediaPipeline:
             )
             raise RequestRefused(message, code="context_exceeded")
 
-    def _remember(
-        self, images: Sequence[ImageReference], measured: Sequence[Measured], cache_salt: str
-    ) -> None:
-        for reference, image in zip(images, measured, strict=True):
+    def _remember(self, measured: Sequence[Measured]) -> None:
+        for image in measured:
             if not image.is_embedded:
                 self._plans[image.key] = Planned(image.plan, image.work_bytes)
                 self._plans.move_to_end(image.key)
-            if isinstance(reference, NamedImage):
-                name = (cache_salt, reference.uuid)
-                self._names[name] = image.key
-                self._names.move_to_end(name)
+            if image.name is not None:
+                self._names[image.name] = image.key
+                self._names.move_to_end(image.name)
         _shorten(self._plans, self._settings.plans_max)
         _shorten(self._names, self._settings.plans_max)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -185,6 +186,29 @@ class SampleImages(Protocol):
 
     def sample_arrays(self, info: ModelInfo, plan: ImagePlan) -> Arrays:
         """Return the arrays of an image of a plan that is one of `worst_batches`; zeros will do where it has none."""
+        ...
+
+
+class PixelBounds(msgspec.Struct, frozen=True):
+    """Between how many pixels a request wants an image that was resized to lie; None is as the checkpoint has it."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+@runtime_checkable
+class BoundsImages(Protocol):
+    """A preprocessor, or what its recipe makes, that resizes an image to lie between two numbers of pixels."""
+
+    def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> Self:
+        """Return the same with other bounds; its `settings_digest` tells them apart where they are others.
+
+        `pixels_max` is the largest image that is let in, before it is resized: what the memory of encoding was measured
+        with.
+
+        Raises:
+            RequestRefused: When images within these bounds could have more or fewer tokens than was measured.
+        """
         ...
 
 

@@ -9,7 +9,8 @@ from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, chat, post
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.media import NamedImage
+from vsched.media import BoundedImage, NamedImage
+from vsched.worker.capabilities import PixelBounds
 
 
 async def test_chat_whole_response() -> None:
@@ -137,6 +138,50 @@ async def test_images_may_have_names_and_be_sent_by_them_alone() -> None:
     assert reply.status == 200
     named = [NamedImage("a", "data:one"), NamedImage("b"), NamedImage("c"), "data:two"]
     assert engine.calls[0]["images"] == named
+
+
+async def test_images_may_have_bounds_of_their_pixels() -> None:
+    """A part's own go before those of the request, as vLLM sends them, by either name."""
+    engine = FakeEngine()
+    content = [
+        {"type": "image_url", "image_url": "data:one", "max_pixels": 900},
+        {"type": "image_url", "image_url": "data:two", "uuid": "b", "min_pixels": 300},
+        {"type": "image_url", "image_url": "data:three"},
+    ]
+    messages = [{"role": "user", "content": content}]
+    sent = chat(messages=messages, mm_processor_kwargs={"min_pixels": 400})
+    assert (await post(engine, CHAT, sent)).status == 200
+    assert engine.calls[0]["images"] == [
+        BoundedImage("data:one", PixelBounds(400, 900)),
+        BoundedImage(NamedImage("b", "data:two"), PixelBounds(300)),
+        BoundedImage("data:three", PixelBounds(400)),
+    ]
+    size = {"shortest_edge": 500, "longest_edge": 700}
+    for arguments in ({"size": size}, {"size": size, "max_pixels": 600}, {}):
+        assert (
+            await post(engine, CHAT, chat(messages=messages, mm_processor_kwargs=arguments))
+        ).status == 200
+    found = [call["images"][2] for call in engine.calls[1:]]
+    wanted: list[object] = [
+        BoundedImage("data:three", PixelBounds(500, most)) for most in (700, 600)
+    ]
+    assert found == [*wanted, "data:three"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"),
+    [
+        ({"fps": 2}, "fps"),
+        ({"max_pixels": 0}, "mm_processor_kwargs.max_pixels"),
+        ({"size": {"height": 3}}, "height"),
+    ],
+)
+async def test_other_arguments_of_processors_are_refused(
+    arguments: dict[str, object], param: str
+) -> None:
+    reply = await post(FakeEngine(), CHAT, chat(mm_processor_kwargs=arguments))
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert "Remedy" in reply.error["message"]
 
 
 @pytest.mark.parametrize("fields", [{}, {"image_url": None}, {"uuid": ""}, {"uuid": "x" * 257}])

@@ -20,6 +20,7 @@ from tests.patience import PATIENCE_S
 from vsched.errors import RequestRefused
 from vsched.media import EmbeddedImage
 from vsched.types import ArraySpec, ModelInfo, Spans
+from vsched.worker.capabilities import PixelBounds
 from vsched.worker.contract import Arrays, Companion, ImagePlan, ImageRecipe
 from vsched.worker.expansion import expand_images
 
@@ -158,6 +159,30 @@ class FaultyPreprocessor(FakePreprocessor):
 
 def faulty(_: bytes) -> FaultyPreprocessor:
     return FaultyPreprocessor()
+
+
+class BoundedPreprocessor(FaultyPreprocessor):
+    """Has images of no more tokens than their bounds say, in one row."""
+
+    def __init__(self, tokens_max: int = 64) -> None:
+        super().__init__()
+        self.tokens_max = tokens_max
+        self.settings_digest = str(tokens_max).encode()
+
+    def image_recipe(self) -> ImageRecipe:
+        return ImageRecipe(f"{__name__}:with_bounds", b"")
+
+    def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> BoundedPreprocessor:
+        if (bounds.max_pixels or 0) > pixels_max:
+            raise RequestRefused("above the limit", code="pixel_bounds_invalid")
+        return BoundedPreprocessor((bounds.max_pixels or 64) // FACTOR**2)
+
+    def plan_image(self, width: int, height: int) -> ImagePlan:
+        return plan_of((1, 2, 2 * min(super().plan_image(width, height).tokens, self.tokens_max)))
+
+
+def with_bounds(_: bytes) -> BoundedPreprocessor:
+    return BoundedPreprocessor()
 
 
 def image_bytes(

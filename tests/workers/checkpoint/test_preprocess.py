@@ -25,8 +25,16 @@ from tests.workers.driver import drawn_image
 from tests.workers.properties import REPEATABLE
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.types import ArraySpec
+from vsched.worker.capabilities import BoundsImages, PixelBounds
 from vsched.worker.contract import ImagePlan, Preprocessor
-from vsched_workers.families.qwen_image import ASPECT_RATIO_MAX, PIXELS, clamp_settings, grid_of
+from vsched_workers.checkpoint.preprocess.qwen import QwenPreprocessor
+from vsched_workers.families.qwen_image import (
+    ASPECT_RATIO_MAX,
+    PIXELS,
+    clamp_settings,
+    grid_of,
+    image_processing,
+)
 from vsched_workers.plugin import plugin
 
 Load = Callable[..., Preprocessor]
@@ -119,6 +127,44 @@ def test_any_size_under_any_budget_is_within_it_or_refused(
     plan = preprocessor.plan_image(width, height)
     assert 1 <= plan.tokens <= budget
     assert plan.tokens == encoder_tokens(processor, width, height, limits)
+
+
+@pytest.mark.parametrize(("least", "most"), [(None, 24), (40, None), (16, 20), (4, 6)], ids=str)
+@pytest.mark.parametrize("shape", [(90, 60), (28, 28), (300, 17), (448, 300)])
+def test_bounds_of_a_request_are_those_of_transformers(
+    load: Load,
+    checkpoints: Callable[[str], Path],
+    size: str,
+    shape: tuple[int, int],
+    least: int | None,
+    most: int | None,
+) -> None:
+    """Called with the same sizes, in tokens here, its processor gives the same pixels and the same grid."""
+    processor = processor_of(checkpoints(size))
+    area = (processor.patch_size * processor.merge_size) ** 2
+    found = PixelBounds(least and least * area, most and most * area)
+    own = processor.size
+    asked = {
+        "shortest_edge": found.min_pixels or own["shortest_edge"],
+        "longest_edge": found.max_pixels or own["longest_edge"],
+    }
+    wanted = processor(drawn_image(1, *shape), size=asked, return_tensors="np")
+    front = load(size)
+    assert isinstance(front, QwenPreprocessor)
+    assert isinstance(front, BoundsImages)
+    bounded = front.bounded(found, pixels_max=1 << 40)
+    plan = bounded.plan_image(*shape)
+    assert grid_of(plan.metadata) == tuple(wanted["image_grid_thw"][0])
+    assert np.array_equal(
+        bounded.process_image(drawn_image(1, *shape))[PIXELS], wanted["pixel_values"]
+    )
+    recipe = bounded.image_recipe()
+    other = image_processing(recipe.settings)
+    assert np.array_equal(
+        other.process_image(drawn_image(1, *shape))[PIXELS], wanted["pixel_values"]
+    )
+    assert bounded.settings_digest != front.settings_digest
+    assert front.bounded(PixelBounds(), pixels_max=1 << 40).settings_digest == front.settings_digest
 
 
 @functools.cache

@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from tests.workers.properties import REPEATABLE
-from vsched.errors import ConfigError
+from vsched.errors import ConfigError, RequestRefused
+from vsched.worker.capabilities import PixelBounds
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
     ResizeLimits,
+    bounded_limits,
     clamp_limits,
     clamp_settings,
     minimum_tokens_for,
@@ -178,3 +180,61 @@ def test_worst_tokens_counts_the_strips_of_a_small_maximum() -> None:
     rows, columns = resized(100, 20_000, factor=FACTOR, limits=limits)
     assert rows * columns // AREA == 113
     assert worst_tokens(limits, factor=FACTOR) == 113
+
+
+MEASURED = ResizeLimits(4 * AREA, 100 * AREA)
+
+
+def within(
+    least: int | None, most: int | None, *, tokens: int = 100, pixels_max: int = 10**9
+) -> ResizeLimits:
+    return bounded_limits(
+        MEASURED, PixelBounds(least, most), tokens=tokens, factor=FACTOR, pixels_max=pixels_max
+    )
+
+
+def test_bounds_of_a_request_replace_those_of_the_checkpoint() -> None:
+    assert within(None, 50 * AREA) == ResizeLimits(4 * AREA, 50 * AREA)
+    assert within(9 * AREA, None) == ResizeLimits(9 * AREA, 100 * AREA)
+    assert within(100 * AREA, 100 * AREA) == ResizeLimits(100 * AREA, 100 * AREA)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "message"),
+    [
+        (None, 101 * AREA, f"max_pixels .* value {101 * AREA} pixels, limit {4 * AREA} to"),
+        (None, 4 * AREA - 1, "max_pixels .* out of bounds"),
+        (4 * AREA - 1, None, f"min_pixels .* limit {4 * AREA} to {100 * AREA} pixels"),
+        (101 * AREA, None, "min_pixels .* out of bounds"),
+        (60 * AREA, 50 * AREA, f"min_pixels .* limit {50 * AREA} pixels, which is max_pixels"),
+    ],
+)
+def test_bounds_beyond_what_was_measured_are_refused(
+    least: int | None, most: int | None, message: str
+) -> None:
+    with pytest.raises(RequestRefused, match=message + r".*Remedy: ") as refused:
+        within(least, most)
+    assert (refused.value.code, refused.value.status) == ("pixel_bounds_invalid", 400)
+
+
+@given(
+    shorter=st.integers(1, 150),
+    ratio=st.floats(1, ASPECT_RATIO_MAX),
+    least=st.integers(4, 100),
+    more=st.integers(0, 100_000),
+)
+@REPEATABLE
+def test_images_are_not_raised_above_what_is_let_in(
+    shorter: int, ratio: float, least: int, more: int
+) -> None:
+    """The memory of encoding was measured with images of at most so many pixels before they are resized."""
+    height, width = shorter, int(shorter * ratio)
+    let_in = height * width + more
+    try:
+        limits = within(least * AREA, None, pixels_max=let_in)
+    except RequestRefused:
+        assert least > minimum_tokens_for(max(1, let_in // AREA))
+        return
+    rows, columns = resized(height, width, factor=FACTOR, limits=limits)
+    native = resized(height, width, factor=FACTOR, limits=MEASURED)
+    assert rows * columns <= max(let_in, native[0] * native[1], 4 * AREA)

@@ -14,6 +14,7 @@ from vsched.api.request_schema import (
     Penalty,
     PositiveCount,
     Probability,
+    ProcessorArguments,
     RepetitionPenalty,
     TemplateArguments,
 )
@@ -39,6 +40,7 @@ class ChatFields(msgspec.Struct, kw_only=True):
     ttft_target_ms: PositiveCount | None = None
     cache_salt: str | None = None
     chat_template_kwargs: TemplateArguments | None = None
+    mm_processor_kwargs: ProcessorArguments | None = None
 
 
 def shared_fields(request: msgspec.Struct, *, but: AbstractSet[str]) -> dict[str, Any]:

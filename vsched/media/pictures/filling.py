@@ -12,7 +12,7 @@ from vsched.faultpoints import fault_point
 from vsched.media.allocator import free_image
 from vsched.media.decode import DecodeLimits, decode
 from vsched.media.embeddings import Embedding, write_rows
-from vsched.media.measure import Measured
+from vsched.media.measure import Measured, within
 from vsched.types import ArraySpec
 from vsched.worker.contract import ImageProcessing, Preprocessor, view_arrays
 
@@ -32,7 +32,8 @@ def process(
         write_rows(image.content, preprocessor.info.dtype, extent)
         return
     fault_point("media.decode")
-    process_encoded(image.content, image.plan.arrays, extent, preprocessor, limits)
+    bounded = within(preprocessor, image.bounds, limits.image)
+    process_encoded(image.content, image.plan.arrays, extent, bounded, limits)
 
 
 def process_encoded(

@@ -27,6 +27,7 @@ from vsched.media.decode import DecodeLimits
 from vsched.media.embeddings import Embedding
 from vsched.media.measure import Measured
 from vsched.types import ArraySpec, Extent
+from vsched.worker.capabilities import PixelBounds
 from vsched.worker.contract import ImageRecipe, Preprocessor
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class PictureOrder(msgspec.Struct, frozen=True):
 
     specs: tuple[ArraySpec, ...]
     place: Extent
+    bounds: PixelBounds | None = None
 
 
 class PictureOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +155,7 @@ class PictureProcesses:
         outcome: PictureOutcome | None = None
         try:
             with channel, channel.makefile("rwb") as file:
-                order = PictureOrder(image.plan.arrays, place)
+                order = PictureOrder(image.plan.arrays, place, image.bounds)
                 send_frame(file, msgspec.json.encode(order))
                 send_frame(file, image.content)
                 outcome = msgspec.json.decode(read_frame(file), type=PictureOutcome)

@@ -22,6 +22,7 @@ from setproctitle import setproctitle
 
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media.decode import DecodeLimits
+from vsched.media.measure import within
 from vsched.media.pictures.filling import process_encoded
 from vsched.media.pictures.processes import (
     PictureOrder,
@@ -83,7 +84,8 @@ def _outcome(
     try:
         mapped = mmap.mmap(arena_fd, before + place.size, offset=begin)
         extent = np.frombuffer(mapped, np.uint8, place.size, before)
-        process_encoded(encoded, order.specs, extent, preprocessor, limits)
+        bounded = within(preprocessor, order.bounds, limits.image)
+        process_encoded(encoded, order.specs, extent, bounded, limits)
     except (RequestRefused, RequestFailed) as error:
         return PictureOutcome(
             message=error.message,

@@ -27,8 +27,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vsched.errors import ConfigError, limit_message
+from vsched.errors import ConfigError, RequestRefused, limit_message
 from vsched.types import ArraySpec
+from vsched.worker.capabilities import PixelBounds
 from vsched.worker.contract import Arrays, ImagePlan, ImageRecipe
 
 ASPECT_RATIO_MAX = 200
@@ -177,6 +178,58 @@ def worst_tokens(limits: ResizeLimits, *, factor: int) -> int | None:
     return max(most, strip if most < ASPECT_RATIO_MAX else 0, raised)
 
 
+def bounded_limits(
+    limits: ResizeLimits, bounds: PixelBounds, *, tokens: int, factor: int, pixels_max: int
+) -> ResizeLimits:
+    """Return the limits of an image that a request bounds, within what the memory of encoding was measured with.
+
+    That were images of at most `tokens` tokens, and of no fewer than the minimum gives; and of no more than the largest
+    image that is let in, of `pixels_max` pixels, gives by itself.
+
+    Raises:
+        RequestRefused: With value, limit and remedy.
+    """
+    area = factor * factor
+    least = limits.minimum
+    raised = max(least, min(tokens * area, minimum_tokens_for(max(1, pixels_max // area)) * area))
+    for name, value, most in (
+        ("min_pixels", bounds.min_pixels, raised),
+        ("max_pixels", bounds.max_pixels, tokens * area),
+    ):
+        if value is not None and not least <= value <= most:
+            raise _outside(
+                name,
+                value=f"{value} pixels",
+                limit=f"{least} to {most} pixels",
+                remedy="send one within the limit, which follows from encode.admission.max_tokens, "
+                "media.image_pixels_max and the checkpoint's image processor",
+            )
+    found = replaced(limits, bounds)
+    if found.maximum is not None and found.minimum > found.maximum:
+        raise _outside(
+            "min_pixels",
+            value=f"{found.minimum} pixels",
+            limit=f"{found.maximum} pixels, which is max_pixels",
+            remedy="send a smaller min_pixels or a larger max_pixels",
+        )
+    return found
+
+
+def replaced(limits: ResizeLimits, bounds: PixelBounds) -> ResizeLimits:
+    """Return the limits with those in their place that a request gives."""
+    return ResizeLimits(
+        limits.minimum if bounds.min_pixels is None else bounds.min_pixels,
+        limits.maximum if bounds.max_pixels is None else bounds.max_pixels,
+    )
+
+
+def _outside(name: str, *, value: str, limit: str, remedy: str) -> RequestRefused:
+    message = limit_message(
+        f"{name} of an image is out of bounds", value=value, limit=limit, remedy=remedy
+    )
+    return RequestRefused(message, code="pixel_bounds_invalid")
+
+
 class QwenImages(msgspec.Struct, frozen=True):
     """What processes images, in the engine and, by its recipe, in picture processes.
 
@@ -195,6 +248,11 @@ class QwenImages(msgspec.Struct, frozen=True):
     def recipe(self) -> ImageRecipe:
         """Return how another process makes the same."""
         return ImageRecipe(f"{__name__}:image_processing", msgspec.json.encode(self))
+
+    def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> QwenImages:
+        """Return the same for images within bounds that `bounded_limits` has let pass."""
+        del pixels_max
+        return msgspec.structs.replace(self, limits=replaced(self.limits, bounds))
 
     def process_image(self, image: Image.Image) -> Arrays:
         """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid that was planned."""

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
+from vsched.api.bodies.messages import split_messages
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused
-from vsched.api.parameters import split_messages
 from vsched.api.request_schema import CalledFunction, Message, ToolCall
 from vsched.api.tools.history import ARGUMENTS_CHARACTERS_MAX, with_template_calls
 

@@ -7,10 +7,11 @@ to the bit, without the float64 intermediate of eight times the image's size, an
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from PIL import Image
 
 from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.types import ModelInfo, Spans
+from vsched.worker.capabilities import PixelBounds
 from vsched.worker.contract import Arrays, Companion, ImagePlan, ImageRecipe
 from vsched.worker.expansion import expand_images
 from vsched_workers.checkpoint.facts import image_limits, processor_settings
@@ -36,6 +38,7 @@ from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
     QwenImages,
     ResizeLimits,
+    bounded_limits,
     clamp_settings,
     image_plan,
     resized,
@@ -73,7 +76,27 @@ class QwenPreprocessor(TextPreprocessor):
             limits=limits,
             levels=levels.tolist(),
         )
+        self._settings = settings
         self.settings_digest = _digest(info, settings, limits)
+
+    def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> Self:
+        """Return the same for images that are resized within other bounds.
+
+        Raises:
+            RequestRefused: When they are not within what the memory of encoding was measured with.
+        """
+        factor = self._patch * self._merge
+        made = copy.copy(self)
+        made._limits = limits = bounded_limits(  # noqa: SLF001 - its own
+            self._limits,
+            bounds,
+            tokens=self.info.item_tokens_max,
+            factor=factor,
+            pixels_max=pixels_max,
+        )
+        made._images = self._images.bounded(bounds, pixels_max=pixels_max)  # noqa: SLF001
+        made.settings_digest = _digest(self.info, self._settings, limits)
+        return made
 
     def image_recipe(self) -> ImageRecipe:
         """Return how a process makes what processes images, without tokenizer and torch."""

@@ -61,7 +61,13 @@ def test_a_history_of_items() -> None:
     )  # fmt: skip
     parts = [
         {"type": "text", "text": "See"},
-        {"type": "image_url", "image_url": URL, "uuid": None},
+        {
+            "type": "image_url",
+            "image_url": URL,
+            "uuid": None,
+            "min_pixels": None,
+            "max_pixels": None,
+        },
     ]
     messages = plain(request)
     for message in messages:

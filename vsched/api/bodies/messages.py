@@ -1,0 +1,124 @@
+"""Messages of a body as the chat template takes them, and the images in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vsched.api.contract import ApiSettings
+from vsched.api.errors import ParameterRefused, out_of_bounds
+from vsched.api.request_schema import (
+    ImageArea,
+    ImageEmbedsPart,
+    ImagePart,
+    ImageUrl,
+    Message,
+    ProcessorArguments,
+    TextPart,
+)
+from vsched.api.tools.history import check_arguments
+from vsched.media import BoundedImage, EmbeddedImage, ImageReference, NamedImage
+from vsched.worker.capabilities import PixelBounds
+
+
+def split_messages(
+    messages: Sequence[Message], settings: ApiSettings, processing: ProcessorArguments | None = None
+) -> tuple[list[dict[str, Any]], list[ImageReference]]:
+    """Return messages for the chat template, images as bare placeholders, and the image references in order.
+
+    `processing` is how images are processed that do not say so themselves.
+
+    Raises:
+        ParameterRefused: When there are too many, or one carries what is not supported.
+    """
+    if not 0 < len(messages) <= settings.messages_max:
+        raise out_of_bounds(
+            "messages",
+            value=f"{len(messages)} messages",
+            limit=f"1 to {settings.messages_max} messages",
+            remedy="send that many",
+        )
+    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    parts += sum(len(message.tool_calls or ()) for message in messages)
+    if parts > settings.parts_max:
+        raise out_of_bounds(
+            "messages",
+            value=f"{parts} content parts and tool calls",
+            limit=f"{settings.parts_max} content parts",
+            remedy="send fewer",
+        )
+    check_arguments(messages)
+    bounds = _bounds(processing)
+    images: list[ImageReference] = []
+    rendered: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        role = "system" if message.role == "developer" else message.role
+        made: dict[str, Any] = {"role": role, "content": _content(message, images, bounds)}
+        if message.tool_calls:
+            if role != "assistant":
+                raise out_of_bounds(
+                    f"messages[{index}].tool_calls",
+                    value=f"role {message.role}",
+                    limit="role assistant",
+                    remedy="send calls with the message of the assistant that made them",
+                )
+            made["tool_calls"] = (
+                message.tool_calls
+            )  # `with_template_calls` reads them, perhaps in a thread
+        thought = message.reasoning_content or message.reasoning
+        if role == "assistant" and isinstance(thought, str):
+            made["reasoning_content"] = thought
+        if message.role == "tool":
+            answered = {"tool_call_id": message.tool_call_id, "name": message.name}
+            made |= {key: value for key, value in answered.items() if value is not None}
+        rendered.append(made)
+    return rendered, images
+
+
+def _content(
+    message: Message, images: list[ImageReference], bounds: PixelBounds
+) -> str | list[dict[str, str]]:
+    if message.content is None:
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    content: list[dict[str, str]] = []
+    for part in message.content:
+        if isinstance(part, TextPart):
+            content.append({"type": "text", "text": part.text})
+            continue
+        if isinstance(part, ImageEmbedsPart):
+            images.append(EmbeddedImage(part.image_embeds.data))
+        else:
+            images.append(_bounded(part, bounds))
+        content.append({"type": "image"})
+    return content
+
+
+def _bounds(processing: ProcessorArguments | None) -> PixelBounds:
+    sent = processing or ProcessorArguments()
+    size = sent.size or ImageArea()
+    return PixelBounds(
+        size.shortest_edge if sent.min_pixels is None else sent.min_pixels,
+        size.longest_edge if sent.max_pixels is None else sent.max_pixels,
+    )
+
+
+def _bounded(part: ImagePart, bounds: PixelBounds) -> ImageReference:
+    """Return the reference to an image, within its own bounds, or else those of the request."""
+    found = PixelBounds(
+        bounds.min_pixels if part.min_pixels is None else part.min_pixels,
+        bounds.max_pixels if part.max_pixels is None else part.max_pixels,
+    )
+    image = _reference(part)
+    return image if found == PixelBounds() else BoundedImage(image, found)
+
+
+def _reference(part: ImagePart) -> str | NamedImage:
+    url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
+    if part.uuid is not None:
+        return NamedImage(part.uuid, url or None)
+    if url is None:
+        message = "`image_url` is missing. Remedy: send it, or the uuid that the image was sent with before."
+        raise ParameterRefused(message, param="image_url")
+    return url
