@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,43 +12,18 @@ import torch
 
 pytest.importorskip("numba")
 
-from safetensors.torch import load_file, save_file
-
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import WITHIN, Twins
 from tests.workers.driver import Driver, Question, Stage
+from tests.workers.quantized.dequantized_twins import dequantized_twin
 from tests.workers.test_language import mixed_questions
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.quantized.weights import quantize
 
 pytestmark = pytest.mark.slow
 
-EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
 SETTINGS = [("int8", 0), ("int8", 32), ("int4", 0), ("int4", 16)]
-
-
-def as_quantized(name: str, tensor: torch.Tensor, kind: str, group: int) -> torch.Tensor:
-    """Return what a tensor of a checkpoint stands for once it is quantised."""
-    if tensor.dim() != 2 or "pos_embed" in name:
-        return tensor
-    if name.endswith(EMBEDDINGS):
-        kind, group = "int8", group if kind == "int8" else 0
-    return quantize(tensor, kind, group=group).dequantized()
-
-
-def dequantized_twin(source: Path, target: Path, dtype: torch.dtype, kind: str, group: int) -> Path:
-    """Write a checkpoint in float32 whose weights are those that the quantised ones of another stand for."""
-    shutil.copytree(source, target)
-    for file in target.glob("*.safetensors"):
-        tensors = load_file(file)
-        made = {
-            name: as_quantized(name, tensor.to(dtype), kind, group).float().contiguous()
-            for name, tensor in tensors.items()
-        }
-        save_file(made, file, metadata={"format": "pt"})
-    return target
 
 
 def apart(twins: Twins) -> float:

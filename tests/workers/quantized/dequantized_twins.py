@@ -1,0 +1,35 @@
+"""Writes the plain checkpoint beside which one is compared whose weights are made into fewer bits on loading."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from vsched_workers.quantized.weights import quantize
+
+EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
+
+
+def as_quantized(name: str, tensor: torch.Tensor, kind: str, group: int) -> torch.Tensor:
+    """Return what a tensor of a checkpoint stands for once it is quantised."""
+    if tensor.dim() != 2 or "pos_embed" in name:
+        return tensor
+    if name.endswith(EMBEDDINGS):
+        kind, group = "int8", group if kind == "int8" else 0
+    return quantize(tensor, kind, group=group).dequantized()
+
+
+def dequantized_twin(source: Path, target: Path, dtype: torch.dtype, kind: str, group: int) -> Path:
+    """Write a checkpoint in float32 whose weights are those that the quantised ones of another stand for."""
+    shutil.copytree(source, target)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        made = {
+            name: as_quantized(name, tensor.to(dtype), kind, group).float().contiguous()
+            for name, tensor in tensors.items()
+        }
+        save_file(made, file, metadata={"format": "pt"})
+    return target
