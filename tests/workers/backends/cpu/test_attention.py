@@ -306,6 +306,35 @@ def test_all_that_images_need_is_compiled_on_loading(
     assert seen == compiled
 
 
+@pytest.mark.parametrize("has_product", [True, False])
+def test_tiles_are_multiplied_as_float32_where_onednn_has_no_product_of_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, has_product: bool
+) -> None:
+    """On such processors torch's own product of bfloat16 takes 12 to 20 times as long; what comes out is the same."""
+    seen: set[torch.dtype] = set()
+
+    def watched(name: str) -> None:
+        multiply = getattr(torch, name)
+
+        def product(*operands: torch.Tensor, **more: object) -> torch.Tensor:
+            seen.update(one.dtype for one in operands)
+            result: torch.Tensor = multiply(*operands, **more)
+            return result
+
+        monkeypatch.setattr(torch, name, product)
+
+    watched("bmm")
+    watched("baddbmm")
+    monkeypatch.setattr(tiled_attention, "packs", lambda _: has_product)
+    query, key, value = torch.randn(3, 2, 1, 200, 16).bfloat16()
+    out = torch.empty(1, 200, 2, 16, dtype=torch.bfloat16)
+    tiled_attention.attend_patches(query, key, value, 0.3, out)
+    assert seen == {torch.bfloat16 if has_product else torch.float32}
+    weights = (query.double() @ key.double().transpose(-1, -2) * 0.3).softmax(-1)
+    expected = (weights @ value.double()).permute(1, 2, 0, 3)
+    torch.testing.assert_close(out.double(), expected, rtol=4e-2, atol=4e-2)
+
+
 @needs_bf16_dot
 def test_what_is_short_has_the_custom_kernel_beside_amx_and_the_rest_has_onednn(
     monkeypatch: pytest.MonkeyPatch,
