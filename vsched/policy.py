@@ -355,7 +355,11 @@ class RoutingPolicy(Policy, frozen=True, kw_only=True):
 
 
 class RunningView(msgspec.Struct, frozen=True, kw_only=True):
-    """One running request: `tokens` computed so far, KV `blocks` held, `outputs` emitted; `tenant` is whose it is."""
+    """One running request: `tokens` computed so far, KV `blocks` held, `outputs` emitted; `tenant` is whose it is.
+
+    Others hold `blocks_shared` of its blocks, too: to go on, it would neither compute nor copy those again. They are
+    counted where there is a place to swap to, and 0 elsewhere.
+    """
 
     tokens: int
     blocks: int
@@ -363,28 +367,46 @@ class RunningView(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     arrived_ns: int
     tenant: str = ""
+    blocks_shared: int = 0
 
 
 class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
     """The running requests, oldest first, when KV blocks ran out.
 
-    `measured` is of this replica, and `state` what the policy remembers, to be changed in place.
+    `swap_blocks_free` is how many blocks could be swapped out now, 0 where nothing is set aside for it. A block has
+    `block_tokens` tokens. `measured` is of this replica, and `state` what the policy remembers, to be changed in place.
     """
 
     now_ns: int
     running: Sequence[RunningView]
+    swap_blocks_free: int = 0
+    block_tokens: int = 16
     measured: Measured = NOTHING_MEASURED
     state: Any = None
 
 
+Manner = Literal["recompute", "swap"]
+
+
+class Preemption(msgspec.Struct, frozen=True):
+    """Which request gives way, as an index into `view.running`, and how it comes back.
+
+    `recompute`: its KV is computed again, but for what the prefix cache still has. `swap`: its blocks are copied to
+    host memory now, and back when it goes on; where there is no room for them, it is recomputed.
+    """
+
+    victim: int
+    manner: Manner = "recompute"
+
+
 class PreemptionPolicy(Policy, frozen=True, kw_only=True):
-    """Decides the victim when KV blocks run out; it is recomputed later."""
+    """Decides the victim when KV blocks run out, and how it comes back."""
 
     kind: ClassVar[str] = "preemption"
     method: ClassVar[str] = "victim"
 
-    def victim(self, view: PreemptionView) -> int:
-        """Return an index into `view.running`."""
+    def victim(self, view: PreemptionView) -> int | Preemption:
+        """Return an index into `view.running`; in a `Preemption`, to say more than that it is recomputed."""
         raise NotImplementedError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import msgspec
 import pytest
@@ -25,7 +25,9 @@ from vsched.policy import (
     EncodingView,
     EvictionPolicy,
     ItemSpan,
+    Manner,
     Policy,
+    Preemption,
     PreemptionPolicy,
     PreemptionView,
     ReplicaView,
@@ -220,4 +222,7 @@ def test_preemption_names_a_running_request(registered: RegisteredPolicy) -> Non
             )
             for index in range(count)
         ]
-        assert 0 <= policy.victim(PreemptionView(now_ns=count, running=running)) < count
+        answer = policy.victim(PreemptionView(now_ns=count, running=running))
+        preemption = answer if isinstance(answer, Preemption) else Preemption(answer)
+        assert 0 <= preemption.victim < count
+        assert preemption.manner in get_args(Manner)

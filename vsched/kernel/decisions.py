@@ -86,12 +86,22 @@ class DraftGrant(msgspec.Struct, frozen=True, array_like=True):
     ngram: int
 
 
+class SwapCopies(msgspec.Struct, frozen=True, array_like=True):
+    """Copies between KV blocks and places in host memory: of `out` first, then of `back`.
+
+    `out` is (block, place, block, place, …), `back` is (place, block, place, block, …). Neither writes anything twice.
+    """
+
+    out: list[int]
+    back: list[int]
+
+
 class GenerateDecision(msgspec.Struct, frozen=True, array_like=True, tag="g"):
     """One step of the generate group.
 
-    Order: `left` applies first, then `forgotten`, then `joined`, then `granted`, then `grown` (slot, block, slot,
-    block, …), then the step runs: one token for every decoding slot and as many more as drafts of it prove right, and
-    the chunks. Snapshots are read before any is written.
+    Order: `swaps` apply first, then `left`, then `forgotten`, then `joined`, then `granted`, then `grown` (slot, block,
+    slot, block, …), then the step runs: one token for every decoding slot and as many more as drafts of it prove right,
+    and the chunks. Snapshots are read before any is written.
     """
 
     step: int
@@ -101,6 +111,7 @@ class GenerateDecision(msgspec.Struct, frozen=True, array_like=True, tag="g"):
     grown: list[int] = []
     chunks: list[ChunkPlan] = []
     granted: list[DraftGrant] = []
+    swaps: SwapCopies | None = None
 
 
 class EncodeTask(msgspec.Struct, frozen=True, array_like=True):

@@ -42,6 +42,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         item_atomic: One chunk holds each run of an item whole, however long it is: its positions see each other.
         prompt_atomic: One chunk holds a prompt whole.
         drafts: Ranks can verify drafted tokens.
+        swap_blocks: Places of a KV block each in the host memory of each generate group, for preempted requests.
     """
 
     block_size: int = 16
@@ -67,12 +68,17 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     item_atomic: bool = False
     prompt_atomic: bool = False
     drafts: bool = False
+    swap_blocks: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_tokens <= self.slots:
             raise ValueError(
                 f"batch_tokens is {self.batch_tokens}, must be above slots ({self.slots}): a step full of decodes "
                 "would leave no room for prefill"
+            )
+        if self.swap_blocks and self.state_snapshots is not None:
+            raise ValueError(
+                "the state of a sequence cannot be swapped out, and its KV is of no use without it"
             )
         if self.encode_pauses and self.encoders != self.generators:
             raise ValueError(

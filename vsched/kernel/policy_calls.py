@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from operator import index as whole
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast, get_args
 
 import msgspec
 
@@ -27,6 +27,8 @@ from vsched.policy import (
     EncodingView,
     EvictionOrder,
     EvictionPolicy,
+    Manner,
+    Preemption,
     PreemptionPolicy,
     PreemptionView,
     RecordableOrder,
@@ -38,6 +40,7 @@ from vsched.policy import (
 )
 
 Key = TypeVar("Key", bound=Hashable)
+MANNERS: tuple[Manner, ...] = get_args(Manner)
 HOLD_MAX_NS = 60 * 1_000_000_000
 """Nothing may be held for longer after its arrival: a policy can delay, but not stop."""
 
@@ -98,17 +101,21 @@ def ask_encoding(seat: PolicySeat[EncodingPolicy], view: EncodingView) -> list[i
     return sorted({*needed, *chosen})
 
 
-def ask_preemption(seat: PolicySeat[PreemptionPolicy], view: PreemptionView) -> int:
-    """Return the index of the victim, or the youngest where the policy fails."""
+def ask_preemption(seat: PolicySeat[PreemptionPolicy], view: PreemptionView) -> Preemption:
+    """Return the victim and the manner; where the policy fails, the youngest is recomputed."""
     try:
-        index = whole(seat.policy.victim(view))
+        answer = seat.policy.victim(view)
+        found = answer if isinstance(answer, Preemption) else Preemption(whole(answer))
+        index = whole(found.victim)
+        if found.manner not in MANNERS:
+            raise ValueError(f"manner {found.manner!r} is none of {', '.join(MANNERS)}")
         if not 0 <= index < len(view.running):
             raise ValueError(f"index {index} is outside 0 to {len(view.running) - 1}")
         seat.accept()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         seat.fail(error, view)
-        return len(view.running) - 1
-    return index
+        return Preemption(len(view.running) - 1)
+    return Preemption(index, found.manner)
 
 
 def ask_drafting(seat: PolicySeat[DraftingPolicy], view: DraftingView) -> Draft:

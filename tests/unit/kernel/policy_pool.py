@@ -26,6 +26,7 @@ from vsched.policy import (
     EncodingView,
     EvictionOrder,
     EvictionPolicy,
+    Preemption,
     PreemptionPolicy,
     PreemptionView,
     RoutingPolicy,
@@ -201,15 +202,16 @@ class Oldest(PreemptionPolicy, frozen=True, kw_only=True):
 
 
 class AnyVictim(PreemptionPolicy, frozen=True, kw_only=True):
-    """Any of them, or one too far."""
+    """Any of them, in any manner, or one too far."""
 
     wrong: int = 0
 
-    def victim(self, view: PreemptionView) -> int:
+    def victim(self, view: PreemptionView) -> int | Preemption:
         rng = random.Random(view.now_ns)
         if rng.randrange(100) < self.wrong:
             return len(view.running)
-        return rng.randrange(len(view.running))
+        index = rng.randrange(len(view.running))
+        return index if rng.randrange(4) == 0 else Preemption(index, "swap")
 
 
 WRONG = (0, 10, 60)

@@ -71,6 +71,7 @@ def assert_holds_nothing(cluster: ModelCluster) -> None:
     encode, generate = encode_statistics(cluster), generate_statistics(cluster)
     assert (statistics["running"], statistics["waiting"]) == (0, 0)
     assert (generate["blocks_held"], generate["preempted"]) == (0, 0)
+    assert (generate["swap_blocks_held"], generate["swapped"]) == (0, 0)
     assert (encode["waiting_items"], encode["running_items"]) == (0, 0)
     unused = encode["pages_free"] + encode["pages_evictable"] + encode["pages_orphaned"]
     assert unused == encode["pages_total"]

@@ -11,6 +11,7 @@ so a request that finds the block reads it in a later step.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from operator import eq
 
@@ -81,6 +82,11 @@ class BlockPool:
     def cached_among(self, blocks: Sequence[int]) -> int:
         """Return how many of these found blocks have no holder: holding them makes that many unavailable."""
         return sum(1 for block in blocks if self._holders[block] == 0)
+
+    def shared(self, blocks: Sequence[int]) -> int:
+        """Return how many of these blocks of a sequence, from the first on, other sequences hold, too."""
+        holders = self._holders
+        return bisect_left(blocks, True, key=lambda block: holders[block] < 2)
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Add a holder to found blocks."""

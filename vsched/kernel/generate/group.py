@@ -1,4 +1,4 @@
-"""A generate group: slots, KV blocks, chunked prefill, continuous batching, preemption by recompute.
+"""A generate group: slots, KV blocks, chunked prefill, continuous batching, preemption.
 
 **Cost follows change.** Ranks keep the running set, so a decode step names no request. The kernel touches a decoding
 request only when something about it changes. The one thing that changes by itself is its length, and `RunningSet`
@@ -11,7 +11,7 @@ token coming in the step in flight: it waits until that came, then returns to th
 
 **Blocks before slots.** A request is admitted with the blocks of all its known tokens, so prefill never runs out; only
 decoding grows. When blocks run out, a victim leaves (`PreemptionPolicy`), never one older than the request that needs
-the block, so the oldest always goes on.
+the block, so the oldest always goes on. It is recomputed, or goes on from what `SwapSpace` kept of it.
 
 **Several tokens a step.** Where a policy lets ranks draft for a request, its length is known as a bound only, until the
 step is done: `DraftGrants` keeps those requests. The others do not notice.
@@ -47,6 +47,7 @@ from vsched.kernel.generate.step_budget import (
     StepTimeModel,
 )
 from vsched.kernel.generate.step_shares import StepSharing
+from vsched.kernel.generate.swap_space import SwapSpace
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import GuardedOrder, ask_admission, ask_preemption
 from vsched.kernel.policy_seats import PolicySeats
@@ -98,6 +99,7 @@ class GenerateGroup(GroupViews):
         order = partial(GuardedOrder[bytes], self._prefix_eviction, self._faults)
         self._pool = BlockPool(self._limits.blocks, order())
         self._snapshots = StateSnapshots(self._limits, order)
+        self._swap = SwapSpace(self._limits)
         self._running = RunningSet(self._limits, self._pool)
         self._drafts = DraftGrants(self._limits, self._drafting, self._running)
         self._in_flight = InFlightSteps(self._in_flight.planned, self._requests, self.measures)
@@ -128,6 +130,7 @@ class GenerateGroup(GroupViews):
     def let_go(self, state: RequestState) -> None:
         """Give a request that holds no slot away."""
         self.dequeue(state)
+        self._swap.drop(state.number)
         if state.known:
             self._running.forget(state)
             state.known = False
@@ -143,9 +146,9 @@ class GenerateGroup(GroupViews):
         state.extend_hashes(self._limits.block_size)
 
     def cached_tokens(self, state: RequestState) -> int:
-        """Return how many tokens of a request's prefix are cached; at least one token stays to compute."""
+        """Return how many tokens of a request are cached or swapped out; at least one token stays to compute."""
         found = self._cached_blocks(state)
-        return self._snapshots.usable(state.hashes, len(found)) * self._limits.block_size
+        return self._swap.reach(state, self._snapshots.usable(state.hashes, len(found)))
 
     def _cached_blocks(self, state: RequestState) -> list[int]:
         if state.tells_prompt:
@@ -223,7 +226,8 @@ class GenerateGroup(GroupViews):
         granted = self._drafts.send(step) if self._drafts.active else []
         forgotten, left = self._running.take_changes()
         joined, chunks = (plan.joined, plan.chunks) if plan is not None else ([], [])
-        return GenerateDecision(step, forgotten, left, joined, grown, chunks, granted)
+        swaps = self._swap.take_copies() if self._swap.pending else None
+        return GenerateDecision(step, forgotten, left, joined, grown, chunks, granted, swaps)
 
     def _grow(self, step: int, now_ns: int) -> list[int]:
         """Give a block to every decoding request that writes its next token into a new one."""
@@ -258,13 +262,16 @@ class GenerateGroup(GroupViews):
             view = PreemptionView(
                 now_ns=now_ns,
                 running=views,
+                swap_blocks_free=self._swap.free,
+                block_tokens=self._limits.block_size,
                 measured=self.measured,
                 state=self._preemption.state,
             )
-            victim = running[ask_preemption(self._preemption, view)]
+            answer = ask_preemption(self._preemption, view)
+            victim = running[answer.victim]
             if victim.order < state.order:
                 victim = state  # the older goes on, whatever the policy says: this is what ensures progress
-            self._preempt(victim)
+            self._preempt(victim, swap=answer.manner == "swap")
             if victim is state:
                 probe("generate.preempted_itself")
                 return False
@@ -348,7 +355,7 @@ class GenerateGroup(GroupViews):
         """Give a request a slot and blocks for all its known tokens, or change nothing and return None."""
         found = self._cached_blocks(state)
         prefix = found[: self._snapshots.usable(state.hashes, len(found))]
-        computed = len(prefix) * self._limits.block_size
+        computed = self._swap.reach(state, len(prefix))
         if not self.can_start(state, computed):
             # Its embeddings or its cached prefix went while it waited.
             probe("generate.embedding_gone")
@@ -369,9 +376,10 @@ class GenerateGroup(GroupViews):
         restored = self._snapshots.read(state, found=len(found), used=len(prefix))
         self._pool.hold(prefix)
         blocks = prefix + self._pool.take(missing)
+        self._restore(state, blocks, cached=len(prefix), computed=computed)
         self._running.assign_slot(state, blocks, computed)
         self._quarantine.begin(state)
-        self._counts["tokens_cached"] += computed
+        self._counts["tokens_cached"] += len(prefix) * self._limits.block_size
         self._counts["admitted"] += 1
         if not state.admitted_ns:
             state.admitted_ns = now_ns
@@ -380,6 +388,19 @@ class GenerateGroup(GroupViews):
         state.known = True
         known = len(state.tokens)
         return Join(state.number, state.slot, computed, known, list(state.blocks), data, restored)
+
+    def _restore(
+        self, state: RequestState, blocks: list[int], *, cached: int, computed: int
+    ) -> None:
+        """Have what was swapped out of a request that joins be copied back; its full blocks are then as any others."""
+        copied = self._swap.restore(state, blocks, cached=cached, computed=computed)
+        if not copied:
+            return
+        self._counts["swapped_in"] += 1
+        self._counts["swap_blocks_in"] += copied
+        full = computed // self._limits.block_size
+        if state.hashes:
+            self._pool.publish(blocks[cached:full], state.hashes[cached:full])
 
     # --- results ---
 
@@ -424,6 +445,7 @@ class GenerateGroup(GroupViews):
             self._release_slot(state, keep=False)
         elif state.known:
             self._running.forget(state)
+        self._swap.drop(state.number)
         if self._in_flight.drop_preempted(state.number):
             probe("generate.settling_ended")
         self._drop_load(state)
@@ -435,9 +457,11 @@ class GenerateGroup(GroupViews):
         self._quarantine.end(state)
         self.queue.blocked = False
 
-    def _preempt(self, state: RequestState) -> None:
+    def _preempt(self, state: RequestState, *, swap: bool = False) -> None:
         """Take a running request out of its slot; it is requeued once its last step has completed."""
         slot = state.slot
+        if swap:
+            self._swap_out(state)
         self._counts["preemptions"] += 1
         state.preemptions += 1
         self._release_slot(state, keep=True)
@@ -448,6 +472,13 @@ class GenerateGroup(GroupViews):
             self._in_flight.gather(state, slot)
             self._know_outputs(state)
             self._requeued.append(state)
+
+    def _swap_out(self, state: RequestState) -> None:
+        """Keep what is computed of a request that leaves its slot, if there is room."""
+        free, tokens = self._swap.free, self._running.swappable(state, self._in_flight.planned)
+        if self._swap.keep(state, tokens, self._pool):
+            self._counts["swapped_out"] += 1
+            self._counts["swap_blocks_out"] += free - self._swap.free
 
     def favour_front(self) -> bool:
         """Make way for the front of the queue, whatever the policy says; return whether that may help.
@@ -510,6 +541,7 @@ class GenerateGroup(GroupViews):
             pool=self._pool.state(),
             drafts=self._drafts.state(),
             snapshots=self._snapshots.state(),
+            swap=self._swap.state(),
             step_times=self.step_times.state(),
             measures=self.measures.state(),
             counts=self._counts,
@@ -527,6 +559,7 @@ class GenerateGroup(GroupViews):
         self._pool.restore(state.pool, (one.blocks for one in self.running))
         self._drafts.restore(state.drafts, self._requests)
         self._snapshots.restore(state.snapshots)
+        self._swap.restore_state(state.swap)
         self.step_times.restore(state.step_times)
         self.measures.restore(state.measures)
         self._counts = state.counts
@@ -544,6 +577,7 @@ class GenerateGroup(GroupViews):
         self._running.check(self._in_flight.planned)
         self._drafts.check(self._in_flight.planned)
         self._snapshots.check()
+        self._swap.check([state.number for state in own if state.slot < 0])
         assert self._known_tokens == sum(state.counted for state in own), "load is miscounted"
         ready = [state.number for state in own if state.phase is Phase.READY]
         assert ready == [entry.state.number for entry in self.queue.entries], "the queue is wrong"

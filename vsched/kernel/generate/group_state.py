@@ -11,11 +11,13 @@ from vsched.kernel.generate.measures import MeasuresState
 from vsched.kernel.generate.running import RunningSetState
 from vsched.kernel.generate.snapshots import StateSnapshotsState
 from vsched.kernel.generate.step_budget import StepTimeState
+from vsched.kernel.generate.swap_space import SwapSpaceState
 from vsched.kernel.groups import Status
 
 COUNTED = (
     *("tokens_prefilled", "tokens_decoded", "tokens_cached", "preemptions", "admitted"),
     *("tokens_drafted", "drafts_accepted"),
+    *("swapped_out", "swapped_in", "swap_blocks_out", "swap_blocks_in"),
 )
 """What a group counts, by the names of its statistics."""
 
@@ -29,6 +31,7 @@ class GenerateGroupState(msgspec.Struct):
     pool: BlockPoolState
     drafts: DraftGrantsState
     snapshots: StateSnapshotsState | None
+    swap: SwapSpaceState
     step_times: StepTimeState
     measures: MeasuresState
     counts: dict[str, int]

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.generate.blocks import BlockPool
-from vsched.kernel.generate.explanation import explained
 from vsched.kernel.generate.in_flight import InFlightSteps
 from vsched.kernel.generate.request_queue import RequestQueue
 from vsched.kernel.generate.running import RunningSet
 from vsched.kernel.generate.step_budget import StepTimeModel
+from vsched.kernel.generate.swap_space import SwapSpace
 from vsched.kernel.groups import Group
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.request import RequestState
+from vsched.kernel.request import Phase, RequestState
 
 
 class GroupViews(Group):
@@ -26,6 +26,7 @@ class GroupViews(Group):
     _running: RunningSet
     _in_flight: InFlightSteps
     _pool: BlockPool
+    _swap: SwapSpace
     _counts: dict[str, int]
     _known_tokens: int
 
@@ -78,7 +79,7 @@ class GroupViews(Group):
 
     def counts(self) -> dict[str, int]:
         """Return the counters, and the sizes of the KV cache."""
-        return {**self._counts, **self._pool.statistics()}
+        return {**self._counts, **self._pool.statistics(), **self._swap.statistics()}
 
     def statistics(self) -> dict[str, int]:
         """Return counters and gauges of the group."""
@@ -93,3 +94,35 @@ class GroupViews(Group):
             **self.counts(),
             "slots_total": self._limits.slots,
         }
+
+
+def explained(
+    state: RequestState,
+    limits: SchedulerLimits,
+    cache: EmbeddingCache,
+    pool: BlockPool,
+    *,
+    group: str,
+    done: int,
+) -> str:
+    """Return where a request is, and what it waits for.
+
+    `group` says how its group is, and `done` is the last step there that has completed.
+    """
+    match state.phase:
+        case Phase.ITEMS:
+            wanted = sorted(state.wanted)
+            missing = [one for one in wanted if not cache.is_ready(state.items[one].key)]
+            return f"{state.phase}: items {missing} of {len(state.items)} are not encoded yet"
+        case Phase.READY:
+            need = limits.blocks_for(len(state.tokens))
+            return f"{state.phase}: needs {need} KV blocks, {pool.available} available"
+        case Phase.PREFILL:
+            return f"{state.phase}: {state.computed} of {len(state.tokens)} tokens in slot {state.slot}"
+        case Phase.DECODE:
+            outputs = max(0, done - state.decoding_since + 1)
+            return f"{state.phase}: {outputs} tokens since it joined slot {state.slot}"
+        case Phase.SUSPENDED:
+            return f"{state.phase}: {group}"
+        case _:
+            return str(state.phase)

@@ -40,6 +40,7 @@ class RunningSet:
         self.prefilling: dict[int, RequestState] = {}
         self.decoding: dict[int, RequestState] = {}
         self._block_size = limits.block_size
+        self._counts_shared = limits.swap_blocks > 0
         self._free_slots = list(range(limits.slots - 1, -1, -1))
         self._growth: list[dict[int, RequestState]] = [{} for _ in range(limits.block_size)]
         self._first_steps = 0
@@ -77,6 +78,7 @@ class RunningSet:
             priority=state.request.priority,
             arrived_ns=state.submitted_ns,
             tenant=state.request.tenant,
+            blocks_shared=self.pool.shared(state.blocks) if self._counts_shared else 0,
         )
 
     def tokens(self, planned: int) -> Iterable[tuple[str, int]]:
@@ -106,6 +108,14 @@ class RunningSet:
     def written(self, state: RequestState, step: int) -> int:
         """Return the positions that a decoding request has written after this step, drafts in flight not counted."""
         return len(state.tokens) + step - state.decoding_since
+
+    def swappable(self, state: RequestState, planned: int) -> int:
+        """Return how many tokens of a running request have KV once the steps in flight are done, or a bound of it."""
+        if state.phase is not Phase.DECODE:
+            return state.computed
+        if state.bucket < 0:  # drafts in flight may bring several tokens
+            return len(state.blocks) * self._block_size
+        return self.written(state, planned)
 
     def enter_bucket(self, state: RequestState) -> None:
         """From the next step on a decoding request grows by one token a step, and has no more blocks than it fills."""

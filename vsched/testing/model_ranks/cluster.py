@@ -285,6 +285,7 @@ class ModelCluster:
         kernel = self.kernel
         for stage in kernel.generators:
             assert stage.statistics()["blocks_held"] == 0, "KV blocks are held by nobody"
+            assert stage.statistics()["swap_blocks_held"] == 0, "host memory is held by nobody"
             assert stage.slots_held == 0, "a slot is held by nobody"
             assert stage.load_tokens == 0, "a load is counted for nobody"
         assert not kernel.embeddings.queue, "an item waits for nobody"

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from vsched.kernel import SchedulerLimits
-from vsched.kernel.decisions import ChunkPlan, DraftGrant, GenerateDecision, Join
+from vsched.kernel.decisions import ChunkPlan, DraftGrant, GenerateDecision, Join, SwapCopies
 from vsched.kernel.events import Drafted, Finished, Stepped
 from vsched.kernel.request import keyed_by_set
 from vsched.types import FinishReason, MediaItem, Request
@@ -124,6 +124,7 @@ class ModelGenerator:
         self.states: dict[int, int] = {}
         self.snapshots: dict[int, int] = {}
         self.grants: dict[int, DraftGrant] = {}
+        self.places: dict[int, list[int]] = {}
 
     def step(self) -> tuple[Stepped, list[tuple[int, int]]]:
         """Carry out the oldest decision; return the result, and what was sampled as (request number, token)."""
@@ -209,7 +210,19 @@ class ModelGenerator:
     def _at(self, slot: int) -> ModelSequence:
         return self.sequences[self.slots[slot]]
 
+    def _swap(self, swaps: SwapCopies) -> None:
+        """Copy blocks to places and back; what was read is gone, so that nobody finds it where it was by luck."""
+        for written in (swaps.out[1::2], swaps.back[1::2]):
+            assert len(set(written)) == len(written), "a copy goes where another goes"
+        for block, place in zip(swaps.out[::2], swaps.out[1::2], strict=True):
+            assert 0 <= place < self._limits.swap_blocks, "no such place"
+            self.places[place] = list(self.kv[block])
+        for place, block in zip(swaps.back[::2], swaps.back[1::2], strict=True):
+            self.kv[block] = self.places.pop(place)
+
     def _apply(self, decision: GenerateDecision) -> None:
+        if decision.swaps is not None:
+            self._swap(decision.swaps)
         for leave in decision.left:
             assert self.slots.pop(leave.slot) == leave.number, "another sequence has this slot"
             self.sequences[leave.number].leave()

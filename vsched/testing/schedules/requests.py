@@ -158,5 +158,7 @@ def random_limits(rng: random.Random) -> SchedulerLimits:
         batch_tokens=drawn.batch_tokens + (60 if sees_ahead else 0),
         state_snapshots=places if keeps_state else None,
         drafts=not keeps_state,
+        # Half of those that can swap have room for it, often too little.
+        swap_blocks=0 if keeps_state or drawn.blocks % 2 else drawn.blocks * (drawn.waiting % 3),
         prefix_cache=drawn.prefix_cache and not (keeps_state and not places) and not prompt_atomic,
     )

@@ -1,0 +1,354 @@
+"""Preemption by swapping: KV blocks go to host memory and come back, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.policy_pool import random_policies
+from tests.unit.kernel.setups import (
+    assert_holds_nothing,
+    assert_served,
+    generate_statistics,
+    image_request,
+    make_limits,
+    words,
+)
+from vsched.kernel import KernelPolicies, SchedulerLimits
+from vsched.kernel.events import Cleared, Drain
+from vsched.kernel.generate.group import GenerateGroup
+from vsched.kernel.generate.swap_space import SwapSpace
+from vsched.kernel.policy_calls import ask_preemption
+from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
+from vsched.policy import (
+    Draft,
+    DraftingPolicy,
+    DraftingView,
+    Preemption,
+    PreemptionPolicy,
+    PreemptionView,
+    RunningView,
+)
+from vsched.record.snapshot import encode_state, restore_scheduler
+from vsched.testing import ModelCluster, default_policies, make_request, run_random
+from vsched.testing.schedules.requests import random_limits
+from vsched.types import FinishReason
+
+
+class Swapping(PreemptionPolicy, frozen=True, kw_only=True):
+    """The youngest, to host memory."""
+
+    def victim(self, view: PreemptionView) -> Preemption:
+        return Preemption(len(view.running) - 1, "swap")
+
+
+SWAPPING = default_policies(preemption=Swapping())
+
+
+def tight(**changes: object) -> SchedulerLimits:
+    """Return limits under which four requests start and not all can grow."""
+    base = {"blocks": 14, "slots": 4, "prefix_cache": False, "swap_blocks": 40}
+    return make_limits(**{**base, **changes})
+
+
+class Three(DraftingPolicy, frozen=True, kw_only=True):
+    """Three tokens in every step."""
+
+    def grant(self, view: DraftingView) -> Draft:
+        return Draft(min(3, view.rows_free), 0, 2)
+
+
+def run_growing(
+    limits: SchedulerLimits, policies: KernelPolicies = SWAPPING, *, drain: bool = True
+) -> ModelCluster:
+    """Run four requests that grow beyond the blocks."""
+    cluster = ModelCluster(limits, policies)
+    for index in range(4):
+        cluster.submit(make_request(f"r{index}", words(12, start=20 * index), max_tokens=24))
+    if drain:
+        cluster.drain()
+    return cluster
+
+
+def run_until_swapped(cluster: ModelCluster) -> None:
+    """Run steps until some request is swapped out and in the queue."""
+    while not generate_statistics(cluster)["swapped"] or cluster.kernel.statistics()["waiting"] < 1:
+        cluster.run_generate()
+
+
+def prefilled(cluster: ModelCluster) -> int:
+    return generate_statistics(cluster)["tokens_prefilled"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_swapped_request_goes_on_where_it_was(depth: int, prefix_cache: bool) -> None:
+    """It computes one token to join again, its last one, and its outputs are those of an undisturbed run."""
+    cluster = run_growing(tight(generate_depth=depth, prefix_cache=prefix_cache))
+    counts = generate_statistics(cluster)
+    assert counts["swapped_out"] > 0
+    assert counts["swapped_in"] > 0
+    assert prefilled(cluster) == 4 * 12 + counts["swapped_in"]
+    assert_served(cluster, "r0", "r1", "r2", "r3")
+    assert_holds_nothing(cluster)
+
+
+def test_swap_without_room_recomputes() -> None:
+    """The kernel disposes: what has no room in host memory is computed again."""
+    cluster = run_growing(tight(swap_blocks=2))
+    assert generate_statistics(cluster)["preemptions"] > 0
+    assert generate_statistics(cluster)["swapped_out"] == 0
+    assert prefilled(cluster) > 4 * 12 + 4
+    assert_served(cluster, "r0", "r1", "r2", "r3")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_swapped_request_with_drafts_in_flight_goes_on_where_it_was(depth: int) -> None:
+    """How much of it is computed is known when it has settled: what is kept is the most that it can be."""
+    policies = default_policies(preemption=Swapping(), drafting=Three())
+    limits = tight(generate_depth=depth, drafts=True, slots=7)
+    cluster = run_growing(limits, policies)
+    counts = generate_statistics(cluster)
+    assert counts["swapped_in"] > 0
+    assert prefilled(cluster) == 4 * 12 + counts["swapped_in"]
+    assert_served(cluster, "r0", "r1", "r2", "r3")
+    assert_holds_nothing(cluster)
+
+
+def test_swapped_images_are_not_encoded_again() -> None:
+    """What was computed from an embedding is in the blocks: nothing of it is claimed to go on."""
+    cluster = ModelCluster(tight(pages=8), SWAPPING)
+    for index in range(4):
+        cluster.submit(image_request(f"r{index}", (b"image%d" % index, 10), max_tokens=24))
+    cluster.drain()
+    assert generate_statistics(cluster)["swapped_in"] > 0
+    assert sum(map(len, cluster.encoded)) == 4
+    assert_served(cluster, "r0", "r1", "r2", "r3")
+    assert_holds_nothing(cluster)
+
+
+def test_swap_copies_only_what_others_do_not_hold() -> None:
+    """Blocks of a prefix that another request holds stay where they are, and both go on from them."""
+    cluster = ModelCluster(
+        make_limits(blocks=13, slots=2, swap_blocks=40, generate_depth=1), SWAPPING
+    )
+    prefix = words(16)  # 4 blocks
+    cluster.submit(make_request("r0", [*prefix, 1, 2], max_tokens=28))
+    cluster.run_generate()
+    cluster.submit(make_request("r1", [*prefix, 3, 4], max_tokens=28))
+    cluster.drain()
+    swaps = [one.swaps for one in cluster.decisions if one.swaps is not None]
+    first = next(one for one in swaps if one.out)
+    joins = [join for one in cluster.decisions for join in one.joined]
+    shared = set(joins[0].blocks[:4])
+    assert shared == set(joins[1].blocks[:4])
+    assert not shared & set(first.out[::2])
+    assert_served(cluster, "r0", "r1")
+    assert_holds_nothing(cluster)
+
+
+def test_swapped_request_whose_shared_prefix_is_gone_is_recomputed() -> None:
+    """What it left to others may be evicted once those end: what lies behind is of no use then."""
+    cluster = ModelCluster(make_limits(blocks=13, slots=2, swap_blocks=40), SWAPPING)
+    prefix = words(16)
+    cluster.submit(make_request("r0", [*prefix, 1, 2], max_tokens=28))
+    cluster.run_generate()
+    cluster.submit(make_request("r1", [*prefix, 3, 4], max_tokens=28))
+    run_until_swapped(cluster)
+    cluster.abort("r0", FinishReason.ABORT)  # the prefix has no holder any more
+    before = prefilled(cluster)
+    cluster.drain()
+    assert prefilled(cluster) >= before + 1
+    assert_served(cluster, "r1")
+    assert_holds_nothing(cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["abort", "clear", "lose", "lose all", "drain"])
+def test_swapped_request_that_ends_or_moves_holds_nothing(what: str) -> None:
+    """Its places are free at once; after a loss, or elsewhere, it is recomputed."""
+    cluster = run_growing(tight(generators=1 if what == "lose all" else 2), drain=False)
+    for index in range(4, 8):
+        cluster.submit(make_request(f"r{index}", words(12, start=20 * index), max_tokens=24))
+    while not generate_statistics(cluster)["swapped"]:
+        cluster.run_generate(min(cluster.busy("generate")))
+    group = next(one for one in cluster.kernel.generators if one.statistics()["swapped"])
+    if what == "abort":
+        for name in sorted(cluster.requests):
+            cluster.abort(name, FinishReason.ABORT)
+    elif what == "clear":
+        cluster.send(Cleared())
+    elif what.startswith("lose"):
+        cluster.lose(group.name)
+    else:
+        cluster.send(Drain(group.name))
+    if what != "drain":
+        assert group.statistics()["swapped"] == 0
+    for name in sorted(cluster.down):
+        cluster.restore(name)
+    cluster.drain()
+    cluster.check_settled()
+    assert_holds_nothing(cluster)
+
+
+def test_swapped_request_is_restored_from_a_snapshot() -> None:
+    """A scheduler that takes over while requests are swapped out has the same copies to make."""
+    cluster = run_growing(tight(), drain=False)
+    run_until_swapped(cluster)
+    state = encode_state(cluster.kernel)
+    cluster.kernel = restore_scheduler(state, cluster.limits, SWAPPING)
+    assert encode_state(cluster.kernel) == state
+    cluster.drain()
+    assert generate_statistics(cluster)["swapped_in"] > 0
+    assert_served(cluster, "r0", "r1", "r2", "r3")
+    assert_holds_nothing(cluster)
+
+
+def test_swapping_models_with_a_state_is_refused() -> None:
+    """KV without the state is of no use, and a state has no place to go to."""
+    with pytest.raises(ValueError, match="state"):
+        make_limits(swap_blocks=4, state_snapshots=4)
+
+
+def swap_limits(rng: random.Random) -> SchedulerLimits:
+    """Return random limits with room for swapping, where the model can."""
+    limits = random_limits(rng)
+    while limits.state_snapshots is not None:
+        limits = random_limits(rng)
+    return msgspec.structs.replace(limits, swap_blocks=rng.choice([1, 5, 30, 200]))
+
+
+def run_seed(seed: int) -> int:
+    """Run a random schedule in which all that can is swapped; return how many blocks came back."""
+    rng = random.Random(seed)
+    limits = msgspec.structs.replace(swap_limits(rng), blocks=rng.randint(12, 40))
+    policies = SWAPPING if seed % 3 else random_policies(rng)
+    if seed % 3 == 1:
+        policies = msgspec.structs.replace(random_policies(rng), preemption=Swapping())
+    cluster = run_random(rng, policies, limits=limits, events=160)
+    return sum(one.counts()["swap_blocks_in"] for one in cluster.kernel.generators)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 120, 10))
+def test_swapping_keeps_every_promise_under_random_schedules(first: int) -> None:
+    """With faults, aborts, drafts, shared prefixes and images, under any policy: nothing is lost, wrong or stuck."""
+    assert sum(map(run_seed, range(first, first + 10))) > 0
+
+
+class Mistake(NamedTuple):
+    """Texts of a method that are changed, each from what is right to what is wrong."""
+
+    kind: type
+    name: str
+    changes: Sequence[str]
+
+
+MISTAKES = {
+    "forgets a copy out": Mistake(
+        SwapSpace, "keep", ("zip(held[first:]", "zip(held[first + 1:]", "places,", "places[1:],")
+    ),
+    "forgets a copy back": Mistake(SwapSpace, "restore", ("range(cached, ", "range(cached + 1, ")),
+    "copies where it was": Mistake(SwapSpace, "restore", ("blocks[index])", "blocks[index - 1])")),
+    "frees places too early": Mistake(SwapSpace, "keep", ("del self._free[at:]", "pass")),
+    "copies after the block is given away": Mistake(
+        GenerateGroup,
+        "_send",
+        ("self._swap.take_copies() if self._swap.pending", "self._swap.late() if True"),
+    ),
+    "believes a prefix that is gone": Mistake(SwapSpace, "reach", ("or cached < kept.first", "")),
+    "keeps a token that was not computed": Mistake(
+        SwapSpace, "reach", ("len(state.tokens) - 1", "len(state.tokens)")
+    ),
+    "keeps what ended": Mistake(GenerateGroup, "remove", ("self._swap.drop(state.number)", "pass")),
+    "keeps what moved": Mistake(GenerateGroup, "let_go", ("self._swap.drop(state.number)", "pass")),
+    "keeps what was lost": Mistake(
+        GenerateGroup,
+        "_reset",
+        (
+            "self._swap = SwapSpace(self._limits)",
+            "self._swap = getattr(self, '_swap', None) or SwapSpace(self._limits)",
+        ),
+    ),
+}
+
+
+def mistaken(mistake: Mistake) -> Callable[..., object]:
+    """Return a method with these texts changed."""
+    _, name, changes = mistake
+    method = getattr(mistake.kind, name)
+    source = textwrap.dedent(inspect.getsource(method))
+    for right, wrong in zip(changes[::2], changes[1::2], strict=True):
+        assert right in source, f"{right!r} is not in {name}"
+        source = source.replace(right, wrong)
+    found: dict[str, Callable[..., object]] = {}
+    exec(compile(source, name, "exec"), method.__globals__, found)
+    return found[name]
+
+
+def run_all() -> None:
+    """Run what a mistake has to be noticed by."""
+    for what in ("lose all", "drain"):
+        test_swapped_request_that_ends_or_moves_holds_nothing(what)
+    test_swapped_request_with_drafts_in_flight_goes_on_where_it_was(2)
+    for seed in range(60):
+        run_seed(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_swapping_mistakes_are_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that is forgotten, made too late or to the wrong place fails some random run."""
+
+    def late(self: SwapSpace) -> object:
+        """Return the copies that the decision before should have had."""
+        kept = getattr(self, "kept_back", None)
+        self.kept_back = SwapSpace.take_copies(self) if self.pending else None  # type: ignore[attr-defined]
+        return kept
+
+    monkeypatch.setattr(SwapSpace, "late", late, raising=False)
+    kind, name, _ = made = MISTAKES[mistake]
+    monkeypatch.setattr(kind, name, mistaken(made))
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        run_all()
+
+
+def running(*tokens: int) -> list[RunningView]:
+    return [
+        RunningView(tokens=one, blocks=one // 4, outputs=0, priority=0, arrived_ns=index)
+        for index, one in enumerate(tokens)
+    ]
+
+
+class Answers(PreemptionPolicy, frozen=True, kw_only=True):
+    """Answers what it is told to."""
+
+    answer: object
+
+    def victim(self, view: PreemptionView) -> int | Preemption:
+        return self.answer  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("answer", "found", "faults"),
+    [
+        (0, Preemption(0), 0),
+        (Preemption(0, "swap"), Preemption(0, "swap"), 0),
+        (Preemption(0), Preemption(0, "recompute"), 0),
+        (Preemption(2, "swap"), Preemption(1), 1),
+        (Preemption(0, "forget"), Preemption(1), 1),  # type: ignore[arg-type]
+        ("0", Preemption(1), 1),
+    ],
+)
+def test_preemption_answers_are_checked(answer: object, found: Preemption, faults: int) -> None:
+    """A number means recomputation; what names no victim or no manner is a fault, and the default decides."""
+    told = PolicyFaults()
+    view = PreemptionView(now_ns=0, running=running(4, 8))
+    assert ask_preemption(PolicySeat(Answers(answer=answer), told), view) == found
+    assert len(told.take_notices()) == faults
