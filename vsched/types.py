@@ -21,9 +21,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `temperature=0` is greedy. `seed` fixes the random draws: each draw depends on (seed, position) only, never on the
     batch around it. `stop_token_ids` ends a request when such a token is sampled; the checkpoint's own end tokens are
-    added unless `ignore_eos`. `include_stop` leaves what ended a request in its text, special tokens aside. `logprobs`
-    is the number of alternatives to report a token, None for none at all, and `prompt_logprobs` that for the tokens of
-    the prompt. `prompt_only` is that nothing is generated: the request ends with its prompt.
+    added unless `ignore_eos`. `include_stop` leaves what ended a request in its text, `show_special` special tokens.
+    `logprobs` is the number of alternatives to report a token, None for none at all, and `prompt_logprobs` that for the
+    tokens of the prompt. `prompt_only` is that nothing is generated: the request ends with its prompt.
 
     `grammar` is what the output must match, as `vsched.worker.capabilities.Grammars` takes it; empty for anything.
     """
@@ -42,6 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    show_special: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_only: bool = False

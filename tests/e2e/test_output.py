@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.e2e.asking import TEXTS, Answer, Ask, answer, begin, drawn_image, read
@@ -49,6 +50,22 @@ async def test_stop_string_ends_before_it(engine: Engine) -> None:
     assert len(found.token_ids) < 60
     found = await answer(engine, ASK, sampled(max_tokens=60, stop=(stop,), include_stop=True))
     assert found.text == whole[: whole.index(stop) + len(stop)]
+
+
+async def test_special_tokens_are_text_where_they_are_asked_for(engine: Engine) -> None:
+    """They are found by stop strings, and what ended the answer is told as any other stop."""
+    end, *_ = engine.info.stop_token_ids
+    name = engine.preprocessor.token_bytes(end).decode()
+    ignoring = sampled(logit_bias=((end, 100.0),), max_tokens=3)
+    assert (await answer(engine, ASK, ignoring)).text == ""
+    shown = msgspec.structs.replace(ignoring, show_special=True)
+    assert (await answer(engine, ASK, shown)).text == 3 * name
+    stopped = await answer(engine, ASK, msgspec.structs.replace(shown, stop=(name,)))
+    assert (stopped.text, stopped.finish_reason, len(stopped.token_ids)) == ("", "stop", 1)
+    for include, text in ((False, ""), (True, name)):
+        ended = msgspec.structs.replace(shown, ignore_eos=False, include_stop=include)
+        found = await answer(engine, ASK, ended)
+        assert (found.text, found.finish_reason, found.token_ids) == (text, "stop", [end])
 
 
 async def test_stop_string_that_only_begins_is_given_out(engine: Engine) -> None:

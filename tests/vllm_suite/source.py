@@ -43,6 +43,7 @@ def prepare_metadata_for_build_wheel(directory, config_settings=None):
 
 def fetch(cache: Path, version: str) -> Path:
     """Return the folder of the sources of a version, fetched unless they are in the cache."""
+    cache = cache.absolute()  # pip reads the backend's path in a folder of its own
     folder = cache / f"vllm-{version}"
     if folder.exists():
         return folder

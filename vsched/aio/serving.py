@@ -90,7 +90,7 @@ def submit_answers(
     *,
     info: ModelInfo,
     prompt_logprobs_max: int,
-    make_detokenizer: Callable[[], Detokenizer],
+    make_detokenizer: Callable[..., Detokenizer],
     hold: AdapterHold | None,
     give_back: Callable[[], None],
     on_timeline: Callable[[RequestTimeline], None],
@@ -123,7 +123,7 @@ def submit_answers(
         generation = TokenStream(
             request_id,
             prompt_token_ids=prompt_token_ids,
-            detokenizer=make_detokenizer(),
+            detokenizer=make_detokenizer(special=sampling.show_special),
             stop=sampling.stop,
             stop_token_ids=frozenset(stop_token_ids),
             include_stop=sampling.include_stop,

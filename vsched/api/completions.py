@@ -401,6 +401,10 @@ def _id_header(job: CheckedRequest) -> list[tuple[bytes, bytes]]:
     return [(b"x-request-id", job.request_id.encode("ascii"))]
 
 
+def _wording(request: ChatRequest, reader: AnswerReader | TemplateReader) -> AnswerWording:
+    return AnswerWording(reader, hides_reasoning=request.include_reasoning is False)
+
+
 class ChatEndpoint(CompletionEndpoint):
     """The chat endpoint: messages and images instead of a prompt."""
 
@@ -456,7 +460,7 @@ class ChatEndpoint(CompletionEndpoint):
             job = msgspec.structs.replace(job, echoes=(parameters.echoed_message(request),))
         if parsed:
             parser = partial(self._parser, prompt, arguments, tools)
-            return msgspec.structs.replace(job, wording=lambda: AnswerWording(parser()))
+            return msgspec.structs.replace(job, wording=lambda: _wording(request, parser()))
         if tools is None and reasoning is None:
             return job
         reader = partial(
@@ -467,7 +471,7 @@ class ChatEndpoint(CompletionEndpoint):
             reasoning=reasoning,
             thinking=thinking,
         )
-        return msgspec.structs.replace(job, wording=lambda: AnswerWording(reader()))
+        return msgspec.structs.replace(job, wording=lambda: _wording(request, reader()))
 
     def _parses(self, template: str) -> bool:
         """Return whether the checkpoint says how its answers are read, and no form is known that streams calls."""

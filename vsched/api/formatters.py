@@ -377,9 +377,8 @@ class CompletionFormatter(_Formatting):
         self._offset += len(text)
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:
-        """Return the alternatives by their texts, the best of those that read alike, and always the sampled token."""
-        found: dict[str, float] = {}
+        """Return the sampled token and the alternatives by their texts, the best of those that read alike."""
+        found = {self._token_text(token.token_id): max(token.logprob, _LOGPROB_MIN)}
         for token_id, logprob in token.top:
             found.setdefault(self._token_text(token_id), max(logprob, _LOGPROB_MIN))
-        found[self._token_text(token.token_id)] = max(token.logprob, _LOGPROB_MIN)
         return found

@@ -178,6 +178,7 @@ def sampling_params(
         stop_token_ids=_stop_token_ids(request.stop_token_ids, info, settings),
         include_stop=request.include_stop_str_in_output,
         ignore_eos=request.ignore_eos,
+        show_special=request.skip_special_tokens is False,
         logprobs=logprobs,
         prompt_logprobs=told,
         prompt_only=max_tokens == 0,

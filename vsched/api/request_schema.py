@@ -28,9 +28,9 @@ TemplateArguments = dict[str, bool | int | float | str]
 
 
 class ImageUrl(msgspec.Struct):
-    """Where an image is; `detail` is OpenAI's and ignored."""
+    """Where an image is, nowhere for one that is sent by its name; `detail` is OpenAI's and ignored."""
 
-    url: str
+    url: str | None = None
     detail: str | None = None
 
 
@@ -221,6 +221,7 @@ class SamplingFields(OtherServersFields, kw_only=True):
     stop_token_ids: list[Count] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool | None = None
     priority: Int32 = 0
     ttft_target_ms: Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT32)] | None = None
     cache_salt: str | None = None
@@ -253,6 +254,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     messages: list[Message]
     best_of: Annotated[Any, neutral(1, remedy="send n, and choose among the answers")] = None
     echo: bool | None = None
+    include_reasoning: bool | None = None
     add_special_tokens: Annotated[Any, neutral(False, remedy="leave it to the template")] = None
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None

@@ -110,7 +110,6 @@ def unknown_image() -> RequestRefused:
         "no image is kept under this uuid: it was never sent with it, or has been dropped to make room. "
         "Remedy: send the image again, with its uuid; arena.pixel_bytes says how much is kept.",
         code="image_unknown",
-        status=404,
     )
 
 

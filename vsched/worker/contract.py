@@ -447,8 +447,8 @@ class Preprocessor(Protocol):
         """Return the bytes that one token stands for (for log-probabilities)."""
         ...
 
-    def detokenizer(self) -> Detokenizer:
-        """Return a fresh incremental detokenizer for one request."""
+    def detokenizer(self, *, special: bool = False) -> Detokenizer:
+        """Return a fresh incremental detokenizer for one request; its text has special tokens only with `special`."""
         ...
 
     def plan_image(self, width: int, height: int) -> ImagePlan:

@@ -132,11 +132,12 @@ async def test_images_may_have_names_and_be_sent_by_them_alone() -> None:
         {"type": "image_url", "image_url": {"url": "data:one"}, "uuid": "a"},
         {"type": "image_url", "image_url": None, "uuid": "b"},
         {"type": "image_url", "uuid": "c"},
+        {"type": "image_url", "image_url": {}, "uuid": "d"},
         {"type": "image_url", "image_url": "data:two", "uuid": None},
     ]
     reply = await post(engine, CHAT, chat(messages=[{"role": "user", "content": content}]))
     assert reply.status == 200
-    named = [NamedImage("a", "data:one"), NamedImage("b"), NamedImage("c"), "data:two"]
+    named = [NamedImage("a", "data:one"), *map(NamedImage, "bcd"), "data:two"]
     assert engine.calls[0]["images"] == named
 
 
@@ -184,7 +185,19 @@ async def test_other_arguments_of_processors_are_refused(
     assert "Remedy" in reply.error["message"]
 
 
-@pytest.mark.parametrize("fields", [{}, {"image_url": None}, {"uuid": ""}, {"uuid": "x" * 257}])
+async def test_special_tokens_are_text_as_the_request_says() -> None:
+    engine = FakeEngine()
+    for sent, shown in (({}, False), ({"skip_special_tokens": True}, False)):
+        assert (await post(engine, CHAT, chat(**sent))).status == 200
+        assert engine.sampling.show_special is shown
+    for path, body in ((CHAT, chat()), (PLAIN, {"prompt": "x"})):
+        assert (await post(engine, path, body | {"skip_special_tokens": False})).status == 200
+        assert engine.sampling.show_special
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"image_url": {}}, {"image_url": None}, {"uuid": ""}, {"uuid": "x" * 257}]
+)
 async def test_image_without_url_and_name_is_refused(fields: dict[str, object]) -> None:
     content = [{"type": "image_url", **fields}]
     reply = await post(FakeEngine(), CHAT, chat(messages=[{"role": "user", "content": content}]))

@@ -72,6 +72,16 @@ async def test_tokens_of_logprobs_as_ids(path: str, stream: bool) -> None:
         assert found["top_logprobs"] == [{"token_id:255": -0.5, "token_id:254": -1.0}]
 
 
+async def test_alternatives_of_a_completion_begin_with_its_token() -> None:
+    """As vLLM has them: whoever reads the first finds the token, also where another was more likely."""
+    token = TokenLogprob(65, -2.0, [(66, -0.1), (67, -1.0)])
+    reply = await post(
+        FakeEngine(OutputDelta("A", [65], [token], "stop")), PLAIN, {"prompt": "x", "logprobs": 2}
+    )
+    (top,) = reply.json["choices"][0]["logprobs"]["top_logprobs"]
+    assert list(top.items()) == [("A", -2.0), ("B", -0.1), ("C", -1.0)]
+
+
 @PATHS
 async def test_usage_with_every_event(path: str) -> None:
     """Only with `include_usage`, as in vLLM; the last event has it alone."""

@@ -68,6 +68,7 @@ async def test_every_sampling_field_arrives() -> None:
         "include_stop": True,
         "stop_token_ids": (5,),
         "ignore_eos": True,
+        "show_special": False,
         "logprobs": 3,
         "prompt_logprobs": None,
         "prompt_only": False,

@@ -45,8 +45,8 @@ class Letters:
     def token_bytes(self, token_id: int) -> bytes:
         return TABLE.bytes_of(token_id)
 
-    def detokenizer(self) -> ByteDetokenizer:
-        return ByteDetokenizer(TABLE)
+    def detokenizer(self, *, special: bool = False) -> ByteDetokenizer:
+        return ByteDetokenizer(TABLE, special=special)
 
     def expand(self, token_ids: Sequence[int], _: Sequence[int]) -> tuple[list[int], list[int]]:
         return list(token_ids), []

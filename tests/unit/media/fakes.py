@@ -107,7 +107,8 @@ class FakePreprocessor:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
 
-    def detokenizer(self) -> FakeDetokenizer:
+    def detokenizer(self, *, special: bool = False) -> FakeDetokenizer:
+        del special
         return FakeDetokenizer()
 
     def plan_image(self, width: int, height: int) -> ImagePlan:

@@ -478,7 +478,7 @@ async def test_image_by_a_name_that_stands_for_none_is_refused(bench: Bench) -> 
             RequestRefused, match="image 1: .*Remedy: send the image again"
         ) as caught:
             await bench.pipeline.prepare("\x01a\x01", [url, NamedImage(name)], salt)
-        assert (caught.value.code, caught.value.status) == ("image_unknown", 404)
+        assert (caught.value.code, caught.value.status) == ("image_unknown", 400)
 
     await refused("dog", "one")
     await refused("cat", "other")

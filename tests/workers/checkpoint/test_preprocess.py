@@ -347,6 +347,10 @@ def test_detokenize_equals_transformers(
     pushed = "".join(detokenizer.push([token]) for token in ids)
     assert preprocessor.detokenize(ids) == wanted
     assert pushed + detokenizer.flush() == wanted
+    whole = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    detokenizer = preprocessor.detokenizer(special=True)
+    pushed = "".join(detokenizer.push([token]) for token in ids)
+    assert pushed + detokenizer.flush() == whole
 
 
 @functools.cache

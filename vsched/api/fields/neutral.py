@@ -58,7 +58,6 @@ class OtherServersFields(msgspec.Struct, kw_only=True):
     ] = None
     thinking_token_budget: Annotated[Any, neutral(-1, remedy="send max_tokens")] = None
     include_reasoning: _TrueOnly = None
-    skip_special_tokens: _TrueOnly = None
     spaces_between_special_tokens: Any = None
     mm_processor_kwargs: _NoObject = None
     documents: Annotated[Any, neutral([], remedy="put them into the messages")] = None

@@ -22,10 +22,13 @@ ID_CHARACTERS = 9
 
 
 class AnswerWording:
-    """Words one answer; every call gets an id."""
+    """Words one answer; every call gets an id. With `hides_reasoning`, what was thought is not told."""
 
-    def __init__(self, reader: AnswerReader | TemplateReader) -> None:
+    def __init__(
+        self, reader: AnswerReader | TemplateReader, *, hides_reasoning: bool = False
+    ) -> None:
         self._reader = reader
+        self._hides_reasoning = hides_reasoning
         self._calls = 0
 
     def added(self, text: str, *, is_last: bool) -> ChatDelta:
@@ -56,7 +59,7 @@ class AnswerWording:
             if isinstance(event, ContentText):
                 content += event.text
             elif isinstance(event, Reasoning):
-                reasoning += event.text
+                reasoning += "" if self._hides_reasoning else event.text
             elif isinstance(event, CallBegins):
                 made = secrets.token_hex(ID_CHARACTERS)[:ID_CHARACTERS]
                 begun = FunctionOutput(event.name)

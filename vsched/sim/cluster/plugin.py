@@ -93,7 +93,8 @@ class SimulatedPreprocessor:
     def token_bytes(self, token_id: int) -> bytes:
         return b"%d " % token_id
 
-    def detokenizer(self) -> SimulatedDetokenizer:
+    def detokenizer(self, *, special: bool = False) -> SimulatedDetokenizer:
+        del special
         return SimulatedDetokenizer()
 
     def plan_image(self, width: int, height: int) -> ImagePlan:

@@ -167,16 +167,17 @@ class TokenTable:
 class ByteDetokenizer:
     """The incremental decoder of one request."""
 
-    __slots__ = ("_decoder", "_is_half", "_table")
+    __slots__ = ("_decoder", "_is_half", "_text")
 
-    def __init__(self, table: TokenTable) -> None:
-        self._table = table
+    def __init__(self, table: TokenTable, *, special: bool = False) -> None:
+        """Begin; with `special`, special tokens are text."""
+        self._text = table.raw if special else table.text
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_half = False
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens make certain."""
-        text, size = self._table.text, len(self._table.text)
+        text, size = self._text, len(self._text)
         joined = b"".join([text[index] for index in token_ids if 0 <= index < size])
         if not self._is_half:
             try:

@@ -136,6 +136,22 @@ async def test_reasoning_is_told_beside_the_content(stream: bool) -> None:
         assert (message["reasoning_content"], message["content"]) == ("Let me see.", "Yes.")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_is_not_told_where_nobody_wants_it(stream: bool) -> None:
+    """Each of its tokens has its event all the same, by which clients count."""
+    asked = engine(THOUGHT)
+    asked.preprocessor.chat_template = "{{ '<think>' }}"
+    reply = await post(asked, CHAT, chat(stream=stream, include_reasoning=False))
+    assert b"reasoning_content" not in reply.body
+    if stream:
+        deltas = [event["choices"][0]["delta"] for event in reply.events]
+        assert "".join(each["content"] for each in deltas) == "Yes."
+        plain = await post(asked, CHAT, chat(stream=stream))
+        assert len(deltas) == len(plain.events)
+    else:
+        assert reply.json["choices"][0]["message"]["content"] == "Yes."
+
+
 async def test_reasoning_is_content_where_the_settings_say_so() -> None:
     asked = engine(THOUGHT)
     asked.preprocessor.chat_template = "{{ '<think>' }}"

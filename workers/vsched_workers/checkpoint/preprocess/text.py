@@ -133,9 +133,9 @@ class TextPreprocessor:
         """Return the bytes that one token stands for."""
         return self._table.bytes_of(token_id)
 
-    def detokenizer(self) -> ByteDetokenizer:
-        """Return a fresh incremental detokenizer for one request."""
-        return ByteDetokenizer(self._table)
+    def detokenizer(self, *, special: bool = False) -> ByteDetokenizer:
+        """Return a fresh incremental detokenizer for one request; its text has special tokens only with `special`."""
+        return ByteDetokenizer(self._table, special=special)
 
     def _with_edges(self, text: str) -> str:
         """Return a text with what is to stand beside each image in it: nothing."""
