@@ -546,7 +546,7 @@ class StepPolicy(Policy, frozen=True, kw_only=True):
     method: ClassVar[str] = "share"
 
     def share(self, view: StepView) -> StepShares:
-        """Return who advances; asked for every step in which a request is prefilled or could join.
+        """Return who advances; asked for every step in which a request is prefilled, or could join while others decode.
 
         Each gets a chunk of what fits: of its tokens, of the room and the time left, and of what embeddings are ready.
         Nobody is left out for over a minute, and where nobody else would do anything, all advance in order.

@@ -7,9 +7,9 @@ default decides in its place. Serving goes on.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from operator import index as whole
-from typing import Generic, TypeVar, cast, get_args
+from typing import Generic, SupportsIndex, TypeVar, cast, get_args
 
 import msgspec
 
@@ -53,15 +53,35 @@ class OrderState(msgspec.Struct):
     policy: msgspec.Raw
 
 
+def _index(answer: SupportsIndex, *, count: int) -> int:
+    """Return an index into `count` entries."""
+    index = whole(answer)
+    if not 0 <= index < count:
+        raise ValueError(f"index {index} is outside 0 to {count - 1}")
+    return index
+
+
+def _indices(answer: Iterable[SupportsIndex], *, count: int) -> list[int]:
+    """Return indices into `count` entries."""
+    indices = [whole(one) for one in answer]
+    if indices and not (min(indices) >= 0 and max(indices) < count):
+        raise ValueError(f"an index is outside 0 to {count - 1}: {indices}")
+    return indices
+
+
+def _distinct(answer: Iterable[SupportsIndex], *, count: int) -> list[int]:
+    """Return indices into `count` entries, each at most once."""
+    indices = _indices(answer, count=count)
+    if len(set(indices)) != len(indices):
+        raise ValueError(f"indices repeat: {indices}")
+    return indices
+
+
 def ask_admission(seat: PolicySeat[AdmissionPolicy], view: AdmissionView) -> Admission:
     """Return the policy's admission, or all entries in queue order where it fails."""
     try:
         answer = seat.policy.admit(view)
-        indices = [whole(index) for index in answer.indices]
-        if len(set(indices)) != len(indices):
-            raise ValueError(f"indices repeat: {indices}")
-        if any(not 0 <= index < len(view.waiting) for index in indices):
-            raise ValueError(f"an index is outside 0 to {len(view.waiting) - 1}: {indices}")
+        indices = _distinct(answer.indices, count=len(view.waiting))
         if not indices and answer.hold_until_ns is None and view.running == 0 and view.waiting:
             raise ValueError("nothing runs, nothing is admitted and no time to hold until is given")
         if answer.hold_until_ns is not None:
@@ -91,9 +111,7 @@ def ask_encoding(seat: PolicySeat[EncodingPolicy], view: EncodingView) -> list[i
         if item.start < view.chunk_stop and item.stop > view.chunk_start
     ]
     try:
-        chosen = [whole(index) for index in seat.policy.select(view)]
-        if any(not 0 <= index < len(view.items) for index in chosen):
-            raise ValueError(f"an index is outside 0 to {len(view.items) - 1}: {chosen}")
+        chosen = _indices(seat.policy.select(view), count=len(view.items))
         seat.accept()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         seat.fail(error, view)
@@ -106,11 +124,9 @@ def ask_preemption(seat: PolicySeat[PreemptionPolicy], view: PreemptionView) -> 
     try:
         answer = seat.policy.victim(view)
         found = answer if isinstance(answer, Preemption) else Preemption(whole(answer))
-        index = whole(found.victim)
+        index = _index(found.victim, count=len(view.running))
         if found.manner not in MANNERS:
             raise ValueError(f"manner {found.manner!r} is none of {', '.join(MANNERS)}")
-        if not 0 <= index < len(view.running):
-            raise ValueError(f"index {index} is outside 0 to {len(view.running) - 1}")
         seat.accept()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         seat.fail(error, view)
@@ -138,11 +154,7 @@ def ask_step(seat: PolicySeat[StepPolicy], view: StepView) -> StepShares:
     """Return who advances in a step and by how much, or all in order where the policy fails."""
     try:
         answer = seat.policy.share(view)
-        order = [whole(index) for index in answer.order]
-        if len(set(order)) != len(order):
-            raise ValueError(f"indices repeat: {order}")
-        if any(not 0 <= index < len(view.prefilling) for index in order):
-            raise ValueError(f"an index is outside 0 to {len(view.prefilling) - 1}: {order}")
+        order = _distinct(answer.order, count=len(view.prefilling))
         tokens = None if answer.tokens is None else [whole(count) for count in answer.tokens]
         if tokens is not None and (len(tokens) != len(order) or any(one < 0 for one in tokens)):
             raise ValueError(f"{tokens} are not counts for each of {order}")
@@ -159,9 +171,7 @@ def ask_step(seat: PolicySeat[StepPolicy], view: StepView) -> StepShares:
 def ask_routing(seat: PolicySeat[RoutingPolicy], view: RoutingView) -> int:
     """Return the index of a replica; where the policy fails, of the least loaded that is healthy."""
     try:
-        index = whole(seat.policy.choose(view))
-        if not 0 <= index < len(view.replicas):
-            raise ValueError(f"index {index} is outside 0 to {len(view.replicas) - 1}")
+        index = _index(seat.policy.choose(view), count=len(view.replicas))
         seat.accept()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         seat.fail(error, view)

@@ -49,6 +49,7 @@ class DraftGrants:
 
     Attributes:
         tokens: What the next step may draft for all of them together.
+        active: Whether there is anything to ask about in a step; otherwise they cost nothing.
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class DraftGrants:
         self._asks: dict[int, list[int]] = {}
         self._in_flight: dict[int, list[tuple[int, int]]] = {}
         self._changes: dict[int, DraftGrant] = {}
+        self.active = False  # every step looks at it: it is no property
 
-    @property
-    def active(self) -> bool:
-        """Whether there is anything to ask about in a step; otherwise they cost nothing."""
+    def _see_whether_active(self) -> None:
+        self.active = self._is_pending()
+
+    def _is_pending(self) -> bool:
         return bool(self._bounded or self._asks or self._in_flight or self._changes)
 
     # --- before a step ---
@@ -131,6 +134,7 @@ class DraftGrants:
             self._in_flight[step] = noted
         changes = list(self._changes.values())
         self._changes.clear()
+        self._see_whether_active()
         return changes
 
     def _bound(self, state: RequestState, step: int, *, drafts: int = 0) -> int:
@@ -177,6 +181,7 @@ class DraftGrants:
         state.asked_in = step + draft.steps if draft.steps else 0
         if state.asked_in:
             self._asks.setdefault(state.asked_in, []).append(state.number)
+        self.active = True
 
     # --- after a step ---
 
@@ -232,6 +237,7 @@ class DraftGrants:
         self.tokens = sum(
             one.granted.tokens for one in self._running.decoding.values() if one.granted
         )
+        self._see_whether_active()
 
     def check(self, planned: int) -> None:
         """Assert that bounded requests are just those without a bucket, and have the blocks that they may need."""
@@ -240,6 +246,7 @@ class DraftGrants:
         assert loose == set(self._bounded), "bounded requests and buckets disagree"
         granted = sum(one.granted.tokens for one in decoding.values() if one.granted is not None)
         assert self.tokens == granted, "granted tokens are miscounted"
+        assert self.active or not self._is_pending(), "there is something to do, and nobody asks"
         for number, state in self._bounded.items():
             noted = [
                 tokens for step in self._in_flight.values() for one, tokens in step if one == number

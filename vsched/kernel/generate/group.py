@@ -185,7 +185,7 @@ class GenerateGroup(GroupViews):
             # The steady case: nothing but decodes, and no budget to share out.
             decodes = len(running.decoding)
             sent = self._send(step, decodes, grown) if decodes else None
-            return PlannedStep(sent, self._take_requeued())
+            return PlannedStep(sent, self._take_requeued() if self._requeued else ())
         plan = self._fill(step, now_ns)
         decodes = len(running.decoding) - self._in_flight.firsts(step)
         sent = self._send(step, decodes, grown, plan) if decodes or plan.chunks else None
@@ -197,7 +197,7 @@ class GenerateGroup(GroupViews):
         rows = len(running.decoding) + self._drafts.tokens
         budget = self.step_times.start_step(self._limits.batch_tokens - rows, decodes=rows)
         plan = StepPlan(step, budget)
-        if running.prefilling or joins:
+        if running.prefilling or (joins and budget.time_ns is not None):
             everybody, waiting = running.prefilling_in_order(), len(self.queue)
             shares = self._sharing.shares(
                 everybody, plan, now_ns, decodes=rows, waiting=waiting, measured=self.measured
@@ -218,10 +218,11 @@ class GenerateGroup(GroupViews):
         self, step: int, decodes: int, grown: list[int], plan: StepPlan | None = None
     ) -> GenerateDecision:
         """Note a step as in flight, and return its decision; without a plan, all it does is decode."""
-        self.step_times.note(step, plan.budget if plan is not None else None, decodes=decodes)
+        self.step_times.note(step, decodes, plan.budget if plan is not None else None)
         self._front_first = False
         self._in_flight.planned = step
-        self._snapshots.publish()
+        if self._snapshots.written:
+            self._snapshots.publish()
         self._counts["tokens_decoded"] += decodes
         granted = self._drafts.send(step) if self._drafts.active else []
         forgotten, left = self._running.take_changes()
@@ -406,14 +407,15 @@ class GenerateGroup(GroupViews):
 
     def complete_step(self, event: Stepped, now_ns: int) -> list[RequestState]:
         """Take the result of the oldest step in flight; return preempted requests whose last step it was."""
-        measures, busy_ns, drafted = self.measures, event.busy_ns, event.drafted
+        step, busy_ns, drafted = event.step, event.busy_ns, event.drafted
         rows = sum(one.drafts for one in drafted) if drafted else 0
-        composition = self.step_times.learn(event.step, busy_ns, drafts=rows)
+        composition = self.step_times.learn(step, busy_ns, rows)
+        measures, in_flight = self.measures, self._in_flight
         measures.steps.append((now_ns, busy_ns, now_ns - measures.since_ns, composition))
         measures.since_ns = now_ns
-        reads = self._in_flight.complete(event.step, event.tokens, now_ns, drafted)
+        reads = in_flight.complete(step, event.tokens, now_ns, drafted)
         if self._drafts.active:
-            self._drafts.settle(event.step, drafted, self._counts)
+            self._drafts.settle(step, drafted, self._counts)
         for read in reads:
             self._cache.unpin(read.keys)
             state = self._requests.get(read.number)
@@ -421,8 +423,9 @@ class GenerateGroup(GroupViews):
                 drop_claims_before(state, min(read.stop, state.computed), cache=self._cache)
             else:
                 probe("generate.reader_ended")
-        self._quarantine.review(self._in_flight.done)
-        if not self._in_flight.preempted:
+        if self._quarantine.number:
+            self._quarantine.review(in_flight.done)
+        if not in_flight.preempted:
             return []
         requeueable = self._in_flight.take_requeueable()
         for state in requeueable:

@@ -88,7 +88,7 @@ class GroupViews(Group):
             "waiting": len(self.queue),
             "prefilling": len(self._running.prefilling),
             "decoding": len(self._running.decoding),
-            "preempted": self._in_flight.preempted,
+            "preempted": len(self._in_flight.preempted),
             "steps": self._in_flight.done,
             "steps_in_flight": self._in_flight.count,
             **self.counts(),

@@ -42,6 +42,10 @@ class InFlightSteps:
     """Steps up to `planned` are decided, those up to `done` have completed.
 
     Requests are known by number; `requests` finds those that are live.
+
+    Attributes:
+        preempted: Preempted requests whose last step has not completed: by number the slot that each left, and the
+            last step that brings a token of it.
     """
 
     def __init__(
@@ -54,18 +58,12 @@ class InFlightSteps:
         self._log = TokenLog()
         self._reads: dict[int, list[ChunkRead]] = {}
         self._firsts: dict[int, list[int]] = {}
-        self._preempted: dict[int, tuple[int, int]] = {}
-        """Preempted requests: the slot that each left, and the last step that brings a token of it."""
+        self.preempted: dict[int, tuple[int, int]] = {}
 
     @property
     def count(self) -> int:
         """Steps that have not completed."""
         return self.planned - self.done
-
-    @property
-    def preempted(self) -> int:
-        """Preempted requests whose last step has not completed."""
-        return len(self._preempted)
 
     def note_read(self, step: int, read: ChunkRead) -> None:
         """A chunk of this step reads embeddings: they stay until it has completed."""
@@ -103,22 +101,22 @@ class InFlightSteps:
 
     def await_last(self, number: int, slot: int) -> None:
         """A preempted request waits for the steps in flight: they bring tokens of it."""
-        self._preempted[number] = (slot, self.planned)
+        self.preempted[number] = (slot, self.planned)
 
     def oldest_preempted(self) -> tuple[int, int] | None:
         """Return the queue order of the oldest request that waits for its last step."""
-        return min((self._requests[number].order for number in self._preempted), default=None)
+        return min((self._requests[number].order for number in self.preempted), default=None)
 
     def drop_preempted(self, number: int) -> bool:
         """A request ended; return whether it waited for its last step."""
-        return self._preempted.pop(number, None) is not None
+        return self.preempted.pop(number, None) is not None
 
     def take_requeueable(self, *, crashed: bool = False) -> list[RequestState]:
         """Return preempted requests whose steps have all completed, with their outputs added to their tokens."""
         requeueable = []
-        for number, (slot, last_step) in list(self._preempted.items()):
+        for number, (slot, last_step) in list(self.preempted.items()):
             if crashed or last_step <= self.done:
-                del self._preempted[number]
+                del self.preempted[number]
                 state = self._requests[number]
                 self.gather(state, slot)
                 requeueable.append(state)
@@ -132,7 +130,7 @@ class InFlightSteps:
 
     def trim(self, oldest: RequestState | None) -> None:
         """Forget the tokens of steps before the first step of `oldest`, the oldest decoding request."""
-        needed = [self._requests[number].first_step for number in self._preempted]
+        needed = [self._requests[number].first_step for number in self.preempted]
         needed.append(self.done + 1 if oldest is None else oldest.first_step)
         self._log.forget_before(min(step for step in needed if step >= 0))
 
@@ -143,7 +141,7 @@ class InFlightSteps:
             done=self.done,
             reads=self._reads,
             firsts=self._firsts,
-            preempted=self._preempted,
+            preempted=self.preempted,
             log_first_step=self._log.first_step,
             log=list(self._log.batches),
             log_more=self._log.more,
@@ -152,7 +150,7 @@ class InFlightSteps:
     def restore(self, state: InFlightState) -> None:
         """Take over a state."""
         self.planned, self.done = state.planned, state.done
-        self._reads, self._firsts, self._preempted = state.reads, state.firsts, state.preempted
+        self._reads, self._firsts, self.preempted = state.reads, state.firsts, state.preempted
         self._log.first_step = state.log_first_step
         self._log.batches = deque(state.log)
         self._log.more = state.log_more

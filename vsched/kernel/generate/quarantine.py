@@ -44,9 +44,7 @@ class Quarantine:
             self.number = 0
 
     def review(self, done: int) -> None:
-        """Clear the suspect once steps up to `done` have brought it far enough."""
-        if not self.number:
-            return
+        """Clear the suspect, of which there is one, once steps up to `done` have brought it far enough."""
         state = self._requests[self.number]
         if 0 <= state.first_step <= done + 1 - QUARANTINE_TOKENS:
             probe("generate.suspect_cleared")

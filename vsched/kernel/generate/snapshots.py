@@ -43,7 +43,7 @@ class StateSnapshots:
         self._order = make_order() if limits.state_snapshots is not None else None
         self._free = list(range(self.count - 1, -1, -1))
         self._places: dict[bytes, int] = {}
-        self._written: dict[bytes, int] = {}
+        self.written: dict[bytes, int] = {}  # by the step that is being decided
 
     def usable(self, hashes: Sequence[bytes], blocks: int) -> int:
         """Return how many of the first `blocks` blocks, which are cached, a request can go on from."""
@@ -82,24 +82,23 @@ class StateSnapshots:
 
     def _place_for(self, block_hash: bytes, order: GuardedOrder[bytes]) -> int | None:
         """Return the place for a new snapshot; None where it is there already, or no place can be had."""
-        if block_hash in self._places or block_hash in self._written:
+        if block_hash in self._places or block_hash in self.written:
             return None
         if not self._free:
             if not len(order):
                 return None
             (victim,) = order.take_victims(1)
             self._free.append(self._places.pop(victim))
-        place = self._written[block_hash] = self._free.pop()
+        place = self.written[block_hash] = self._free.pop()
         return place
 
     def publish(self) -> None:
         """The step is decided: what it writes can be found by those that join later."""
-        if not self._written or self._order is None:
-            return
-        for block_hash in self._order.add_all(list(self._written)):
-            self._free.append(self._written.pop(block_hash))
-        self._places |= self._written
-        self._written = {}
+        assert self._order is not None, "states were written, and there are no places for them"
+        for block_hash in self._order.add_all(list(self.written)):
+            self._free.append(self.written.pop(block_hash))
+        self._places |= self.written
+        self.written = {}
 
     def state(self) -> StateSnapshotsState | None:
         """Return the state."""
@@ -115,7 +114,7 @@ class StateSnapshots:
 
     def check(self) -> None:
         """Assert that every place is in exactly one place, and that the order knows just what can be found."""
-        assert not self._written, "a step was not published"
+        assert not self.written, "a step was not published"
         taken = sorted([*self._free, *self._places.values()])
         assert taken == list(range(self.count)), "a place for a state is lost"
         assert sorted(self._order or ()) == sorted(self._places), "snapshots and order disagree"

@@ -64,14 +64,14 @@ class StepTimeModel:
         decode_ns = self.decode_ns(decodes)
         return max(max(self._target_ns, self._ratio * decode_ns) - decode_ns, 1.0)
 
-    def note(self, step: int, budget: StepBudget | None, *, decodes: int) -> None:
+    def note(self, step: int, decodes: int, budget: StepBudget | None = None) -> None:
         """Remember what a step consists of until its time is known; it has no budget where nothing is prefilled."""
         if budget is None:
             self._planned[step] = (decodes, 0, 0.0)
         else:
             self._planned[step] = (decodes, budget.prefilled, budget.pairs)
 
-    def learn(self, step: int, busy_ns: int, *, drafts: int = 0) -> tuple[int, int, float]:
+    def learn(self, step: int, busy_ns: int, drafts: int = 0) -> tuple[int, int, float]:
         """Take the time that a step took on the ranks, 0 where it was not measured; return what it consisted of.
 
         Drafts took rows as decodes do.

@@ -50,23 +50,26 @@ class StepSharing:
             state=self._seat.state,
         )
         answer = ask_step(self._seat, view)
-        most: Sequence[int | None] = answer.tokens or [None] * len(answer.order)
-        shares = {
-            index: tokens for index, tokens in zip(answer.order, most, strict=True) if tokens != 0
-        }
+        late_ns = now_ns - HOLD_MAX_NS
         late = [
             index
             for index, state in enumerate(prefilling)
-            if max(state.advanced_ns, state.admitted_ns) + HOLD_MAX_NS <= now_ns
+            if state.advanced_ns <= late_ns and state.admitted_ns <= late_ns
         ]
         if answer.time_ns is not None and not late:
             plan.budget.limit_time(answer.time_ns)
+        shares: dict[int, int | None] = dict.fromkeys(answer.order)
+        if answer.tokens is not None:
+            shares = {
+                index: most for index, most in zip(shares, answer.tokens, strict=True) if most
+            }
         for index in late:
             if index not in shares:
                 yield prefilling[index], None
-        for index, tokens in shares.items():
-            yield prefilling[index], tokens
-        if not (decodes or plan.chunks):
+        for index, most in shares.items():
+            yield prefilling[index], most
+        tried = answer.tokens is None and len(shares) == len(prefilling)
+        if not (decodes or plan.chunks or tried):
             for state in prefilling:
                 yield state, None
 

@@ -100,7 +100,7 @@ def test_encode_beside_decodes_may_keep_them_for_as_long_as_prefill_may(*, toget
     cluster.submit(make_request("text", words(5), max_tokens=100))
     (home,) = cluster.busy("generate")
     stage = next(one for one in cluster.kernel.generators if one.name == home)
-    stage.step_times.note(1000, None, decodes=1)
+    stage.step_times.note(1000, 1)
     stage.step_times.learn(1000, 10_000_000)
     cluster.run_generate(home)
     cluster.run_generate(home)

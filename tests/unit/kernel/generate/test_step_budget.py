@@ -35,7 +35,7 @@ def tell(
     """Have a step take so long."""
     budget = model.start_step(1_000_000, decodes=decodes)
     budget.take(start, tokens)
-    model.note(step, budget, decodes=decodes)
+    model.note(step, decodes, budget)
     model.learn(step, busy_ns)
 
 
