@@ -220,7 +220,7 @@ async def test_what_cannot_be_loaded_is_refused_and_nothing_is_lost(
         ("x", "damaged", 400, "corrupt"),
         ("x", "shapes", 400, "inputs and outputs"),
         ("x", "rank", 400, "value 8, limit 4"),
-        ("x", "nowhere", 400, "no directory"),
+        ("x", "nowhere", 404, "no folder"),
         ("x", str(tmp_path / "outside"), 403, "below adapters.directory"),
         ("x", "../outside", 403, "below adapters.directory"),
         ("one", "two", 409, "is the name of an adapter"),

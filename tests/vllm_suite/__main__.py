@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.vllm_suite import reasons, shim, source, table
+from tests.vllm_suite import adapter, reasons, shim, source, table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -63,6 +63,7 @@ def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
     settings = {
         "text": str(text),
         "vision": str(options.vision.absolute()),
+        "adapter": str(adapter.make(cache / "adapter", text)),
         "context": options.context,
         "vocabulary": config.get("text_config", config)["vocab_size"],
         "report": str(cache / "report.jsonl"),

@@ -27,9 +27,11 @@ from . import pictures, reasons
 
 SETTINGS: dict[str, Any] = json.loads(os.environ.get("VSCHED_SUITE", "{}"))
 READY_S = 280.0
+ADAPTERS_MAX = 16
 STOP_S = 20.0
 SERVER = "RemoteOpenAIServer"
 VISION = re.compile(r"VL|[Vv]ision|[Ll]lava")
+ADAPTER = re.compile(r"(?i)lora|self_cognition")
 
 
 def checkpoint(model: str) -> str:
@@ -71,10 +73,34 @@ def settings(model: str, arguments: list[str], environment: dict[str, str]) -> l
         found["server.api_key_variable"] = "VLLM_API_KEY"
     if "--no-enable-prefix-caching" in asked:
         found["generate.prefix_cache"] = "false"
+    if "--limit-mm-per-prompt" in asked:
+        images = json.loads(asked["--limit-mm-per-prompt"]).get("image", 1)
+        found["media.images_max"] = str(images)
+    if "--enable-force-include-usage" in asked:
+        found["server.usage_always"] = "true"
+    if "--root-path" in asked:
+        found["server.root_path"] = asked["--root-path"]
+    if "--enable-lora" in asked:
+        found |= {
+            "adapters.count_max": str(ADAPTERS_MAX),
+            "adapters.rank_max": asked.get("--max-lora-rank", "16"),
+            "adapters.load": adapters(asked.get("--lora-modules", "")),
+            "adapters.directory": "/",
+        }
     if checkpoint(model) == SETTINGS["vision"]:
         host = json.dumps([f"127.0.0.1:{pictures.PORT}"])
         found |= {"media.hosts": host, "media.private_hosts": host}
     return [word for key, value in found.items() for word in ("--set", f"{key}={value}")]
+
+
+def adapters(modules: str) -> str:
+    """Translate `name=path`, or the same in JSON."""
+    if modules.startswith("{"):
+        module = json.loads(modules)
+        name, path = module["name"], module["path"]
+    else:
+        name, _, path = modules.partition("=")
+    return f"{{{json.dumps(name)} = {json.dumps(path)}}}" if name else "{}"
 
 
 def make_server(base: type) -> type:
@@ -140,11 +166,11 @@ def free_port() -> int:
 
 
 class Hub:
-    """What vLLM's tests take from the model hub: the checkpoint at hand, whatever it is asked for."""
+    """What vLLM's tests take from the model hub: the checkpoint or the adapter at hand, whatever it is asked for."""
 
     def snapshot_download(self, repo_id: str, **_: object) -> str:
-        """Return the folder of a model."""
-        return checkpoint(repo_id)
+        """Return the folder of a model, or of an adapter."""
+        return str(SETTINGS["adapter"]) if ADAPTER.search(repo_id) else checkpoint(repo_id)
 
 
 class ModelConfig:

@@ -261,7 +261,9 @@ class CompletionEndpoint:
             ttft_target_ms=request.ttft_target_ms,
             cache_salt=parameters.check_cache_salt(request, self._settings),
             stream=bool(request.stream),
-            options=parameters.answer_options(request, sampling, echo=echo),
+            options=parameters.answer_options(
+                request, sampling, echo=echo, usage_always=self._settings.usage_always
+            ),
             constrained_by=constraint.param if constraint else "",
             n=n,
             drawn=drawn,

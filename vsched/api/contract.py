@@ -37,6 +37,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         bodies_bytes_max: Bytes of large bodies that are held at a time, over all connections; more wait.
         body_wait_s: Longest wait of a body for room among them.
         strict_fields: Whether a field that nobody knows is refused within messages and other objects, too.
+        usage_always: Whether every event of a stream of OpenAI's tells the usage so far, asked for or not.
+        root_path: What may stand before every path; empty for nothing.
         messages_max: Messages of one chat request.
         parts_max: Content parts and tool calls of one chat request, over all its messages.
         tools_max: Tools of one chat request.
@@ -65,6 +67,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     bodies_bytes_max: _Positive = 256 * 1024 * 1024
     body_wait_s: _Seconds = 30.0
     strict_fields: bool = False
+    usage_always: bool = False
+    root_path: str = ""
     messages_max: _Positive = 1024
     parts_max: _Positive = 4096
     tools_max: _Positive = 128

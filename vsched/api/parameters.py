@@ -16,6 +16,7 @@ from vsched.api.request_schema import (
     ChatRequest,
     CompletionRequest,
     SamplingFields,
+    StreamOptions,
     TextPart,
     TokenizeRequest,
 )
@@ -439,15 +440,19 @@ def answer_count(
 
 
 def answer_options(
-    request: SamplingFields, sampling: SamplingParams, *, echo: bool = False
+    request: SamplingFields,
+    sampling: SamplingParams,
+    *,
+    echo: bool = False,
+    usage_always: bool = False,
 ) -> AnswerOptions:
     """Return what the answer carries besides its text."""
     asked = request.prompt_logprobs
-    stream = request.stream_options if request.stream else None
-    usage = stream is not None and stream.include_usage
+    stream = request.stream_options or StreamOptions()
+    usage = bool(request.stream) and (usage_always or stream.include_usage)
     return AnswerOptions(
         usage=usage,
-        running_usage=usage and stream is not None and stream.continuous_usage_stats,
+        running_usage=usage and (usage_always or stream.continuous_usage_stats),
         token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
         prompt_logprobs=sampling.prompt_logprobs if asked == -1 else asked,

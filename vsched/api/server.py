@@ -182,6 +182,8 @@ def _uvicorn_config(engine: EngineContract, config: Config, address: str) -> uvi
         logprobs_max=server.logprobs_max,
         answers_max=server.answers_max,
         strict_fields=server.strict_fields,
+        usage_always=server.usage_always,
+        root_path=server.root_path,
         body_wait_s=server.receive_s / 2,  # the rest is for the body to arrive
     )
     return uvicorn.Config(

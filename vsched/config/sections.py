@@ -176,6 +176,20 @@ class ServerConfig(Section, frozen=True, kw_only=True):
             "too. In a request itself it always is."
         ),
     ] = False
+    usage_always: Annotated[
+        bool,
+        Meta(
+            description="Whether every event of a stream tells the usage so far, asked for or not, for gateways that "
+            "count it."
+        ),
+    ] = False
+    root_path: Annotated[
+        str,
+        Meta(
+            description="What stands before every path where a proxy leaves it there, as `/llm`; paths without it are "
+            "served, too. Empty for nothing."
+        ),
+    ] = ""
     headers_max: Annotated[int, Meta(ge=1, description="Most headers of a request.")] = 100
     header_bytes_max: Annotated[
         int, Meta(ge=1024, description="Most bytes of a request's URL and headers together.")

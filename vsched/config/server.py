@@ -9,6 +9,7 @@ from vsched.errors import ConfigProblems, limit_message
 
 _NAME = re.compile(r"\*|(\*\.)?[^*/:\s]+")
 _HEADER = re.compile(r"[A-Za-z0-9-]+")
+_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/*\s]+")
 
 
@@ -33,6 +34,13 @@ def check_names(server: ServerConfig) -> None:
                 what = f"server.{key}: no browser sends this"
                 remedy = "write it in that form, or * for any"
                 problems.add(limit_message(what, value=repr(value), limit=limit, remedy=remedy))
+    if _PATH.fullmatch(server.root_path) is None:
+        what, limit = (
+            "server.root_path: no beginning of a path",
+            "a path as /llm, without a / at its end",
+        )
+        remedy = "write it in that form"
+        problems.add(limit_message(what, value=repr(server.root_path), limit=limit, remedy=remedy))
     header = server.tenant_header
     if header and _HEADER.fullmatch(header) is None:
         what, limit = "server.tenant_header: no name of a header", "letters, digits and hyphens"

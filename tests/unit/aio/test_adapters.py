@@ -246,6 +246,10 @@ def test_table_takes_no_path_outside_the_directory(tmp_path: Path, path: str) ->
     for wanted in (path, "link"):
         with pytest.raises(RequestRefused, match="below adapters.directory"):
             table.path_of(wanted)
+    with pytest.raises(RequestRefused, match="no folder 'a/b'") as refused:
+        table.path_of("a/b")
+    assert (refused.value.code, refused.value.status) == ("adapter_not_found", 404)
+    (tmp_path / "adapters" / "a" / "b").mkdir(parents=True)
     assert table.path_of("a/b") == str(tmp_path / "adapters" / "a" / "b")
 
 

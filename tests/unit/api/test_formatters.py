@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
+from vsched.api import ApiSettings
 
 PATHS = pytest.mark.parametrize("path", [CHAT, PLAIN])
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
@@ -94,3 +95,7 @@ async def test_usage_with_every_event(path: str) -> None:
     assert [len(event["choices"]) for event in events] == [1, 1, 1, 0]
     alone = body_of(path, stream=True, stream_options={"continuous_usage_stats": True})
     assert b"usage" not in (await post(FakeEngine(), path, alone)).body
+    always = ApiSettings(usage_always=True)
+    for body in (alone, body_of(path, stream=True)):
+        told = (await post(FakeEngine(), path, body, always)).events
+        assert [event["usage"] for event in told] == [event["usage"] for event in events]

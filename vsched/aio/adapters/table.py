@@ -170,7 +170,7 @@ class AdapterTable:
         """Return the folder that an operator names at run time.
 
         Raises:
-            RequestRefused: When it does not lie in the directory that they may lie in.
+            RequestRefused: When it does not lie in the directory that they may lie in, or is not there.
         """
         directory = self._settings.directory
         if not directory:
@@ -191,6 +191,13 @@ class AdapterTable:
                 ),
                 code="path_not_allowed",
                 status=403,
+            )
+        if not found.is_dir():
+            raise RequestRefused(
+                f"there is no folder {wanted[:NAME_CHARACTERS_MAX]!r} below adapters.directory. "
+                "Remedy: put the adapter there, or correct the path.",
+                code="adapter_not_found",
+                status=404,
             )
         return str(found)
 

@@ -41,6 +41,7 @@ def access_middleware(settings: ApiSettings) -> list[Middleware]:
         expose_headers=("x-request-id", "retry-after"),
     )
     return [
+        *([Middleware(StripPrefix, prefix=settings.root_path)] if settings.root_path else []),
         Middleware(TagResponses),
         Middleware(CheckHost, settings=settings),
         # Outside the keys: a preflight carries none, and a page is to read why it was refused.
@@ -53,6 +54,20 @@ def access_middleware(settings: ApiSettings) -> list[Middleware]:
         ),
         Middleware(RequireJson),
     ]
+
+
+class StripPrefix:
+    """ASGI middleware: what a proxy left before a path is no part of it, for keys and routes alike."""
+
+    def __init__(self, app: ASGIApp, *, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on every request, without the prefix where it has one."""
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
+        await self._app(scope, receive, send)
 
 
 class CheckHost:

@@ -255,6 +255,28 @@ async def test_access_metrics_are_open_by_a_setting_only() -> None:
     assert (await ask("GET", "/metrics", api_key="k", metrics_without_key=True)).status == 200
 
 
+@pytest.mark.parametrize(("key", "status"), [("key", 200), ("other", 401)])
+async def test_access_with_what_a_proxy_leaves_before_paths(key: str, status: int) -> None:
+    """Keys are asked for by the path behind it, and both ways lead to the same."""
+    settings: dict[str, Any] = {"api_key": "key", "root_path": "/llm"}
+    headers = {"authorization": f"Bearer {key}"}
+    for before in ("", "/llm"):
+        reply = await ask("POST", f"{before}{CHAT}", chat(), headers=headers, **settings)
+        assert reply.status == status
+        assert (await ask("GET", f"{before}/health", **settings)).status == 200
+        assert (await ask("GET", f"{before}/admin/statistics", **settings)).status == 401
+    for path in ("/llm", "/llm/llm/health", "/llmv1/models", "/x/health"):
+        assert (await ask("GET", path, headers=headers, **settings)).status != 200
+
+
+@pytest.mark.parametrize("path", ["llm", "/llm/", "/", "/a b", "https://a.b/llm"])
+def test_access_root_path_is_the_beginning_of_a_path(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"server.root_path: .*Remedy"):
+        load_config(None, sets=[f"server.root_path={json.dumps(path)}"], environ={})
+    sets = ['server.root_path="/a/b-1"']
+    assert load_config(None, sets=sets, environ={}).config.server.root_path == "/a/b-1"
+
+
 # --- pages ---
 
 
