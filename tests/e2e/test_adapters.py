@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
 pytest.importorskip("peft")
 
 from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, held, read  # noqa: E402
@@ -21,6 +24,7 @@ from tests.patience import PATIENCE_S, until  # noqa: E402
 from tests.workers.adapters.peft_adapters import AdaptedReference  # noqa: E402
 from vsched import Config, Engine  # noqa: E402
 from vsched.api.server import RunningServer, running_server  # noqa: E402
+from vsched.record import replay  # noqa: E402
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -56,10 +60,14 @@ def adapted(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def adapting(
-    configure: Callable[..., Config], adapted: Adapted
+    configure: Callable[..., Config], adapted: Adapted, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[RunningServer]:
-    """A server with two replicas, one adapter at start, and room for another."""
+    """A server with two replicas, one adapter at start, and room for another; all that it decides is recorded."""
+    record = tmp_path_factory.mktemp("record") / "run.vlog"
     settings = (
+        f"record.path={record}",
+        "record.segment_bytes=16384",
+        "record.segments=1000",
         "adapters.count_max=2",
         "adapters.rank_max=4",
         f"adapters.directory={adapted.folder}",
@@ -68,6 +76,11 @@ async def adapting(
     )
     async with running_server(configure("nano25", *settings)) as server:
         yield server
+    # With its losses, and adapters that came and went; each segment begins with what the scheduler knew then.
+    report = replay(record)
+    assert report.difference is None
+    assert report.segments > 2
+    assert report.requests > 50
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -91,6 +104,49 @@ def asks(seed: int) -> list[Ask]:
         Ask(TEXTS[n % 5], [drawn_image(seed + 10 * n + k) for k in range(n % 2)], count=24)
         for n in range(6)
     ]
+
+
+async def streamed(client: Any, name: str, ask: Ask, tokens: list[int]) -> None:
+    """Add the tokens of a stream over HTTP as they come."""
+    body = {
+        "model": name or "nano25",
+        "messages": ask.messages,
+        "temperature": 0,
+        "ignore_eos": True,
+        "max_tokens": ask.count,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+        assert reply.status_code == 200
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    tokens += choice.get("token_ids") or []
+
+
+@asynccontextmanager
+async def busy(client: Any, ask: Ask, wanted: dict[str, list[int]]) -> AsyncIterator[None]:
+    """Have streams with these adapters run all the time until the context ends; each says what it must."""
+    done, rounds = asyncio.Event(), 0
+    begun: list[list[int]] = [[] for _ in wanted]
+
+    async def ask_on() -> None:
+        nonlocal rounds
+        while rounds < 2 or not done.is_set():
+            for one in begun:
+                one.clear()
+            await asyncio.gather(
+                *(streamed(client, name, ask, one) for name, one in zip(wanted, begun, strict=True))
+            )
+            assert begun == [*wanted.values()]
+            rounds += 1
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(ask_on())
+        await until(lambda: begun[0] or rounds, "streams are under way")
+        yield
+        done.set()
 
 
 async def test_requests_with_and_without_adapters_answer_as_peft_does(
@@ -147,6 +203,37 @@ async def test_every_dialect_takes_an_adapter_as_its_model_and_says_so(
     assert 'vsched_adapter_requests_total{adapter="two"}' in (await client.get("/metrics")).text
 
 
+async def test_openai_client_uses_an_adapter_as_a_model(
+    client: Any, adapting: RunningServer, adapted: Adapted
+) -> None:
+    await loaded(client)
+    engine, ask = adapting.engine, Ask(TEXTS[0], [drawn_image(800)], count=12)
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+    options["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
+    async with openai.AsyncOpenAI(
+        base_url=f"{adapting.url}/v1", api_key="none", max_retries=0
+    ) as user:
+        listed = (await user.models.list()).data
+        assert {(one.id, one.root, one.parent) for one in listed} == {
+            ("nano25", "nano25", None),
+            ("one", "nano25", "nano25"),
+            ("two", "nano25", "nano25"),
+        }
+        for name in ADAPTERS:
+            said = await user.chat.completions.create(model=name, messages=ask.messages, **options)
+            assert said.model == name
+            assert said.choices[0].token_ids == adapted.tokens(engine, ask, name)
+        with pytest.raises(openai.NotFoundError, match="nano25 or one or two") as refused:
+            await user.chat.completions.create(model="three", messages=ask.messages)
+        assert refused.value.code == "model_not_found"
+        with pytest.raises(openai.NotFoundError, match="nano25 or one or two"):
+            await user.models.retrieve("three")
+        lora = {"lora_name": "three", "lora_path": "one"}
+        with pytest.raises(openai.BadRequestError, match=r"adapters at a time.*Remedy") as refused:
+            await user.post("/load_lora_adapter", body=lora, cast_to=str)
+        assert refused.value.code == "too_many_adapters"
+
+
 async def test_a_killed_rank_comes_back_with_its_adapters(
     client: Any, adapting: RunningServer, adapted: Adapted
 ) -> None:
@@ -160,12 +247,15 @@ async def test_a_killed_rank_comes_back_with_its_adapters(
     questions = [Ask(ask.text, ask.images, count=60) for ask in asks(300)]
     wanted = [adapted.tokens(engine, ask, ADAPTERS[n % 2]) for n, ask in enumerate(questions)]
     names = ["one", "passing"]
-    begun = [await begin(engine, ask, adapter=names[n % 2]) for n, ask in enumerate(questions)]
-    await until(lambda: sum(one.output_tokens for one in begun) > 30, "streams are under way")
-    for pid in engine.rank_pids[1:]:
-        os.kill(pid, signal.SIGKILL)
-    found = await asyncio.gather(*map(read, begun))
-    assert [one.token_ids for one in found] == wanted
+    found: list[list[int]] = [[] for _ in questions]
+    async with asyncio.TaskGroup() as group:
+        for n, ask in enumerate(questions):
+            group.create_task(streamed(client, names[n % 2], ask, found[n]))
+        await until(lambda: sum(map(len, found)) > 30, "streams are under way")
+        for pid in engine.rank_pids[1:]:
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: engine.state == "degraded", "the loss is noticed")
+    assert found == wanted
     await until(lambda: engine.state == "ready", "the lost groups are back")
     assert (await client.delete("/admin/adapters/passing")).json()["state"] == "unloaded"
 
@@ -195,16 +285,18 @@ async def test_an_adapter_is_unloaded_once_its_requests_have_ended(
     await client.delete("/admin/adapters/two")
 
 
-async def test_what_cannot_be_loaded_is_refused_and_nothing_is_lost(
-    client: Any, adapting: RunningServer, adapted: Adapted, tmp_path: Path
-) -> None:
+def spoil(folder: Path) -> None:
+    """Write adapters that cannot be served, each named by what is wrong with it."""
     from safetensors import torch as files
 
     save: Any = files.save_file
-    folder, weights = adapted.folder, "adapter_model.safetensors"
-    for name in ("damaged", "shapes", "rank"):
+    weights = "adapter_model.safetensors"
+    for name in ("damaged", "shapes", "rank", "cut", "pickled", "other"):
         shutil.copytree(folder / "one", folder / name, dirs_exist_ok=True)
     (folder / "damaged" / weights).write_bytes(b"no tensors")
+    whole = (folder / "one" / weights).read_bytes()
+    (folder / "cut" / weights).write_bytes(whole[: len(whole) * 2 // 3])
+    (folder / "pickled" / weights).rename(folder / "pickled" / "adapter_model.bin")
     tensors = files.load_file(folder / "one" / weights)
     first = min(name for name in tensors if "lora_A" in name)
     save({**tensors, first: tensors[first][:, 1:].contiguous()}, folder / "shapes" / weights)
@@ -215,24 +307,58 @@ async def test_what_cannot_be_loaded_is_refused_and_nothing_is_lost(
         },
         folder / "rank" / weights,
     )
+    save(
+        {name.replace(".layers.0.", ".layers.77."): each for name, each in tensors.items()},
+        folder / "other" / weights,
+    )
+
+
+async def test_what_cannot_be_loaded_is_refused_and_nothing_is_lost(
+    client: Any, adapting: RunningServer, adapted: Adapted, generated: Any, tmp_path: Path
+) -> None:
+    """While requests run, which hear nothing of it."""
+    folder = adapted.folder
+    spoil(folder)
     shutil.copytree(folder / "one", tmp_path / "outside")
-    for name, path, status, words in (
+    refused = (
         ("x", "damaged", 400, "corrupt"),
+        ("x", "cut", 400, "corrupt"),
+        ("x", "pickled", 400, "adapter_model.bin) are never loaded"),
         ("x", "shapes", 400, "inputs and outputs"),
         ("x", "rank", 400, "value 8, limit 4"),
+        ("x", "other", 400, "layers.77"),
         ("x", "nowhere", 404, "no folder"),
         ("x", str(tmp_path / "outside"), 403, "below adapters.directory"),
         ("x", "../outside", 403, "below adapters.directory"),
         ("one", "two", 409, "is the name of an adapter"),
         ("nano25", "two", 409, "is the name of the model itself"),
         ("", "two", 400, "name"),
-    ):
-        reply = await client.post("/admin/adapters", json={"name": name, "path": path})
-        assert reply.status_code == status, reply.text
-        message = reply.json()["error"]["message"]
-        assert words in message, message
-        assert "Remedy" in message
-        assert str(folder) not in message
+    )
+
+    ask = Ask(TEXTS[4], [drawn_image(900)], count=40)
+    wanted = {
+        "one": adapted.tokens(adapting.engine, ask, "one"),
+        "": generated("nano25", [ask])[0],
+    }
+    restarts = [group["restarts"] for group in adapting.engine.groups()]
+    async with busy(client, ask, wanted):
+        for name, path, status, words in refused:
+            reply = await client.post("/admin/adapters", json={"name": name, "path": path})
+            assert reply.status_code == status, reply.text
+            message = reply.json()["error"]["message"]
+            assert words in message, message
+            assert "Remedy" in message
+            assert str(folder) not in message
+            lora = {"lora_name": name, "lora_path": path}
+            reply = await client.post("/v1/load_lora_adapter", json=lora)
+            assert reply.status_code == (400 if status == 409 else status)
+            assert words in reply.json()["error"]["message"]
+        for path in ("one", "two"):  # others that come and go
+            await loaded(client, "two", path)
+            found = await read(await begin(adapting.engine, ask, adapter="two"))
+            assert found.token_ids == adapted.tokens(adapting.engine, ask, path)
+            assert (await client.delete("/admin/adapters/two")).status_code == 200
+    assert [group["restarts"] for group in adapting.engine.groups()] == restarts
     await loaded(client)
     full = await client.post("/admin/adapters", json={"name": "x", "path": "one"})
     assert (full.status_code, full.json()["error"]["code"]) == (409, "too_many_adapters")

@@ -110,6 +110,7 @@ class Operations:
             adapter or base,
             self._created,
             self._engine.info.context_tokens,
+            root=base,
             parent=base if adapter else None,
         )
 

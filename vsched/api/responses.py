@@ -178,11 +178,15 @@ class CompletionResponse(msgspec.Struct):
 
 
 class Model(msgspec.Struct):
-    """The served model, or an adapter; `parent` is the model that an adapter is of."""
+    """The served model, or an adapter; `parent` is the model that an adapter is of, `root` the served one for all.
+
+    vLLM has folders in `root`; where files lie is not told to clients here.
+    """
 
     id: str
     created: int
     max_model_len: int
+    root: str
     object: str = "model"
     owned_by: str = "vsched"
     parent: str | None = None

@@ -56,6 +56,7 @@ async def test_adapters_are_models_with_a_parent() -> None:
     engine.adapter_rows.append({"name": "late", "state": "loading"})
     listed = (await call(engine, "GET", "/v1/models")).json["data"]
     assert [(one["id"], one["parent"]) for one in listed] == [("demo", None), ("org/sql", "demo")]
+    assert {one["root"] for one in listed} == {"demo"}
     assert (await call(engine, "GET", "/v1/models/org/sql")).json["parent"] == "demo"
     assert (await call(engine, "GET", "/v1/models/late")).status == 404
     rows = (await call(engine, "GET", "/admin/adapters")).json["adapters"]

@@ -93,6 +93,7 @@ class Simulation:
             setup.info,
             bytes_per_token=cost.bytes_per_token,
             item_tokens_max=setup.item_tokens_max,
+            adapted_images=setup.config.adapters.encoder,
         )
         self._ingress = Ingress(
             setup.config,

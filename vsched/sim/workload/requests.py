@@ -57,6 +57,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         conversation: Turns of one conversation go one after the other: each is sent at `at_ns` or `think_ns` after the
             end of the turn before, whichever is later. Empty for none.
         tenant: Whose it is (`Request.tenant`); requests of different tenants share nothing (`Request.cache_salt`).
+        adapter: The name of its adapter, empty for none; every name is one that is loaded.
     """
 
     at_ns: Annotated[int, Meta(ge=0)]
@@ -66,6 +67,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     conversation: str = ""
     think_ns: Annotated[int, Meta(ge=0)] = 0
     tenant: str = ""
+    adapter: str = ""
     priority: int = 0
     ttft_target_ms: Annotated[int, Meta(ge=0)] | None = None
 
@@ -126,9 +128,25 @@ def workload_of(name: str, arrivals: Iterable[Arrival]) -> Workload:
 class RequestMaker:
     """Turns arrivals into the requests that an engine would submit for them."""
 
-    def __init__(self, info: ModelInfo, *, bytes_per_token: int, item_tokens_max: int) -> None:
-        """Prepare for a model; images of more tokens than `item_tokens_max` are scaled down to it, as a server does."""
+    def __init__(
+        self,
+        info: ModelInfo,
+        *,
+        bytes_per_token: int,
+        item_tokens_max: int,
+        adapted_images: bool = False,
+    ) -> None:
+        """Prepare for a model.
+
+        Args:
+            info: Its shape.
+            bytes_per_token: Of an image, ready for the encoder.
+            item_tokens_max: Images of more tokens are scaled down to it, as a server does.
+            adapted_images: Whether adapters change how images are encoded, so that each has embeddings of its own.
+        """
         self._info = info
+        self._adapted_images = adapted_images
+        self._adapters: dict[str, int] = {"": 0}
         self._bytes_per_token = bytes_per_token
         self._item_tokens_max = item_tokens_max
         self.scaled_down = 0
@@ -141,11 +159,13 @@ class RequestMaker:
         """Return the request of an arrival."""
         tokens: list[int] = []
         items: list[MediaItem] = []
+        adapter = self._adapters.setdefault(arrival.adapter, len(self._adapters))
+        seen_with = adapter if self._adapted_images else 0
         for part in arrival.prompt:
             if type(part) is Text:
                 tokens += text_tokens(part)
             elif type(part) is Image:
-                items.append(self._item(part, len(tokens), arrival.key_of(part)))
+                items.append(self._item(part, len(tokens), arrival.key_of(part), seen_with))
                 tokens += [self._info.placeholder] * items[-1].tokens
             else:
                 tokens += [OUTPUT_TOKEN] * part.tokens
@@ -158,16 +178,20 @@ class RequestMaker:
             ttft_target_ms=arrival.ttft_target_ms,
             cache_salt=arrival.tenant,
             tenant=arrival.tenant,
+            adapter=adapter,
         )
 
-    def _item(self, image: Image, offset: int, key: str) -> MediaItem:
+    def _item(self, image: Image, offset: int, key: str, adapter: int) -> MediaItem:
         count = min(image.tokens, self._item_tokens_max)
         self.scaled_down += count < image.tokens
         return MediaItem(
-            key=blake2b(key.encode(), digest_size=32).digest(),
+            key=blake2b(
+                key.encode(), digest_size=32, salt=adapter.to_bytes(8, "little") if adapter else b""
+            ).digest(),
             tokens=count,
             offset=offset,
             extent=Extent(0, count * self._bytes_per_token),
+            adapter=adapter,
         )
 
 

@@ -251,6 +251,28 @@ def test_run_an_image_that_is_there_needs_no_preparation() -> None:
     assert outcome.figures.images_encoded == 1
 
 
+@pytest.mark.parametrize("encoder", [False, True])
+def test_run_adapters_share_no_blocks_and_images_where_they_do_not_change_them(
+    encoder: bool,
+) -> None:
+    """Two requests with each of two adapters and with none, one after the other."""
+    arrivals = [
+        arrival(
+            number,
+            500 * number,
+            Image("a", 40),
+            Text(1, 40),
+            adapter=("", "one", "two")[number % 3],
+        )
+        for number in range(6)
+    ]
+    sets = [f"adapters.encoder={str(encoder).lower()}", "adapters.count_max=2"]
+    figures = run(workload_of("adapters", arrivals), *sets)[0].figures
+    assert figures.finished == 6
+    assert figures.prefix_hits == pytest.approx(3 * 64 / (6 * 80)), "four blocks of each second one"
+    assert figures.images_encoded == (3 if encoder else 1)
+
+
 def test_run_refuses_when_too_many_prepare() -> None:
     arrivals = [arrival(n, 0, Image(f"{n}", 500), Text(n, 5)) for n in range(9)]
     outcome, _ = run(

@@ -92,7 +92,8 @@ def test_mooncake_trace_shares_prefixes(tmp_path: Path) -> None:
 def test_own_trace_reads_as_it_was_written(tmp_path: Path) -> None:
     arrivals = [
         arrival(0, 0, Text(1, 5), Image("a", 7), conversation="c", tenant="t", priority=2),
-        arrival(1, 5, Text(1, 5), Image("a", 7), Reply(4), conversation="c", think_ns=9),
+        arrival(1, 5, Text(1, 5), adapter="sql"),
+        arrival(2, 5, Text(1, 5), Image("a", 7), Reply(4), conversation="c", think_ns=9),
     ]
     path = tmp_path / "own.jsonl"
     save_trace(workload_of("own", arrivals), path)
