@@ -63,6 +63,8 @@ TESTS = (
     (r"test_show_version|test_metrics", "names and numbers of vLLM's own"),
     (r"test_long_seed|test_empty_prompt", "wording of vLLM's own"),
     (r"test_chat_echo.*test_top_logprobs", "texts in place of true and numbers"),
+    (r"chat_expands_image_placeholders", "counts of another tokenizer"),
+    (r"test_named_tool_use", "a call's content that is empty: it is null, as OpenAI's"),
     (
         r"test_no_request_id_header|test_enable_request_id_header",
         "ids of requests by flag and in one form",
@@ -99,6 +101,7 @@ UNSERVED = frozenset(
         "prompts counted as written to a cache",
         "tokens of thoughts in a chat's usage",
         "roles of one's own",
+        "a call's content that is empty: it is null, as OpenAI's",
         "texts in place of true and numbers",
         "ids of requests by flag and in one form",
         "image URLs that are no objects: they are taken here",
@@ -120,25 +123,35 @@ ERRORS = (
 """Errors of a test that vsched has no part in."""
 
 ANSWERS: tuple[tuple[str, str], ...] = (
-    (r"test_single_chat_session\[|test_single_completion", r"prompt_tokens|assert \d+ (==|>=) \d+"),
-    (r"test_response_format_json|test_complex_message_content", r"^AssertionError|assert .* == "),
+    (r"test_single_completion", r"assert \d >= 5|prompt_tokens=6"),
     (
-        r"outputs_json_chat|response_format_json|forced_tool_choice|tool_use",
-        r"JSONDecodeError: Unterminated string",
+        r"test_single_chat_session\[|completion_streaming\[|test_max_tokens\[",
+        r"'stop' == 'length'|'completed' == 'incomplete'|prompt_tokens=37",
     ),
-    (r"test_reasoning_item|reasoning_tokens", r"'message' == 'reasoning'|assert 0 > 0"),
+    (r"test_response_format_json_(object|schema)", r"^AssertionError: \{"),
+    (r"test_complex_message_content", r"assert '.*' == '2'"),
+    (
+        r"outputs_json_chat|structured_output|streaming_forced_tool_choice\[",
+        r"JSONDecodeError: Unterminated string|EOF while parsing",  # it went on until it was cut
+    ),
+    (r"test_reasoning_item", r"'message' == 'reasoning'"),
+    (r"reasoning_tokens_e2e", r"Expected reasoning_tokens"),
     (r"include_reasoning_true|default_includes_reasoning", r"Expected reasoning"),
-    (
-        r"responses/test_(basic|structured_output)\.py",
-        r"assert '[^']*' (in|==) |'message' == 'reasoning'|assert \d+ == \d+",
-    ),
+    (r"responses/test_basic\.py", r"assert '\d+' in '"),
     (r"test_more_than_one_prompt_logprobs", r"assert 2 == 1"),
-    (r"streaming|single|test_max_tokens", r"'stop' == 'length'|'completed' == 'incomplete'"),
     (r"test_chat_streaming", r"assert ''\n"),
     (r"test_parallel|n_parameter", r"unique completions|different responses"),
-    (r"test_server_load", r"assert 0 == 1"),
-    (r"function_call", r"len\(\['response\.created'\]\)|assert 0 >= 2|assert None is not None"),
-    (r"tool", r"'end_turn' == 'tool_use'|assert None is not None|assert 0 > 0|startswith"),
+    # A call that was cut ends in `response.incomplete`, as with OpenAI.
+    (r"streaming_types\[", r"len\(\['response\.created'\]\)"),
+    (r"streaming_expected_arguments", r"assert 0 >= 2"),
+    (
+        r"(tool_use|forced_tool_choice)\[(plain-false-)?auto",
+        r"assert None is not None|assert 0 > 0",
+    ),
+    (r"test_anthropic_tool_call", r"'end_turn' == 'tool_use'"),
+    (r"chat_completion_with_tool_use", r"startswith"),
+    # The text of an answer that ends by itself lacks the token that ended it.
+    (r"comparison_with_prompt_logprobs", r"text\.endswith\(response_text\)"),
 )
 """Tests that failed, by name and error, because they judge what the model says: another model is at hand.
 

@@ -23,7 +23,7 @@ from vsched.media.keys import embedding_key, item_key
 from vsched.media.settings import MediaSettings
 from vsched.media.sources import is_data, read_embedded, read_local
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import BoundsImages, PixelBounds
+from vsched.worker.capabilities import BoundsImages, PixelBounds, no_pixel_bounds
 from vsched.worker.contract import ImagePlan, Preprocessor, extent_bytes
 
 ImageName = tuple[str, str, bytes]
@@ -96,11 +96,7 @@ def within(preprocessor: Images, bounds: PixelBounds | None, pixels_max: int) ->
     if bounds is None:
         return preprocessor
     if not isinstance(preprocessor, BoundsImages):
-        raise RequestRefused(
-            "the model's images are not resized between two numbers of pixels. "
-            "Remedy: leave min_pixels and max_pixels out, and send images of the size that you want.",
-            code="pixel_bounds_not_taken",
-        )
+        raise no_pixel_bounds()
     return preprocessor.bounded(bounds, pixels_max=pixels_max)
 
 

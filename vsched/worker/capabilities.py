@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vsched.errors import RequestRefused
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     Arrays,
@@ -207,9 +208,19 @@ class BoundsImages(Protocol):
         with.
 
         Raises:
-            RequestRefused: When images within these bounds could have more or fewer tokens than was measured.
+            RequestRefused: When images within these bounds could have more or fewer tokens than was measured, or the
+                checkpoint's images have no such bounds.
         """
         ...
+
+
+def no_pixel_bounds() -> RequestRefused:
+    """Word the refusal of bounds for images that are resized by other rules, or not at all."""
+    return RequestRefused(
+        "the model's images are not resized between two numbers of pixels. "
+        "Remedy: leave min_pixels and max_pixels out, and send images of the size that you want.",
+        code="pixel_bounds_not_taken",
+    )
 
 
 @runtime_checkable

@@ -15,6 +15,7 @@ from PIL import Image
 from tests.parity.vision_checkpoints import PROCESSING, TEXT_TEMPLATE, make_vision_checkpoint
 from tests.workers.driver import drawn_image
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
+from vsched.worker.capabilities import PixelBounds
 from vsched_workers.checkpoint.facts import inspect_checkpoint
 from vsched_workers.checkpoint.images import library
 from vsched_workers.checkpoint.images import processor as image_processor
@@ -94,6 +95,38 @@ def test_arrays_and_prompt_are_those_of_the_processor(loaded: Any, size: tuple[i
     assert set(arrays) == set(made)
     for key, array in arrays.items():
         np.testing.assert_array_equal(array, np.asarray(made[key]))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bounds_of_a_request_are_given_to_the_processor(loaded: Any, size: tuple[int, int]) -> None:
+    """Those that resize between two numbers of pixels plan and process so; the others refuse it."""
+    name, preprocessor = loaded
+    if preprocessor.processor.area is None:
+        with pytest.raises(RequestRefused, match="Remedy: leave min_pixels") as refused:
+            preprocessor.bounded(PixelBounds(max_pixels=5000), pixels_max=1 << 40)
+        assert refused.value.code == "pixel_bounds_not_taken"
+        assert name not in {"glm4v", "qwen2_vl"}
+        return
+    limits, _ = preprocessor.processor.area
+    most = max(limits.minimum, min(limits.maximum, 200 * 210) // 2)
+    bounds = PixelBounds(limits.minimum, most)
+    bounded = preprocessor.bounded(bounds, pixels_max=1 << 40)
+    assert bounded is preprocessor.bounded(bounds, pixels_max=1 << 40)
+    assert bounded.settings_digest != preprocessor.settings_digest
+    plan, image = bounded.plan_image(*size), drawn_image(3, *size)
+    assert plan.tokens != preprocessor.plan_image(*size).tokens or size == SIZES[0]
+    whole = preprocessor.processor._processor
+    asked = {"shortest_edge": bounds.min_pixels, "longest_edge": bounds.max_pixels}
+    options = {**_defaults(whole), "return_tensors": "np", "size": asked}
+    made, _ = whole._process_images([image], **options)
+    other = preprocessor._images.bounded(bounds, pixels_max=1 << 40)  # as in a picture process
+    for arrays in (bounded.process_image(image), other.process_image(image)):
+        for key, array in (arrays | unpack_metadata(plan.metadata)).items():
+            np.testing.assert_array_equal(array, np.asarray(made[key]))
+    same = preprocessor.bounded(PixelBounds(max_pixels=limits.maximum), pixels_max=1 << 40)
+    assert same is preprocessor
+    with pytest.raises(RequestRefused, match="max_pixels of an image is out of bounds"):
+        preprocessor.bounded(PixelBounds(max_pixels=2 * limits.maximum), pixels_max=1 << 40)
 
 
 def _defaults(processor: Any) -> dict[str, Any]:

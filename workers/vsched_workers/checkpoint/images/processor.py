@@ -12,6 +12,7 @@ others tokenize, which is not safe to do in several threads.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import sys
@@ -38,6 +39,7 @@ from vsched_workers.checkpoint.images.library import (
 from vsched_workers.checkpoint.tokenizer_files import load_part
 from vsched_workers.families.generic import refusal
 from vsched_workers.families.generic_vision import is_metadata
+from vsched_workers.families.qwen_image import ResizeLimits
 
 STATING_FILES = (*PROCESSOR_FILES, "tokenizer_config.json")
 """Files that may name the class of the processor, in the order in which transformers heeds them."""
@@ -119,6 +121,28 @@ class ImageProcessor:
         """What the arrays depend on besides the image."""
         own = self._processor.image_processor
         return {"class": type(own).__name__, "own": own.to_dict(), "options": repr(self._options)}
+
+    @property
+    def area(self) -> tuple[ResizeLimits, int] | None:
+        """Between how many pixels an image is resized, and the side of the squares that it comes out in.
+
+        None where the processor resizes by other rules.
+        """
+        own = self._processor.image_processor
+        size = dict(self._options.get("size") or own.size or {})
+        least, most = size.get("shortest_edge"), size.get("longest_edge")
+        known = hasattr(sys.modules[type(own).__module__], "smart_resize")
+        if not known or least is None or most is None:
+            return None
+        side = int(getattr(own, "patch_size", 1)) * int(getattr(own, "merge_size", 1))
+        return ResizeLimits(int(least), int(most)), side
+
+    def within(self, limits: ResizeLimits) -> ImageProcessor:
+        """Return the same for images that are resized within these limits; it has an `area`."""
+        made = copy.copy(self)
+        size = {"shortest_edge": limits.minimum, "longest_edge": limits.maximum}
+        made._options = {**self._options, "size": size}  # noqa: SLF001 - its own
+        return made
 
     def process(self, image: Image.Image) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of an RGB image, but for its metadata."""

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Self
 
 from PIL import Image
 
 from vsched.errors import RequestRefused
 from vsched.types import ArraySpec, ModelInfo, Spans
+from vsched.worker.capabilities import PixelBounds
 from vsched.worker.contract import Arrays, ImagePlan, ImageRecipe
 from vsched.worker.expansion import expand_images
-from vsched_workers.checkpoint.preprocess.generic_images import SIZES_KEPT, GenericImages
+from vsched_workers.checkpoint.preprocess.generic_images import (
+    BOUNDS_KEPT,
+    SIZES_KEPT,
+    GenericImages,
+)
 from vsched_workers.checkpoint.preprocess.text import (
     PLACEHOLDERS_TOUCH,
     TextPreprocessor,
@@ -47,25 +53,48 @@ class AnyPreprocessor(TextPreprocessor):
 
     def __init__(self, info: ModelInfo, tokenizer: Any, images: GenericImages) -> None:
         super().__init__(info, tokenizer)
-        self._images = images
-        self.processor = processor = images.processor
+        self._take(images)
+        processor = self.processor
         self._placeholder = processor.marker
         self._marker: int = tokenizer.convert_tokens_to_ids(processor.marker)
-        settings = json.dumps(processor.settings, sort_keys=True, default=str)
-        self.settings_digest = digest_of(
-            b"vsched.arrays.1",
-            info.family.encode(),
-            version("transformers").encode(),
-            settings.encode(),
-            str(info.item_tokens_max).encode(),
-        )
-        self._plan = lru_cache(SIZES_KEPT)(self._plan_of)
+        self._bounded = lru_cache(BOUNDS_KEPT)(self._with)
         self._edges = ("", "")
         edges = {self._edges_of(processor.shape(*size).text) for size in USUAL_SIZES}
         if len(edges) == 1:  # else they are tokenized with the image alone
             self._edges = edges.pop()
         self._takes_parts = self._renders([{"type": "image"}], processor.marker)
         self._takes_text = self._renders("vsched", "vsched")
+
+    def _take(self, images: GenericImages) -> None:
+        """Have images processed by this."""
+        self._images = images
+        self.processor = images.processor
+        settings = json.dumps(self.processor.settings, sort_keys=True, default=str)
+        self.settings_digest = digest_of(
+            b"vsched.arrays.1",
+            self.info.family.encode(),
+            version("transformers").encode(),
+            settings.encode(),
+            str(self.info.item_tokens_max).encode(),
+        )
+        self._plan = lru_cache(SIZES_KEPT)(self._plan_of)
+
+    def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> Self:
+        """Return the same for images that are resized within other bounds.
+
+        Raises:
+            RequestRefused: When the processor has no such bounds, or these are beyond its own.
+        """
+        images = self._images.bounded(bounds, pixels_max=pixels_max)
+        if images is self._images:
+            return self
+        made: Self = self._bounded(images)  # type: ignore[assignment]  # a cache knows no `Self`
+        return made
+
+    def _with(self, images: GenericImages) -> Self:
+        made = copy.copy(self)
+        made._take(images)  # noqa: SLF001 - its own
+        return made
 
     def _renders(self, content: Any, wanted: str) -> bool:
         """Return whether the chat template writes what is wanted for a message of this content."""

@@ -15,6 +15,7 @@ from PIL import Image
 
 from vsched.errors import RequestRefused
 from vsched.types import ModelInfo
+from vsched.worker.capabilities import PixelBounds, no_pixel_bounds
 from vsched.worker.contract import Arrays, ImageRecipe
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.images.library import forgo_torch
@@ -25,10 +26,13 @@ from vsched_workers.checkpoint.images.processor import (
 )
 from vsched_workers.checkpoint.preprocess.text import check_sides, too_many_tokens
 from vsched_workers.checkpoint.tokenizer_files import load_tokenizer
+from vsched_workers.families.qwen_image import bounded_limits
 
 SIZES_KEPT = 256
 """Sizes of images for which is kept what becomes of them."""
 SHAPES_KEPT = 16
+BOUNDS_KEPT = 16
+"""Bounds of pixels, as requests have them, for which is kept what processes images within them."""
 SHRINK = 0.9
 SHRINK_STEPS = 80
 """An image of too many tokens is made smaller by this factor until it has no more than allowed, so often at most."""
@@ -44,12 +48,31 @@ class GenericImages:
         """Take the processor of a checkpoint."""
         self.processor = processor
         self._info = info
+        self._bounded = lru_cache(BOUNDS_KEPT)(self._bounded_by)
         self.shape = lru_cache(SHAPES_KEPT)(self._shape_of)
         self.fitting = lru_cache(SIZES_KEPT)(self._fit)
 
     def recipe(self) -> ImageRecipe:
         """Return how another process makes the same."""
         return ImageRecipe(f"{__name__}:image_processing", msgspec.json.encode(self._info))
+
+    def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> GenericImages:
+        """Return the same for images that are resized within other bounds.
+
+        Raises:
+            RequestRefused: When the processor has no such bounds, or these are beyond its own.
+        """
+        return self._bounded(bounds, pixels_max)
+
+    def _bounded_by(self, bounds: PixelBounds, pixels_max: int) -> GenericImages:
+        area = self.processor.area
+        if area is None:
+            raise no_pixel_bounds()
+        limits, side = area
+        assert limits.maximum is not None
+        tokens = limits.maximum // (side * side)
+        found = bounded_limits(limits, bounds, tokens=tokens, factor=side, pixels_max=pixels_max)
+        return self if found == limits else GenericImages(self.processor.within(found), self._info)
 
     def process_image(self, image: Image.Image) -> Arrays:
         """Return the arrays of an RGB image, but for its metadata.
