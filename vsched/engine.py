@@ -245,47 +245,43 @@ class Engine:
         parts = self._serving()
         received_s = time.perf_counter()
         sampling = sampling or self._default_sampling()
-        hold = parts.adapters.hold(adapter) if adapter else None
+        asked = Request(
+            request_id=request_ids[0],
+            prompt_token_ids=[],
+            sampling=sampling,
+            priority=priority,
+            ttft_target_ms=ttft_target_ms,
+            cache_salt=cache_salt,
+            tenant=tenant,
+        )
+        given = contextlib.ExitStack()
         try:
-            prepared = await parts.shell.preparations.run(
-                request_ids[0], parts.prepare(prompt, images, cache_salt, sampling)
+            hold = parts.adapters.hold(adapter) if adapter else None
+            if hold is not None:
+                given.callback(hold.release)
+            prepared, knock = await parts.shell.preparations.run(
+                request_ids[0], parts.come_in(asked, prompt, images, answers=len(request_ids))
             )
-        except BaseException:
-            if hold is not None:
-                hold.release()
-            raise
-
-        def give_back() -> None:
-            prepared.lease.release()
-            if hold is not None:
-                hold.release()
-
-        try:
+            given.callback(prepared.lease.release)
+            given.callback(parts.shell.door.leave, knock)
             # Accepted before a drain, it is served: the engine's state is not asked again.
-            request = Request(
-                request_id=request_ids[0],
-                prompt_token_ids=prepared.token_ids,
-                items=prepared.items,
-                sampling=sampling,
-                priority=priority,
-                ttft_target_ms=ttft_target_ms,
-                cache_salt=cache_salt,
-                tenant=tenant,
-            )
             return submit_answers(
                 parts.shell,
-                request,
+                msgspec.structs.replace(
+                    asked, prompt_token_ids=prepared.token_ids, items=prepared.items
+                ),
                 request_ids,
+                knock=knock,
                 info=self.info,
                 prompt_logprobs_max=self.config.server.prompt_logprobs_max,
                 make_detokenizer=self.preprocessor.detokenizer,
                 hold=hold,
-                give_back=give_back,
+                give_back=given.close,
                 on_timeline=self._recent.append,
                 preprocess_ms=(time.perf_counter() - received_s) * 1e3,
             )
         except BaseException:
-            give_back()
+            given.close()
             raise
 
     def _default_sampling(self) -> SamplingParams:

@@ -91,18 +91,26 @@ class RequestRefused(VschedError):
 
     Attributes:
         code: A short machine-readable reason, such as `context_exceeded` or `queue_full`.
-        status: The HTTP status that fits: 400 for the client's mistake, 413, 429 or 503 for ours.
+        status: The HTTP status that fits: 400 for the client's mistake, 413, 429 or 503 for ours, 307 for a redirect.
         retry_after_s: For 429 and 503, when trying again makes sense.
+        location: For 307, the base URL of the server to ask instead.
     """
 
     def __init__(
-        self, message: str, *, code: str, status: int = 400, retry_after_s: int | None = None
+        self,
+        message: str,
+        *,
+        code: str,
+        status: int = 400,
+        retry_after_s: int | None = None,
+        location: str = "",
     ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code
         self.status = status
         self.retry_after_s = retry_after_s
+        self.location = location
 
 
 class RequestFailed(VschedError):

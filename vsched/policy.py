@@ -1,4 +1,4 @@
-"""The eight policy contracts: base classes, the read-only views they get, the plain values they return.
+"""The nine policy contracts: base classes, the read-only views they get, the plain values they return.
 
 A policy is a keyword-only frozen struct whose fields are its configuration. A built-in or a user's class subclasses one
 of the eight, adds fields, and overrides one method. Policies do no I/O and hold no clock and no randomness: the view
@@ -20,6 +20,13 @@ from vsched.memory_facts import Attempt as Attempt
 from vsched.memory_facts import AttemptOutcome as AttemptOutcome
 from vsched.memory_facts import RankMemory as RankMemory
 from vsched.memory_facts import Reservation as Reservation
+from vsched.views.front_door import ArrivalView as ArrivalView
+from vsched.views.front_door import FrontDoorAnswer as FrontDoorAnswer
+from vsched.views.front_door import FrontDoorView as FrontDoorView
+from vsched.views.front_door import Hold as Hold
+from vsched.views.front_door import LetIn as LetIn
+from vsched.views.front_door import Redirect as Redirect
+from vsched.views.front_door import Shed as Shed
 
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -554,6 +561,20 @@ class StepPolicy(Policy, frozen=True, kw_only=True):
         raise NotImplementedError
 
 
+# --- front door --------------------------------------------------------------------------------------------------
+
+
+class FrontDoorPolicy(Policy, frozen=True, kw_only=True):
+    """Decides whether a request comes in, before anything is done for it."""
+
+    kind: ClassVar[str] = "front_door"
+    method: ClassVar[str] = "receive"
+
+    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+        """Return `LetIn`, `Hold`, `Shed` or `Redirect`; asked again at the end of each hold."""
+        raise NotImplementedError
+
+
 CONTRACTS: dict[str, type[Policy]] = {
     base.kind: base
     for base in (
@@ -565,5 +586,6 @@ CONTRACTS: dict[str, type[Policy]] = {
         PreemptionPolicy,
         DraftingPolicy,
         StepPolicy,
+        FrontDoorPolicy,
     )
 }

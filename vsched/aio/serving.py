@@ -23,6 +23,7 @@ from vsched.aio.shell import Shell
 from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.stream import TokenStream, interrupt_all
 from vsched.aio.streams.timing import RequestTimeline, timeline_of
+from vsched.kernel.events import Knocked
 from vsched.media import ImageReference, Prompt
 from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.transport.arena import Arena
@@ -67,6 +68,33 @@ class RunningParts:
         await self.grammars.check(sampling)
         return await self.media.prepare(prompt, images, cache_salt)
 
+    async def come_in(
+        self, asked: Request, prompt: Prompt, images: Sequence[ImageReference], *, answers: int
+    ) -> tuple[PreparedRequest, int]:
+        """Ask at the front door, then prepare; return what comes of it, and the number at the door.
+
+        `asked` is the request without prompt and images.
+
+        Raises:
+            RequestRefused: When the request is turned away, or cannot be accepted.
+        """
+        sampling = asked.sampling
+        arrival = Knocked(
+            0,
+            asked.tenant,
+            asked.priority,
+            asked.ttft_target_ms,
+            images=len(images),
+            answers=answers,
+            outputs_max=sampling.max_tokens,
+        )
+        knock = await self.shell.door.enter(arrival)
+        try:
+            return await self.prepare(prompt, images, asked.cache_salt, sampling), knock
+        except BaseException:
+            self.shell.door.leave(knock)
+            raise
+
     async def stop(self, *, grace_s: float) -> None:
         """End every request and every rank, then give back threads, sockets and memory.
 
@@ -88,6 +116,7 @@ def submit_answers(
     request: Request,
     request_ids: Sequence[str],
     *,
+    knock: int,
     info: ModelInfo,
     prompt_logprobs_max: int,
     make_detokenizer: Callable[..., Detokenizer],
@@ -98,7 +127,8 @@ def submit_answers(
 ) -> list[TokenStream]:
     """Submit a request for as many answers as there are ids, and return the stream of each.
 
-    When an answer ends, `on_timeline` gets its timeline. After the last one, `give_back` gives back what they held.
+    `knock` is its number at the front door. When an answer ends, `on_timeline` gets its timeline. After the last one,
+    `give_back` gives back what they held.
 
     Raises:
         RequestRefused: When one of its numbers is out of bounds.
@@ -140,7 +170,7 @@ def submit_answers(
         hold.run(partial(interrupt_all, generations))
     further = further_answers(request_ids, sampling.seed)
     with_streams = dict(zip(further, generations[1:], strict=True))
-    shell.submit(request, stop_token_ids, generations[0], with_streams)
+    shell.submit(request, stop_token_ids, generations[0], with_streams, knock=knock)
     return generations
 
 

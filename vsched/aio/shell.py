@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from vsched.aio.adapters.orders import AdapterOrders
+from vsched.aio.front_door import Doorway
 from vsched.aio.preparations import Preparations
 from vsched.aio.refusals import refusal_error
 from vsched.aio.replicas.administration import GroupAdministration
@@ -33,12 +34,14 @@ from vsched.kernel.commands import (
     Decide,
     Drained,
     EmitTokens,
+    Enter,
     Finish,
     Notice,
     RefusalCode,
     Refuse,
     RestartGroup,
     SetTimer,
+    TurnAway,
 )
 from vsched.kernel.events import (
     Aborted,
@@ -50,6 +53,7 @@ from vsched.kernel.events import (
     GroupLost,
     GroupReady,
     GroupRetired,
+    Knocked,
     Stepped,
     Submitted,
     TimerFired,
@@ -63,7 +67,7 @@ NO_RESULT = GenerateResult(0, b"", b"", [], [], 0)
 """What comes with events that speak of no tokens."""
 LIVE_SHOWN_MAX = 100
 """Live requests that statistics explain, oldest first."""
-IN_PREPARATION = "its prompt and images are being prepared"
+IN_PREPARATION = "it waits at the front door, or its prompt and images are being prepared"
 
 
 class Recorder(Protocol):
@@ -126,6 +130,7 @@ class Shell:
     Attributes:
         administration: What an operator does with one group.
         adapters: What all ranks of a stage have of adapters.
+        door: Where requests ask to come in.
         preparations: Requests that were accepted and will be submitted once they are prepared.
         given_up: Why nothing is served any more; empty while it is.
     """
@@ -153,6 +158,7 @@ class Shell:
         self._events: deque[tuple[Event, GenerateResult]] = deque()
         self._handling = False
         self._streams = StreamTable(lambda request_id: self.end(request_id, FinishReason.ERROR))
+        self.door = Doorway(self._knock)
         self.preparations = Preparations()
         self._arriving: dict[str, TokenStream] = {}
         self._refused: Refuse | None = None
@@ -194,8 +200,12 @@ class Shell:
         stop_token_ids: tuple[int, ...],
         generation: TokenStream,
         further: Mapping[FurtherAnswer, TokenStream] = MappingProxyType({}),
+        *,
+        knock: int = 0,
     ) -> None:
         """Hand a request to the kernel; its tokens and its end go to `generation`, those of more answers to `further`.
+
+        `knock` is its number at the front door, 0 for one that was not there.
 
         Raises:
             RequestRefused: When the kernel refuses it, or no group is left to serve it.
@@ -206,13 +216,19 @@ class Shell:
         self._arriving = {request.request_id: generation}
         self._arriving.update((each.request_id, stream) for each, stream in further.items())
         self._refused = None
-        self.handle(Submitted(request, stop_token_ids, tuple(further)))
+        self.door.submitted(knock)
+        self.handle(Submitted(request, stop_token_ids, tuple(further), knock))
         self._arriving = {}
         if self.given_up:
             raise self._unavailable()
         refused = self._take_refused()
         if refused is not None:
             raise refusal_error(refused)
+
+    def _knock(self, event: Event) -> None:
+        if self.given_up and isinstance(event, Knocked):
+            raise self._unavailable()
+        self.handle(event)
 
     def _take_refused(self) -> Refuse | None:
         refused, self._refused = self._refused, None
@@ -299,6 +315,8 @@ class Shell:
                     self._streams.finish(command)
                 case Accept(request_id, number):
                     self._streams.add(number, self._arriving[request_id])
+                case Enter() | TurnAway():
+                    self.door.answer(command)
                 case Refuse():
                     self._refused = command
                 case SetTimer(deadline_ns):

@@ -18,6 +18,7 @@ _OPENAI_CODES = {
     "context_exceeded": "context_length_exceeded",
     "kv_exceeded": "context_length_exceeded",
     "queue_full": "rate_limit_exceeded",
+    "shed": "rate_limit_exceeded",
 }
 """Codes that OpenAI has a name of its own for: clients look for it."""
 _CONTEXT_WORDS = "This model's maximum context length is exceeded: "

@@ -175,6 +175,9 @@ class HttpExchange:
         retry_after_s = getattr(error, "retry_after_s", None)
         if retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % retry_after_s))
+        location = getattr(error, "location", "")
+        if location:
+            headers.append((b"location", location.encode() + self._target()))
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         if not self._body_read and self.scope["method"] == "POST":
@@ -183,6 +186,12 @@ class HttpExchange:
         await self.send_json(
             self._form.error(error), status=self._form.status(error), headers=headers
         )
+
+    def _target(self) -> bytes:
+        """Return the path and the query of the request, as they were sent."""
+        query: bytes = self.scope.get("query_string", b"")
+        path: bytes = self.scope.get("raw_path") or self.scope["path"].encode()
+        return path + (b"?" + query if query else b"")
 
     async def start_stream(self, headers: Headers = ()) -> None:
         """Begin a stream of server-sent events."""

@@ -20,6 +20,7 @@ from vsched.policy import (
     DraftingPolicy,
     EncodingPolicy,
     EvictionPolicy,
+    FrontDoorPolicy,
     MemoryPolicy,
     Policy,
     PreemptionPolicy,
@@ -55,6 +56,7 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
     drafting: DraftingPolicy
     step: StepPolicy
     routing: RoutingPolicy
+    front_door: FrontDoorPolicy
     item_tokens_max: int | None
     encode_items_max: int
 
@@ -70,6 +72,7 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
             drafting=self.drafting,
             step=self.step,
             routing=self.routing,
+            front_door=self.front_door,
         )
 
     def by_table(self) -> dict[str, Policy]:
@@ -85,6 +88,7 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
             "generate.drafting": self.drafting,
             "generate.step": self.step,
             "routing": self.routing,
+            "front_door": self.front_door,
         }
 
 
@@ -119,6 +123,7 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
         drafting=cast("DraftingPolicy", built["generate.drafting"]),
         step=cast("StepPolicy", built["generate.step"]),
         routing=cast("RoutingPolicy", built["routing"]),
+        front_door=cast("FrontDoorPolicy", built["front_door"]),
         item_tokens_max=item_tokens_max or None,
         encode_items_max=items_per_replica(items_max, config.encode.replicas),
     )

@@ -333,6 +333,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     routing: Annotated[PolicyTable, Meta(description="Which replica serves a request.")] = (
         msgspec.field(default_factory=partial(dict, use="least-loaded"))
     )
+    front_door: Annotated[
+        PolicyTable,
+        Meta(description="Which requests come in, before anything is done for them."),
+    ] = msgspec.field(default_factory=partial(dict, use="vsched_policies.front_door:Open"))
     deadlines: DeadlinesConfig = DeadlinesConfig()
     record: RecordConfig = RecordConfig()
 
@@ -400,6 +404,7 @@ POLICY_TABLES = {
     "generate.drafting": "drafting",
     "generate.step": "step",
     "routing": "routing",
+    "front_door": "front_door",
 }
 """The kind of policy that each policy table names."""
 

@@ -17,6 +17,29 @@ class Decide(msgspec.Struct, frozen=True):
     decision: Decision
 
 
+class Enter(msgspec.Struct, frozen=True):
+    """A request at the front door comes in: prepare and submit it."""
+
+    knock: int
+
+
+class TurnAway(msgspec.Struct, frozen=True):
+    """A request at the front door does not come in.
+
+    Attributes:
+        reason: Why, in a clause; empty where it is sent elsewhere.
+        status: 429 or 503.
+        retry_after_s: When it may try again.
+        base_url: Where the client is to go; empty for nowhere.
+    """
+
+    knock: int
+    reason: str = ""
+    status: int = 429
+    retry_after_s: int = 1
+    base_url: str = ""
+
+
 class Accept(msgspec.Struct, frozen=True):
     """A request is in; ranks and token batches know it by `number`."""
 
@@ -124,5 +147,15 @@ class Notice(msgspec.Struct, frozen=True):
 
 
 Command = (
-    Decide | Accept | Refuse | EmitTokens | Finish | SetTimer | RestartGroup | Drained | Notice
+    Decide
+    | Enter
+    | TurnAway
+    | Accept
+    | Refuse
+    | EmitTokens
+    | Finish
+    | SetTimer
+    | RestartGroup
+    | Drained
+    | Notice
 )

@@ -17,12 +17,37 @@ class FurtherAnswer(msgspec.Struct, frozen=True, array_like=True):
     seed: int
 
 
+class Knocked(msgspec.Struct, frozen=True):
+    """A request is at the front door; `Enter` or `TurnAway` answers it, at once or later.
+
+    `knock` is its number there: each has one of its own. The rest is what is known of it before its preparation.
+    """
+
+    knock: int
+    tenant: str = ""
+    priority: int = 0
+    ttft_target_ms: int | None = None
+    images: int = 0
+    answers: int = 1
+    outputs_max: int = 0
+
+
+class Withdrawn(msgspec.Struct, frozen=True):
+    """A request that knocked will not be submitted: its client left, or it could not be prepared."""
+
+    knock: int
+
+
 class Submitted(msgspec.Struct, frozen=True):
-    """A request arrived; all its answers are accepted, or none. The further ones share the prompt of the first."""
+    """A request is prepared; all its answers are accepted, or none. The further ones share the prompt of the first.
+
+    `knock` is its number at the front door, 0 for one that never was there.
+    """
 
     request: Request
     stop_token_ids: tuple[int, ...] = ()
     further: tuple[FurtherAnswer, ...] = ()
+    knock: int = 0
 
 
 class Aborted(msgspec.Struct, frozen=True):
@@ -130,7 +155,9 @@ class Cleared(msgspec.Struct, frozen=True):
 
 
 Event = (
-    Submitted
+    Knocked
+    | Withdrawn
+    | Submitted
     | Aborted
     | Stepped
     | Encoded

@@ -9,6 +9,7 @@ from vsched.policy import (
     DraftingPolicy,
     EncodingPolicy,
     EvictionPolicy,
+    FrontDoorPolicy,
     PreemptionPolicy,
     RoutingPolicy,
     StepPolicy,
@@ -120,3 +121,4 @@ class KernelPolicies(msgspec.Struct, frozen=True, kw_only=True):
     drafting: DraftingPolicy
     step: StepPolicy
     routing: RoutingPolicy
+    front_door: FrontDoorPolicy

@@ -27,13 +27,20 @@ from vsched.policy import (
     EncodingView,
     EvictionOrder,
     EvictionPolicy,
+    FrontDoorAnswer,
+    FrontDoorPolicy,
+    FrontDoorView,
+    Hold,
+    LetIn,
     Manner,
     Preemption,
     PreemptionPolicy,
     PreemptionView,
     RecordableOrder,
+    Redirect,
     RoutingPolicy,
     RoutingView,
+    Shed,
     StepPolicy,
     StepShares,
     StepView,
@@ -43,6 +50,10 @@ Key = TypeVar("Key", bound=Hashable)
 MANNERS: tuple[Manner, ...] = get_args(Manner)
 HOLD_MAX_NS = 60 * 1_000_000_000
 """Nothing may be held for longer after its arrival: a policy can delay, but not stop."""
+
+SHED_STATUS = (429, 503)
+RETRY_AFTER_MAX_S = 24 * 3600
+REASON_CHARACTERS_MAX = 500
 
 
 class OrderState(msgspec.Struct):
@@ -177,6 +188,41 @@ def ask_routing(seat: PolicySeat[RoutingPolicy], view: RoutingView) -> int:
         seat.fail(error, view)
         return min(view.replicas, key=lambda one: (not one.healthy, one.load_tokens)).index
     return index
+
+
+def ask_front_door(seat: PolicySeat[FrontDoorPolicy], view: FrontDoorView) -> FrontDoorAnswer:
+    """Return whether a request comes in; where the policy fails, it does."""
+    try:
+        answer = seat.policy.receive(view)
+        match answer:
+            case LetIn():
+                pass
+            case Hold(until_ns):
+                _check_door_hold(whole(until_ns), view)
+            case Shed(reason, retry_after_s, status):
+                if status not in SHED_STATUS:
+                    raise ValueError(f"status {status} is none of {SHED_STATUS}")
+                if not 1 <= whole(retry_after_s) <= RETRY_AFTER_MAX_S:
+                    raise ValueError(f"retry_after_s {retry_after_s} is outside 1 to 86400")
+                if not reason or len(reason) > REASON_CHARACTERS_MAX:
+                    raise ValueError(f"a reason of {len(reason)} characters, not 1 to 500")
+            case Redirect(base_url):
+                if not base_url.startswith(("http://", "https://")) or not base_url.isprintable():
+                    raise ValueError(f"{base_url!r} is no base URL")
+            case _:
+                raise TypeError(f"{answer!r} is no LetIn, Hold, Shed or Redirect")
+        seat.accept()
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        seat.fail(error, view)
+        return LetIn()
+    return answer
+
+
+def _check_door_hold(until_ns: int, view: FrontDoorView) -> None:
+    if until_ns <= view.now_ns:
+        raise ValueError(f"until_ns {until_ns} is not after now {view.now_ns}")
+    if until_ns > view.request.arrived_ns + HOLD_MAX_NS:
+        raise ValueError(f"a request is held for over {HOLD_MAX_NS // 1_000_000_000} s")
 
 
 class GuardedOrder(Generic[Key]):

@@ -30,6 +30,7 @@ class RequestTable:
         live_bytes: Host memory that they keep occupied together.
         finished: How many ended, by reason.
         refused: How many were refused, by code.
+        tenants: Live requests by tenant.
     """
 
     def __init__(self, waiting_ns: int) -> None:
@@ -38,6 +39,7 @@ class RequestTable:
         self.live_bytes = 0
         self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
         self.refused: dict[str, int] = {}
+        self.tenants: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
         self._arrivals = 0
         self._waiting_ns = waiting_ns
@@ -69,6 +71,7 @@ class RequestTable:
         self.live[state.number] = state
         self.live_bytes += state.host_bytes
         self._numbers[request.request_id] = state.number
+        self._count(request.tenant, 1)
         if self._waiting_ns:
             self._expiries.append((now_ns + self._waiting_ns, state.number))
         return state
@@ -88,7 +91,13 @@ class RequestTable:
         self.live_bytes -= state.host_bytes
         del self.live[state.number]
         del self._numbers[state.request.request_id]
+        self._count(state.request.tenant, -1)
         self.finished[reason.value] += 1
+
+    def _count(self, tenant: str, change: int) -> None:
+        count = self.tenants.pop(tenant, 0) + change
+        if count:
+            self.tenants[tenant] = count
 
     def count_refusal(self, code: RefusalCode) -> None:
         """Count a request that was refused."""
@@ -136,6 +145,7 @@ class RequestTable:
             self.live[one.number] = one
             self._numbers[one.request.request_id] = one.number
             self.live_bytes += one.host_bytes
+            self._count(one.request.tenant, 1)
         self.finished, self.refused = state.finished, state.refused
         self._arrivals = state.arrivals
         self._expiries = deque(state.expiries)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from vsched.kernel.arrival.front_door import FrontDoor, FrontDoorState
 from vsched.kernel.commands import (
     Command,
     Decide,
@@ -32,10 +33,12 @@ from vsched.kernel.events import (
     GroupLost,
     GroupReady,
     GroupRetired,
+    Knocked,
     Resume,
     Stepped,
     Submitted,
     TimerFired,
+    Withdrawn,
 )
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.group_state import GenerateGroupState
@@ -68,6 +71,7 @@ class SchedulerState(msgspec.Struct):
     encode: EncodeStageState
     generators: list[GenerateGroupState]
     moves: RequestMovesState
+    door: FrontDoorState
     faults: PolicyFaultsState
     policies: dict[str, bytes]
     draining: list[str]
@@ -99,6 +103,13 @@ class Scheduler:
         self._moves = RequestMoves(
             limits, policies, self._table, self.embeddings, self.generators, seats, measured
         )
+        self._door = FrontDoor(
+            seats.place("front_door", policies.front_door),
+            limits,
+            self._table,
+            self.generators,
+            measured,
+        )
         self._groups: dict[str, Group] = {
             group.name: group for group in (*self.encode.groups, *self.generators)
         }
@@ -124,15 +135,14 @@ class Scheduler:
             case Stepped():
                 commands = self._on_stepped(event, now_ns)
             case Submitted():
+                self._door.leave(event.knock)
                 commands = moves.submit(event, now_ns)
-            case Encoded(step, group):
-                numbers = self.encode.complete(self._encoder(group), step, now_ns)
-                commands = moves.items_ready(numbers, now_ns)
+            case Knocked() | Withdrawn():
+                commands = self._door.hear(event, now_ns)
+            case Encoded() | EncodeFailed():
+                commands = self._on_encoded(event, now_ns)
             case Aborted():
                 commands = self._on_aborted(event, now_ns)
-            case EncodeFailed(step, failure, group):
-                numbers = self.encode.fail(self._encoder(group), step)
-                commands = moves.fail_all(numbers, now_ns, failure.message, code="encode_failed")
             case GroupReady() | Resume():
                 commands = self._on_open(event.group, now_ns)
             case GroupLost():
@@ -143,6 +153,7 @@ class Scheduler:
                 commands = self._on_drain(event.group, now_ns)
             case TimerFired():
                 self._timer_ns = None
+                commands = self._door.ask_again(now_ns)
             case Cleared():
                 commands = self._on_cleared(event, now_ns)
         self._plan(commands, now_ns)
@@ -154,6 +165,13 @@ class Scheduler:
         group = self._groups[name]
         assert isinstance(group, EncodeGroup), f"{name} encodes nothing"
         return group
+
+    def _on_encoded(self, event: Encoded | EncodeFailed, now_ns: int) -> list[Command]:
+        group = self._encoder(event.group)
+        if isinstance(event, Encoded):
+            return self._moves.items_ready(self.encode.complete(group, event.step, now_ns), now_ns)
+        numbers, message = self.encode.fail(group, event.step), event.failure.message
+        return self._moves.fail_all(numbers, now_ns, message, code="encode_failed")
 
     def _on_stepped(self, event: Stepped, now_ns: int) -> list[Command]:
         group = self._groups[event.group]
@@ -401,6 +419,9 @@ class Scheduler:
 
     def _set_timer(self, commands: list[Command], now_ns: int) -> None:
         due_ns = self._table.next_expiry_ns
+        door_ns = self._door.due_ns
+        if door_ns is not None and (due_ns is None or door_ns < due_ns):
+            due_ns = door_ns
         for queue in self._queues:
             until_ns = queue.hold_until_ns
             if until_ns is not None and until_ns > now_ns and (due_ns is None or until_ns < due_ns):
@@ -423,6 +444,7 @@ class Scheduler:
             encode=self.encode.state(),
             generators=[group.state() for group in self.generators],
             moves=self._moves.state(),
+            door=self._door.state(),
             faults=self._faults.state(),
             policies=self._seats.states(),
             draining=[group.name for group in self._draining],
@@ -442,6 +464,7 @@ class Scheduler:
         for group, one in zip(self.generators, state.generators, strict=True):
             group.restore(one, self._moves.requests_of(group))
         self._moves.restore(state.moves)
+        self._door.restore(state.door)
         self._faults.restore(state.faults)
         self._seats.restore(state.policies)
         self._draining = [self._groups[name] for name in state.draining]
@@ -480,6 +503,7 @@ class Scheduler:
             "live_bytes": self._table.live_bytes,
             "finished": dict(self._table.finished),
             "refused": dict(self._table.refused),
+            "front_door": self._door.statistics(),
             "policy_faults": dict(self._faults.counts),
             "policy_state_bytes": {name: len(data) for name, data in self._seats.states().items()},
             "encode": self.encode.statistics(),
@@ -490,6 +514,7 @@ class Scheduler:
         """Assert that nothing is lost or owned twice, and that a scheduler at rest has nothing to do."""
         live = self._table.live
         self._moves.check()
+        self._door.check()
         self.embeddings.check(live, self.encode.orphaned)
         assert self._table.live_bytes == sum(state.host_bytes for state in live.values())
         held = self._holds(self._now_ns)

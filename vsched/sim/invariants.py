@@ -15,14 +15,22 @@ from vsched.errors import VschedError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Decide, Finish, Refuse, SetTimer
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join
-from vsched.kernel.events import Encoded, EncodeFailed, Event, GroupLost, Stepped, Submitted
+from vsched.kernel.events import (
+    Encoded,
+    EncodeFailed,
+    Event,
+    GroupLost,
+    Knocked,
+    Stepped,
+    Submitted,
+)
 from vsched.kernel.generate.request_queue import ReadyEntry
 from vsched.sim.setup import Setup
 from vsched.types import MediaItem, group_names, stage_of
 
 BLOCKS_AN_EVENT = 64
 """Blocks and pages that a check of the whole state may look at, on average, an event."""
-ROUTINE = (Stepped, Submitted, Encoded)
+ROUTINE = (Stepped, Knocked, Submitted, Encoded)
 WAITING_MAX_NS = 24 * 3600 * 1_000_000_000
 """No request may wait for a day, even where the configuration has no limit."""
 

@@ -26,7 +26,10 @@ FIELDS = {
     "generate.admission": "generate_admission",
     "generate.preemption": "preemption",
     "generate.eviction": "generate_eviction",
+    "generate.drafting": "drafting",
+    "generate.step": "step",
     "routing": "routing",
+    "front_door": "front_door",
 }
 """Where `ConfiguredPolicies` keeps the policy of each table that a simulation consults."""
 

@@ -19,6 +19,7 @@ DEFAULTS = {
     "drafting": ("drafting", "forced-tokens"),
     "step": ("step", "vsched_policies.step:InOrder"),
     "routing": ("routing", "round-robin"),
+    "front_door": ("front_door", "vsched_policies.front_door:Open"),
 }
 """Kind and registered name of what the kernel consults in each place."""
 

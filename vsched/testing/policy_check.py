@@ -38,6 +38,7 @@ PLACES = {
     "routing": ("routing",),
     "drafting": ("drafting",),
     "step": ("step",),
+    "front_door": ("front_door",),
 }
 """Where the kernel asks a kind of policy."""
 REPEATS = 50

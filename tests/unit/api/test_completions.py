@@ -436,3 +436,11 @@ async def test_what_a_template_takes_long_for_is_left_to_a_thread(
     engine = FakeEngine()
     await post(engine, CHAT, chat(messages=messages))
     assert isinstance(engine.calls[0]["prompt"], str) == on_the_loop
+
+
+async def test_redirect_names_the_same_path_elsewhere() -> None:
+    """The client sends the same request there: 307 keeps method and body."""
+    engine = FakeEngine()
+    engine.refusal = RequestRefused("away", code="redirected", status=307, location="http://b:1")
+    reply = await post(engine, CHAT, chat())
+    assert (reply.status, reply.headers["location"]) == (307, f"http://b:1{CHAT}")

@@ -26,11 +26,18 @@ from vsched.policy import (
     EncodingView,
     EvictionOrder,
     EvictionPolicy,
+    FrontDoorAnswer,
+    FrontDoorPolicy,
+    FrontDoorView,
+    Hold,
+    LetIn,
     Preemption,
     PreemptionPolicy,
     PreemptionView,
+    Redirect,
     RoutingPolicy,
     RoutingView,
+    Shed,
     StepPolicy,
     StepShares,
     StepView,
@@ -47,6 +54,7 @@ from vsched_policies.admission import (
 from vsched_policies.drafting import ForcedTokens, NoDrafts, PromptLookup
 from vsched_policies.encoding import ChunkAware, Combined, Eager
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
+from vsched_policies.front_door import DeadlineShed, Open, TokenBucket
 from vsched_policies.preemption import Youngest
 from vsched_policies.routing import RoundRobin
 from vsched_policies.step import FairPrefill, InOrder, ShortestPrefill, SloFeedback
@@ -375,6 +383,51 @@ def random_step(rng: random.Random) -> StepPolicy:
     return rng.choice(makers)()
 
 
+class AnyDoor(FrontDoorPolicy, frozen=True, kw_only=True):
+    """Any answer, by the time; or one that is not legal."""
+
+    wrong: int = 0
+
+    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+        rng = random.Random(view.now_ns)
+        if rng.randrange(100) < self.wrong:
+            wrong: list[FrontDoorAnswer] = [Hold(view.now_ns), Shed(""), Redirect("ftp://other")]
+            return rng.choice(wrong)
+        hold = Hold(view.now_ns + rng.choice([1, 10_000, 10_000_000]))
+        late = view.now_ns > view.request.arrived_ns + 10_000_000_000
+        answers: list[FrontDoorAnswer] = [LetIn(), LetIn(), Shed("no"), LetIn() if late else hold]
+        return rng.choice(answers)
+
+
+class TalliedDoor(FrontDoorPolicy, frozen=True, kw_only=True):
+    """Who is held follows from the calls before."""
+
+    state_type = Tally
+    fails: int = 0
+
+    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+        state: Tally = view.state
+        inside = view.held + view.preparing + view.waiting + view.running + view.tenant_requests
+        number = state.count("door", inside + view.load_tokens + digest(view.measured))
+        state.fail_at(self.fails)
+        if view.request.asks > 3 or number % 3 == 0:
+            return LetIn()
+        return Shed("no", 1 + number % 9) if number % 7 == 0 else Hold(view.now_ns + number)
+
+
+def random_front_door(rng: random.Random) -> FrontDoorPolicy:
+    makers: list[Callable[[], FrontDoorPolicy]] = [
+        Open,
+        lambda: TokenBucket(
+            rate=rng.choice([1, 1e4]), burst=rng.randint(1, 4), wait_s=rng.random()
+        ),
+        lambda: DeadlineShed(ttft_target_ms=rng.choice([1, 2000, None])),
+        lambda: AnyDoor(wrong=rng.choice(WRONG)),
+        lambda: TalliedDoor(fails=rng.choice([0, 2, 5])),
+    ]
+    return rng.choice(makers)()
+
+
 def random_policies(rng: random.Random) -> KernelPolicies:
     """Return any combination."""
     return KernelPolicies(
@@ -387,4 +440,5 @@ def random_policies(rng: random.Random) -> KernelPolicies:
         routing=random_routing(rng),
         drafting=random_drafting(rng),
         step=random_step(rng),
+        front_door=random_front_door(rng),
     )

@@ -49,7 +49,9 @@ def config_for(
 ) -> Config:
     """Return a configuration that names these policies and records."""
     record = RecordConfig(path=str(path), segment_bytes=segment_bytes, segments=segments)
-    config = Config(routing=table(policies.routing), record=record)
+    config = Config(
+        routing=table(policies.routing), front_door=table(policies.front_door), record=record
+    )
     for place, (section, name) in TABLES.items():
         changed = msgspec.structs.replace(
             getattr(config, section), **{name: table(getattr(policies, place))}

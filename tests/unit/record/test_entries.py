@@ -23,10 +23,12 @@ from vsched.kernel.events import (
     GroupLost,
     GroupReady,
     GroupRetired,
+    Knocked,
     Resume,
     Stepped,
     Submitted,
     TimerFired,
+    Withdrawn,
 )
 from vsched.record.entries import (
     decode_command,
@@ -57,7 +59,9 @@ REQUEST = Request(
     cache_salt="tenant",
 )
 EVENTS: list[Event] = [
-    Submitted(REQUEST, (1, 2)),
+    Knocked(7, "tenant", -1, 100, images=2, answers=3, outputs_max=5),
+    Withdrawn(7),
+    Submitted(REQUEST, (1, 2), knock=8),
     Aborted("a", FinishReason.STOP),
     Stepped(
         3, array("i", [7, -1, 255, -1]), [Finished(0, 1, FinishReason.LENGTH)], 5, "generate-1"

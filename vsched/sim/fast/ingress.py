@@ -16,10 +16,12 @@ from vsched.sim.workload.requests import Arrival, RequestMaker
 
 
 class IncomingRequest(NamedTuple):
-    """A request on its way: when it was sent, and the bytes of its pixels by content."""
+    """A request on its way: its number at the front door, when it was sent and came in, and its pixels' bytes."""
 
     arrival: Arrival
+    knock: int
     sent_ns: int
+    entered_ns: int
     pixels: Mapping[str, int]
 
 
@@ -72,12 +74,16 @@ class Ingress:
         self._on_ready = on_ready
         self._on_refused = on_refused
 
-    def take(self, arrival: Arrival, now_ns: int) -> None:
-        """A client sent a request."""
+    def take(self, arrival: Arrival, now_ns: int, *, knock: int, sent_ns: int) -> None:
+        """A request, sent at a time before, was let in."""
         images = arrival.images
         bytes_of = self._maker.pixel_bytes
         prepared = IncomingRequest(
-            arrival, now_ns, {arrival.key_of(image): bytes_of(image) for image in images}
+            arrival,
+            knock,
+            sent_ns,
+            now_ns,
+            {arrival.key_of(image): bytes_of(image) for image in images},
         )
         refused = ""
         if images and not self._takes_images:
@@ -111,7 +117,7 @@ class Ingress:
                 self._kept_bytes += size
         while self._waiting:
             first = self._waiting[0]
-            if now_ns - first.sent_ns > self._prepare_ns:
+            if now_ns - first.entered_ns > self._prepare_ns:
                 self.preparing -= 1
                 self._on_refused(first, "prepare_timeout", now_ns)
             elif not self._process(first, now_ns):

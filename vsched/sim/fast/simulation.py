@@ -15,8 +15,27 @@ import msgspec
 from vsched.errors import VschedError
 from vsched.failures import LostTooOften, Simulated
 from vsched.kernel import Scheduler
-from vsched.kernel.commands import Accept, Command, Decide, EmitTokens, Finish, Refuse, SetTimer
-from vsched.kernel.events import Event, GroupLost, GroupReady, GroupRetired, Submitted, TimerFired
+from vsched.kernel.commands import (
+    Accept,
+    Command,
+    Decide,
+    EmitTokens,
+    Enter,
+    Finish,
+    Refuse,
+    SetTimer,
+    TurnAway,
+)
+from vsched.kernel.events import (
+    Event,
+    GroupLost,
+    GroupReady,
+    GroupRetired,
+    Knocked,
+    Submitted,
+    TimerFired,
+    Withdrawn,
+)
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.contention import Contention, SharedWork
 from vsched.sim.fast.faults import Change, GroupDown, GroupFault, GroupUp, changes
@@ -43,7 +62,7 @@ from vsched.types import group_names
 START_NS = 1_000_000
 """The kernel's time when a workload begins: 0 means never to it."""
 PROGRESS_EVERY = 64
-STEP, READY, ARRIVE, TURN, TIMER, CHANGE, JOB = range(7)
+STEP, READY, ARRIVE, TURN, TIMER, CHANGE, JOB, LEAVE = range(8)
 """Kinds of entries of the heap: a step ends, a request is prepared, sent, sent as a later turn, and so on."""
 OnRequests = Callable[[int], None]
 """Told how many requests have ended."""
@@ -89,6 +108,8 @@ class Simulation:
         self._arrivals: Iterator[Arrival] = iter(())
         self._talking: dict[str, deque[Arrival]] = {}
         self._entering: LiveRequest | None = None
+        self._knocks = itertools.count(1)
+        self._at_door: dict[int, tuple[Arrival, int]] = {}
         self._maker = RequestMaker(
             setup.info,
             bytes_per_token=cost.bytes_per_token,
@@ -159,7 +180,7 @@ class Simulation:
         self._next_arrival()
         try:
             self._loop(progress)
-            if self.live_requests or self._talking or self._ingress.preparing:
+            if self.live_requests or self._talking or self._ingress.preparing or self._at_door:
                 names = [live.arrival.request_id for live in self.live_requests.values()][:5]
                 raise AssertionError(
                     f"{len(self.live_requests)} requests never ended, such as {', '.join(names) or 'none'}"
@@ -251,11 +272,11 @@ class Simulation:
                     waiting.append(subject)
                     return None
                 self._talking[subject.conversation] = deque()
-            self._ingress.take(subject, now_ns)
-            return None
+            return self._knock(subject, now_ns)
         if kind == TURN:
-            self._ingress.take(subject, now_ns)
-            return None
+            return self._knock(subject, now_ns)
+        if kind == LEAVE:
+            return Withdrawn(subject)
         if kind == JOB:
             if incarnation == subject.incarnation:  # else its end was announced anew
                 if self._contention is not None:
@@ -271,10 +292,22 @@ class Simulation:
                 prompt_tokens=len(request.prompt_token_ids),
                 pixels=subject.pixels,
             )
-            return Submitted(request)
+            return Submitted(request, knock=subject.knock)
         if kind == TIMER:
             return TimerFired()
         return self._change(subject, now_ns)
+
+    def _knock(self, arrival: Arrival, now_ns: int) -> Knocked:
+        knock = next(self._knocks)
+        self._at_door[knock] = arrival, now_ns
+        return Knocked(
+            knock,
+            arrival.tenant,
+            arrival.priority,
+            arrival.ttft_target_ms,
+            images=len(arrival.images),
+            outputs_max=arrival.output_tokens,
+        )
 
     def _change(self, change: Change | GroupRetired, now_ns: int) -> Event | None:
         match change:
@@ -310,6 +343,13 @@ class Simulation:
         match command:
             case SetTimer(deadline_ns):
                 self._push(deadline_ns, TIMER, None)
+            case Enter(knock):
+                arrival, sent_ns = self._at_door.pop(knock)
+                self._ingress.take(arrival, now_ns, knock=knock, sent_ns=sent_ns)
+            case TurnAway(knock):
+                arrival, _ = self._at_door.pop(knock)
+                self.collector.fail("redirected" if command.base_url else "shed")
+                self._ended(arrival, {}, now_ns)
             case Accept(_, number):
                 entering, self._entering = self._entering, None
                 assert entering is not None, "accepted without being submitted"
@@ -332,6 +372,7 @@ class Simulation:
     def _refused(self, prepared: IncomingRequest, code: str, now_ns: int) -> None:
         """The ingress refused a request."""
         self.collector.fail(code)
+        self._push(now_ns, LEAVE, prepared.knock)
         self._ended(prepared.arrival, {}, now_ns)
 
     def _ended(self, arrival: Arrival, pixels: Mapping[str, int], now_ns: int) -> None:

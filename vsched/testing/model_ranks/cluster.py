@@ -19,11 +19,13 @@ from vsched.kernel.commands import (
     Decide,
     Drained,
     EmitTokens,
+    Enter,
     Finish,
     Notice,
     Refuse,
     RestartGroup,
     SetTimer,
+    TurnAway,
 )
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import (
@@ -35,8 +37,10 @@ from vsched.kernel.events import (
     GroupLost,
     GroupReady,
     GroupRetired,
+    Knocked,
     Submitted,
     TimerFired,
+    Withdrawn,
 )
 from vsched.testing.defaults import default_policies
 from vsched.testing.model_ranks.generator import ModelGenerator, output_token, prompt_seed
@@ -65,6 +69,8 @@ class ModelCluster:
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, Finish] = {}
         self.refused: dict[str, Refuse] = {}
+        self.at_door: dict[int, Submitted] = {}
+        self.turned_away: list[TurnAway] = []
         self.encoded: list[list[bytes]] = []
         self.decisions: list[GenerateDecision] = []
         self.restarts: list[str] = []
@@ -73,6 +79,8 @@ class ModelCluster:
         self.retired: set[str] = set()
         self.drained: list[str] = []
         self.faults = 0
+        self._knocks = 0
+        self._entering: deque[Submitted] = deque()
         self.encode_logs: dict[str, deque[EncodeDecision]] = {
             name: deque() for name in group_names("encode", limits.encoders)
         }
@@ -97,19 +105,47 @@ class ModelCluster:
         self.now_ns += TICK_NS
         commands = self._handle(event)
         self._ring()
+        while self._entering:
+            self.hand_in(self._entering.popleft())
         return commands
 
     def submit(self, request: Request, *, answers: int = 1) -> list[Command]:
         """Submit a request; the answers after the first have its name and `#1`, `#2`, and so on."""
+        return self.hand_in(_submission(request, answers))
+
+    def hand_in(self, event: Submitted) -> list[Command]:
+        """Submit a request as an event says."""
+        request, further = event.request, event.further
         name = request.request_id
-        further = tuple(FurtherAnswer(f"{name}#{one}", one) for one in range(1, answers))
         for each in (name, *(one.request_id for one in further)):
             self.requests[each] = msgspec.structs.replace(request, request_id=each)
-        commands = self.send(Submitted(request, further=further))
+        commands = self.send(event)
         if name in self.refused:
             for one in further:
                 del self.requests[one.request_id]
         return commands
+
+    def knock(self, request: Request, *, answers: int = 1) -> int:
+        """Have a request knock at the front door; it is submitted once it may come in. Return its number there."""
+        self._knocks += 1
+        self.at_door[self._knocks] = _submission(request, answers, knock=self._knocks)
+        self.send(
+            Knocked(
+                self._knocks,
+                request.tenant,
+                request.priority,
+                request.ttft_target_ms,
+                images=len(request.items),
+                answers=answers,
+                outputs_max=request.sampling.max_tokens,
+            )
+        )
+        return self._knocks
+
+    def withdraw(self, knock: int) -> None:
+        """Let a client leave the door, or its preparation."""
+        self.at_door.pop(knock, None)
+        self.send(Withdrawn(knock))
 
     def abort(self, name: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Abort a request."""
@@ -122,6 +158,8 @@ class ModelCluster:
             self.now_ns = max(self.now_ns, self.timers[0])
             self._ring()
         self.now_ns = until_ns
+        while self._entering:
+            self.hand_in(self._entering.popleft())
 
     def _ring(self) -> None:
         while self.timers and self.timers[0] <= self.now_ns:
@@ -147,6 +185,8 @@ class ModelCluster:
                 else:
                     self.generators[group].log.append(decision)
                     self.decisions.append(decision)
+            case Enter() | TurnAway():
+                self._answer_door(command)
             case Accept(request_id, number):
                 self.names[number] = request_id
                 self.outputs[request_id] = []
@@ -167,6 +207,13 @@ class ModelCluster:
                 self.drained.append(group)
             case EmitTokens():
                 pass  # the outputs are taken down as they are sampled
+
+    def _answer_door(self, command: Enter | TurnAway) -> None:
+        event = self.at_door.pop(command.knock)
+        if isinstance(command, Enter):
+            self._entering.append(event)
+        else:
+            self.turned_away.append(command)
 
     # --- the groups ---
 
@@ -270,6 +317,7 @@ class ModelCluster:
 
     def check_settled(self) -> None:
         """Assert that everything was served or refused with the right outputs, and that nothing is held."""
+        assert not self.at_door, f"neither let in nor turned away: {list(self.at_door)}"
         assert not self.unserved(), f"no terminal reply: {self.unserved()}"
         for name, request in self.requests.items():
             finish = self.ended.get(name)
@@ -292,3 +340,9 @@ class ModelCluster:
         for entry in kernel.embeddings:
             assert not entry.claims, "an embedding is claimed by nobody"
             assert not entry.pins, "an embedding is pinned by nobody"
+
+
+def _submission(request: Request, answers: int, *, knock: int = 0) -> Submitted:
+    name = request.request_id
+    further = tuple(FurtherAnswer(f"{name}#{one}", one) for one in range(1, answers))
+    return Submitted(request, further=further, knock=knock)

@@ -17,6 +17,9 @@ from vsched.types import FinishReason
 _ANSWERS = (1, 1, 2, 1, 1, 1, 5, 1, 3)
 _TELLING = 4
 """One request of so many tells of its prompt."""
+_KNOCKING = 2
+"""One of so many is at the front door before, and one of `_LEAVING` of these leaves it if it is held."""
+_LEAVING = 8
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +94,13 @@ def _act(action: str, index: int, cluster: ModelCluster, rng: random.Random) -> 
             if index % _TELLING == 0:
                 told = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
                 request = msgspec.structs.replace(request, sampling=told)
-            cluster.submit(request, answers=_ANSWERS[index % len(_ANSWERS)])
+            answers = _ANSWERS[index % len(_ANSWERS)]
+            if index % _KNOCKING:
+                cluster.submit(request, answers=answers)
+            else:
+                knock = cluster.knock(request, answers=answers)
+                if index % (_KNOCKING * _LEAVING) == 0:
+                    cluster.withdraw(knock)
         case "encode" if cluster.busy("encode"):
             cluster.run_encode(rng.choice(cluster.busy("encode")))
         case "generate" if cluster.busy("generate"):
@@ -103,6 +112,8 @@ def _act(action: str, index: int, cluster: ModelCluster, rng: random.Random) -> 
             name = rng.choice(sorted(cluster.requests))
             cluster.abort(name, rng.choice([FinishReason.ABORT, FinishReason.STOP]))
         case "clear":
+            for knock in list(cluster.at_door):
+                cluster.withdraw(knock)  # as the shell interrupts them
             cluster.send(Cleared())
             waiting = cluster.kernel.statistics()["waiting"]
             assert waiting == 0, f"{waiting} requests wait after everything was cleared"

@@ -23,6 +23,7 @@ from vsched.kernel.events import (
     Event,
     GroupLost,
     GroupReady,
+    Knocked,
     Stepped,
     Submitted,
 )
@@ -54,8 +55,11 @@ class Shadow:
     def send(self, event: Event) -> list[Command]:
         cluster = self.cluster
         match event:
-            case Submitted(request):
-                return cluster.submit(request)
+            case Knocked():
+                cluster.now_ns += TICK_NS
+                return cluster.kernel.handle(event, cluster.now_ns)
+            case Submitted():
+                return cluster.hand_in(event)
             case Stepped(step, tokens, finished, busy_ns, group):
                 result, _ = cluster.generators[group].step()
                 assert result.step == step

@@ -1,0 +1,71 @@
+"""Whoever would be too late anyway is told so at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import ceil
+
+from vsched.errors import limit_message
+from vsched.measured import FirstTokenTime
+from vsched.policy import (
+    Fraction,
+    FrontDoorAnswer,
+    FrontDoorPolicy,
+    FrontDoorView,
+    LetIn,
+    PositiveCount,
+    Redirect,
+    Shed,
+)
+
+
+class DeadlineShed(FrontDoorPolicy, frozen=True, kw_only=True):
+    """Sheds a request whose first token would come after its target, as first tokens have come lately.
+
+    The estimate: those ahead of it, times the mean time between two first tokens while somebody waited. So under
+    overload the requests that are served are served in time, and no work goes into others.
+
+    Attributes:
+        ttft_target_ms: Target of requests without one of their own; None lets these in.
+        wait_share: Share of the time until the target that the estimate may take; the rest is for the request's own
+            images and prompt.
+        redirect_to: Base URL of a server that the client is sent to instead; empty for none.
+    """
+
+    ttft_target_ms: PositiveCount | None = 2000
+    wait_share: Fraction = 0.7
+    redirect_to: str = ""
+
+    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+        """Return whether the first token would come in time."""
+        target_ns = view.request.target_ns
+        if target_ns is None and self.ttft_target_ms is not None:
+            target_ns = view.request.arrived_ns + self.ttft_target_ms * 1_000_000
+        if target_ns is None:
+            return LetIn()
+        ahead = view.held + view.preparing + view.waiting
+        wait_ns = ahead * busy_gap_ns(view.measured.first_tokens)
+        late_ns = wait_ns - self.wait_share * (target_ns - view.now_ns)
+        if late_ns <= 0:
+            return LetIn()
+        if self.redirect_to:
+            return Redirect(self.redirect_to)
+        retry_s = min(max(ceil(late_ns / 1e9), 1), 3600)
+        text = limit_message(
+            "the first token would come too late",
+            value=f"a wait of {wait_ns / 1e6:.0f} ms behind {ahead} requests",
+            limit=f"{(wait_ns - late_ns) / 1e6:.0f} ms",
+            remedy=f"try again in {retry_s} s, or allow more time (ttft_target_ms)",
+        )
+        return Shed(text.removesuffix("."), retry_s, 503)
+
+
+def busy_gap_ns(firsts: Sequence[FirstTokenTime]) -> float:
+    """Return the mean time from one first token to the next, where the next request was waiting all that time."""
+    gaps = [
+        this.ended_ns - last.ended_ns
+        for last, this in pairwise(firsts)
+        if this.ended_ns - this.ttft_ns <= last.ended_ns
+    ]
+    return sum(gaps) / len(gaps) if gaps else 0.0

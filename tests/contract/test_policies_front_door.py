@@ -1,0 +1,145 @@
+"""What the built-in front doors decide, and what comes of it in simulation."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from vsched.config import Config, load_config
+from vsched.measured import FirstTokenTime, Measurements
+from vsched.policy import (
+    ArrivalView,
+    FrontDoorAnswer,
+    FrontDoorPolicy,
+    FrontDoorView,
+    Hold,
+    LetIn,
+    Redirect,
+    Shed,
+)
+from vsched.sim import SimulationOutcome, generate_workload, load_cost_model, simulate
+from vsched.sim.workload.requests import Arrival, Text, workload_of
+from vsched_policies.front_door import DeadlineShed, TokenBucket
+from vsched_policies.front_door.token_bucket import TENANTS_MAX, Buckets
+
+MS = 1_000_000
+SECOND_NS = 1000 * MS
+
+
+def ask(policy: TokenBucket, state: Buckets, at_ms: int, tenant: str = "a") -> FrontDoorAnswer:
+    now_ns = at_ms * MS
+    request = ArrivalView(tenant=tenant, arrived_ns=now_ns)
+    return policy.receive(FrontDoorView(now_ns=now_ns, request=request, state=state))
+
+
+def test_token_bucket_lets_a_burst_in_and_then_a_rate() -> None:
+    policy, state = TokenBucket(rate=10, burst=3), Buckets()
+    assert [type(ask(policy, state, 1000)) for _ in range(5)] == [LetIn, LetIn, LetIn, Shed, Shed]
+    assert ask(policy, state, 1000, "b") == LetIn()
+    assert type(ask(policy, state, 1099)) is Shed
+    assert type(ask(policy, state, 1100)) is LetIn
+    assert type(ask(policy, state, 1101)) is Shed
+    assert [type(ask(policy, state, 9000)) for _ in range(4)] == [LetIn, LetIn, LetIn, Shed]
+
+
+def test_token_bucket_holds_in_order_and_tells_when_to_come_back() -> None:
+    policy, state = TokenBucket(rate=1, burst=1, wait_s=2, rates={"b": 1000}), Buckets()
+    answers = [ask(policy, state, 0) for _ in range(5)]
+    assert answers[:3] == [LetIn(), Hold(SECOND_NS), Hold(2 * SECOND_NS)]
+    shed = answers[3]
+    assert isinstance(shed, Shed)
+    assert (shed.retry_after_s, shed.status) == (1, 429)
+    assert "tenant a sends too fast: value over 1 requests at once, limit 1 a second" in shed.reason
+    assert ask(policy, state, 5, "b") == LetIn()
+    again = ArrivalView(tenant="a", arrived_ns=0, asks=1)
+    view = FrontDoorView(now_ns=SECOND_NS, request=again, state=state)
+    assert policy.receive(view) == LetIn()
+
+
+def test_token_bucket_remembers_few_tenants() -> None:
+    policy, state = TokenBucket(rate=0.001), Buckets()
+    for index in range(TENANTS_MAX + 50):
+        ask(policy, state, index, f"tenant-{index}" * 3)
+    assert len(state.full_ns) == TENANTS_MAX
+    assert len(msgspec.msgpack.encode(state)) < 16 << 10
+
+
+def first(ended_ms: int, ttft_ms: int) -> FirstTokenTime:
+    return FirstTokenTime(ended_ms * MS, ttft_ms * MS, 0, 0, prompt_tokens=1)
+
+
+def late(policy: DeadlineShed, *, waiting: int, target_ms: int | None = None) -> FrontDoorAnswer:
+    """Ask while first tokens come every 100 ms for those who wait; and a second apart where nobody waited."""
+    firsts = [first(1000, 20), first(2000, 20), first(2100, 110), first(2200, 150)]
+    now_ns = 3000 * MS
+    target_ns = None if target_ms is None else now_ns + target_ms * MS
+    request = ArrivalView(arrived_ns=now_ns, target_ns=target_ns)
+    measured = Measurements(first_tokens=firsts)
+    view = FrontDoorView(now_ns=now_ns, request=request, waiting=waiting, measured=measured)
+    return policy.receive(view)
+
+
+def test_deadline_shed_looks_at_those_ahead() -> None:
+    policy = DeadlineShed(ttft_target_ms=2000, wait_share=0.5)
+    assert late(policy, waiting=10) == LetIn()
+    shed = late(policy, waiting=31)
+    assert isinstance(shed, Shed)
+    assert (shed.status, shed.retry_after_s) == (503, 3)
+    assert "value a wait of 3100 ms behind 31 requests, limit 1000 ms" in shed.reason
+    assert late(policy, waiting=31, target_ms=6200) == LetIn()
+    assert late(DeadlineShed(ttft_target_ms=None), waiting=999) == LetIn()
+    away = DeadlineShed(ttft_target_ms=2000, wait_share=0.5, redirect_to="http://b")
+    assert late(away, waiting=31) == Redirect("http://b")
+
+
+def test_deadline_shed_lets_everybody_in_before_anything_was_measured() -> None:
+    request = ArrivalView(arrived_ns=0)
+    view = FrontDoorView(now_ns=0, request=request, waiting=1000)
+    assert DeadlineShed().receive(view) == LetIn()
+
+
+def overloaded(policy: FrontDoorPolicy | None) -> SimulationOutcome:
+    sizes = (
+        "generate.slots=16",
+        "encode.device=cuda:0",
+        "arena.pixel_bytes=8000000000",
+        "generate.max_waiting_bytes=8000000000",
+    )
+    return simulate(
+        load_config(None, sets=sizes, environ={}),
+        generate_workload("poisson", seed=1, requests=300, rate=16.0),
+        cost=load_cost_model("h100-7b"),
+        policies={"front_door": policy} if policy else None,
+    )
+
+
+def test_deadline_shed_serves_more_in_time_under_overload() -> None:
+    every, some = overloaded(None).figures, overloaded(DeadlineShed()).figures
+    assert every.failed == {}
+    assert some.failed.keys() == {"shed"}
+    assert some.good_share > 1.5 * every.good_share
+    assert some.ttft_ms.p95 < 3000 < every.ttft_ms.p95
+
+
+@pytest.mark.parametrize(("wait_s", "shed"), [(0.0, True), (60.0, False)])
+def test_token_bucket_keeps_a_tenant_to_its_rate(wait_s: float, *, shed: bool) -> None:
+    arrivals = [
+        Arrival(
+            at_ns=index * 10 * MS,
+            request_id=f"r{index}",
+            prompt=(Text(index, 50),),
+            output_tokens=2,
+            tenant="greedy",
+        )
+        for index in range(200)
+    ]
+    outcome = simulate(
+        Config(),
+        workload_of("greedy", arrivals),
+        cost=load_cost_model("h100-7b"),
+        policies={"front_door": TokenBucket(rate=10, burst=5, wait_s=wait_s)},
+        oracles=True,
+    )
+    figures = outcome.figures
+    assert figures.failed == ({"shed": 176} if shed else {})
+    assert figures.span_s == pytest.approx(1.9 if shed else 19.5, abs=0.2)

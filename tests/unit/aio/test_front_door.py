@@ -1,0 +1,125 @@
+"""The shell's side of the front door: refusals before preparation, holds, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.patience import patience
+from tests.unit.aio.ranks import ShellHarness
+from tests.unit.aio.test_preparations import SlowMedia, begin, engine_with
+from vsched.errors import RequestFailed, RequestRefused
+from vsched.kernel.events import TimerFired
+from vsched.policy import (
+    FrontDoorAnswer,
+    FrontDoorPolicy,
+    FrontDoorView,
+    Hold,
+    LetIn,
+    Redirect,
+    Shed,
+)
+from vsched.types import SamplingParams
+
+
+class Told(FrontDoorPolicy, frozen=True, kw_only=True):
+    """Answers by tenant; who is held is let in when asked again."""
+
+    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+        match view.request.tenant:
+            case "shed":
+                return Shed("too many, value 3, limit 2", 7, 503)
+            case "elsewhere":
+                return Redirect("http://other:8000/")
+            case "held" if not view.request.asks:
+                return Hold(view.now_ns + 50_000_000_000)
+            case _:
+                return LetIn()
+
+
+def ask(engine: Any, tenant: str) -> Any:
+    sampling = SamplingParams(temperature=0.0, max_tokens=3)
+    return engine.generate(
+        prompt=[1, 2, 3], sampling=sampling, request_id=tenant or "r", tenant=tenant
+    )
+
+
+@pytest.fixture
+def media() -> SlowMedia:
+    return SlowMedia()
+
+
+@pytest.fixture
+def engine(played: ShellHarness, media: SlowMedia) -> Any:
+    played.shell._kernel._door._seat.policy = Told()
+    return engine_with(played, media)
+
+
+def door(played: ShellHarness) -> tuple[int, int]:
+    counts = played.shell.statistics()["front_door"]
+    return counts["held_now"], counts["preparing_now"]
+
+
+async def test_who_is_turned_away_is_not_prepared(engine: Any, media: SlowMedia) -> None:
+    with pytest.raises(RequestRefused) as shed:
+        await ask(engine, "shed")
+    error = shed.value
+    assert (error.message, error.code) == ("too many, value 3, limit 2.", "shed")
+    assert (error.status, error.retry_after_s) == (503, 7)
+    with pytest.raises(RequestRefused) as away:
+        await ask(engine, "elsewhere")
+    assert (away.value.status, away.value.location) == (307, "http://other:8000")
+    assert media.begun.empty()
+
+
+async def test_who_is_held_waits_and_is_served(
+    engine: Any, media: SlowMedia, played: ShellHarness
+) -> None:
+    task = asyncio.create_task(ask(engine, "held"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert door(played) == (1, 0)
+    assert media.begun.empty()
+    assert played.shell.statistics()["waiting"] == 1
+    assert "front door" in engine.explain("held")
+    played.shell._kernel._door._due[0] = (0, 1)
+    played.shell._kernel._door.due_ns = 0
+    played.shell.handle(TimerFired())
+    async with patience():
+        await media.begun.get()
+        assert door(played) == (0, 1)
+        media.ready.set()
+        assert (await task).request_id == "held"
+    assert door(played) == (0, 0)
+
+
+async def test_clients_that_leave_leave_nothing_at_the_door(
+    engine: Any, media: SlowMedia, played: ShellHarness
+) -> None:
+    """One that is held, one in preparation, one whose preparation fails, and one with impossible numbers."""
+    held = asyncio.create_task(ask(engine, "held"))
+    (preparing,) = await begin(engine, media, 1)
+    assert door(played) == (1, 1)
+    for task in (held, preparing):
+        task.cancel()
+    await asyncio.gather(held, preparing, return_exceptions=True)
+    assert door(played) == (0, 0)
+    media.ready.set()
+    with pytest.raises(RequestRefused):
+        await engine.generate(
+            prompt=[5000], request_id="r", sampling=SamplingParams(temperature=0.0, max_tokens=1)
+        )
+    assert door(played) == (0, 0)
+    assert played.shell.statistics()["waiting"] == 0
+
+
+async def test_clear_ends_who_is_held(engine: Any, played: ShellHarness) -> None:
+    task = asyncio.create_task(ask(engine, "held"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await engine.clear()
+    with pytest.raises(RequestFailed, match="cleared"):
+        await task
+    assert door(played) == (0, 0)

@@ -1,0 +1,185 @@
+"""The front door: who comes in, who is held and asked about again, and that a record and a snapshot have it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.policy_pool import TalliedDoor
+from tests.unit.record.recorded import record_run
+from vsched.kernel import SchedulerLimits
+from vsched.kernel.commands import Enter, TurnAway
+from vsched.kernel.events import Knocked, Withdrawn
+from vsched.policy import (
+    FrontDoorAnswer,
+    FrontDoorPolicy,
+    FrontDoorView,
+    Hold,
+    LetIn,
+    Redirect,
+    Shed,
+)
+from vsched.record import replay
+from vsched.record.snapshot import encode_state, restore_scheduler
+from vsched.testing import ModelCluster, check_policy, make_request
+from vsched.testing.defaults import default_policies
+from vsched_policies.front_door import DeadlineShed, Open, TokenBucket
+
+LIMITS = SchedulerLimits(blocks=64, slots=2, context_tokens=256, pages=16, waiting=4)
+SECOND_NS = 1_000_000_000
+
+
+class Told(FrontDoorPolicy, frozen=True, kw_only=True):
+    """Answers by tenant."""
+
+    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+        match view.request.tenant:
+            case "held" if view.request.asks < 2:
+                return Hold(view.now_ns + SECOND_NS)
+            case "for-ever":
+                return Hold(view.now_ns + 50 * SECOND_NS)
+            case "shed":
+                return Shed(f"{view.waiting} wait, {view.tenant_requests} of yours", 7, 503)
+            case "elsewhere":
+                return Redirect("http://other:8000/")
+            case "broken":
+                return Shed("a status that is none", status=418)
+            case _:
+                return LetIn()
+
+
+def cluster(policy: FrontDoorPolicy | None = None) -> ModelCluster:
+    return ModelCluster(LIMITS, default_policies(front_door=policy or Told()))
+
+
+def knock(one: ModelCluster, name: str, tenant: str = "") -> int:
+    request = msgspec.structs.replace(make_request(name, [1, 2, 3]), tenant=tenant)
+    return one.knock(request)
+
+
+def test_who_is_let_in_is_submitted_and_served() -> None:
+    one = cluster(Open())
+    knock(one, "a")
+    assert one.kernel.statistics()["front_door"]["preparing_now"] == 0
+    one.drain()
+    one.check_settled()
+    assert one.ended.keys() == {"a"}
+
+
+def test_who_is_shed_or_redirected_is_told_why() -> None:
+    one = cluster()
+    shed, away = knock(one, "a", "shed"), knock(one, "b", "elsewhere")
+    assert one.turned_away == [
+        TurnAway(shed, "0 wait, 0 of yours", 503, 7),
+        TurnAway(away, base_url="http://other:8000/"),
+    ]
+    assert one.kernel.statistics()["front_door"] == {
+        "let_in": 0,
+        "held": 0,
+        "shed": 1,
+        "redirected": 1,
+        "held_now": 0,
+        "preparing_now": 0,
+    }
+
+
+def test_a_hold_ends_by_the_timer_and_another_answer() -> None:
+    one = cluster()
+    knock(one, "a", "held")
+    one.wait(SECOND_NS)
+    assert one.kernel.statistics()["front_door"]["held_now"] == 1
+    one.wait(2 * SECOND_NS)
+    one.drain()
+    one.check_settled()
+    assert one.ended.keys() == {"a"}
+
+
+def test_nobody_is_held_for_over_a_minute() -> None:
+    one = cluster()
+    knock(one, "a", "for-ever")
+    one.drain()
+    assert one.ended.keys() == {"a"}
+    assert "held for over 60 s" in one.notices[0]
+
+
+def test_who_leaves_while_held_is_not_asked_about() -> None:
+    one = cluster()
+    one.withdraw(knock(one, "a", "held"))
+    one.drain()
+    one.check_settled()
+    assert not one.ended
+    assert one.kernel.statistics()["front_door"]["let_in"] == 0
+
+
+def test_as_many_are_held_as_may_wait() -> None:
+    one = cluster()
+    for index in range(LIMITS.waiting + 1):
+        knock(one, f"r{index}", "held")
+    (away,) = one.turned_away
+    assert "value 5, limit 4" in away.reason
+    assert away.status == 429
+
+
+def test_a_bad_answer_lets_in() -> None:
+    one = cluster()
+    knock(one, "a", "broken")
+    one.drain()
+    assert one.ended.keys() == {"a"}
+    assert one.kernel.statistics()["policy_faults"] == {"Told": 1}
+
+
+def test_requests_of_a_tenant_are_counted_wherever_they_are() -> None:
+    one = cluster()
+    one.kernel.handle(Knocked(90, "shed-not"), 1)  # let in, and in preparation
+    for index in range(3):  # two run, one waits
+        request = make_request(f"r{index}", [1, 2, 3])
+        one.submit(msgspec.structs.replace(request, tenant="t"))
+    assert one.kernel._table.tenants == {"t": 3}
+    one.kernel.handle(Withdrawn(90), 2)
+    one.kernel.check_invariants()
+    one.drain()
+    assert one.kernel._table.tenants == {}
+
+
+def test_a_snapshot_has_who_is_held() -> None:
+    one = cluster()
+    held = knock(one, "a", "held")
+    policies = default_policies(front_door=Told())
+    again = restore_scheduler(encode_state(one.kernel), LIMITS, policies)
+    assert encode_state(again) == encode_state(one.kernel)
+    now_ns = one.now_ns + 3 * SECOND_NS
+    again._door.ask_again(now_ns)
+    assert again._door.ask_again(now_ns + SECOND_NS) == [Enter(held)]
+
+
+@pytest.mark.parametrize(
+    "policy", [TokenBucket(rate=5, burst=1, wait_s=2), DeadlineShed(), TalliedDoor(fails=5)]
+)
+def test_a_record_of_the_door_is_replayed(policy: FrontDoorPolicy, tmp_path: Path) -> None:
+    path = tmp_path / "run.vlog"
+    record_run(path, 3, policies=default_policies(front_door=policy), segment_bytes=8192)
+    report = replay(path)
+    assert report.difference is None
+    assert report.segments > 1
+
+
+@pytest.mark.parametrize("policy", [Open, TokenBucket, DeadlineShed])
+def test_doors_keep_their_contract(policy: type[FrontDoorPolicy]) -> None:
+    check_policy(policy, seeds=range(6))
+
+
+def test_a_door_that_remembers_elsewhere_is_found() -> None:
+    from vsched.errors import PolicyError
+
+    seen: list[int] = []
+
+    class Forgetful(FrontDoorPolicy, frozen=True, kw_only=True):
+        def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+            seen.append(view.now_ns)
+            return LetIn() if random.Random(len(seen)).random() < 0.5 else Shed("no")
+
+    with pytest.raises(PolicyError, match="asked again"):
+        check_policy(Forgetful, seeds=range(6))

@@ -1,0 +1,1 @@
+"""Requests that arrive: the front door."""

@@ -1,0 +1,208 @@
+"""The front door: requests that have been read and for which nothing has been done yet.
+
+Preparing a request takes processor time and memory, so whether it is worth that is decided before. The kernel is told
+of a request twice: when it knocks, and when it is submitted, with its tokens. In between it is in preparation, which is
+the shell's, and here only counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+import msgspec
+
+from vsched.errors import limit_message
+from vsched.kernel.commands import Command, Enter, TurnAway
+from vsched.kernel.events import Knocked, Withdrawn
+from vsched.kernel.generate.group import GenerateGroup
+from vsched.kernel.limits import SchedulerLimits
+from vsched.kernel.policy_calls import ask_front_door
+from vsched.kernel.policy_seats import PolicySeat
+from vsched.kernel.request_table import RequestTable
+from vsched.measured import Measured
+from vsched.policy import ArrivalView, FrontDoorPolicy, FrontDoorView, Hold, LetIn, Redirect
+
+OUTCOMES = ("let_in", "held", "shed", "redirected")
+
+
+class HeldRequest(msgspec.Struct):
+    """A request that is held, until when, and how often the policy was asked about it."""
+
+    knocked: Knocked
+    arrived_ns: int
+    asks: int = 0
+    until_ns: int = 0
+
+
+class FrontDoorState(msgspec.Struct):
+    """The state of a `FrontDoor`; `preparing` has the tenant of each request in preparation, by its knock."""
+
+    held: list[HeldRequest]
+    preparing: dict[int, str]
+    counts: dict[str, int]
+
+
+class FrontDoor:
+    """Asks the policy about requests that knock, and again about those that it holds.
+
+    Attributes:
+        due_ns: When the next request that is held must be asked about again; None where none is held.
+        counts: How often each answer was given.
+    """
+
+    def __init__(
+        self,
+        seat: PolicySeat[FrontDoorPolicy],
+        limits: SchedulerLimits,
+        table: RequestTable,
+        groups: Sequence[GenerateGroup],
+        measured: Measured,
+    ) -> None:
+        self._seat = seat
+        self._limits = limits
+        self._table = table
+        self._groups = groups
+        self._measured = measured
+        self._held: dict[int, HeldRequest] = {}
+        self._preparing: dict[int, str] = {}
+        self._tenants: dict[str, int] = {}
+        self._due: list[tuple[int, int]] = []
+        self.due_ns: int | None = None
+        self.counts = dict.fromkeys(OUTCOMES, 0)
+
+    def hear(self, event: Knocked | Withdrawn, now_ns: int) -> list[Command]:
+        """Ask about a request that has come, or forget one that has left."""
+        if isinstance(event, Knocked):
+            return self._ask(HeldRequest(event, now_ns), now_ns)
+        self.leave(event.knock)
+        return []
+
+    def ask_again(self, now_ns: int) -> list[Command]:
+        """Ask about the requests whose hold is over, those first that were to wait least long."""
+        commands: list[Command] = []
+        while self.due_ns is not None and self.due_ns <= now_ns:
+            _, knock = heappop(self._due)
+            request = self._held.pop(knock)
+            self._count(request.knocked.tenant, -1)
+            commands += self._ask(request, now_ns)
+            self._look_ahead()
+        return commands
+
+    def leave(self, knock: int) -> None:
+        """Forget a request: it is submitted, or its client has left."""
+        tenant = self._preparing.pop(knock, None)
+        held = self._held.pop(knock, None)
+        if held is not None:
+            tenant = held.knocked.tenant
+            self._look_ahead()
+        if tenant is not None:
+            self._count(tenant, -1)
+
+    def _count(self, tenant: str, change: int) -> None:
+        count = self._tenants.pop(tenant, 0) + change
+        if count:
+            self._tenants[tenant] = count
+
+    def _look_ahead(self) -> None:
+        while self._due and self._due[0][1] not in self._held:
+            heappop(self._due)
+        self.due_ns = self._due[0][0] if self._due else None
+
+    def _ask(self, request: HeldRequest, now_ns: int) -> list[Command]:
+        knock = request.knocked.knock
+        answer = ask_front_door(self._seat, self._view(request, now_ns))
+        match answer:
+            case LetIn():
+                return [self._let_in(request)]
+            case Redirect(base_url):
+                self.counts["redirected"] += 1
+                return [TurnAway(knock, base_url=base_url)]
+            case Hold(until_ns):
+                if len(self._held) >= self._limits.waiting:
+                    return [self._turn_away_full(knock)]
+                self.counts["held"] += not request.asks
+                request.asks += 1
+                request.until_ns = until_ns
+                self._held[knock] = request
+                self._count(request.knocked.tenant, 1)
+                heappush(self._due, (until_ns, knock))
+                self._look_ahead()
+                return []
+        self.counts["shed"] += 1
+        return [TurnAway(knock, answer.reason, answer.status, answer.retry_after_s)]
+
+    def _let_in(self, request: HeldRequest) -> Enter:
+        self.counts["let_in"] += 1
+        self._preparing[request.knocked.knock] = request.knocked.tenant
+        self._count(request.knocked.tenant, 1)
+        return Enter(request.knocked.knock)
+
+    def _turn_away_full(self, knock: int) -> TurnAway:
+        self.counts["shed"] += 1
+        limit = self._limits.waiting
+        remedy = "try again later, or raise generate.max_waiting"
+        what = "too many requests are held at the front door"
+        text = limit_message(what, value=limit + 1, limit=limit, remedy=remedy)
+        return TurnAway(knock, text.removesuffix("."))
+
+    def _view(self, request: HeldRequest, now_ns: int) -> FrontDoorView:
+        knocked, table, groups = request.knocked, self._table, self._groups
+        tenant, target_ms = knocked.tenant, knocked.ttft_target_ms
+        running = sum(group.slots_held for group in groups)
+        return FrontDoorView(
+            now_ns=now_ns,
+            request=ArrivalView(
+                tenant=tenant,
+                priority=knocked.priority,
+                arrived_ns=request.arrived_ns,
+                target_ns=None if target_ms is None else request.arrived_ns + target_ms * 1_000_000,
+                images=knocked.images,
+                answers=knocked.answers,
+                outputs_max=knocked.outputs_max,
+                asks=request.asks,
+            ),
+            held=len(self._held),
+            preparing=len(self._preparing),
+            waiting=len(table.live) - running,
+            running=running,
+            waiting_max=self._limits.waiting,
+            tenant_requests=table.tenants.get(tenant, 0) + self._tenants.get(tenant, 0),
+            load_tokens=sum(group.load_tokens for group in groups),
+            load_limit_tokens=self._limits.blocks * self._limits.block_size * len(groups),
+            measured=self._measured,
+            state=self._seat.state,
+        )
+
+    def statistics(self) -> dict[str, int]:
+        """Return how often each answer was given, and how many requests are held and prepared now."""
+        return {
+            **self.counts,
+            "held_now": len(self._held),
+            "preparing_now": len(self._preparing),
+        }
+
+    def check(self) -> None:
+        """Assert that every request that is held will be asked about."""
+        timed = {knock for _, knock in self._due}
+        assert timed >= self._held.keys(), "a request is held, and has no time"
+        assert not self._held or self.due_ns is not None, "requests are held, and none is due"
+        assert not self._held.keys() & self._preparing.keys(), "a request is held and let in"
+        inside = len(self._held) + len(self._preparing)
+        assert sum(self._tenants.values()) == inside, "requests of tenants are counted wrongly"
+
+    def state(self) -> FrontDoorState:
+        """Return the state."""
+        return FrontDoorState(list(self._held.values()), self._preparing, self.counts)
+
+    def restore(self, state: FrontDoorState) -> None:
+        """Take over a state."""
+        self._held = {one.knocked.knock: one for one in state.held}
+        self._preparing, self.counts = state.preparing, state.counts
+        for one in state.held:
+            self._count(one.knocked.tenant, 1)
+        for tenant in state.preparing.values():
+            self._count(tenant, 1)
+        self._due = [(one.until_ns, knock) for knock, one in self._held.items()]
+        heapify(self._due)
+        self._look_ahead()
