@@ -149,6 +149,8 @@ class Engine:
                 on_progress=self._on_progress,
                 drain_s=config.deadlines.drain_s,
                 adapters_s=config.adapters.load_s,
+                call_budget_ms=config.policies.call_budget_ms,
+                slow_calls_max=config.policies.slow_calls_max,
                 record=partial(environment.open_record, config),
                 now_ns=environment.now_ns,
             )

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from vsched.aio.adapters.orders import AdapterOrders
 from vsched.aio.front_door import Doorway
+from vsched.aio.policy_times import PolicyTimes
 from vsched.aio.preparations import Preparations
 from vsched.aio.refusals import refusal_error
 from vsched.aio.replicas.administration import GroupAdministration
@@ -90,11 +91,14 @@ async def start_shell(
     on_progress: Callable[[str, str, float], None],
     drain_s: float = 30.0,
     adapters_s: float = 60.0,
+    call_budget_ms: float = 0.0,
+    slow_calls_max: int = 0,
     record: Callable[[Scheduler], Recorder | None] = lambda _kernel: None,
     now_ns: Callable[[], int] = time.monotonic_ns,
 ) -> Shell:
     """Start all worker groups in parallel, wait until they are ready, and return the shell that serves with them.
 
+    A policy of which more than `slow_calls_max` calls of the latest take over `call_budget_ms` is replaced; 0: none is.
     `limits` gives the kernel's limits for a number of KV blocks of the smallest generate group. `record` opens the
     record of a kernel, if there is to be one. `now_ns` is the kernel's clock; a simulation hands in its own. (An event
     loop's clock may be as coarse as a millisecond.)
@@ -116,6 +120,7 @@ async def start_shell(
             record=record(kernel),
             now_ns=now_ns,
         )
+        shell.time_policies(call_budget_ms, slow_calls_max)
     except BaseException:
         await worker_groups.stop(grace_s=0)
         raise
@@ -175,6 +180,13 @@ class Shell:
             on_failed=lambda failure: self._retire(supervisor, failure),
         )
         return supervisor
+
+    def time_policies(self, budget_ms: float, slow_max: int) -> None:
+        """Time the calls of policies, and replace one of which too many take longer than the budget; 0: none."""
+        self._policy_times = PolicyTimes(
+            budget_ms=budget_ms, slow_max=slow_max, now_ns=self._now_ns, handle=self.handle
+        )
+        self._kernel.watch_policies(self._policy_times.watch)
 
     # --- the end ---
 
@@ -450,6 +462,7 @@ class Shell:
             **kernel,
             "waiting": kernel["waiting"] + len(self.preparations),
             "ranks": self._worker_groups.memory(),
+            "policy_calls": self._policy_times.statistics(),
             "busy_ms": self._groups.busy_ms(),
             "live": live,
         }

@@ -274,6 +274,24 @@ class ArenaConfig(Section, frozen=True, kw_only=True):
     ] = 256 << 20
 
 
+class PoliciesConfig(Section, frozen=True, kw_only=True):
+    """What the calls of all policies may take."""
+
+    call_budget_ms: Annotated[
+        float,
+        Meta(ge=0, description="Longest time of a call of a policy; 0 for no limit."),
+    ] = 50.0
+    slow_calls_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=99,
+            description="Calls over that time, of the latest 100 of a policy, after which the default decides in its "
+            "place until the server is started again.",
+        ),
+    ] = 10
+
+
 class RecordConfig(Section, frozen=True, kw_only=True):
     """The record of all that the scheduler heard and decided; `vsched replay` reads it."""
 
@@ -337,6 +355,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         PolicyTable,
         Meta(description="Which requests come in, before anything is done for them."),
     ] = msgspec.field(default_factory=partial(dict, use="vsched_policies.front_door:Open"))
+    policies: PoliciesConfig = PoliciesConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     record: RecordConfig = RecordConfig()
 

@@ -147,6 +147,13 @@ class TimerFired(msgspec.Struct, frozen=True):
     """The time of an earlier `SetTimer` has come."""
 
 
+class PolicyReplaced(msgspec.Struct, frozen=True):
+    """From now on the kernel's default decides in place of the policy of a seat, for the reason that is given."""
+
+    seat: str
+    reason: str
+
+
 class Cleared(msgspec.Struct, frozen=True):
     """Interrupt every running and waiting request; they end with this message and code."""
 
@@ -168,5 +175,6 @@ Event = (
     | Drain
     | Resume
     | TimerFired
+    | PolicyReplaced
     | Cleared
 )

@@ -91,7 +91,7 @@ def _distinct(answer: Iterable[SupportsIndex], *, count: int) -> list[int]:
 def ask_admission(seat: PolicySeat[AdmissionPolicy], view: AdmissionView) -> Admission:
     """Return the policy's admission, or all entries in queue order where it fails."""
     try:
-        answer = seat.policy.admit(view)
+        answer = seat.ask(view)
         indices = _distinct(answer.indices, count=len(view.waiting))
         if not indices and answer.hold_until_ns is None and view.running == 0 and view.waiting:
             raise ValueError("nothing runs, nothing is admitted and no time to hold until is given")
@@ -122,7 +122,7 @@ def ask_encoding(seat: PolicySeat[EncodingPolicy], view: EncodingView) -> list[i
         if item.start < view.chunk_stop and item.stop > view.chunk_start
     ]
     try:
-        chosen = _indices(seat.policy.select(view), count=len(view.items))
+        chosen = _indices(seat.ask(view), count=len(view.items))
         seat.accept()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         seat.fail(error, view)
@@ -133,7 +133,7 @@ def ask_encoding(seat: PolicySeat[EncodingPolicy], view: EncodingView) -> list[i
 def ask_preemption(seat: PolicySeat[PreemptionPolicy], view: PreemptionView) -> Preemption:
     """Return the victim and the manner; where the policy fails, the youngest is recomputed."""
     try:
-        answer = seat.policy.victim(view)
+        answer = seat.ask(view)
         found = answer if isinstance(answer, Preemption) else Preemption(whole(answer))
         index = _index(found.victim, count=len(view.running))
         if found.manner not in MANNERS:
@@ -148,7 +148,7 @@ def ask_preemption(seat: PolicySeat[PreemptionPolicy], view: PreemptionView) -> 
 def ask_drafting(seat: PolicySeat[DraftingPolicy], view: DraftingView) -> Draft:
     """Return what may be drafted for a request, or nothing any more where the policy fails."""
     try:
-        answer = seat.policy.grant(view)
+        answer = seat.ask(view)
         found = Draft(whole(answer.tokens), whole(answer.steps), whole(answer.ngram))
         if not 0 <= found.tokens <= DRAFT_TOKENS_MAX:
             raise ValueError(f"{found.tokens} tokens are outside 0 to {DRAFT_TOKENS_MAX}")
@@ -164,7 +164,7 @@ def ask_drafting(seat: PolicySeat[DraftingPolicy], view: DraftingView) -> Draft:
 def ask_step(seat: PolicySeat[StepPolicy], view: StepView) -> StepShares:
     """Return who advances in a step and by how much, or all in order where the policy fails."""
     try:
-        answer = seat.policy.share(view)
+        answer = seat.ask(view)
         order = _distinct(answer.order, count=len(view.prefilling))
         tokens = None if answer.tokens is None else [whole(count) for count in answer.tokens]
         if tokens is not None and (len(tokens) != len(order) or any(one < 0 for one in tokens)):
@@ -182,7 +182,7 @@ def ask_step(seat: PolicySeat[StepPolicy], view: StepView) -> StepShares:
 def ask_routing(seat: PolicySeat[RoutingPolicy], view: RoutingView) -> int:
     """Return the index of a replica; where the policy fails, of the least loaded that is healthy."""
     try:
-        index = _index(seat.policy.choose(view), count=len(view.replicas))
+        index = _index(seat.ask(view), count=len(view.replicas))
         seat.accept()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         seat.fail(error, view)
@@ -193,7 +193,7 @@ def ask_routing(seat: PolicySeat[RoutingPolicy], view: RoutingView) -> int:
 def ask_front_door(seat: PolicySeat[FrontDoorPolicy], view: FrontDoorView) -> FrontDoorAnswer:
     """Return whether a request comes in; where the policy fails, it does."""
     try:
-        answer = seat.policy.receive(view)
+        answer = seat.ask(view)
         match answer:
             case LetIn():
                 pass

@@ -10,7 +10,7 @@ policies with a state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -36,6 +36,19 @@ _PLAIN = (
     msgspec.inspect.LiteralType,
 )
 _encode = msgspec.msgpack.Encoder().encode
+
+
+Ask = Callable[[Any], Any]
+"""Asks a policy: the view in, the answer out."""
+
+
+class Replaced(Exception):
+    """The policy of a seat is not asked any more: the default decides, as it does where a policy fails."""
+
+
+def _ask_nobody(view: object) -> Any:
+    del view
+    raise Replaced
 
 
 class PolicyFaultsState(msgspec.Struct):
@@ -83,12 +96,16 @@ class PolicySeat(Generic[AnyPolicy]):
 
     Attributes:
         policy: Whom it asks.
+        ask: Asks it.
+        replaced: Why it is not asked any more; empty while it is.
         state: What the next call is lent; None for a policy without a state.
         kept: The bytes of it; empty for such a policy.
     """
 
     def __init__(self, policy: AnyPolicy, faults: PolicyFaults) -> None:
         self.policy = policy
+        self.ask: Ask = getattr(policy, policy.method)
+        self.replaced = ""
         self.state: Any = None
         self.kept = b""
         self._faults = faults
@@ -113,9 +130,16 @@ class PolicySeat(Generic[AnyPolicy]):
 
     def fail(self, error: Exception, view: object) -> None:
         """Report a call that failed, and take back what it did to its state."""
+        if isinstance(error, Replaced):
+            return
         self._faults.report(self.policy, error, view)
         if self._decoder is not None:
             self.state = self._decoder.decode(self.kept)
+
+    def replace(self, reason: str) -> None:
+        """Ask the policy no more."""
+        self.replaced = reason
+        self.ask = _ask_nobody
 
     def _keep(self, data: bytes) -> None:
         assert self._decoder is not None
@@ -162,6 +186,24 @@ class PolicySeats:
         seat = PolicySeat(policy, self.faults)
         self._seats[name] = seat
         return seat
+
+    def watch(self, watch: Callable[[str, Ask], Ask]) -> None:
+        """Let every policy be asked by what `watch` returns for the name of its seat and what asks it now."""
+        for name, seat in self._seats.items():
+            if not seat.replaced:
+                seat.ask = watch(name, seat.ask)
+
+    def replace(self, name: str, reason: str) -> bool:
+        """Ask the policy of a seat no more; return whether it was asked until now."""
+        seat = self._seats.get(name)
+        if seat is None or seat.replaced:
+            return False
+        seat.replace(reason)
+        return True
+
+    def replaced(self) -> dict[str, str]:
+        """Return the seats whose policy is not asked any more, and why."""
+        return {name: seat.replaced for name, seat in self._seats.items() if seat.replaced}
 
     def states(self) -> dict[str, bytes]:
         """Return what every policy with a state remembers, by the name of its seat."""

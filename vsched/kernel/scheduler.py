@@ -7,6 +7,7 @@ decides, and the commands go out in the order in which they were returned.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -34,6 +35,7 @@ from vsched.kernel.events import (
     GroupReady,
     GroupRetired,
     Knocked,
+    PolicyReplaced,
     Resume,
     Stepped,
     Submitted,
@@ -46,7 +48,7 @@ from vsched.kernel.generate.measures import MeasuredGroups
 from vsched.kernel.generate.quarantine import is_suspect
 from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
-from vsched.kernel.policy_seats import PolicyFaultsState, PolicySeats
+from vsched.kernel.policy_seats import Ask, PolicyFaultsState, PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.request_moves import RequestMoves, RequestMovesState
 from vsched.kernel.request_table import RequestTable, RequestTableState
@@ -74,6 +76,7 @@ class SchedulerState(msgspec.Struct):
     door: FrontDoorState
     faults: PolicyFaultsState
     policies: dict[str, bytes]
+    replaced: dict[str, str]
     draining: list[str]
     timer_ns: int | None
     now_ns: int
@@ -154,8 +157,8 @@ class Scheduler:
             case TimerFired():
                 self._timer_ns = None
                 commands = self._door.ask_again(now_ns)
-            case Cleared():
-                commands = self._on_cleared(event, now_ns)
+            case Cleared() | PolicyReplaced():
+                commands = self._on_order(event, now_ns)
         self._plan(commands, now_ns)
         return commands
 
@@ -207,6 +210,13 @@ class Scheduler:
         if not all(group.ready for group in self._groups.values()):
             probe("kernel.clear_during_recovery")
         return self._moves.clear(now_ns, event.message, code=event.code)
+
+    def _on_order(self, event: Cleared | PolicyReplaced, now_ns: int) -> list[Command]:
+        if isinstance(event, Cleared):
+            return self._on_cleared(event, now_ns)
+        if not self._seats.replace(event.seat, event.reason):
+            return []
+        return [Notice(f"the default decides from now on as {event.seat}: {event.reason}")]
 
     # --- groups come and go ---
 
@@ -447,6 +457,7 @@ class Scheduler:
             door=self._door.state(),
             faults=self._faults.state(),
             policies=self._seats.states(),
+            replaced=self._seats.replaced(),
             draining=[group.name for group in self._draining],
             timer_ns=self._timer_ns,
             now_ns=self._now_ns,
@@ -467,10 +478,16 @@ class Scheduler:
         self._door.restore(state.door)
         self._faults.restore(state.faults)
         self._seats.restore(state.policies)
+        for name, reason in state.replaced.items():
+            self._seats.replace(name, reason)
         self._draining = [self._groups[name] for name in state.draining]
         self._timer_ns, self._now_ns = state.timer_ns, state.now_ns
 
     # --- questions ---
+
+    def watch_policies(self, watch: Callable[[str, Ask], Ask]) -> None:
+        """Let every policy be asked by what `watch` returns: a shell's clock, which must change no answer."""
+        self._seats.watch(watch)
 
     def policy_states(self) -> dict[str, bytes]:
         """Return what every policy with a state remembers, by where it is asked."""
@@ -505,6 +522,7 @@ class Scheduler:
             "refused": dict(self._table.refused),
             "front_door": self._door.statistics(),
             "policy_faults": dict(self._faults.counts),
+            "policy_replaced": self._seats.replaced(),
             "policy_state_bytes": {name: len(data) for name, data in self._seats.states().items()},
             "encode": self.encode.statistics(),
             "generate": generate,

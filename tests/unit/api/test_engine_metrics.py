@@ -25,6 +25,10 @@ def value(family: Any, **labels: str) -> float:
     return float(found)
 
 
+def _calls(found: dict[str, Any]) -> list[Any]:
+    return list(found["vsched_policy_call_seconds"].samples)
+
+
 async def observed() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the metrics before and after two served requests, a refused one, and a restart."""
     async with SimEngine() as engine:
@@ -53,6 +57,9 @@ def test_metrics_count_with_labels() -> None:
         assert value(after[name], **labels) - value(before[name], **labels) == grown, name
         assert {one.name for one in after[name].samples} == {f"{name}_total"}
     assert value(after["vsched_requests_refused"], reason="context_exceeded") == 1
+    calls = {(one.name, one.labels["seat"]): one.value for one in _calls(after)}
+    assert calls["vsched_policy_call_seconds_count", "generate.admission"] >= 2
+    assert value(after["vsched_policy_replaced"], seat="generate.admission") == 0
     assert value(after["vsched_group_busy_seconds"], **GROUP) > 0
     for name, wanted in (("vsched_num_requests_running", 0), ("vsched_kv_cache_usage_perc", 0)):
         assert after[name].type == "gauge"

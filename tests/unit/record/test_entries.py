@@ -24,6 +24,7 @@ from vsched.kernel.events import (
     GroupReady,
     GroupRetired,
     Knocked,
+    PolicyReplaced,
     Resume,
     Stepped,
     Submitted,
@@ -74,6 +75,7 @@ EVENTS: list[Event] = [
     Drain("generate"),
     Resume("generate"),
     TimerFired(),
+    PolicyReplaced("routing", "too slow"),
     Cleared("a message", "a code"),
 ]
 

@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 Statistics = Mapping[str, Any]
@@ -112,6 +117,7 @@ class EngineCollector(Collector):
             for reason, count in statistics.get(path, {}).items():
                 counter.add_metric((reason,), count)
             yield counter
+        yield from _policy_calls(statistics)
         yield from _generate_groups(_at(statistics, "generate.groups") or {})
         yield from _rank_memory(statistics.get("ranks", {}))
         yield from _all_groups(self._groups())
@@ -144,6 +150,24 @@ def _generate_groups(groups: Mapping[str, Statistics]) -> Iterator[Metric]:
         for name, group in groups.items():
             family.add_metric((name,), group[key])
         yield family
+
+
+def _policy_calls(statistics: Statistics) -> Iterator[Metric]:
+    seconds = SummaryMetricFamily(
+        "vsched_policy_call_seconds", "Calls of policies, and their time.", labels=("seat",)
+    )
+    slow = CounterMetricFamily(
+        "vsched_policy_slow_calls", "Those over policies.call_budget_ms.", labels=("seat",)
+    )
+    replaced = GaugeMetricFamily(
+        "vsched_policy_replaced", "Whether the default decides there.", labels=("seat",)
+    )
+    gone = statistics.get("policy_replaced", {})
+    for seat, calls in statistics.get("policy_calls", {}).items():
+        seconds.add_metric((seat,), count_value=calls["calls"], sum_value=calls["seconds"])
+        slow.add_metric((seat,), calls["slow"])
+        replaced.add_metric((seat,), seat in gone)
+    yield from (seconds, slow, replaced)
 
 
 def _rank_memory(ranks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iterator[Metric]:

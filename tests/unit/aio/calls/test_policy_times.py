@@ -1,0 +1,153 @@
+"""Calls of policies are timed by the shell; one that is too slow is replaced, by an event."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.record.recorded import record_run
+from vsched.aio.policy_times import PolicyTimes
+from vsched.kernel import SchedulerLimits
+from vsched.kernel.events import Event, PolicyReplaced
+from vsched.policy import Admission, AdmissionPolicy, AdmissionView
+from vsched.record import replay
+from vsched.record.snapshot import encode_state, restore_scheduler
+from vsched.testing import ModelCluster, make_request
+from vsched.testing.defaults import default_policies
+
+LIMITS = SchedulerLimits(blocks=64, slots=2, context_tokens=256, pages=16)
+MS = 1_000_000
+SEAT = "generate.admission"
+
+
+class OneAtATime(AdmissionPolicy, frozen=True, kw_only=True):
+    """Admits one where two could join: its default admits both."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission([0] if view.running == 0 else [])
+
+
+class Clock:
+    """A clock that each call of a policy moves on."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.heard: list[Event] = []
+
+    def times(self, *, budget_ms: float, slow_max: int) -> PolicyTimes:
+        return PolicyTimes(
+            budget_ms=budget_ms,
+            slow_max=slow_max,
+            now_ns=lambda: self.now_ns,
+            handle=self.heard.append,
+        )
+
+    def ask(self, took_ms: int) -> Callable[[object], int]:
+        def ask(_: object) -> int:
+            self.now_ns += took_ms * MS
+            return took_ms
+
+        return ask
+
+
+def test_calls_are_counted_and_answers_passed_on(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    times = clock.times(budget_ms=5, slow_max=2)
+    with caplog.at_level(logging.WARNING):
+        assert [times.watch("s", clock.ask(took))("view") for took in (3,)] == [3]
+        ask = times.watch("s", clock.ask(7))
+        assert [ask("view") for _ in range(2)] == [7, 7]
+    assert times.statistics() == {"s": {"calls": 2, "seconds": 0.014, "longest_ms": 7.0, "slow": 2}}
+    assert "value 7.0 ms, limit 5 ms. Remedy: make it faster" in caplog.text
+    assert clock.heard == []
+    ask("view")
+    (event,) = clock.heard
+    assert isinstance(event, PolicyReplaced)
+    assert event.seat == "s"
+    assert "3 of 3 calls" in event.reason
+
+
+def test_slow_calls_that_are_rare_replace_nothing() -> None:
+    clock = Clock()
+    times = clock.times(budget_ms=5, slow_max=2)
+    took = [1]
+    ask = times.watch("s", lambda view: clock.ask(took[0])(view))
+    for number in range(600):
+        took[0] = 9 if number % 50 == 0 else 1
+        ask("view")
+    assert times.statistics()["s"]["slow"] == 12
+    assert clock.heard == []
+
+
+def test_no_budget_replaces_nothing() -> None:
+    clock = Clock()
+    ask = clock.times(budget_ms=0, slow_max=0).watch("s", clock.ask(10_000))
+    ask("view")
+    assert clock.heard == []
+
+
+def two_requests(cluster: ModelCluster) -> int:
+    """Submit two requests at once; return how many run together at most."""
+    cluster.submit(make_request("a", [1, 2, 3]))
+    cluster.submit(make_request("b", [1, 2, 4]))
+    cluster.run_generate()
+    running = cluster.kernel.generators[0].slots_held
+    cluster.drain()
+    cluster.check_settled()
+    return running
+
+
+def replaced() -> ModelCluster:
+    cluster = ModelCluster(LIMITS, default_policies(generate_admission=OneAtATime()))
+    assert two_requests(cluster) == 1
+    cluster.requests.clear()
+    cluster.ended.clear()
+    cluster.send(PolicyReplaced(SEAT, "too slow"))
+    return cluster
+
+
+def test_the_default_decides_in_place_of_a_policy_that_was_replaced() -> None:
+    cluster = replaced()
+    assert cluster.notices == [f"the default decides from now on as {SEAT}: too slow"]
+    assert two_requests(cluster) == 2
+    statistics = cluster.kernel.statistics()
+    assert statistics["policy_replaced"] == {SEAT: "too slow"}
+    assert statistics["policy_faults"] == {}
+    cluster.send(PolicyReplaced(SEAT, "again"))
+    cluster.send(PolicyReplaced("nowhere", "?"))
+    assert len(cluster.notices) == 1
+
+
+def test_a_snapshot_knows_what_was_replaced() -> None:
+    cluster = replaced()
+    policies = default_policies(generate_admission=OneAtATime())
+    again = restore_scheduler(encode_state(cluster.kernel), LIMITS, policies)
+    assert again.statistics()["policy_replaced"] == {SEAT: "too slow"}
+    asked: list[str] = []
+    again.watch_policies(lambda seat, ask: (asked.append(seat), ask)[1])
+    assert SEAT not in asked
+    assert "routing" in asked
+
+
+def test_a_record_of_a_replacement_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event is in the record, so the replayed kernel goes over to the default at the same point."""
+    path = tmp_path / "run.vlog"
+    send = ModelCluster.send
+    counted = [0]
+
+    def with_replacement(self: ModelCluster, event: Event) -> object:
+        counted[0] += 1
+        if counted[0] == 30:
+            send(self, PolicyReplaced(SEAT, "too slow"))
+        return send(self, event)
+
+    monkeypatch.setattr(ModelCluster, "send", with_replacement)
+    policies = default_policies(generate_admission=OneAtATime())
+    cluster = record_run(path, 5, policies=policies, limits=LIMITS, faults=False)
+    assert SEAT in cluster.kernel.statistics()["policy_replaced"]
+    assert replay(path).difference is None

@@ -1,0 +1,101 @@
+"""How long calls of policies take, on the shell's clock.
+
+The kernel has no clock, and a time must not change what it decides unless an event says so. So calls are timed from
+outside, and what comes of it is an event: a policy that is over its budget again and again is replaced by the default,
+in a record as well as in the server.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from vsched.errors import limit_message
+from vsched.kernel.events import Event, PolicyReplaced
+
+logger = logging.getLogger(__name__)
+LATEST_CALLS = 100
+"""Slow calls count for as long as they are among so many."""
+Ask = Callable[[Any], Any]
+
+
+class _SeatTimes:
+    """The calls of one seat; `latest_slow` has the numbers of the latest slow ones."""
+
+    __slots__ = ("calls", "latest_slow", "longest_ns", "slow", "told", "total_ns")
+
+    def __init__(self, slow_max: int) -> None:
+        self.calls = self.total_ns = self.longest_ns = self.slow = 0
+        self.told = 1
+        self.latest_slow: deque[int] = deque(maxlen=slow_max + 1)
+
+
+class PolicyTimes:
+    """Times the calls of policies, by the name of the seat where they are asked."""
+
+    def __init__(
+        self,
+        *,
+        budget_ms: float,
+        slow_max: int,
+        now_ns: Callable[[], int],
+        handle: Callable[[Event], None],
+    ) -> None:
+        """Replace a policy once more than `slow_max` of its latest calls took over `budget_ms`; 0: never."""
+        self._budget_ns = int(budget_ms * 1e6)
+        self._slow_max = slow_max
+        self._now_ns = now_ns
+        self._handle = handle
+        self._seats: dict[str, _SeatTimes] = {}
+
+    def watch(self, seat: str, ask: Ask) -> Ask:
+        """Return what asks a policy and takes its time."""
+        self._seats[seat] = times = _SeatTimes(self._slow_max)
+        now_ns, budget_ns = self._now_ns, self._budget_ns or 1 << 62
+
+        def timed(view: Any) -> Any:
+            started_ns = now_ns()
+            try:
+                return ask(view)
+            finally:
+                took_ns = now_ns() - started_ns
+                times.calls += 1
+                times.total_ns += took_ns
+                if took_ns > times.longest_ns:
+                    times.longest_ns = took_ns
+                if took_ns > budget_ns:
+                    self._note_slow(seat, times, took_ns)
+
+        return timed
+
+    def _note_slow(self, seat: str, times: _SeatTimes, took_ns: int) -> None:
+        """Count a call, and tell of every first, second, fourth and so on; a slow policy must not flood the log."""
+        times.slow += 1
+        times.latest_slow.append(times.calls)
+        message = limit_message(
+            f"{seat}: the policy was slow, {times.slow} of {times.calls} calls so far",
+            value=f"{took_ns / 1e6:.1f} ms",
+            limit=f"{self._budget_ns / 1e6:g} ms",
+            remedy="make it faster, or raise policies.call_budget_ms",
+        )
+        if times.slow >= times.told:
+            times.told *= 2
+            logger.warning("%s", message)
+        latest = times.latest_slow
+        if len(latest) > self._slow_max and times.calls - latest[0] < LATEST_CALLS:
+            latest.clear()
+            self._handle(PolicyReplaced(seat, message))
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """Return for each seat how many calls there were, their time, the longest, and how many were slow."""
+        return {
+            seat: {
+                "calls": times.calls,
+                "seconds": times.total_ns / 1e9,
+                "longest_ms": times.longest_ns / 1e6,
+                "slow": times.slow,
+            }
+            for seat, times in self._seats.items()
+        }
