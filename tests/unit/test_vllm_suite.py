@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.vllm_suite import reasons, shim, table
+from tests.vllm_suite import adapter, reasons, shim, table
+from vsched.config import load_config
 
 REPORTS = [
     {"test": "test_good", "outcome": "passed"},
@@ -121,6 +123,46 @@ def test_keys_and_names_become_settings(given: dict[str, Any]) -> None:
         "server.api_key_variable=VLLM_API_KEY",
         'media.hosts=["127.0.0.1:0"]',
     } < set(words[1::2])
+
+
+@pytest.mark.parametrize(
+    "modules", ["mine=/a/b", '{"name": "mine", "path": "/a/b", "base_model_name": "m"}']
+)
+def test_adapters_prefixes_and_limits_become_settings(given: dict[str, Any], modules: str) -> None:
+    arguments = ["--enable-lora", "--lora-modules", modules, "--max-lora-rank", "64"]
+    arguments += ["--root-path=/llm", "--enable-force-include-usage"]
+    words = shim.settings("m", [*arguments, "--limit-mm-per-prompt", '{"image": 2}'], {})
+    assert {
+        "adapters.count_max=16",
+        "adapters.rank_max=64",
+        'adapters.load={"mine" = "/a/b"}',
+        "adapters.directory=/",
+        "server.root_path=/llm",
+        "server.usage_always=true",
+        "media.images_max=2",
+    } < set(words[1::2])
+    sets = [word for word in words[1::2] if word.startswith("adapters.")]
+    assert load_config(None, sets=sets, environ={}).config.adapters.load == {"mine": "/a/b"}
+
+
+def test_an_adapter_is_made_of_the_language_model_at_hand(tmp_path: Path) -> None:
+    """Files as PEFT writes them, of the projections of a checkpoint's heads; a tower is left alone."""
+    from safetensors.numpy import load_file, save_file
+
+    shapes = {"model.layers.0.self_attn.q_proj": (6, 4), "visual.blocks.0.q_proj": (2, 2)}
+    shapes["model.layers.0.mlp.up_proj"] = (8, 4)
+    weights = {f"{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    (tmp_path / "base").mkdir()
+    save_file(weights, tmp_path / "base" / "model.safetensors")
+    made = adapter.make(tmp_path / "adapter", tmp_path / "base")
+    tensors = load_file(made / "adapter_model.safetensors")
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        f"{module}.lora_A.weight": (adapter.RANK, 4),
+        f"{module}.lora_B.weight": (6, adapter.RANK),
+    }
+    config = json.loads((made / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"]) == ("LORA", adapter.RANK)
 
 
 def test_template_shows_tools_calls_and_reasoning_in_known_forms() -> None:
