@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.bench.report.pairs import spread
 from tests.workers import driver
 from tests.workers.driver import Driver, Question, Running, Stage
 from vsched.worker.contract import WorkerSettings
@@ -42,16 +43,12 @@ class Round:
 
 def line(name: str, adapters: int, rows: int, rounds: Sequence[tuple[Round, Round]]) -> str:
     """Return a row of the table, from rounds without adapters and with them, in pairs."""
-    decode = sorted(on.decode_rate / off.decode_rate for off, on in rounds)
-    prefill = sorted(on.prefill_s / off.prefill_s for off, on in rounds)
+    decode = [on.decode_rate / off.decode_rate for off, on in rounds]
+    prefill = [on.prefill_s / off.prefill_s for off, on in rounds]
     rate = statistics.median(on.decode_rate for _, on in rounds)
     seconds = statistics.median(on.prefill_s for _, on in rounds)
-    cells = [f"{rate:.1f}", _spread(decode), f"{seconds:.3f}", _spread(prefill)]
+    cells = [f"{rate:.1f}", spread(decode), f"{seconds:.3f}", spread(prefill)]
     return f"| {name} | {adapters} | {rows} | {' | '.join(cells)} |"
-
-
-def _spread(ratios: Sequence[float]) -> str:
-    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 class _TimedDriver(Driver):

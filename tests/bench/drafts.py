@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import time
 from collections.abc import Sequence
 
+from tests.bench.options import options_of, settings_of
+from tests.bench.report.pairs import pair_cells
 from vsched import Engine, SamplingParams
 from vsched.config import load_config
 
@@ -81,7 +82,9 @@ async def measure(options: argparse.Namespace) -> None:
                 drafts, right = (
                     after[key] - before[key] for key in ("tokens_drafted", "drafts_accepted")
                 )
-                print(_line(kind, clients, pairs, right / max(drafts, 1)), flush=True)
+                cells = pair_cells(pairs, digits=3)
+                share = right / max(drafts, 1)
+                print(f"| {kind} | {clients} | {cells} | {share:.0%} |", flush=True)
     finally:
         await plain.stop()
         await lookup.stop()
@@ -89,32 +92,16 @@ async def measure(options: argparse.Namespace) -> None:
 
 async def started(policy: str, options: argparse.Namespace) -> Engine:
     """Return an engine that serves with a drafting policy."""
-    sets = [
-        f"model.path={options.checkpoint}",
-        "model.name=bench",
-        f'generate.drafting={{use="{policy}"}}',
-        *options.set,
-    ]
+    sets = [f'generate.drafting={{use="{policy}"}}', *settings_of(options)]
     engine = Engine(load_config(None, sets=sets, environ={}).config)
     await engine.start()
     return engine
 
 
-def _line(kind: str, clients: int, pairs: Sequence[tuple[float, float]], accepted: float) -> str:
-    plain, lookup = (statistics.median(each) for each in zip(*pairs, strict=True))
-    ratios = [other / one for one, other in pairs]
-    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    return f"| {kind} | {clients} | {plain:.3f} | {lookup:.3f} | {spread} | {accepted:.0%} |"
-
-
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.drafts")
-    parser.add_argument("checkpoint")
+    parser = options_of("drafts", tokens=128, rounds=3)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--set", action="append", default=[], help="a setting, as of the server")
     parser.add_argument(
         "--differ", action="store_true", help="let answers differ: in bfloat16 sums round otherwise"
     )

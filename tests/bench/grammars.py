@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import time
-from collections.abc import Sequence
 
 import msgspec
 
+from tests.bench.options import options_of, settings_of
+from tests.bench.report.pairs import pair_cells
 from vsched import Config, Engine, SamplingParams
 from vsched.aio.streams.stream import TokenStream
 from vsched.api.bodies.constraints import constraint_from_schema
@@ -86,27 +86,15 @@ async def measure(config: Config, options: argparse.Namespace) -> None:
                     )
                     if turn:  # the first round warms
                         pairs.append(pair)
-                print(_line(rows, name, pairs), flush=True)
-
-
-def _line(rows: int, name: str, pairs: Sequence[tuple[float, float]]) -> str:
-    free, held = (statistics.median(each) for each in zip(*pairs, strict=True))
-    ratios = [held / free for free, held in pairs]
-    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    return f"| {rows} | {name} | {free:.0f} | {held:.0f} | {spread} |"
+                print(f"| {rows} | {name} | {pair_cells(pairs, digits=1)} |", flush=True)
 
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.grammars")
-    parser.add_argument("checkpoint")
+    parser = options_of("grammars", tokens=96, rounds=5)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--set", action="append", default=[], help="a setting, as of the server")
     options = parser.parse_args()
-    sets = [f"model.path={options.checkpoint}", "model.name=bench", *options.set]
-    config = load_config(None, sets=sets, environ={}).config
+    config = load_config(None, sets=settings_of(options), environ={}).config
     asyncio.run(measure(config, options))
 
 

@@ -160,11 +160,11 @@ def make_parser() -> argparse.ArgumentParser:
     adapters.add_argument(
         "--adapters", type=numbers, default=[1, 4, 8], help="in a batch, beside 0"
     )
-    adapters.add_argument("--rows", type=numbers, default=[1, 8, 32], help="in a batch")
+    adapters.add_argument("--rows", type=numbers, default=[1, 8], help="in a batch")
     adapters.add_argument("--rank", type=_count, default=16)
-    adapters.add_argument("--prompt", type=_count, default=256, help="tokens of a row")
+    adapters.add_argument("--prompt", type=_count, default=128, help="tokens of a row")
     adapters.add_argument("--tokens", type=_count, default=32, help="of an answer")
-    adapters.add_argument("--rounds", type=_count, default=5, help="runs of each, in turns")
+    adapters.add_argument("--rounds", type=_count, default=3, help="runs of each, in turns")
     adapters.add_argument("--threads", type=_count, default=1, help="of a worker")
     adapters.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     adapters.add_argument("--peft", action="store_true", help="PEFT's own batch, too: text alone")
@@ -194,3 +194,18 @@ def settings_text(options: argparse.Namespace) -> str:
     for name in ("peer_argument", "peer_environment", "before_set"):
         parts += [f"{name}:{text}" for text in getattr(options, name, None) or ()]
     return " ".join(parts)
+
+
+def options_of(command: str, *, tokens: int, rounds: int) -> argparse.ArgumentParser:
+    """Return the options of a command that lets two ways take turns, with these defaults; it may add its own."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{command}")
+    parser.add_argument("checkpoint")
+    parser.add_argument("--tokens", type=int, default=tokens)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--set", action="append", default=[], help="a setting, as of the server")
+    return parser
+
+
+def settings_of(options: argparse.Namespace) -> list[str]:
+    """Return the settings of an engine that serves the checkpoint."""
+    return [f"model.path={options.checkpoint}", "model.name=bench", *options.set]

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from tests.bench.compare import context_line
-from tests.bench.options import MADE, PAGES, SMOLLM2
+from tests.bench.options import MADE, PAGES, SMOLLM2, options_of, settings_of
 from tests.bench.records import Key, Run, SchedulerRow, Started
 from tests.bench.report import page, tables
+from tests.bench.report.pairs import pair_cells
 from tests.bench.report.ratios import best_budgets, rows
 from vsched.bench.load.client import Sample
 from vsched.bench.load.figures import NOT_ASKED, Answers, Figures, Times, gaps, summarise, times
@@ -353,3 +354,14 @@ def test_what_a_server_does_when_it_is_not_its_turn_is_told_where_it_was_looked_
     ):
         line = " ".join(context_line("2 cores", "x=1", runs).split())
         assert (told in line) == expected
+
+
+def test_pair_cells_are_medians_and_the_ratios_of_each_round() -> None:
+    pairs = [(1.0, 2.0), (2.0, 2.0), (4.0, 2.0)]
+    assert pair_cells(pairs, digits=1) == "2.0 | 2.0 | 1.00 (0.50 to 2.00)"
+
+
+def test_settings_that_were_given_come_after_those_of_the_command() -> None:
+    options = options_of("x", tokens=9, rounds=2).parse_args(["demo", "--set", "model.name=own"])
+    assert (options.tokens, options.rounds) == (9, 2)
+    assert settings_of(options) == ["model.path=demo", "model.name=bench", "model.name=own"]

@@ -1,0 +1,43 @@
+"""Adapters of models whose checkpoint is quantised: each request answers as PEFT does over the dequantised weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba")
+
+from tests.parity.architectures import make_checkpoint
+from tests.parity.compare import OUTPUTS, prompts, tokens_of
+from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter
+from tests.workers.driver import Driver, Question, Stage
+from tests.workers.quantized.published_checkpoints import publish
+from vsched.worker.capabilities import ServesAdapters
+from vsched.worker.contract import WorkerSettings
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+]
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed int8", "fp8"])
+def test_published_models_with_adapters_answer_as_peft(tmp_path: Path, name: str) -> None:
+    make_checkpoint("llama", tmp_path / "source")
+    quantized, twin = tmp_path / "quantized", tmp_path / "twin"
+    publish(tmp_path / "source", quantized, twin, name)
+    adapters = [tmp_path / each for each in ("one", "two")]
+    for seed, adapter in enumerate(adapters):
+        make_adapter(twin, adapter, seed)
+    settings = WorkerSettings(threads=1, adapters=2, adapter_rank_max=4)
+    stage = Stage.load(str(quantized), attention="auto", dtype="float32", settings=settings)
+    assert isinstance(stage.generator, ServesAdapters)
+    for number, adapter in enumerate(adapters, start=1):
+        stage.generator.add_adapter(number, str(adapter))
+    prompt, asked = prompts()[1], (0, 1, 2, 1)
+    wanted = [expected_tokens(twin, adapters[each - 1] if each else None, prompt) for each in asked]
+    assert len({*map(tuple, wanted)}) == 3, "each changes the answer"
+    questions = [Question(prompt, count=OUTPUTS, adapter=each) for each in asked]
+    found = tokens_of(Driver(stage, chunk=7, seed=7).run(questions, arrivals=2, preempts=7))
+    assert found == wanted
