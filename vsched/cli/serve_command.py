@@ -80,13 +80,13 @@ def _serve(settings: Config, console: Console, begun: Mapping[frozenset[str], Fo
     started_s = time.monotonic()
     import uvloop
 
-    from vsched.aio.environment import Environment, local_launcher
+    from vsched.aio.environment import Environment, make_launcher
     from vsched.api.server import forgo_models
     from vsched.api.server import serve as serve_http
     from vsched.terminal.progress import loading_progress
 
     forgo_models(settings)
-    environment = Environment(make_launcher=partial(local_launcher, begun=begun))
+    environment = Environment(make_launcher=partial(make_launcher, begun=begun))
 
     def say(text: str) -> None:
         if console.is_terminal:

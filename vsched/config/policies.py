@@ -8,6 +8,7 @@ from typing import cast
 import msgspec
 
 from vsched.config.byte_sizes import size_bytes
+from vsched.config.cluster import check_cluster
 from vsched.config.media import check_decode_bytes, check_image_hosts
 from vsched.config.section import PolicyTable
 from vsched.config.sections import POLICY_TABLES, Config
@@ -154,6 +155,9 @@ def check_combinations(config: Config) -> None:
         check_decode_bytes(config.media)
     with problems.collected():
         check_together(config)
+    with problems.collected():
+        together = config.placement == "together" and config.encode.replicas > 0
+        check_cluster(config.cluster, together=together, adapters=config.adapters.count_max)
     with problems.collected():
         check_texts(config)
     for path, value, limit, reason in (

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from vsched.config.adapters import AdaptersConfig
+from vsched.config.cluster import ClusterConfig
 from vsched.config.section import PolicyTable, Section
 from vsched.config.stages import EncodeConfig, GenerateConfig
 
@@ -348,6 +349,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     encode: EncodeConfig = EncodeConfig()
     generate: GenerateConfig = GenerateConfig()
     adapters: AdaptersConfig = AdaptersConfig()
+    cluster: ClusterConfig = ClusterConfig()
     routing: Annotated[PolicyTable, Meta(description="Which replica serves a request.")] = (
         msgspec.field(default_factory=partial(dict, use="least-loaded"))
     )

@@ -65,6 +65,14 @@ class Arena:
         """Return an extent of the pixel region as bytes, uint8 [size]."""
         return np.frombuffer(self._map, dtype=np.uint8, count=extent.size, offset=extent.offset)
 
+    def copy(self, offset: int, size: int) -> bytes:
+        """Return bytes of the arena, counted from its begin."""
+        return self._map[offset : offset + size]
+
+    def put(self, offset: int, data: bytes | memoryview) -> None:
+        """Write bytes into the arena, which must have room for them there."""
+        self._map[offset : offset + len(data)] = data
+
     def close(self) -> None:
         """Give the descriptor back; the mapping goes when its last view does."""
         os.close(self.fd)

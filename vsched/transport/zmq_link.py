@@ -19,7 +19,7 @@ from pathlib import Path
 import zmq
 
 from vsched.errors import ConfigError, limit_message
-from vsched.wire import FRAME_BYTES_MAX
+from vsched.wire import FRAME_BYTES_MAX, LogEntry
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,9 @@ class LeaderLink:
         self._loop.add_reader(self._fd, self.read)
         self._read_due = False
         self._closed = False
+
+    def carry(self, entry: LogEntry) -> None:
+        """Do nothing: ranks of this host read and write the arena itself."""
 
     def send(self, rank: int, frame: bytes) -> bool:
         """Queue a frame for a rank, never waiting; return False when it is gone or backlogged."""

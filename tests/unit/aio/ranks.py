@@ -40,6 +40,7 @@ from vsched.wire import (
     GenerateResult,
     Hello,
     Loaded,
+    LogEntry,
     RankReport,
     Ready,
     Reserved,
@@ -86,6 +87,8 @@ class Wire:
         self.frames[rank].append(frame)
         asyncio.get_running_loop().call_soon(self._ranks.follow_orders, self.group, rank)
         return True
+
+    def carry(self, entry: LogEntry) -> None: ...
 
     def read(self) -> None: ...
 

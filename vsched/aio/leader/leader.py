@@ -226,6 +226,7 @@ class Leader:
                 int((now_s - self._sent_s) / self._deadlines.heartbeat_s) - 1, 0
             )
         self._sent_s = now_s
+        self._link.carry(entry)
         for rank in range(self._ranks):
             if not self._link.send(rank, frame):
                 self._link.read()  # its last word may lie there, and tell more

@@ -48,7 +48,7 @@ def _modules(config: Config) -> frozenset[str]:
         VschedError: When there is no such plug-in, or no checkpoint that can be served.
     """
     section = config.generate
-    if not config.model.path or not section.on_cpu:
+    if not config.model.path or not section.on_cpu or config.cluster.elsewhere:
         return frozenset()
     plugin = load_worker(section.plugin, path="generate.plugin")
     if isinstance(plugin, LeanPreprocessing):

@@ -23,6 +23,7 @@ from vsched.sim.faults.plan import Direction
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.network.channel import Channel, LinkProfile, LinkStatistics, Party
 from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
+from vsched.wire import LogEntry
 
 
 class NetworkStatistics(msgspec.Struct, frozen=True):
@@ -142,6 +143,9 @@ class LeaderEnd:
         self._network = network
         self._on_frame = on_frame
         self._closed = False
+
+    def carry(self, entry: LogEntry) -> None:
+        """Do nothing: simulated ranks have the arena itself."""
 
     def send(self, rank: int, frame: bytes) -> bool:
         """Send a frame to a rank; return False when it is gone, or its queue is full."""

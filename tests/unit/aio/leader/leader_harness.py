@@ -43,6 +43,8 @@ class FakeLink:
         self.sent.setdefault(rank, []).append(frame)
         return True
 
+    def carry(self, entry: LogEntry) -> None: ...
+
     def read(self) -> None:
         while self.unread:
             rank, report = self.unread.popleft()

@@ -15,7 +15,7 @@ from vsched.aio.leader.leader import Deadlines, Leader
 from vsched.config.sections import DeadlinesConfig
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.transport.zmq_link import pulse_identity, rank_identity
-from vsched.wire import Hello, Pulse, Ready, encode_report
+from vsched.wire import Hello, LogEntry, Pulse, Ready, encode_report
 from vsched.worker.member import PULSES_PER_TIMEOUT, Member, RankHost
 
 DAY_S = 24 * 3600.0
@@ -43,6 +43,8 @@ class Wires:
     def send(self, rank: int, frame: bytes) -> bool:
         self.loop.call_soon(self.ranks[rank].take, frame)
         return True
+
+    def carry(self, entry: LogEntry) -> None: ...
 
     def read(self) -> None:
         """All is read at once."""

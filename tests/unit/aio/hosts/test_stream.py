@@ -1,0 +1,122 @@
+"""The stream between hosts: in order, whole, bounded, and over when anything is amiss."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vsched.aio.hosts.messages import Bye, ByteRange, Kill, ToHost, Write
+from vsched.aio.hosts.stream import PIECE_BYTES, Stream
+from vsched.transport.arena import Arena
+from vsched.types import ArenaLayout
+
+LAYOUT = ArenaLayout(pixel_bytes=1 << 20, pages=0, page_rows=4, row_bytes=16)
+WINDOW = 2 * PIECE_BYTES
+
+
+class Side:
+    """One side, and the frames that it sent and nobody heard."""
+
+    def __init__(self) -> None:
+        self.arena = Arena.create(LAYOUT)
+        self.frames: deque[bytes] = deque()
+        self.heard: list[Any] = []
+        self.written: list[Write] = []
+        self.broken: list[str] = []
+        self.reachable = True
+        self.stream = Stream(
+            ToHost,
+            self.arena,
+            send=self._send,
+            take=self.heard.append,
+            write=self.written.append,
+            on_broken=self.broken.append,
+            window_bytes=WINDOW,
+        )
+
+    def _send(self, frame: bytes) -> bool:
+        self.frames.append(frame)
+        return self.reachable
+
+
+def deliver(source: Side, sink: Side) -> None:
+    while source.frames:
+        sink.stream.hear(source.frames.popleft())
+
+
+async def test_stream_keeps_order_between_messages_and_bytes() -> None:
+    """Bytes are where a decision looks for them before it comes."""
+    engine, host = Side(), Side()
+    engine.arena.put(100, b"abc")
+    engine.stream.put(Kill(1))
+    engine.stream.put_range(ByteRange(100, 3))
+    engine.stream.put(Kill(2))
+    kinds = []
+    while engine.frames:
+        before = len(host.heard), len(host.written)
+        host.stream.hear(engine.frames.popleft())
+        kinds.append((len(host.heard) - before[0], len(host.written) - before[1]))
+    assert kinds == [(1, 0), (0, 1), (1, 0)]
+    assert (host.written[0].offset, host.written[0].data) == (100, b"abc")
+
+
+async def test_stream_has_a_window_under_way_and_no_more() -> None:
+    """What a deaf side is sent is bounded; arena bytes wait in the arena, and go on when it hears again."""
+    engine, host = Side(), Side()
+    engine.arena.put(0, b"x" * (1 << 20))
+    engine.stream.put_range(ByteRange(0, 1 << 20))
+    assert engine.stream.put(Kill(1))
+    assert sum(map(len, engine.frames)) <= WINDOW + 1000
+    assert not host.heard
+    while engine.frames or host.frames:
+        deliver(engine, host)
+        deliver(host, engine)
+    assert b"".join(one.data for one in host.written) == b"x" * (1 << 20)
+    assert host.heard == [Kill(1)]
+
+
+async def test_stream_refuses_when_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vsched.aio.hosts.stream.WAITING_MAX", 10)
+    engine = Side()
+    engine.stream.put_range(ByteRange(0, 1 << 20))
+    taken = [engine.stream.put(Kill(1)) for _ in range(20)]
+    assert taken.count(False) > 8
+    assert not engine.broken
+
+
+FAULTS: dict[str, tuple[Callable[[deque[bytes]], object], str]] = {
+    "lost": (lambda frames: frames.popleft(), "sent frame 2, expected 1"),
+    "twice": (lambda frames: frames.appendleft(frames[0]), "sent frame 1, expected 2"),
+    "cut short": (lambda frames: frames.appendleft(frames.popleft()[:10]), "no message"),
+    "no message": (lambda frames: frames.appendleft(frames.popleft()[:16] + b"??"), "no message"),
+    "what was never sent": (
+        lambda frames: frames.appendleft(frames.popleft()[:8] + b"\xff" * 8 + frames[0][16:]),
+        "sent frame 1, expected 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_stream_ends_when_a_frame_is_amiss(fault: str) -> None:
+    """It is told once, and nothing is heard or said after."""
+    engine, host = Side(), Side()
+    engine.stream.put(Kill(1))
+    engine.stream.put(Kill(2))
+    strike, said = FAULTS[fault]
+    strike(engine.frames)
+    deliver(engine, host)
+    (why,) = host.broken
+    assert said in why
+    assert len(host.heard) <= 1
+    assert not host.stream.put(Bye())
+    assert not host.frames
+
+
+async def test_stream_ends_when_the_other_is_gone() -> None:
+    engine = Side()
+    engine.reachable = False
+    assert not engine.stream.put(Kill(1))
+    assert engine.broken == ["cannot be reached any more"]

@@ -1,0 +1,198 @@
+"""Hosts on addresses of this machine, for worker groups whose ranks run there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Self
+
+import zmq
+
+from tests.unit.rank.worker_groups import Place
+from vsched.aio.hosts.keys import curve_keys, make_secret
+from vsched.aio.hosts.placement import PlacedLauncher, connect_by
+from vsched.aio.hosts.remote import Patience
+from vsched.aio.hosts.server import HostServer
+from vsched.aio.hosts.sockets import Context, HostSocket
+from vsched.aio.replicas.launcher import LocalLauncher
+
+PATIENT = Patience(alive_s=0.1, silence_s=60, open_s=60)
+
+
+class RunningHost:
+    """What `vsched host` runs, on this event loop."""
+
+    def __init__(self, address: str, shared: bytes, name: str) -> None:
+        self._context: Context = zmq.Context()
+        self.launcher = LocalLauncher()
+        self.link = HostSocket(self._context, address, curve_keys(shared, "host"), self._hear)
+        self.server = HostServer(self.launcher, self.link.send, self.link.read, name=name)
+
+    def _hear(self, peer: bytes, frame: bytes) -> None:
+        self.server.hear(peer, frame)
+
+    async def close(self) -> None:
+        await self.server.close()
+        self.link.close()
+        self.launcher.close()
+        self._context.destroy(linger=0)
+
+
+class Hosts:
+    """Hosts by name, each at an address of its own, and a launcher that places worker groups on them."""
+
+    def __init__(self) -> None:
+        self.shared = make_secret()
+        self.running: dict[str, RunningHost] = {}
+        self._addresses: dict[str, str] = {}
+        self._context: Context = zmq.Context()
+
+    def start(self, name: str) -> RunningHost:
+        """Start a host, at the address that one of its name had before."""
+        address = self._addresses.get(name, f"tcp://127.0.0.{2 + len(self._addresses)}:*")
+        host = self.running[name] = RunningHost(address, self.shared, name)
+        self._addresses[name] = host.link.address
+        return host
+
+    def know(self, name: str, address: str) -> None:
+        """Have a host reached at another address."""
+        self._addresses[name] = address
+
+    def launcher(
+        self,
+        place: Place,
+        *,
+        encode: Sequence[str] = (),
+        generate: Sequence[str] = (),
+        patience: Patience = PATIENT,
+        shared: bytes = b"",
+    ) -> PlacedLauncher:
+        """Have the worker groups of a place run on hosts."""
+        keys = curve_keys(shared or self.shared, "engine")
+        hosts = {
+            name: connect_by(self._context, address, keys)
+            for name, address in self._addresses.items()
+        }
+        stages = {"encode": encode, "generate": generate}
+        placed = place.launcher = PlacedLauncher(place.launcher, hosts, stages, patience)
+        return placed
+
+    async def close(self) -> None:
+        for host in self.running.values():
+            await host.close()
+        self._context.destroy(linger=0)
+
+
+class HostProcess:
+    """`vsched host` as a process, under the name `far`."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        handle, self._key = tempfile.mkstemp()
+        with os.fdopen(handle, "w") as file:
+            file.write(hosts.shared.hex())
+        with socket.socket() as free:
+            free.bind(("127.0.0.2", 0))
+            self._address = f"tcp://127.0.0.2:{free.getsockname()[1]}"
+        hosts.know("far", self._address)
+        self.start()
+
+    def start(self) -> None:
+        """Start it."""
+        options = ["--listen", self._address, "--key-file", self._key, "--name", "far"]
+        self._process = subprocess.Popen([sys.executable, "-m", "vsched", "host", *options])
+
+    def kill(self) -> None:
+        """Kill it, as the system does."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Kill it, for good."""
+        self.kill()
+        os.unlink(self._key)
+
+    def stop(self) -> None:
+        """Have it stand still."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Have it go on."""
+        self._process.send_signal(signal.SIGCONT)
+
+
+class Cable:
+    """What lies between an engine and a host; pulled, it loses everything and tells nobody."""
+
+    def __init__(self, hosts: Hosts, name: str) -> None:
+        self._port = int(hosts.running[name].link.address.rpartition(":")[2])
+        self._there = hosts.running[name].link.address.removeprefix("tcp://").rpartition(":")[0]
+        self._hosts, self._name = hosts, name
+        self._plugged = True
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+        self._server: asyncio.Server
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self._hosts.know(self._name, f"tcp://127.0.0.1:{port}")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            further, there = await asyncio.open_connection(self._there, self._port)
+        except OSError:
+            writer.close()
+            return
+        self._writers += [there, writer]
+        for source, sink in ((reader, there), (further, writer)):
+            task = asyncio.get_running_loop().create_task(self._pass_on(source, sink))
+            self._tasks.add(task)
+
+    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        pulled = False  # a connection that lost bytes is lost
+        try:
+            while data := await source.read(1 << 16):
+                pulled = pulled or not self._plugged
+                if not pulled:
+                    sink.write(data)
+                    await sink.drain()
+        except ConnectionError:
+            pass
+        if not pulled:
+            sink.close()
+
+    def pull(self) -> None:
+        """Lose what comes from now on."""
+        self._plugged = False
+
+    def plug_in(self) -> None:
+        """Let new connections through."""
+        self._plugged = True
+
+
+@asynccontextmanager
+async def hosts_of(*names: str) -> AsyncIterator[Hosts]:
+    """Yield running hosts of these names."""
+    hosts = Hosts()
+    for name in names:
+        hosts.start(name)
+    try:
+        yield hosts
+    finally:
+        await hosts.close()

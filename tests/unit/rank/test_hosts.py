@@ -1,0 +1,165 @@
+"""Ranks on other hosts: the same tokens, and no request lost with a host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from tests.patience import until
+from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
+from tests.unit.rank.hosts import PATIENT, Cable, HostProcess, hosts_of
+from tests.unit.rank.worker_groups import Place, generate, read, shell_of
+from vsched.aio.shell import Shell
+from vsched.errors import GroupLostError, StartFailedError
+from vsched.testing import make_request
+
+pytestmark = pytest.mark.slow
+SEPARATE = (("encode",), ("generate",))
+TOGETHER = (("encode", "generate"),)
+TWO_OF_EACH = (("encode-0",), ("encode-1",), ("generate-0",), ("generate-1",))
+PLACES = {
+    "encode there": (SEPARATE, ["far"], []),
+    "generate there": (SEPARATE, [], ["far"]),
+    "both there": (SEPARATE, ["far"], ["far"]),
+    "each on its own": (SEPARATE, ["far"], ["farther"]),
+    "together there": (TOGETHER, [], ["far"]),
+    "replicas on both and here": (TWO_OF_EACH, ["local", "far"], ["far", "farther"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks"), [*((where, 1) for where in PLACES), ("together there", 2)]
+)
+async def test_hosts_yield_the_tokens_of_one_host(place: Place, where: str, ranks: int) -> None:
+    """Embeddings are where a step looks for them, wherever they were computed."""
+    groups, encode, generators = PLACES[where]
+    async with hosts_of("far", "farther") as hosts:
+        hosts.launcher(place, encode=encode, generate=generators)
+        async with shell_of(place, groups=groups, ranks=ranks) as shell:
+            requests = [
+                make_request("text", [11, 12, 13]),
+                make_request("image", [14, 15], [(1, 6, b"image1")]),
+                make_request("two images", [16] * 20, [(3, 5, b"image2"), (9, 6, b"image1")]),
+            ]
+            streams = [generate(shell, request, max_tokens=40) for request in requests]
+            for request, tokens in zip(
+                requests, await asyncio.gather(*map(read, streams)), strict=True
+            ):
+                assert tokens == expected_tokens(request.prompt_token_ids, 40)
+        assert not any(host.server.pids for host in hosts.running.values())
+
+
+async def test_hosts_rank_that_is_killed_there_comes_back(place: Place) -> None:
+    """As one here."""
+    async with hosts_of("far") as hosts:
+        hosts.launcher(place, encode=["far"], generate=["far"])
+        async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:
+            request = make_request("image", [14, 15], [(1, 6, b"image1")])
+            stream = generate(shell, request, max_tokens=60)
+            before = await read(stream, at_least=20)
+            (rank,) = shell._groups["generate"].supervisor.worker_group._processes
+            os.kill(rank.pid, signal.SIGKILL)
+            assert before + await read(stream) == expected_tokens(request.prompt_token_ids, 60)
+            assert shell.healthy
+
+
+QUICK = msgspec.structs.replace(PATIENT, silence_s=2.0)
+"""Finds a host that is silent within the patience of a test, and one beside other work alive."""
+
+
+async def check_stream_goes_on(
+    shell: Shell, strike: Callable[[], object], mend: Callable[[], object]
+) -> None:
+    """Strike in mid-stream, mend what was struck once it was noticed, and read the rest."""
+    request = make_request("image", [14, 15], [(1, 6, b"image1")])
+    stream = generate(shell, request, max_tokens=200)
+    before = await read(stream, at_least=20)
+    strike()
+    await until(lambda: not shell.healthy, "the loss is noticed")
+    late = generate(shell, make_request("late", [30, 31], [(0, 5, b"other")]), max_tokens=5)
+    mend()
+    assert before + await read(stream) == expected_tokens(request.prompt_token_ids, 200)
+    assert await read(late) == expected_tokens([5] * 5 + [30, 31], 5)
+    assert shell.healthy
+    assert shell.statistics()["finished"]["length"] == 2
+
+
+@pytest.mark.parametrize("stage", ["encode", "generate"])
+async def test_hosts_stream_goes_on_when_a_host_is_killed_and_comes_back(
+    place: Place, stage: str
+) -> None:
+    """SIGKILL: its connection breaks, its ranks end with it, and it is waited for."""
+    async with hosts_of() as hosts:
+        process = HostProcess(hosts)
+        encode, generators = (["far"] if stage == one else [] for one in ("encode", "generate"))
+        hosts.launcher(place, encode=encode, generate=generators)
+        try:
+            async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:
+                await check_stream_goes_on(shell, process.kill, process.start)
+                (row,) = (row for row in shell.groups() if row["name"] == stage)
+                assert row["losses"] == {"HostLost": 1}
+                assert "host far" in row["last_loss"]["reason"]
+        finally:
+            process.close()
+
+
+async def test_hosts_stream_goes_on_when_a_host_stands_still(place: Place) -> None:
+    """SIGSTOP: no connection breaks, so the deadline finds it; what it ran is replaced when it goes on."""
+    async with hosts_of() as hosts:
+        process = HostProcess(hosts)
+        hosts.launcher(place, encode=["far"], generate=["far"], patience=QUICK)
+        try:
+            async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:
+                await check_stream_goes_on(shell, process.stop, process.go_on)
+        finally:
+            process.close()
+
+
+async def test_hosts_stream_goes_on_when_a_cable_is_pulled(place: Place) -> None:
+    """A half-open connection: both sides find out, and the host's ranks end without the engine."""
+    async with hosts_of("far") as hosts, Cable(hosts, "far") as cable:
+        hosts.launcher(place, encode=["far"], generate=["far"], patience=QUICK)
+        host = hosts.running["far"]
+        async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:
+            request = make_request("image", [14, 15], [(1, 6, b"image1")])
+            stream = generate(shell, request, max_tokens=200)
+            before = await read(stream, at_least=20)
+            cable.pull()
+            await until(lambda: not shell.healthy, "the engine noticed")
+            await until(lambda: not host.server.pids, "the host noticed")
+            cable.plug_in()
+            assert before + await read(stream) == expected_tokens(request.prompt_token_ids, 200)
+
+
+async def test_hosts_next_host_takes_over(place: Place) -> None:
+    """A replica whose host is lost starts on the next of the list."""
+    async with hosts_of("far", "farther") as hosts:
+        hosts.launcher(place, generate=["far", "farther"])
+        async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:
+            assert hosts.running["far"].server.pids
+            request = make_request("text", [11, 12, 13])
+            stream = generate(shell, request, max_tokens=60)
+            before = await read(stream, at_least=20)
+            await hosts.running.pop("far").close()
+            assert before + await read(stream) == expected_tokens(request.prompt_token_ids, 60)
+            assert hosts.running["farther"].server.pids
+
+
+@pytest.mark.parametrize(("shared", "said"), [(b"", "did not answer"), (b"x" * 32, "the same key")])
+async def test_hosts_first_start_fails_without_its_host(
+    place: Place, shared: bytes, said: str
+) -> None:
+    """A host that is not there, or has another key: nobody waits for a mistake."""
+    async with hosts_of("far") as hosts:
+        if not shared:
+            await hosts.running.pop("far").close()
+        quick = msgspec.structs.replace(PATIENT, open_s=1.0 if shared else 0.1)
+        hosts.launcher(place, generate=["far"], patience=quick, shared=shared)
+        with pytest.raises((GroupLostError, StartFailedError), match=f"host far .*{said}"):
+            async with shell_of(place):
+                pass

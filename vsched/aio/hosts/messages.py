@@ -1,0 +1,135 @@
+"""What an engine and a host say to each other about one start of a worker group.
+
+Everything travels on one ordered stream: what a decision reads comes before the decision, and the rows that a batch
+yielded before its result. Frames of the decision log and reports of ranks are passed on as they are, and nobody but
+leader and rank reads them. No message holds a time of day, or one of any clock: a duration is all that is told.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import msgspec
+
+from vsched.types import ArenaLayout
+from vsched.worker.spec import RankSpec
+
+VERSION = version("vsched")
+"""Engine and hosts are of one version: a rank's specification has no other form to fall back to."""
+
+
+class ByteRange(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of the arena, counted from its begin."""
+
+    offset: int
+    size: int
+
+
+class OpenGroups(msgspec.Struct, frozen=True, tag=True):
+    """The engine's first word: groups that are to be served, and the arena that their ranks expect.
+
+    Each side says something every `alive_s`, and gives the other up when it hears nothing for `silence_s`.
+    """
+
+    version: str
+    engine: str
+    groups: list[str]
+    layout: ArenaLayout
+    alive_s: float
+    silence_s: float
+
+
+class Launch(msgspec.Struct, frozen=True, tag=True):
+    """Start a rank."""
+
+    spec: RankSpec
+    threads: int
+
+
+class ToRank(msgspec.Struct, frozen=True, tag=True):
+    """Pass an entry of a group's decision log on to a rank."""
+
+    group: str
+    rank: int
+    frame: bytes
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    """When a step of a group is done, these bytes are to come before its result."""
+
+    group: str
+    step: int
+    ranges: list[ByteRange]
+
+
+class Kill(msgspec.Struct, frozen=True, tag=True):
+    """End a rank at once."""
+
+    rank: int
+
+
+class Bye(msgspec.Struct, frozen=True, tag=True):
+    """The engine wants nothing more: what still runs is killed."""
+
+
+class Write(msgspec.Struct, frozen=True, tag=True):
+    """Bytes for the other side's arena."""
+
+    offset: int
+    data: bytes
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """There is nothing else to say."""
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """The host's first word."""
+
+    name: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The host's last word: it does not serve these groups, or no more, and why."""
+
+    why: str
+
+
+class Launched(msgspec.Struct, frozen=True, tag=True):
+    """A rank has this process id on its host."""
+
+    rank: int
+    pid: int
+
+
+class FromRank(msgspec.Struct, frozen=True, tag=True):
+    """What a rank said; `identity` is that of its socket."""
+
+    group: str
+    identity: bytes
+    frame: bytes
+
+
+class Fetched(msgspec.Struct, frozen=True, tag=True):
+    """The bytes of a step were sent, all before this; none where it failed."""
+
+    group: str
+    step: int
+
+
+class Unsent(msgspec.Struct, frozen=True, tag=True):
+    """An entry did not get through to a rank: it is gone, or does not read."""
+
+    group: str
+    rank: int
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """A rank's process has ended; a negative code is the signal that killed it."""
+
+    rank: int
+    code: int
+
+
+ToHost = OpenGroups | Launch | ToRank | Fetch | Kill | Bye | Write | Alive
+ToEngine = Opened | Refused | Launched | FromRank | Fetched | Unsent | Exited | Write | Alive

@@ -1,0 +1,109 @@
+"""Which host a worker group starts on: by stage, in turn, and past a host that does not answer."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import zmq
+
+from vsched.aio.hosts.keys import CurveKeys
+from vsched.aio.hosts.remote import Connect, EngineEnd, Patience, RemoteHost
+from vsched.aio.hosts.sockets import Context, EngineSocket
+from vsched.aio.replicas.launcher import Host, Launcher
+from vsched.config.cluster import OWN_HOST
+from vsched.transport.arena import Arena
+from vsched.types import stage_of
+
+logger = logging.getLogger(__name__)
+
+
+class PlacedLauncher:
+    """Starts the worker groups of each stage on the hosts that are listed for it.
+
+    Replica i takes the i-th host, and the next one when its host is lost or does not answer. The first start fails
+    where a host does not answer. After that the only host of a stage is waited for, as long as ranks may take to
+    be ready.
+
+    Attributes:
+        run_dir: The own host's.
+    """
+
+    def __init__(
+        self,
+        own: Launcher,
+        hosts: Mapping[str, Connect],
+        stages: Mapping[str, Sequence[str]],
+        patience: Patience,
+        *,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare; `stages` have the names of hosts, `OWN_HOST` among them, or none for the own host alone."""
+        self.run_dir = own.run_dir
+        self._own = own
+        self._hosts = hosts
+        self._stages = stages
+        self._patience = patience
+        self._close = close
+        self._engine = secrets.token_hex(8)
+        self._lost: Counter[str] = Counter()
+        self._served: set[str] = set()
+
+    def place(self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]) -> Host:
+        """Return the host whose turn it is."""
+        group = groups[-1]
+        names = self._stages.get(stage_of(group)) or (OWN_HOST,)
+        name = names[(_replica(group) + self._lost[group]) % len(names)]
+        if name == OWN_HOST:
+            return self._own.place(groups, arena, on_lost)
+        waited_for = len(names) == 1 and group in self._served
+        patience = self._patience
+        if waited_for:
+            patience = msgspec.structs.replace(patience, open_s=0)
+
+        def lost(why: str) -> None:
+            self._lost[group] += 1
+            on_lost(why)
+
+        logger.info("%s: starting on host %s", " and ".join(groups), name)
+        return RemoteHost(
+            name,
+            self._hosts[name],
+            engine=self._engine,
+            groups=groups,
+            arena=arena,
+            patience=patience,
+            on_open=lambda: self._served.add(group),
+            on_lost=lost,
+        )
+
+    def close(self) -> None:
+        """Give everything back; every rank has ended."""
+        self._close()
+        self._own.close()
+
+
+def connect_by(context: Context, address: str, keys: CurveKeys) -> Connect:
+    """Return what opens links to the host at an address."""
+
+    def connect(on_frame: Callable[[bytes], None], on_cut: Callable[[str], None]) -> EngineEnd:
+        return EngineSocket(context, address, keys, on_frame, on_cut)
+
+    return connect
+
+
+def _replica(group: str) -> int:
+    number = group.rpartition("-")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def hosts_at(
+    addresses: Mapping[str, str], keys: CurveKeys
+) -> tuple[dict[str, Connect], Callable[[], None]]:
+    """Return what opens links to hosts, by their names, and what gives back what they need."""
+    context: Context = zmq.Context()
+    hosts = {name: connect_by(context, address, keys) for name, address in addresses.items()}
+    return hosts, lambda: context.destroy()

@@ -1,0 +1,312 @@
+"""The engine's end of one start of a worker group on another host."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from vsched.aio.hosts.messages import (
+    VERSION,
+    Bye,
+    Exited,
+    Fetch,
+    Fetched,
+    FromRank,
+    Kill,
+    Launch,
+    Launched,
+    Opened,
+    OpenGroups,
+    Refused,
+    ToEngine,
+    ToRank,
+    Unsent,
+    Write,
+)
+from vsched.aio.hosts.stream import Stream
+from vsched.aio.hosts.traffic import Traffic
+from vsched.aio.replicas.launcher import OnExit
+from vsched.kernel.decisions import EncodeDecision
+from vsched.transport.arena import Arena
+from vsched.transport.zmq_link import OnFrame
+from vsched.wire import LogEntry
+from vsched.worker.spec import RankSpec
+
+logger = logging.getLogger(__name__)
+KILL_S = 5.0
+"""How long a host may take to say that a rank was killed; one that does not is given up."""
+LOST_CODE = 1
+"""What ranks of a lost host are said to have ended with; the host's loss is told before."""
+
+
+class EngineEnd(Protocol):
+    """The engine's end of a link; see `vsched.aio.hosts.sockets.EngineSocket`."""
+
+    @property
+    def hung_up(self) -> int: ...
+
+    def send(self, frame: bytes) -> bool: ...
+
+    def read(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Connect = Callable[[Callable[[bytes], None], Callable[[str], None]], EngineEnd]
+"""Opens a link to a host: told who gets its frames, and whom to tell when the connection breaks."""
+
+
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the sides of a link wait for each other, in seconds; `open_s` is 0 where a host is waited for."""
+
+    alive_s: float
+    silence_s: float
+    open_s: float = 0.0
+
+
+class RemoteHost:
+    """Another host, for one start of a worker group.
+
+    Attributes:
+        bytes_fetched: Arena bytes that came from there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        connect: Connect,
+        *,
+        engine: str,
+        groups: Sequence[str],
+        arena: Arena,
+        patience: Patience,
+        on_open: Callable[[], object],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Ask the host to serve these groups; what is launched waits for its answer."""
+        self.name = name
+        self.opened = False
+        self.bytes_fetched = 0
+        self._patience = patience
+        self._on_open = on_open
+        self._on_lost = on_lost
+        self._links: dict[str, RemoteLink] = {}
+        self._ranks: dict[int, RemoteRank] = {}
+        self._expected: dict[str, deque[Fetch]] = {group: deque() for group in groups}
+        self._loop = asyncio.get_running_loop()
+        self._end: EngineEnd | None = None
+        self._stream = Stream(
+            ToEngine,
+            arena,
+            send=self._send,
+            take=self._take,
+            write=self._write,
+            on_broken=self._lose,
+        )
+        self._end = connect(self._stream.hear, self._stream.fail)
+        open_s = patience.open_s
+        self._opening = self._loop.call_later(open_s, self._miss) if open_s else None
+        alive_s, silence_s = patience.alive_s, patience.silence_s
+        self._stream.put(OpenGroups(VERSION, engine, [*groups], arena.layout, alive_s, silence_s))
+
+    def _miss(self) -> None:
+        """The host has not answered in time."""
+        why = f"did not answer for {self._patience.open_s:g} s"
+        if self._end is not None and self._end.hung_up:
+            why += f" and hung up {self._end.hung_up} times. Remedy: see that it has the same key"
+        self._stream.fail(why)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that went there."""
+        return self._stream.bytes_sent
+
+    def _send(self, frame: bytes) -> bool:
+        return self._end is not None and self._end.send(frame)
+
+    def open_link(self, group: str, on_frame: OnFrame) -> RemoteLink:
+        """Return what passes a leader's frames on."""
+        assert self._stream.arena is not None, "an engine's stream has one"
+        link = self._links[group] = RemoteLink(self, group, on_frame, self._stream)
+        return link
+
+    def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RemoteRank:
+        """Have a rank started."""
+        rank = self._ranks[spec.rank] = RemoteRank(self, spec.rank, on_exit)
+        self._stream.put(Launch(spec, threads))
+        return rank
+
+    def kill(self, rank: int) -> None:
+        """Have a rank killed."""
+        self._stream.put(Kill(rank))
+
+    def give_up(self, why: str) -> None:
+        """Count the host as lost."""
+        self._stream.fail(why)
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing comes from there any more."""
+        return self._stream.broken
+
+    def read(self) -> None:
+        """Take everything that has come."""
+        if self._end is not None:
+            self._end.read()
+
+    def expect(self, fetch: Fetch) -> None:
+        """Have bytes sent here with the result of a step."""
+        self._expected[fetch.group].append(fetch)
+        self._stream.put(fetch)
+
+    # --- hearing ---
+
+    def _take(self, message: ToEngine) -> None:
+        match message:
+            case Opened():
+                self._open()
+            case Refused(why):
+                self._stream.fail(why)
+            case Launched(rank, pid) if rank in self._ranks:
+                self._ranks[rank].pid = pid
+            case FromRank(group, identity, frame) if group in self._links:
+                self._links[group].hear(identity, frame)
+            case Fetched(group, step) if self._due(group, step):
+                self._expected[group].popleft()
+            case Unsent(group, rank) if group in self._links:
+                self._links[group].gone.add(rank)
+            case Exited(rank, code) if rank in self._ranks:
+                self._ranks[rank].ended(code)
+            case _:
+                self._stream.fail(f"sent {type(message).__name__} of what is not there")
+
+    def _open(self) -> None:
+        self.opened = True
+        if self._opening is not None:
+            self._opening.cancel()
+        logger.info("host %s: connected", self.name)
+        self._on_open()
+        self._stream.watch(
+            alive_s=self._patience.alive_s, silence_s=self._patience.silence_s, look=self.read
+        )
+
+    def _write(self, message: Write) -> None:
+        """Take rows, where some are due: a host writes nowhere else."""
+        arena, stop = self._stream.arena, message.offset + len(message.data)
+        due = any(
+            where.offset <= message.offset and stop <= where.offset + where.size
+            for fetches in self._expected.values()
+            for where in (fetches[0].ranges if fetches else ())
+        )
+        if arena is None or not due:
+            self._stream.fail("sent bytes that nobody asked for")
+            return
+        arena.put(message.offset, message.data)
+        self.bytes_fetched += len(message.data)
+
+    def _due(self, group: str, step: int) -> bool:
+        fetches = self._expected.get(group)
+        return fetches is not None and bool(fetches) and fetches[0].step == step
+
+    def _lose(self, why: str) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._end is not None:
+            self._end.close()
+        logger.warning("host %s %s", self.name, why)
+        self._on_lost(why)
+        for rank in self._ranks.values():
+            rank.ended(LOST_CODE)
+
+    def close(self) -> None:
+        """Say good-bye: what still runs there is killed."""
+        if self._opening is not None:
+            self._opening.cancel()
+        self._stream.put(Bye())
+        self._stream.close()
+        if self._end is not None:
+            self._end.close()
+
+
+class RemoteRank:
+    """A rank on another host; `pid` is its number there, 0 while it is not told."""
+
+    def __init__(self, host: RemoteHost, rank: int, on_exit: OnExit) -> None:
+        self.pid = 0
+        self._host = host
+        self._rank = rank
+        self._on_exit = on_exit
+        self._exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def ended(self, code: int) -> None:
+        """It has, or its host is lost."""
+        if not self._exited.done():
+            self._exited.set_result(code)
+            self._on_exit(code)
+
+    async def end(self, *, grace_s: float) -> None:
+        """Wait for it to end; have it killed when it has not after the grace.
+
+        Blocks: at most the grace and `KILL_S`; then its host is given up.
+        """
+        if await self._wait(grace_s):
+            return
+        self._host.kill(self._rank)
+        if not await self._wait(KILL_S):
+            self._host.give_up(f"has not ended rank {self._rank} in {KILL_S:g} s")
+
+    async def _wait(self, timeout_s: float) -> bool:
+        done, _ = await asyncio.wait([self._exited], timeout=timeout_s)
+        return bool(done)
+
+
+class RemoteLink:
+    """The leader's end of a group whose ranks are on another host.
+
+    Attributes:
+        gone: Ranks that an entry did not get through to.
+    """
+
+    def __init__(self, host: RemoteHost, group: str, on_frame: OnFrame, stream: Stream) -> None:
+        assert stream.arena is not None, "an engine's stream has one"
+        self.gone: set[int] = set()
+        self._host = host
+        self._group = group
+        self._on_frame = on_frame
+        self._stream = stream
+        self._traffic = Traffic(stream.arena.layout)
+        self._closed = False
+
+    def carry(self, entry: LogEntry) -> None:
+        """Send ahead what ranks read when they carry this entry out, and ask for what they write."""
+        for where in self._traffic.read_by(entry):
+            self._stream.put_range(where)
+        if isinstance(entry, EncodeDecision):
+            written = self._traffic.written_by(entry)
+            self._host.expect(Fetch(self._group, entry.step, written))
+
+    def send(self, rank: int, frame: bytes) -> bool:
+        """Queue a frame for a rank, never waiting; return False when it is gone or backlogged."""
+        return (
+            not self._closed
+            and rank not in self.gone
+            and self._stream.put(ToRank(self._group, rank, frame))
+        )
+
+    def read(self) -> None:
+        """Take everything that has come."""
+        self._host.read()
+
+    def hear(self, identity: bytes, frame: bytes) -> None:
+        """Hand a report to the leader."""
+        if not self._closed:
+            self._on_frame(identity, frame)
+
+    def close(self) -> None:
+        """Hear nothing more."""
+        self._closed = True

@@ -1,0 +1,367 @@
+"""A host's end: `vsched host`, which starts ranks for engines and passes on what they and their leaders say.
+
+Ranks find here what they find beside an engine: a folder with the sockets of leaders, and an arena. The first are links
+of `vsched.transport.zmq_link` whose frames go on to the engine, the second is filled with what decisions read before
+they are passed on. Each start of a worker group has an arena of its own, of which only what is written takes memory.
+
+Whoever has the key may run code here: a specification names a plug-in to import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from vsched.aio.hosts.keys import curve_keys
+from vsched.aio.hosts.messages import (
+    VERSION,
+    Bye,
+    Exited,
+    Fetch,
+    Fetched,
+    FromRank,
+    Kill,
+    Launch,
+    Launched,
+    Opened,
+    OpenGroups,
+    Refused,
+    ToHost,
+    ToRank,
+    Unsent,
+    Write,
+)
+from vsched.aio.hosts.sockets import Context, HostSocket
+from vsched.aio.hosts.stream import Stream
+from vsched.aio.leader.link import LeaderEnd
+from vsched.aio.replicas.launcher import Host, LaunchedRank, Launcher, LocalLauncher
+from vsched.errors import ConfigError, VschedError
+from vsched.policy import RankMemory, Reservation
+from vsched.transport.arena import Arena
+from vsched.transport.zmq_link import rank_identity
+from vsched.wire import (
+    EncodeResult,
+    Loaded,
+    RankReport,
+    Ready,
+    Reserved,
+    Sized,
+    decode_report,
+    encode_report,
+)
+
+logger = logging.getLogger(__name__)
+STARTS_MAX = 64
+"""Starts of worker groups that a host serves at a time."""
+_FIRST = rank_identity(0)
+Measured = TypeVar("Measured", RankMemory, Reservation)
+
+
+class HostServer:
+    """Serves every start of a worker group that engines ask for, by the identity of their peer."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        send: Callable[[bytes, bytes], bool],
+        read: Callable[[], None],
+        *,
+        name: str = "",
+    ) -> None:
+        """Prepare; `send` queues a frame for a peer, and returns whether it is there, `read` has `hear` called."""
+        self.name = name or socket.gethostname()
+        self._launcher = launcher
+        self._send = send
+        self._read = read
+        self._starts: dict[bytes, HostedStart] = {}
+
+    def hear(self, peer: bytes, frame: bytes) -> None:
+        """Take a frame of a peer, which may be a new one."""
+        start = self._starts.get(peer)
+        if start is None:
+            if len(self._starts) >= STARTS_MAX:
+                logger.warning("more than %d starts at a time: one was not heard", STARTS_MAX)
+                return
+            send = partial(self._send, peer)
+            start = HostedStart(
+                self._launcher, send, self._read, name=self.name, on_open=self._replace
+            )
+            self._starts[peer] = start
+            start.on_end = partial(self._starts.pop, peer, None)
+        start.hear(frame)
+
+    def _replace(self, opened: HostedStart) -> None:
+        """End what an engine started before for the same groups: it has given that up, though this may not know yet."""
+        for start in [*self._starts.values()]:
+            if start is not opened and start.whose == opened.whose:
+                start.end("was replaced by a new start")
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of all ranks here."""
+        return [pid for start in self._starts.values() for pid in start.pids]
+
+    async def close(self) -> None:
+        """End every rank.
+
+        Blocks: for the moment that the system takes to kill.
+        """
+        starts = [*self._starts.values()]
+        for start in starts:
+            start.refuse("is stopping")
+        await asyncio.gather(*(start.ended() for start in starts))
+
+
+class HostedStart:
+    """One start of a worker group, on this host.
+
+    Attributes:
+        on_end: Called when it is over.
+        whose: The engine and its groups; None before they are known.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        send: Callable[[bytes], bool],
+        read: Callable[[], None],
+        *,
+        name: str,
+        on_open: Callable[[HostedStart], None],
+    ) -> None:
+        self.on_end: Callable[[], object] = lambda: None
+        self.whose: tuple[str, tuple[str, ...]] | None = None
+        self._launcher = launcher
+        self._read = read
+        self._name = name
+        self._on_open = on_open
+        self._arena: Arena | None = None
+        self._place: Host | None = None
+        self._links: dict[str, LeaderEnd] = {}
+        self._ranks: dict[int, LaunchedRank] = {}
+        self._running: set[int] = set()
+        self._fetches: dict[str, deque[Fetch]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._ready: set[tuple[str, bytes]] = set()
+        self._told: set[int] = set()
+        self._over = False
+        self._loop = asyncio.get_running_loop()
+        self._stream = Stream(
+            ToHost,
+            None,
+            send=send,
+            take=self._take,
+            write=self._write,
+            on_broken=lambda why: self.end(f"the engine {why}"),
+        )
+        self.hear = self._stream.hear
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of its ranks, as far as they run."""
+        return [self._ranks[rank].pid for rank in self._running if self._ranks[rank].pid]
+
+    # --- what the engine says ---
+
+    def _take(self, message: ToHost) -> None:
+        if isinstance(message, OpenGroups):
+            self._open(message)
+        elif self._place is None:
+            self._stream.fail("spoke before it said who it is")
+        else:
+            self._obey(message, self._place)
+
+    def _open(self, asked: OpenGroups) -> None:
+        if self._place is not None:
+            self._stream.fail("said twice who it is")
+            return
+        if asked.version != VERSION:
+            self.refuse(f"runs vsched {VERSION}, and the engine {asked.version}")
+            return
+        try:
+            self._arena = self._stream.arena = Arena.create(asked.layout)
+        except VschedError as error:
+            self.refuse(f"has no room: {error}")
+            return
+        self.whose = (asked.engine, tuple(asked.groups))
+        self._on_open(self)
+        # Nothing here is lost without its engine.
+        self._place = self._launcher.place(asked.groups, self._arena, lambda _why: None)
+        for group in asked.groups:
+            self._fetches[group] = deque()
+            self._links[group] = self._place.open_link(group, partial(self._report, group))
+        logger.info("serves %s", " and ".join(asked.groups))
+        self._stream.put(Opened(self._name))
+        self._stream.watch(alive_s=asked.alive_s, silence_s=asked.silence_s, look=self._read)
+
+    def refuse(self, why: str) -> None:
+        """Tell the engine why it ends, and end it."""
+        self._stream.put(Refused(why))
+        self.end(f"it {why}")
+
+    def _obey(self, message: ToHost, place: Host) -> None:
+        match message:
+            case Launch():
+                self._launch(message, place)
+            case ToRank(group, rank, frame) if group in self._links:
+                if not self._links[group].send(rank, frame):
+                    self._links[group].read()  # its last word tells more
+                    self._stream.put(Unsent(group, rank))
+            case Fetch() if message.group in self._links:
+                self._fetches[message.group].append(message)
+            case Kill(rank) if rank in self._ranks:
+                self._keep(self._ranks[rank].end(grace_s=0))
+            case Bye():
+                self.end("the engine is done")
+            case _:
+                self._stream.fail(f"sent {type(message).__name__} of what is not there")
+
+    def _launch(self, message: Launch, place: Host) -> None:
+        rank = message.spec.rank
+        try:
+            on_exit = partial(self._exited, rank)
+            started = place.launch(message.spec, threads=message.threads, on_exit=on_exit)
+        except Exception:
+            logger.exception("rank %d could not be started", rank)
+            self._stream.put(Exited(rank, 1))
+            return
+        self._ranks[rank] = started
+        self._running.add(rank)
+
+    def _write(self, message: Write) -> None:
+        arena = self._arena
+        if arena is None or message.offset + len(message.data) > arena.layout.total_bytes:
+            self._stream.fail("sent bytes for no arena")
+            return
+        arena.put(message.offset, message.data)
+
+    # --- what ranks say ---
+
+    def _report(self, group: str, identity: bytes, frame: bytes) -> None:
+        if self._over:
+            return
+        self._tell_pids()
+        fetches = self._fetches[group]
+        if fetches and identity == _FIRST:
+            self._fetch(frame, fetches)
+        elif (group, identity) not in self._ready:
+            frame = self._name_pools(group, identity, frame)
+        self._stream.put(FromRank(group, identity, frame))
+
+    def _fetch(self, frame: bytes, fetches: deque[Fetch]) -> None:
+        """Send the rows of a step before its result."""
+        report = decode_report(frame)
+        if isinstance(report, EncodeResult) and report.step == fetches[0].step:
+            fetch = fetches.popleft()
+            for where in fetch.ranges if report.failure is None else ():
+                self._stream.put_range(where)
+            self._stream.put(Fetched(fetch.group, fetch.step))
+
+    def _name_pools(self, group: str, identity: bytes, frame: bytes) -> bytes:
+        """Return a report of a rank that starts: what it says of memory is said of this host's."""
+        report = decode_report(frame)
+        if isinstance(report, Ready):
+            self._ready.add((group, identity))
+        named = _with_pools_of(report, self._name)
+        return frame if named is report else encode_report(named)
+
+    def _tell_pids(self) -> None:
+        for rank in self._running - self._told:
+            pid = self._ranks[rank].pid
+            if pid:
+                self._told.add(rank)
+                self._stream.put(Launched(rank, pid))
+
+    def _exited(self, rank: int, code: int) -> None:
+        self._running.discard(rank)
+        if not self._over:
+            for link in self._links.values():
+                link.read()
+            self._stream.put(Exited(rank, code))
+
+    # --- the end ---
+
+    def end(self, why: str) -> None:
+        """Kill its ranks, and forget it."""
+        if self._over:
+            return
+        self._over = True
+        self._stream.close()
+        if self.whose is not None:
+            logger.info("serves %s no more: %s", " and ".join(self.whose[1]), why)
+        self._keep(self._end())
+        self.on_end()
+
+    async def _end(self) -> None:
+        await asyncio.gather(*(self._ranks[rank].end(grace_s=0) for rank in [*self._running]))
+        for link in self._links.values():
+            link.close()
+        if self._place is not None:
+            self._place.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def ended(self) -> None:
+        """Wait until its ranks are gone."""
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+
+def _with_pools_of(report: RankReport, host: str) -> RankReport:
+    """Return a report with this host's name behind the memories that it speaks of: no two hosts share one."""
+
+    def named(one: Measured) -> Measured:
+        return msgspec.structs.replace(one, pool=f"{one.pool} of {host}")
+
+    match report:
+        case Loaded() | Sized():
+            return msgspec.structs.replace(report, memory=named(report.memory))
+        case Reserved(memory, reservation):
+            return Reserved(named(memory), named(reservation))
+    return report
+
+
+async def serve_host(
+    address: str, shared: bytes, *, name: str, on_ready: Callable[[str], None]
+) -> None:
+    """Serve engines until this is cancelled; `on_ready` is told where.
+
+    Raises:
+        ConfigError: When the address cannot be listened on.
+    """
+    launcher = LocalLauncher()
+    context: Context = zmq.Context()
+    try:
+        heard: list[Callable[[bytes, bytes], None]] = []
+        try:
+            link = HostSocket(
+                context, address, curve_keys(shared, "host"), lambda *said: heard[0](*said)
+            )
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"--listen: cannot listen on {address}: {error}. Remedy: name an address of this host, such as "
+                "tcp://0.0.0.0:7700"
+            ) from error
+        server = HostServer(launcher, link.send, link.read, name=name)
+        heard.append(server.hear)
+        on_ready(link.address)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await server.close()
+            link.close()
+    finally:
+        launcher.close()
+        context.destroy()
