@@ -27,7 +27,7 @@ from vsched.memory import LedgerLine
 from vsched.policy import DRAFT_TOKENS_MAX, DraftingView
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, ModelInfo, SamplingDefaults, group_names
-from vsched.worker.capabilities import TakesAdapters, VerifiesDrafts
+from vsched.worker.capabilities import SwapsKv, TakesAdapters, VerifiesDrafts
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.memory import host_available, status_bytes
 from vsched.worker.profiling_run import StepLimits
@@ -62,6 +62,7 @@ def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInf
     check_parallel(config, info)
     arena_layout(config, info)
     _check_atoms(config, info)
+    _check_swapping(config, info)
     return msgspec.structs.replace(
         info,
         context_tokens=context_tokens(config, info),
@@ -165,6 +166,7 @@ def scheduler_limits(
         item_atomic=info.item_atomic,
         prompt_atomic=info.prompt_atomic,
         drafts=drafts,
+        swap_blocks=swap_blocks(config, info),
     )
 
 
@@ -211,6 +213,57 @@ def _check_atoms(config: Config, info: ModelInfo) -> None:
                 remedy=f"set it to {info.item_tokens_max + generate.slots}, or generate.slots lower",
             )
         )
+
+
+def _check_swapping(config: Config, info: ModelInfo) -> None:
+    """Check that ranks can swap KV blocks out, where there is room for them."""
+    generate = config.generate
+    plugin = load_worker(generate.plugin, path="generate.plugin")
+    if not swap_blocks(config, info):
+        return
+    if not (isinstance(plugin, SwapsKv) and plugin.swaps_kv(info, device=generate.device)):
+        raise ConfigError(
+            limit_message(
+                f"generate.swap_memory: the ranks of {generate.plugin} cannot swap KV blocks of model_type "
+                f"{info.family!r} on {generate.device}",
+                value=generate.swap_memory,
+                limit="0",
+                remedy="set it to 0, or leave it out: preempted requests are recomputed",
+            )
+        )
+
+
+def swap_blocks(config: Config, info: ModelInfo) -> int:
+    """Return the places for KV blocks in the host memory of each rank.
+
+    Raises:
+        ConfigError: When there are to be some, and a sequence has more than its KV.
+    """
+    generate = config.generate
+    size = size_bytes(generate.swap_memory, path="generate.swap_memory")
+    if not size:
+        return 0
+    if info.state_bytes:
+        raise ConfigError(
+            limit_message(
+                f"generate.swap_memory: layers of model_type {info.family!r} keep a state, and without it KV blocks "
+                "that come back are of no use",
+                value=generate.swap_memory,
+                limit="0",
+                remedy="set it to 0, or leave it out: preempted requests go on from snapshots",
+            )
+        )
+    block_bytes = generate.block_size * rank_kv_bytes_per_token(config, info)
+    if size < block_bytes:
+        raise ConfigError(
+            limit_message(
+                "generate.swap_memory: smaller than one KV block",
+                value=generate.swap_memory,
+                limit=f"at least {block_bytes} bytes for this checkpoint",
+                remedy="raise it, or set it to 0 for none",
+            )
+        )
+    return size // block_bytes
 
 
 def adapter_table(
@@ -343,6 +396,7 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
             context_tokens=context_tokens(config, info),
             block_size=section.block_size,
             state_snapshots=state_snapshots(config, info),
+            swap_blocks=swap_blocks(config, info),
         ),
         pixels_max=_pixels_max(config),
     )
@@ -459,6 +513,7 @@ def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> 
     ]
     encoders = group_names("encode", config.encode.replicas)
     generators = group_names("generate", config.generate.replicas)
+    more = [*(host if encoders else []), *_swap_lines(config, info)]
     beside = encoders if config.placement == "together" else [""] * len(generators)
     return Sizing(
         policies.memory,
@@ -472,10 +527,22 @@ def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> 
         ),
         encode=dict.fromkeys(encoders, config.encode.tensor_parallel),
         generate=dict(zip(generators, beside, strict=True)),
-        more=host if encoders else [],
+        more=more,
         pausing=config.encode_pauses,
         host_free=host_available,
     )
+
+
+def _swap_lines(config: Config, info: ModelInfo) -> list[LedgerLine]:
+    """Return what each generate rank has of the host's memory for blocks that are swapped out."""
+    places = swap_blocks(config, info)
+    size = places * config.generate.block_size * rank_kv_bytes_per_token(config, info)
+    return [
+        LedgerLine("host", f"{name} rank {rank}", "swap", size)
+        for name in group_names("generate", config.generate.replicas)
+        for rank in range(config.generate.tensor_parallel)
+        if places
+    ]
 
 
 def memory_in_use(
@@ -499,6 +566,8 @@ def memory_in_use(
         "arena": 0,
         "image preprocessing": 0,
     }
+    if swap_blocks(config, info):
+        used["swap"] = generate["swap_blocks_held"] * block_bytes
     if info.state_bytes:
         used["state"] = (generate["prefilling"] + generate["decoding"]) * info.state_bytes
     if media is not None:

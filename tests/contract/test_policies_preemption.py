@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vsched.policy import PreemptionView, RunningView
+from vsched.policy import Preemption, PreemptionView, RunningView
 from vsched_policies.preemption import Cheapest, Youngest
 
 
@@ -18,7 +18,8 @@ def running(*tokens: int, blocks: int = 1) -> PreemptionView:
 
 
 def test_youngest_takes_the_last() -> None:
-    assert Youngest().victim(running(5, 1, 9)) == 2
+    assert Youngest().victim(running(5, 1, 9)) == Preemption(2)
+    assert Youngest(manner="swap").victim(running(5, 1, 9)) == Preemption(2, "swap")
 
 
 @pytest.mark.parametrize(
@@ -28,4 +29,6 @@ def test_youngest_takes_the_last() -> None:
 def test_cheapest_takes_the_fewest_tokens_of_several_the_youngest(
     tokens: tuple[int, ...], victim: int
 ) -> None:
-    assert Cheapest().victim(running(*tokens)) == victim
+    assert Cheapest().victim(running(*tokens)) == Preemption(victim)
+    swapping = Cheapest(manner="swap")
+    assert swapping.victim(running(*tokens)) == Preemption(victim, "swap")

@@ -162,6 +162,7 @@ def held(engine: Engine) -> dict[str, int]:
         "waiting": now["waiting"],
         "blocks_held": generate["blocks_held"],
         "preempted": generate["preempted"],
+        "swap_blocks_held": generate["swap_blocks_held"],
         "waiting_items": encode["waiting_items"],
         "pixel_bytes": media["pixels"]["bytes_held"],
         "preparing": media["preparing"],

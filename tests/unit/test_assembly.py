@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.unit.rank.fake_plugin import LAYOUT, model_info
+from tests.unit.rank.fake_plugin import LAYOUT, FakePlugin, model_info
 from vsched.assembly import (
     arena_layout,
     as_served,
     check_parallel,
+    inspect_checkpoint,
     kv_sizing,
     leader_deadlines,
     memory_in_use,
+    rank_kv_bytes_per_token,
     rank_spec,
     scheduler_limits,
     worker_group_plans,
@@ -237,3 +240,60 @@ def test_parallel_sizes_are_checked_before_any_process(monkeypatch: pytest.Monke
     with pytest.raises(CheckpointError, match="3 heads"):
         check_parallel(config_of("generate.tensor_parallel=2"), INFO)
     assert plugin.asked == [("encode", 3), ("generate", 2)]
+
+
+@pytest.mark.parametrize("sets", [(), TWO_BY_TWO])
+def test_swap_memory_is_places_for_blocks_of_each_rank(sets: tuple[str, ...]) -> None:
+    """Kernel and ranks count the same places, and the ledger has a line for each rank, in the host's memory."""
+    config = config_of("generate.swap_memory=1MiB", *sets)
+    policies, replicas = resolve_policies(config), config.generate.replicas
+    block_bytes = config.generate.block_size * rank_kv_bytes_per_token(config, INFO)
+    places = (1 << 20) // block_bytes
+    assert places > 0
+    assert scheduler_limits(config, INFO, policies, blocks=9).swap_blocks == places
+    plan = worker_group_plans(config, INFO, policies)[-1]
+    assert plan.generate is not None
+    assert plan.generate.limits.swap_blocks == places
+    lines = [line for line in kv_sizing(config, INFO, policies)._more if line.line == "swap"]
+    assert [line.bytes for line in lines] == [places * block_bytes] * replicas**2
+    assert {line.pool for line in lines} == {"host"}
+    assert len({line.owner for line in lines}) == len(lines)
+
+
+def test_swap_memory_is_none_by_default() -> None:
+    config = config_of()
+    policies = resolve_policies(config)
+    assert scheduler_limits(config, INFO, policies, blocks=9).swap_blocks == 0
+    assert not [line for line in kv_sizing(config, INFO, policies)._more if line.line == "swap"]
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "message"),
+    [
+        ("1", {}, "smaller than one KV block"),
+        ("1GiB", {"state_bytes": 9}, "keep a state"),
+        ("much", {}, "not a size"),
+    ],
+)
+def test_swap_memory_that_is_of_no_use_is_refused(
+    size: str, changes: dict[str, int], message: str
+) -> None:
+    config, info = (
+        config_of(f"generate.swap_memory={size}"),
+        msgspec.structs.replace(INFO, **changes),
+    )
+    with pytest.raises(ConfigError, match=rf"generate\.swap_memory.*{message}"):
+        scheduler_limits(config, info, resolve_policies(config), blocks=9)
+
+
+def test_swap_memory_of_a_plugin_that_cannot_swap_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is never asked to; where nothing is set aside, it is served."""
+    plugin = FakePlugin()
+    monkeypatch.setattr("vsched.assembly.load_worker", lambda *_, **__: plugin)
+    monkeypatch.setattr(plugin, "inspect", lambda *_, **__: INFO, raising=False)
+    for size, refused in (("0", False), ("1GiB", True)):
+        config = config_of(f"generate.swap_memory={size}", "model.path=x")
+        with pytest.raises(ConfigError, match="cannot swap") if refused else nullcontext():
+            inspect_checkpoint(config, resolve_policies(config))

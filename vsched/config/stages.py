@@ -167,6 +167,13 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
         bool,
         Meta(description="Whether KV blocks of finished requests are kept for later prompts."),
     ] = True
+    swap_memory: Annotated[
+        Size,
+        Meta(
+            description="Host memory of each rank for KV blocks of preempted requests, as in `4GiB`, where "
+            "`generate.preemption` swaps them; 0 for none. It is beside `generate.memory_limit`. See docs/swapping.md."
+        ),
+    ] = 0
     state_snapshots: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(
@@ -181,7 +188,11 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
         default_factory=partial(dict, use="auto-profile")
     )
     preemption: Annotated[
-        PolicyTable, Meta(description="Which request is preempted when KV blocks run out.")
+        PolicyTable,
+        Meta(
+            description="Which request is preempted when KV blocks run out, and whether it is recomputed "
+            "or swapped to host memory."
+        ),
     ] = msgspec.field(default_factory=partial(dict, use="youngest"))
     eviction: Annotated[
         PolicyTable, Meta(description="Which cached prefix blocks are evicted.")

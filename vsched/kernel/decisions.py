@@ -95,6 +95,11 @@ class SwapCopies(msgspec.Struct, frozen=True, array_like=True):
     out: list[int]
     back: list[int]
 
+    @property
+    def blocks(self) -> int:
+        """Copies, of a block each."""
+        return (len(self.out) + len(self.back)) // 2
+
 
 class GenerateDecision(msgspec.Struct, frozen=True, array_like=True, tag="g"):
     """One step of the generate group.

@@ -21,6 +21,7 @@ LineName = Literal[
     "image preprocessing",
     "kv",
     "state",
+    "swap",
     "captured graphs",
     "headroom",
     "peers",

@@ -59,6 +59,6 @@ class HostShares:
         if not self._sharing:
             return ""
         return (
-            f" The host has {size_text(self._free_bytes)} free, and keeps {size_text(self._kept_bytes)} for images "
-            f"and encoders: {', '.join(self._sharing)} may take {size_text(self._share_bytes)} each."
+            f" The host has {size_text(self._free_bytes)} free, and keeps {size_text(self._kept_bytes)} for images, "
+            f"encoders and swapped blocks: {', '.join(self._sharing)} may take {size_text(self._share_bytes)} each."
         )

@@ -48,6 +48,37 @@ class _Generator:
         self.decoding: set[int] = set()
         self.lengths: dict[int, int] = {}
         self.out: deque[tuple[int, list[int]]] = deque()
+        self.places: dict[int, tuple[int, int]] = {}
+
+    def swap_out(self, decision: GenerateDecision) -> None:
+        """Blocks are copied out: those of requests that leave their slots in this decision, and come back."""
+        leaving = {
+            block: (leave.number, index)
+            for leave in decision.left
+            if leave.keep
+            for index, block in enumerate(self.slots[leave.slot][1])
+            if self.holders[block] == 1
+        }
+        assert decision.swaps is not None
+        out = decision.swaps.out
+        for block, place in zip(out[::2], out[1::2], strict=True):
+            assert block in leaving, f"block {block} is swapped out, and is not given up"
+            self.places[place] = leaving[block]
+
+    def swap_in(self, decision: GenerateDecision) -> None:
+        """Blocks are copied back: to requests that join, each to where it was in the sequence."""
+        joined = {
+            block: (join.number, index)
+            for join in decision.joined
+            for index, block in enumerate(join.blocks)
+            if self.holders[block] == 1
+        }
+        assert decision.swaps is not None
+        back = decision.swaps.back
+        for place, block in zip(back[::2], back[1::2], strict=True):
+            assert self.places.pop(place, None) == joined.get(block), (
+                f"block {block} gets what place {place} holds, which is another's"
+            )
 
     def release(self, slot: int, number: int) -> None:
         held, blocks = self.slots.pop(slot)
@@ -62,6 +93,7 @@ class Oracles:
 
     - no block is given to two requests, unless both read it as a cached prefix; no page to two images; nothing is
       written while a step reads it, and a step reads what was written for the images of its requests;
+    - a block is swapped out by who gives it up alone, and swapped in for whom and where it was;
     - a step has at most its tokens, slots, images and image tokens;
     - every accepted request gets one terminal reply, and a refused one no other;
     - under `fifo`, no request joins before an older one of the same waiting queue;
@@ -210,10 +242,14 @@ class Oracles:
     def _check_step(self, group: str, decision: GenerateDecision) -> None:
         limits, own = self._limits, self._generators[group]
         holders = own.holders
+        if decision.swaps is not None:
+            own.swap_out(decision)
         for leave in decision.left:
             own.release(leave.slot, leave.number)
         for join in decision.joined:
             self._join(own, join)
+        if decision.swaps is not None:
+            own.swap_in(decision)
         grown = decision.grown
         for slot, block in zip(grown[::2], grown[1::2], strict=True):
             assert holders[block] == 0, f"block {block} grows in slot {slot}, and is held already"

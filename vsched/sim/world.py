@@ -43,6 +43,10 @@ class StepCosts(Protocol):
         """Return the time of a generator step."""
         ...
 
+    def swap_ns(self, size: int) -> float:
+        """Return the time of copying so many bytes of KV blocks to host memory, or back."""
+        ...
+
 
 QUICK = CostModel(
     name="quick",

@@ -73,6 +73,33 @@ class FrugalSteps(Protocol):
 
 
 @runtime_checkable
+class SwapsBlocks(Protocol):
+    """A generate worker that can copy KV blocks to host memory of its own, and back; see `SwapsKv`."""
+
+    def build_swap(self, blocks: int) -> None:
+        """Set host memory aside for so many blocks of the KV cache that stands; it comes with no later one.
+
+        Raises:
+            DeviceOutOfMemory: When the host has not as much.
+        """
+        ...
+
+    def swap(self, out: npt.NDArray[np.int32], back: npt.NDArray[np.int32]) -> None:
+        """Copy blocks to places, then places to blocks; called between two steps.
+
+        Shape: int32 [copies, 2]; of `out` the block and the place, of `back` the place and the block. No place of `out`
+        and no block of `back` is there twice; a block may be in both.
+
+        Order: a copy out reads what all steps before have written, and a step after this call finds what was copied
+        back. The call may return before, as long as no later step writes to a block that is still read.
+
+        Raises:
+            DeviceOutOfMemory: When the device's memory ran out.
+        """
+        ...
+
+
+@runtime_checkable
 class CollectiveWorker(Protocol):
     """A worker that shares its model with other ranks, and can tell them that it has failed."""
 
@@ -345,6 +372,15 @@ class VerifiesDrafts(Protocol):
 
     def verifies_drafts(self, info: ModelInfo, *, device: str) -> bool:
         """Return whether they can, for this model on a device; not where layers keep a state: no row takes it back."""
+        ...
+
+
+@runtime_checkable
+class SwapsKv(Protocol):
+    """A plug-in whose generate workers may be `SwapsBlocks`; another is never asked to swap."""
+
+    def swaps_kv(self, info: ModelInfo, *, device: str) -> bool:
+        """Return whether they are, for this model on a device; not where layers keep a state beside KV."""
         ...
 
 

@@ -16,11 +16,12 @@ from vsched.kernel.decisions import (
     Join,
     Leave,
     RequestData,
+    SwapCopies,
 )
 from vsched.kernel.events import Drafted, Finished
 from vsched.types import FinishReason
 from vsched.wire import GenerateResult, PromptPiece, SlotLogprob
-from vsched.worker.capabilities import Grammars
+from vsched.worker.capabilities import Grammars, SwapsBlocks
 from vsched.worker.contract import (
     Batch,
     Chunk,
@@ -53,11 +54,14 @@ class GenerateRank:
         block_size: int,
         keeps_state: bool = False,
         grammars: Grammars | None = None,
+        swap_blocks: int = 0,
     ) -> None:
         """Start with empty slots; with `keeps_state`, KV blocks are not all that a worker needs to go on from.
 
-        `grammars` compile those of requests, where the engine accepts any.
+        `grammars` compile those of requests, where the engine accepts any. `swap_blocks` are the places that the worker
+        has for blocks in host memory.
         """
+        self._swap_blocks = swap_blocks
         self._grammars = grammars
         self._keeps_state = keeps_state
         self._restored: list[tuple[int, int]] = []
@@ -85,6 +89,8 @@ class GenerateRank:
             RankDesync: When the decision does not fit what this rank holds.
             DeviceOutOfMemory: From the worker.
         """
+        if decision.swaps is not None:
+            self._swap(decision.swaps)
         for leave in decision.left:
             self._leave(leave)
         for number in decision.forgotten:
@@ -107,6 +113,16 @@ class GenerateRank:
                 _mask(sequence)
 
     # --- what changes ---
+
+    def _swap(self, swaps: SwapCopies) -> None:
+        out = np.asarray(swaps.out, np.int32).reshape(-1, 2)
+        back = np.asarray(swaps.back, np.int32).reshape(-1, 2)
+        most = max(out[:, 1].max(initial=-1), back[:, 0].max(initial=-1))
+        if most >= self._swap_blocks or not isinstance(self._worker, SwapsBlocks):
+            raise RankDesync(
+                f"a block is swapped to or from place {most}, and this rank has {self._swap_blocks}"
+            )
+        self._worker.swap(out, back)
 
     def _leave(self, leave: Leave) -> None:
         sequence = self._in_slot.pop(leave.slot, None)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vsched.errors import ConfigError, RankDesync
 from vsched.types import Extent
 from vsched.wire import AcceptKv, Heartbeat, Loaded, Ready, Reserved, SizeKv
-from vsched.worker.capabilities import ConstrainsOutput, Grammars, ServesAdapters
+from vsched.worker.capabilities import ConstrainsOutput, Grammars, ServesAdapters, SwapsBlocks
 from vsched.worker.contract import EncodeWorker, GenerateWorker, WorkerSettings
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
@@ -149,6 +149,8 @@ class RankLoading(Generic[Link]):
         adapters: dict[str, int],
         blocks: int,
     ) -> None:
+        if limits.swap_blocks:
+            _build_swap(worker, limits.swap_blocks)
         rank = GenerateRank(
             worker,
             self._arena.embeddings,
@@ -157,11 +159,15 @@ class RankLoading(Generic[Link]):
             block_size=limits.block_size,
             keeps_state=self._spec.info.state_bytes > 0,
             grammars=grammars,
+            swap_blocks=limits.swap_blocks,
         )
         member.executor = GenerateExecutor(worker, rank)
         kv_bytes = blocks * limits.block_size * self._spec.info.kv_bytes_per_token
         memory = {"weights": worker.weights_bytes, "kv": kv_bytes, **adapters}
         memory |= self._host.memory()
+        if limits.swap_blocks:
+            block_bytes = limits.block_size * self._spec.info.kv_bytes_per_token
+            memory["swap"] = limits.swap_blocks * block_bytes
         if self._spec.info.state_bytes:
             count = limits.slots + limits.state_snapshots
             memory["state"] = count * self._spec.info.state_bytes
@@ -172,6 +178,19 @@ class RankLoading(Generic[Link]):
         self.orders = None
         for member, report in zip(self._members, self._ready, strict=True):
             member.report(report)
+
+
+def _build_swap(worker: GenerateWorker, blocks: int) -> None:
+    """Have a worker set host memory aside for blocks that are swapped out.
+
+    Raises:
+        ConfigError: When it cannot swap.
+    """
+    if not isinstance(worker, SwapsBlocks):
+        raise ConfigError(
+            f"generate.swap_memory: workers such as {type(worker).__name__} swap nothing. Remedy: set it to 0."
+        )
+    worker.build_swap(blocks)
 
 
 def _adapter_memory(

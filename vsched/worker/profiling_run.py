@@ -58,7 +58,8 @@ _OUTPUTS = 3
 class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The most that the kernel asks of a step; the names are those of its sizes.
 
-    `state_snapshots` are places for states beside those of the slots, which no step asks anything of.
+    `state_snapshots` are places for states beside those of the slots, and `swap_blocks` places for blocks in host
+    memory, which no step asks anything of.
     """
 
     slots: int
@@ -67,6 +68,7 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     block_size: int
     state_snapshots: int = 0
+    swap_blocks: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_tokens < self.slots:

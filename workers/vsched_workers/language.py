@@ -56,6 +56,7 @@ from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import choose_tokens
 from vsched_workers.batching.step_rows import (
     PromptPositions,
+    mutual_spans,
     sampling_rows,
     special_rows,
 )
@@ -90,6 +91,7 @@ from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import cut_of, slice_module, sum_rows
 from vsched_workers.quantized.groups import check_groups
 from vsched_workers.quantized.schemes import scheme_of
+from vsched_workers.swapping import SwappingWorker
 
 if TYPE_CHECKING:
     from torch import nn
@@ -127,7 +129,7 @@ class LanguageModel:
     mutual: Callable[[SequenceState], Spans] | None = None
 
 
-class LanguageWorker(AdaptedWorker):
+class LanguageWorker(AdaptedWorker, SwappingWorker):
     """The language model of one rank."""
 
     def __init__(
@@ -154,7 +156,6 @@ class LanguageWorker(AdaptedWorker):
         self._group = group
         self._slots, self._snapshots = slots, snapshots
         self._memory = group.memory(backend.memory)
-        self._cache: KvCache | None = None
         self._attention: AttentionKernels | None = None
         self._captured: CapturedSteps | None = None
         experts = [each for each in self._model.modules() if isinstance(each, SharedExperts)]
@@ -213,7 +214,7 @@ class LanguageWorker(AdaptedWorker):
     def drop_kv(self) -> None:
         """Forget the KV cache and the attention kernels that read it."""
         self.drop_graphs()
-        self._cache = None
+        self._cache = self._swap_area = None
         self._attention = None
         if self._language.states is not None:
             self._language.states.drop()
@@ -548,7 +549,7 @@ def _load_any(
         first_layers=None if found.layers is None else found.layers.first,
         captures=False,
         states=found.states if info.state_bytes else None,
-        mutual=_mutual(info),
+        mutual=mutual_spans(info),
         adaptable=functools.partial(adaptable_module, model, cuts=ranks.cuts, only=found.adaptable),
     )
     return language, group
@@ -584,16 +585,3 @@ def _generic_backend(
             f"model.deterministic: {what} cannot do so. Remedy: set it to false{or_one_rank}."
         )
     return backend
-
-
-def _mutual(info: ModelInfo) -> Callable[[SequenceState], Spans] | None:
-    """Return what tells the spans of a sequence whose positions see each other."""
-    if info.prompt_atomic:
-        return lambda sequence: ((0, sequence.prompt_length),)
-    if info.item_atomic:
-        return lambda sequence: tuple(
-            span
-            for item in sequence.items
-            for span in item.spans or ((item.offset, item.offset + item.tokens),)
-        )
-    return None

@@ -132,6 +132,11 @@ class TransformersPlugin:
         """Return whether steps can run drafts: on a CPU, but for models that keep a state."""
         return device.startswith("cpu") and not info.state_bytes
 
+    def swaps_kv(self, info: ModelInfo, *, device: str) -> bool:
+        """Return whether KV blocks can be swapped to host memory: all that a sequence has is in them."""
+        del device
+        return not info.state_bytes
+
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> EncodeWorker:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from vsched.policy import PreemptionPolicy, PreemptionView
+from vsched.policy import Manner, Preemption, PreemptionPolicy, PreemptionView
 
 
 class Cheapest(PreemptionPolicy, frozen=True, kw_only=True):
     """Preempts the request with the fewest computed tokens: the least is computed again; of several the youngest.
 
-    A victim is always recomputed: the kernel has nowhere to swap its KV blocks to.
+    With `manner = "swap"` its KV blocks are swapped to host memory instead (`generate.swap_memory`): the fewest go.
     """
 
-    def victim(self, view: PreemptionView) -> int:
+    manner: Manner = "recompute"
+
+    def victim(self, view: PreemptionView) -> Preemption:
         """Return the last of those with the fewest tokens."""
-        return min(range(len(view.running)), key=lambda index: (view.running[index].tokens, -index))
+        running = view.running
+        index = min(range(len(running)), key=lambda index: (running[index].tokens, -index))
+        return Preemption(index, self.manner)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from vsched.policy import PreemptionPolicy, PreemptionView
+from vsched.policy import Manner, Preemption, PreemptionPolicy, PreemptionView
 
 
 class Youngest(PreemptionPolicy, frozen=True, kw_only=True):
-    """Preempts the request that joined last, so that those before it get done."""
+    """Preempts the request that joined last, so that those before it get done.
 
-    def victim(self, view: PreemptionView) -> int:
+    It is recomputed; with `manner = "swap"` its KV blocks are swapped to host memory (`generate.swap_memory`).
+    """
+
+    manner: Manner = "recompute"
+
+    def victim(self, view: PreemptionView) -> Preemption:
         """Return the last of the running requests."""
-        return len(view.running) - 1
+        return Preemption(len(view.running) - 1, self.manner)

@@ -448,7 +448,8 @@ class GenerateGroup(GroupViews):
             self._release_slot(state, keep=False)
         elif state.known:
             self._running.forget(state)
-        self._swap.drop(state.number)
+        if self._swap.drop(state.number):
+            probe("generate.swap_ended")
         if self._in_flight.drop_preempted(state.number):
             probe("generate.settling_ended")
         self._drop_load(state)
@@ -517,6 +518,8 @@ class GenerateGroup(GroupViews):
             self._cache.unpin(read.keys)
         if self._in_flight.preempted:
             probe("generate.lost_while_settling")
+        if self._swap:
+            probe("generate.lost_while_swapped")
         if self._quarantine.number:
             probe("generate.lost_in_quarantine")
         lost = self._running.in_order()

@@ -22,6 +22,7 @@ from vsched.kernel.decisions import SwapCopies
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import RequestState
+from vsched.probes import probe
 
 
 class SwappedOut(msgspec.Struct):
@@ -63,6 +64,10 @@ class SwapSpace:
         self._out: list[int] = []
         self._back: list[int] = []
 
+    def __len__(self) -> int:
+        """Return of how many requests something is kept."""
+        return len(self._kept)
+
     @property
     def free(self) -> int:
         """Places that are free."""
@@ -79,6 +84,7 @@ class SwapSpace:
         held = state.blocks[: -(-tokens // self._block_size)]
         first = pool.shared(held)
         if len(held) - first > len(self._free):
+            probe("generate.no_room_to_swap")
             return False
         at = len(self._free) - (len(held) - first)
         places = self._free[at:]
@@ -113,16 +119,17 @@ class SwapSpace:
         self._free += reversed(kept.places)
         return len(needed)
 
-    def drop(self, number: int) -> None:
-        """Keep nothing of a request any more, if anything was kept."""
+    def drop(self, number: int) -> bool:
+        """Keep nothing of a request any more; return whether anything was kept."""
         kept = self._kept.pop(number, None) if self._kept else None
         if kept is None:
-            return
+            return False
         self._free += reversed(kept.places)
         if self._out:  # perhaps its own, and its places may be another's in the same decision
             gone, out = set(kept.places), self._out
             pairs = zip(out[::2], out[1::2], strict=True)
             self._out = [one for pair in pairs if pair[1] not in gone for one in pair]
+        return True
 
     def take_copies(self) -> SwapCopies:
         """Return the copies that the next decision orders."""

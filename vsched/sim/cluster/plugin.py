@@ -156,6 +156,11 @@ class SimulatedPlugin:
         del device
         return not info.state_bytes
 
+    def swaps_kv(self, info: ModelInfo, *, device: str) -> bool:
+        """Return whether KV is all that a sequence has."""
+        del device
+        return not info.state_bytes
+
     def keep_adapter(self, info: ModelInfo, path: str, kept: str, *, rank_max: int) -> AdapterFacts:
         """Keep nothing: an adapter is no more than its number."""
         del info, path, kept

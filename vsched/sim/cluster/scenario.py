@@ -16,7 +16,7 @@ from vsched.config.policies import check_combinations, check_together
 from vsched.sim.cluster.client_sessions import adapter_name
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
 from vsched.sim.cluster.operators import Operation, draw_adapter_changes, draw_operations
-from vsched.sim.cluster.plugin import SEEN_TOKENS_MAX, SEES_IMAGES
+from vsched.sim.cluster.plugin import SEEN_TOKENS_MAX, SEES_IMAGES, plugin
 from vsched.sim.cluster.pressure import draw_patterns, press_arrivals, press_config
 from vsched.sim.cost.model import CostModel
 from vsched.sim.faults.plan import (
@@ -106,7 +106,23 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
         return msgspec.structs.replace(drawn, answers_max=3)
     if seed % 10 == 9:
         return _with_adapters(drawn)
+    if seed % 10 == 1:
+        return _with_swapping(drawn)
     return drawn
+
+
+def _with_swapping(drawn: Scenario) -> Scenario:
+    """Have preempted requests swapped out, with room for all, for some, or for hardly any."""
+    generate, info = drawn.config.generate, plugin.inspect("", dtype="", item_tokens_max=0)
+    places = random.Random(f"swap {drawn.seed}").choice([3, 12, 200])  # noqa: S311
+    generate = msgspec.structs.replace(
+        generate,
+        swap_memory=places * generate.block_size * info.kv_bytes_per_token,
+        preemption={**generate.preemption, "manner": "swap"},
+    )
+    return msgspec.structs.replace(
+        drawn, config=msgspec.structs.replace(drawn.config, generate=generate)
+    )
 
 
 def _with_adapters(drawn: Scenario) -> Scenario:

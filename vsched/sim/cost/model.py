@@ -62,6 +62,7 @@ class HostCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             and more of them are at work: those of ranks, and the engine's with its threads. Empty where they do not
             slow each other down.
         cold: How many times as long a step takes that begins on ranks which had nothing to do: their caches are cold.
+        swap_byte_ns: Copying a byte of a KV block to host memory, or back.
     """
 
     decision_ns: Nanoseconds = 0.0
@@ -72,6 +73,7 @@ class HostCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pixel_ns: Nanoseconds = 0.0
     contention: tuple[Annotated[float, Meta(ge=1)], ...] = ()
     cold: Annotated[float, Meta(ge=1)] = 1.0
+    swap_byte_ns: Nanoseconds = 0.25
 
 
 class FitError(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +152,10 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             + cost.prefill_ns * prefill
             + cost.pair_ns * pairs
         )
+
+    def swap_ns(self, size: int) -> float:
+        """Return the time of copying so many bytes of KV blocks to host memory, or back."""
+        return self.host.swap_byte_ns * size
 
     def image_ns(self, tokens: int) -> float:
         """Return the time to decode and process an image of this number of tokens."""

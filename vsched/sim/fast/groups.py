@@ -201,6 +201,7 @@ class TimedGenerateGroup(SimulatedGroup):
         slots: int,
         live_requests: Mapping[int, LiveRequest],
         itl: Sketch,
+        block_bytes: int = 0,
         exact_tokens: bool = False,
     ) -> None:
         """Prepare an empty group.
@@ -215,6 +216,7 @@ class TimedGenerateGroup(SimulatedGroup):
         self._live_requests = live_requests
         self._itl = itl
         self._exact_tokens = exact_tokens
+        self._block_bytes = block_bytes
         self._tokens = array("i", [OUTPUT_TOKEN]) * slots
         costs = cost.generate
         self._costs = costs.step_ns, costs.decode_ns, costs.context_ns
@@ -240,7 +242,9 @@ class TimedGenerateGroup(SimulatedGroup):
     def _start(self, decision: Decision) -> float:
         assert isinstance(decision, GenerateDecision)
         step = decision.step
-        prefill_ns = 0.0
+        prefill_ns = swap_ns = 0.0
+        if decision.swaps is not None:
+            swap_ns = self._cost.swap_ns(self._block_bytes * decision.swaps.blocks)
         if decision.left:
             for leave in decision.left:
                 self._leave(self._slots.pop(leave.slot))
@@ -253,8 +257,8 @@ class TimedGenerateGroup(SimulatedGroup):
         if decision.chunks:
             prefill_ns = self._prefill(decision)
         elif not yielding:
-            return EMPTY_STEP_NS  # all requests finished in the step before
-        return step_ns + decode_ns * yielding + context_ns * context + prefill_ns
+            return EMPTY_STEP_NS + swap_ns  # all requests finished in the step before
+        return step_ns + decode_ns * yielding + context_ns * context + prefill_ns + swap_ns
 
     def _prefill(self, decision: GenerateDecision) -> float:
         """Take the chunks of a step; return their time."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from vsched.assembly import rank_kv_bytes_per_token
 from vsched.errors import VschedError
 from vsched.failures import LostTooOften, Simulated
 from vsched.kernel import Scheduler
@@ -129,6 +130,9 @@ class Simulation:
 
     def _make_groups(self, *, exact_tokens: bool) -> None:
         limits, cost = self.setup.limits, self._cost
+        block_bytes = limits.block_size * rank_kv_bytes_per_token(
+            self.setup.config, self.setup.info
+        )
         encoders = group_names("encode", limits.encoders)
         generators = group_names("generate", limits.generators)
         together = self.setup.config.placement == "together"
@@ -146,6 +150,7 @@ class Simulation:
                 slots=limits.slots,
                 live_requests=self.live_requests,
                 itl=self.collector.itl,
+                block_bytes=block_bytes,
                 exact_tokens=exact_tokens,
             )
             for name in generators

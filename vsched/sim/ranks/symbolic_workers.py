@@ -197,6 +197,8 @@ class SymbolicGenerator(StandInGenerator):
         if settings.adapters:
             process.memory.allocate(self.adapter_bytes)
         self._blocks: npt.NDArray[np.uint64] = np.zeros((0, 1), np.uint64)
+        self._places = self._blocks
+        self._block_bytes = 0
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         """Allocate a KV cache."""
@@ -206,6 +208,21 @@ class SymbolicGenerator(StandInGenerator):
             raise DeviceOutOfMemory(f"injected: no memory for a KV cache of {blocks} blocks")
         super().build_kv(blocks=blocks, block_size=block_size, touch=touch)
         self._blocks = np.zeros((blocks, block_size), np.uint64)
+        self._block_bytes = block_size * self._kv_bytes_per_token
+
+    def build_swap(self, blocks: int) -> None:
+        """Set places aside."""
+        self._process.spend(self._world.delays.build_ns)
+        if not self._process.has_memory("generate", "load"):
+            raise DeviceOutOfMemory(f"injected: the host has no memory for {blocks} blocks")
+        self._places = np.zeros((blocks, self._blocks.shape[1]), np.uint64)
+
+    def swap(self, out: npt.NDArray[np.int32], back: npt.NDArray[np.int32]) -> None:
+        """Copy blocks to places and back; a place is empty when it was read."""
+        self._process.spend(self._world.costs.swap_ns((len(out) + len(back)) * self._block_bytes))
+        self._places[out[:, 1]] = self._blocks[out[:, 0]]
+        self._blocks[back[:, 1]] = self._places[back[:, 0]]
+        self._places[back[:, 0]] = 0
 
     @property
     def adapter_bytes(self) -> int:

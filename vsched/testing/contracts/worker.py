@@ -23,7 +23,7 @@ from vsched.testing.contracts.worker_schedules import (
 )
 from vsched.types import ArraySpec, Extent, ModelInfo, SamplingParams
 from vsched.wire import Paused, RankReport, SizeKv
-from vsched.worker.capabilities import can_pause
+from vsched.worker.capabilities import SwapsBlocks, SwapsKv, can_pause
 from vsched.worker.contract import (
     Arrays,
     EncodeJob,
@@ -175,6 +175,12 @@ class _WorkerBench:
         _check_memory(self.generator, info, self._load(), self.blocks)
         # As a group that comes back: what was proved before is built without touching it.
         self.generator.build_kv(blocks=self.blocks, block_size=block_size, touch=False)
+        self.swap_blocks = 0
+        if isinstance(plugin, SwapsKv) and plugin.swaps_kv(info, device=settings.device):
+            demand_members(self.generator, SwapsBlocks, who="what `load_generator` returns")
+            assert isinstance(self.generator, SwapsBlocks)
+            self.swap_blocks = self.blocks // 2
+            self.generator.build_swap(self.swap_blocks)
 
     def _load(self) -> StepLimits:
         return StepLimits(
@@ -198,6 +204,7 @@ class _WorkerBench:
             blocks=self.blocks,
             block_size=self.block_size,
             vocabulary=self.info.vocab_size,
+            swap_blocks=self.swap_blocks,
         )
         asks = self._draw(rng)
         expected = [run_alone(place, ask, next(self.numbers)) for ask in asks]

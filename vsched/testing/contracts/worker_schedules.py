@@ -1,8 +1,8 @@
 """Random schedules for a generate worker: decisions of its rank, as the kernel might make them, over random requests.
 
 A schedule is carried out by `GenerateRank`, as in production. It cuts prompts anywhere, mixes prefill with decode,
-preempts requests and lets them return, shares the blocks of common prefixes, hands the blocks of those that left to
-others, and decides one step ahead of the results.
+preempts requests and lets them return, recomputed or, where the worker can, swapped, shares the blocks of common
+prefixes, hands the blocks of those that left to others, and decides one step ahead of the results.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from vsched.kernel.decisions import (
     Join,
     Leave,
     RequestData,
+    SwapCopies,
 )
 from vsched.testing.contracts.base import demand
 from vsched.types import ItemPlace, SamplingParams
 from vsched.wire import GenerateResult
+from vsched.worker.capabilities import SwapsBlocks
 from vsched.worker.contract import Batch, GenerateWorker, ImagePlan, Sampled
 from vsched.worker.generate_rank import GenerateRank
 
@@ -54,6 +56,7 @@ class Place:
     Attributes:
         plans: The images that there are.
         pages: The pages of each of them.
+        swap_blocks: Places that the worker has for blocks in host memory.
     """
 
     worker: GenerateWorker
@@ -64,6 +67,7 @@ class Place:
     blocks: int
     block_size: int
     vocabulary: int
+    swap_blocks: int = 0
 
 
 @dataclass
@@ -73,6 +77,7 @@ class _Request:
     Attributes:
         planned: Tokens once everything decided is carried out, were it not to end before.
         computed: Positions whose KV is computed by then.
+        places: Where its blocks are while it is swapped out, and `kept` how many positions those are.
     """
 
     ask: ScheduledRequest
@@ -87,6 +92,8 @@ class _Request:
     known_to_rank: bool = False
     returns_at: int = 0
     preemptions: int = 0
+    places: list[int] = field(default_factory=list)
+    kept: int = 0
 
     def content(self, length: int) -> list[tuple[int, int]]:
         """Return what stands at the first positions: tokens, and which image."""
@@ -110,6 +117,9 @@ class Watched:
         self.drop_graphs = worker.drop_graphs
         self.drop_kv = worker.drop_kv
         self.prepare = worker.prepare
+        if isinstance(worker, SwapsBlocks):
+            self.build_swap = worker.build_swap
+            self.swap = worker.swap
 
     def step(self, batch: Batch) -> Sampled:
         """Run a step."""
@@ -183,6 +193,9 @@ class Schedule:
         self._step = 0
         self._free_slots = rng.sample(range(place.slots), place.slots)
         self._uses: Counter[int] = Counter()
+        self._free_places = rng.sample(range(place.swap_blocks), place.swap_blocks)
+        self._out: list[int] = []
+        self._back: list[int] = []
         self._context = max(one.ask.length_max for one in requests)
         # No more than can be in use, so that what a block held before it is soon another's.
         most = min(place.slots, len(requests)) * -(-self._context // place.block_size)
@@ -193,6 +206,7 @@ class Schedule:
             slots=place.slots,
             context_tokens=self._context,
             block_size=place.block_size,
+            swap_blocks=place.swap_blocks,
         )
 
     def run(self) -> list[list[int]]:
@@ -228,7 +242,10 @@ class Schedule:
                 forgotten.append(one.number)
         joined = self._let_in()
         grown = self._grow()
-        decision = GenerateDecision(self._step, forgotten, left, joined, grown, self._cut())
+        swaps = SwapCopies(self._out, self._back) if self._out or self._back else None
+        self._out, self._back = [], []
+        chunks = self._cut()
+        decision = GenerateDecision(self._step, forgotten, left, joined, grown, chunks, swaps=swaps)
         if sum(one.decoding for one in self._requests) > 1:
             self.events["steps with several decodes"] += 1
         return decision
@@ -248,6 +265,8 @@ class Schedule:
             keep = not one.finished and self._rng.random() < 0.7
             left.append(Leave(one.number, one.slot, keep))
             one.known_to_rank = keep
+            if keep and self._place.swap_blocks and self._rng.random() < 0.5:
+                self._swap_out(one)
             self._free_slots.append(one.slot)
             self._release(one.blocks)
             one.slot, one.blocks, one.decoding, one.computed = -1, [], False, 0
@@ -265,8 +284,9 @@ class Schedule:
                 continue
             one.slot = self._free_slots.pop(self._rng.randrange(len(self._free_slots)))
             one.planned = length = len(one.tokens)
-            one.blocks, one.computed = self._shared(one)
+            one.blocks, one.computed = ([], 0) if one.places else self._shared(one)
             self._cover(one, length)
+            self._swap_in(one)
             data = None if one.known_to_rank else self._data(one)
             one.known_to_rank = True
             joined.append(Join(one.number, one.slot, one.computed, length, list(one.blocks), data))
@@ -313,6 +333,28 @@ class Schedule:
             self._uses[block] = 1
             one.blocks.append(block)
         return max(new, 0)
+
+    def _swap_out(self, one: _Request) -> None:
+        """Copy what is computed of a request that leaves to places, if there are enough."""
+        blocks = one.blocks[: -(-one.computed // self._place.block_size)]
+        if not blocks or len(blocks) > len(self._free_places):
+            return
+        one.kept = one.computed
+        one.places = [self._free_places.pop() for _ in blocks]
+        for pair in zip(blocks, one.places, strict=True):
+            self._out += pair
+        self.events["swapped out"] += 1
+
+    def _swap_in(self, one: _Request) -> None:
+        """Copy what was swapped out to the blocks of a request that joins; it goes on behind it."""
+        if not one.places:
+            return
+        one.computed = min(one.kept, one.planned - 1)
+        count = -(-one.computed // self._place.block_size)
+        for pair in zip(one.places[:count], one.blocks[:count], strict=True):
+            self._back += pair
+        self._free_places += one.places
+        one.places = []
 
     def _release(self, blocks: Sequence[int]) -> None:
         for block in blocks:

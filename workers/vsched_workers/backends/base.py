@@ -22,6 +22,7 @@ from vsched.worker.memory import DeviceMemory
 from vsched_workers.adapters.sums import MakeSums, TorchSums
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep
 from vsched_workers.batching.sampling import SpecialRow, draw_in_numpy
+from vsched_workers.batching.swap_area import SwapArea
 from vsched_workers.parallel.rank_group import Collectives
 
 if TYPE_CHECKING:
@@ -197,6 +198,14 @@ class Backend(ABC):
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, touch: bool) -> torch.Tensor:
         """Allocate memory of the device that reads as zeros; with `touch`, the host hands all of it out now."""
+
+    def swap_area(self, cache: KvCache, blocks: int) -> SwapArea:
+        """Return places for blocks of a cache in host memory; by default, the cache is in that, too.
+
+        Raises:
+            DeviceOutOfMemory: When the host has not as much.
+        """
+        return SwapArea(cache, blocks)
 
     @abstractmethod
     def send(self, array: npt.NDArray[np.int64]) -> torch.Tensor:

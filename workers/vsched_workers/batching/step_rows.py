@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from vsched.worker.contract import Batch, Chunk
+from vsched.types import ModelInfo, Spans
+from vsched.worker.contract import Batch, Chunk, SequenceState
 from vsched_workers.batching.sampling import SpecialRow
 
 
@@ -64,3 +66,16 @@ def special_rows(batch: Batch) -> list[SpecialRow]:
         )
         for row, sequence in batch.special
     ]
+
+
+def mutual_spans(info: ModelInfo) -> Callable[[SequenceState], Spans] | None:
+    """Return what tells the spans of a sequence whose positions see each other; None where there are none."""
+    if info.prompt_atomic:
+        return lambda sequence: ((0, sequence.prompt_length),)
+    if info.item_atomic:
+        return lambda sequence: tuple(
+            span
+            for item in sequence.items
+            for span in item.spans or ((item.offset, item.offset + item.tokens),)
+        )
+    return None

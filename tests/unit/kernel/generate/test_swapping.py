@@ -236,10 +236,10 @@ def run_seed(seed: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 120, 10))
+@pytest.mark.parametrize("first", range(0, 120, 40))
 def test_swapping_keeps_every_promise_under_random_schedules(first: int) -> None:
     """With faults, aborts, drafts, shared prefixes and images, under any policy: nothing is lost, wrong or stuck."""
-    assert sum(map(run_seed, range(first, first + 10))) > 0
+    assert sum(map(run_seed, range(first, first + 40))) > 0
 
 
 class Mistake(NamedTuple):
@@ -266,8 +266,12 @@ MISTAKES = {
     "keeps a token that was not computed": Mistake(
         SwapSpace, "reach", ("len(state.tokens) - 1", "len(state.tokens)")
     ),
-    "keeps what ended": Mistake(GenerateGroup, "remove", ("self._swap.drop(state.number)", "pass")),
-    "keeps what moved": Mistake(GenerateGroup, "let_go", ("self._swap.drop(state.number)", "pass")),
+    "keeps what ended": Mistake(
+        GenerateGroup, "remove", ("self._swap.drop(state.number)", "False")
+    ),
+    "keeps what moved": Mistake(
+        GenerateGroup, "let_go", ("self._swap.drop(state.number)", "False")
+    ),
     "keeps what was lost": Mistake(
         GenerateGroup,
         "_reset",

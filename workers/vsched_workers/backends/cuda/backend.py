@@ -24,10 +24,12 @@ from vsched_workers.backends.cuda.copies import RowCopies
 from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
 from vsched_workers.backends.cuda.memory import CudaMemory
+from vsched_workers.backends.cuda.swapping import CudaSwapArea
 from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
 from vsched_workers.batching.device_sampling import StagedDraw
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
 from vsched_workers.batching.sampling import SpecialRow
+from vsched_workers.batching.swap_area import SwapArea
 
 if TYPE_CHECKING:
     from torch import nn
@@ -110,6 +112,9 @@ class CudaBackend(Backend):
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, touch: bool) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def swap_area(self, cache: KvCache, blocks: int) -> SwapArea:
+        return CudaSwapArea(cache, blocks, device=self.device)
 
     def send(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)

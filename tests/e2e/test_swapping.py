@@ -1,0 +1,45 @@
+"""Requests that are swapped to host memory and back get the tokens that they get undisturbed, also over a loss."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.asking import answers, mixed_asks
+from tests.e2e.conftest import assert_idle
+from tests.patience import until
+from vsched import Config, Engine
+
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
+
+SWAPPED = (
+    "generate.preemption.use=youngest",
+    "generate.preemption.manner=swap",
+    "generate.swap_memory=64MiB",
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_swapped_requests_get_the_tokens_of_generate(
+    ranks: int, configure: Callable[..., Config], expected: Callable[[str], list[list[int]]]
+) -> None:
+    """24 requests of 0 to 4 images, 8 at a time; then again, and a rank is killed while some are swapped out."""
+    config = configure("nano25", *SWAPPED, f"generate.tensor_parallel={ranks}")
+    wanted = expected("nano25")
+    async with Engine(config) as engine:
+        found = await answers(engine, mixed_asks(), at_once=8)
+        assert [each.token_ids for each in found] == wanted
+        counts = engine.statistics()["generate"]
+        assert 0 < counts["swapped_in"] <= counts["swapped_out"] <= counts["preemptions"]
+        asking = asyncio.create_task(answers(engine, mixed_asks(), at_once=8))
+        await until(lambda: engine.statistics()["generate"]["swapped"] > 0, "a request is swapped")
+        (group,) = [each for each in engine.groups() if each["name"] == "generate"]
+        os.kill(group["ranks"][-1]["pid"], signal.SIGKILL)
+        again = await asking
+        assert [each.token_ids for each in again] == wanted
+        assert engine.statistics()["generate"]["swapped_out"] > counts["swapped_out"]
+        await assert_idle(engine)
