@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.media.fakes import (
     BoundedPreprocessor,
     FakePreprocessor,
@@ -91,7 +92,9 @@ async def test_picture_processes_know_the_bounds(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(processes, "LARGE_BYTES", 0)
     arena = Arena.create(ArenaLayout(pixel_bytes=1 << 20, pages=0, page_rows=1, row_bytes=1))
     media = MediaPipeline(
-        BoundedPreprocessor(), PixelStore(arena.pixels, arena.fd), MediaSettings()
+        BoundedPreprocessor(),
+        PixelStore(arena.pixels, arena.fd),
+        MediaSettings(prepare_s=PATIENCE_S),  # imports take long on a busy machine
     )
     assert [item.tokens for item in await items(media, BoundedImage(URL, TWO), URL)] == [2, 8]
     media.close()
