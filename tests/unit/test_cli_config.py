@@ -84,6 +84,14 @@ def test_cli_policies_lists_names_fields_and_defaults() -> None:
         assert expected in output
 
 
+@pytest.mark.slow
+def test_cli_policies_show_tells_of_one_and_its_effect() -> None:
+    output = run("policies", "show", "fair-share")
+    for expected in ("admission: fair-share", "output_weight = 2", "VTC", "p95", "chat"):
+        assert expected in output
+    assert "compare with vsched simulate" in run("policies", "show", "round-robin")
+
+
 def test_cli_refusal_is_one_line_and_exit_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

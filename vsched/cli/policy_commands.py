@@ -1,19 +1,41 @@
-"""`vsched policies`: what is registered."""
+"""`vsched policies`: what is registered, what a policy decides, and what comes of it in the simulator."""
 
 from __future__ import annotations
 
+import inspect
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from vsched.cli import app
-from vsched.plugins import PolicyField, RegisteredPolicy, list_policies
+from vsched.errors import ConfigError
+from vsched.plugins import (
+    PolicyField,
+    RegisteredPolicy,
+    did_you_mean,
+    list_policies,
+    load_policy_class,
+)
+from vsched.terminal.options import PlotOption
+
+if TYPE_CHECKING:
+    from vsched.sim.fast.metrics import SimulationOutcome
+    from vsched.sim.gallery.cases import GalleryCase
 
 PIPE_COLUMNS = 160
 """Width of the table where there is no terminal to ask."""
 
+policies_app = typer.Typer(help="List the registered policies, or show what one does.")
+app.add_typer(policies_app, name="policies")
 
-@app.command()
-def policies() -> None:
-    """List the registered policies with their fields and defaults."""
+
+@policies_app.callback(invoke_without_command=True)
+def policies(context: typer.Context) -> None:
+    """List the registered policies with their fields and defaults, or show what one does."""
+    if context.invoked_subcommand is not None:
+        return
     from rich.console import Console
     from rich.table import Table
 
@@ -26,6 +48,87 @@ def policies() -> None:
         kind = policy.kind
         table.add_row(shown_kind, policy.name, _fields(policy), policy.error or policy.summary)
     Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, markup=False).print(table)
+
+
+@policies_app.command()
+def show(
+    name: Annotated[str, typer.Argument(help="Name of a policy, as `vsched policies` lists it.")],
+    plot: PlotOption = None,
+) -> None:
+    """Show what a policy decides, its fields, and its effect on a small workload in the simulator."""
+    found = [policy for policy in list_policies() if policy.name == name]
+    if not found:
+        idea = did_you_mean(name, [policy.name for policy in list_policies()])
+        raise ConfigError(
+            f"policies show {name}: no such policy; `vsched policies` lists them.{idea}"
+        )
+    drawn = False
+    for policy in found:
+        for line in _about(policy):
+            typer.echo(line)
+        drawn = _effect(policy, plot) or drawn
+    if plot is not None and not drawn:
+        raise ConfigError(f"--plot {plot}: no case of the gallery shows {name}")
+
+
+@policies_app.command()
+def gallery(
+    folder: Annotated[Path, typer.Argument(help="Folder for the figures; made if need be.")],
+    *,
+    traces: Annotated[
+        bool, typer.Option("--traces", help="Write the requests of each case as a trace, too.")
+    ] = False,
+) -> None:
+    """Draw the figures of docs/policies.md: every case of the gallery, in the simulator."""
+    from vsched.sim.gallery.cases import CASES, run_case
+    from vsched.sim.workload.traces import save_trace
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for case in CASES.values():
+        _draw(case, run_case(case), folder / f"policies-{case.name}.png")
+        if traces:
+            path = folder / f"policies-{case.name}.jsonl"
+            save_trace(case.workload(), path)
+            typer.echo(f"wrote {path}")
+
+
+def _effect(policy: RegisteredPolicy, plot: Path | None) -> bool:
+    """Print what comes of a policy, beside the other choices of its case; return whether there is one."""
+    from vsched.sim.gallery.cases import case_of, run_case
+    from vsched.sim.gallery.figures import lines_of
+
+    case = case_of(policy.kind, policy.name)
+    if case is None:
+        typer.echo("No case of the gallery shows its effect; compare with vsched simulate.")
+        return False
+    outcomes = run_case(case)
+    for line in lines_of(case, outcomes):
+        typer.echo(line)
+    if plot is not None:
+        _draw(case, outcomes, plot)
+    return True
+
+
+def _draw(case: GalleryCase, outcomes: list[SimulationOutcome], path: Path) -> None:
+    from vsched.sim.gallery.figures import draw_case
+
+    try:
+        draw_case(case, outcomes, path)
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: {error.name} is not installed. Remedy: pip install 'vsched[report]'"
+        ) from error
+    typer.echo(f"wrote {path}")
+
+
+def _about(policy: RegisteredPolicy) -> list[str]:
+    """Return the lines on what a policy is."""
+    if policy.error:
+        return [f"{policy.kind}: {policy.name} cannot be used: {policy.error}"]
+    cls = load_policy_class(policy.kind, policy.name)
+    lines = [f"{policy.kind}: {policy.name} ({policy.target})", "", inspect.getdoc(cls) or "", ""]
+    lines += [f"  {field.name} = {_default(field)}  ({field.type})" for field in policy.fields]
+    return [*lines, ""] if policy.fields else lines
 
 
 def _fields(policy: RegisteredPolicy) -> str:

@@ -22,6 +22,8 @@ SAMPLES_MAX = 1024
 SAMPLE_NS = 50_000_000
 """The first interval between samples."""
 CDF_POINTS = 200
+TENANTS_MAX = 16
+"""Tenants with figures of their own."""
 MS = 1e-6
 
 
@@ -99,6 +101,17 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms: float = 100.0
 
 
+class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one tenant's requests; see `SimulationFigures`."""
+
+    requests: int
+    finished: int
+    output_tokens: int
+    ttft_ms: TimeSpread
+    tpot_ms: TimeSpread
+    good_share: float
+
+
 class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one simulation.
 
@@ -114,6 +127,7 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
         embedding_hits: Share of embeddings asked for that were there, or on their way.
         failed: Requests that were refused or ended in an error, by code.
         encode_busy: Share of the span that encode groups worked; likewise `generate_busy`.
+        tenants: By tenant, the first few of them, where the workload names any.
     """
 
     requests: int
@@ -140,6 +154,7 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
     encode_busy: float
     generate_busy: float
     policy_faults: dict[str, int]
+    tenants: dict[str, TenantFigures]
 
 
 class LiveRequest:
@@ -175,6 +190,25 @@ class LiveRequest:
         self.target_ns = None if target_ms is None else target_ms * 1_000_000
 
 
+class TenantCollector:
+    """Adds up what happens to one tenant."""
+
+    def __init__(self) -> None:
+        self.ttft, self.tpot = Sketch(), Sketch()
+        self.requests = self.finished = self.good = self.output_tokens = 0
+
+    def figures(self) -> TenantFigures:
+        """Return the figures."""
+        return TenantFigures(
+            requests=self.requests,
+            finished=self.finished,
+            output_tokens=self.output_tokens,
+            ttft_ms=spread_of(self.ttft),
+            tpot_ms=spread_of(self.tpot),
+            good_share=self.good / max(self.requests, 1),
+        )
+
+
 class Collector:
     """Adds up what happens, and keeps nothing of single requests."""
 
@@ -185,14 +219,17 @@ class Collector:
         self.output_tokens = self.prompt_tokens = self.cached_tokens = 0
         self.images = self.preemptions = 0
         self.failed: dict[str, int] = {}
+        self.tenants: dict[str, TenantCollector] = {}
         self.first_ns: int | None = None
         self.last_ns = 0
         self._ttft_ns = int(targets.ttft_ms * 1e6)
         self._tpot_ns = int(targets.tpot_ms * 1e6)
 
-    def arrived(self, now_ns: int) -> None:
+    def arrived(self, now_ns: int, tenant: str = "") -> None:
         """A client sent a request."""
         self.requests += 1
+        if tenant and (tenant in self.tenants or len(self.tenants) < TENANTS_MAX):
+            self.tenants.setdefault(tenant, TenantCollector()).requests += 1
         if self.first_ns is None:
             self.first_ns = now_ns
 
@@ -222,7 +259,16 @@ class Collector:
             tpot_ns = (now_ns - times.first_token_ns) // (outputs - 1)
             self.tpot.add(tpot_ns)
         target_ns = self._ttft_ns if live.target_ns is None else live.target_ns
-        self.good += ttft_ns <= target_ns and tpot_ns <= self._tpot_ns
+        good = ttft_ns <= target_ns and tpot_ns <= self._tpot_ns
+        self.good += good
+        own = self.tenants.get(live.arrival.tenant)
+        if own is not None:
+            own.ttft.add(ttft_ns)
+            if outputs > 1:
+                own.tpot.add(tpot_ns)
+            own.finished += 1
+            own.good += good
+            own.output_tokens += outputs
 
 
 GAUGES = ("waiting", "running", "items_waiting", "kv_held", "pages_used")
@@ -360,4 +406,5 @@ def figures_of(
         encode_busy=of["encode_busy_ns"] / span_ns / max(groups[0], 1),
         generate_busy=of["generate_busy_ns"] / span_ns / groups[1],
         policy_faults=dict(kernel["policy_faults"]),
+        tenants={name: one.figures() for name, one in collector.tenants.items()},
     )

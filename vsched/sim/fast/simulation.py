@@ -270,7 +270,7 @@ class Simulation:
         """Let one thing happen; return what the scheduler hears of it, if anything."""
         if kind == ARRIVE:
             self._next_arrival()
-            self.collector.arrived(now_ns)
+            self.collector.arrived(now_ns, subject.tenant)
             if subject.conversation:
                 waiting = self._talking.get(subject.conversation)
                 if waiting is not None:

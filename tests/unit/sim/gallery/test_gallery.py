@@ -1,0 +1,81 @@
+"""The gallery tells the same every time, and what docs/policies.md says of it is so."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from vsched.sim.fast.metrics import SimulationOutcome, TenantFigures
+from vsched.sim.gallery.cases import CASES, case_of, run_case
+from vsched.sim.gallery.figures import draw_case, lines_of
+
+
+@cache
+def outcome(case: str, label: str) -> SimulationOutcome:
+    (found,) = run_case(CASES[case], (label,))
+    return found
+
+
+def tenant(case: str, label: str, name: str) -> TenantFigures:
+    figures = outcome(case, label).figures
+    assert not figures.policy_faults
+    return figures.tenants[name]
+
+
+def test_short_requests_pass_images_under_shortest_first() -> None:
+    fifo, shortest = (tenant("image-burst", one, "texts") for one in ("fifo", "shortest-first"))
+    assert shortest.ttft_ms.p95 < fifo.ttft_ms.p95 / 4
+
+
+def test_slo_feedback_shortens_gaps() -> None:
+    before, after = (
+        outcome("image-burst", one).figures.itl_ms.p99 for one in ("fifo", "slo-feedback")
+    )
+    assert after < before / 2
+
+
+def test_fair_sharing_protects_chats_from_long_contexts() -> None:
+    fifo, share, prefill = (
+        tenant("long-context", one, "chat") for one in ("fifo", "fair-share", "fair-prefill")
+    )
+    assert share.ttft_ms.p95 < 0.7 * fifo.ttft_ms.p95
+    assert prefill.ttft_ms.p50 < 0.85 * fifo.ttft_ms.p50
+
+
+@pytest.mark.slow
+def test_an_overload_is_decided_at_the_door_or_by_priority() -> None:
+    good = {
+        label: [tenant("overload", label, name).good_share for name in ("urgent", "batch")]
+        for label in CASES["overload"].choices
+    }
+    assert max(*good["fifo"], *good["deadline"]) < 0.2
+    assert good["priority"][0] > 0.95 > 0.1 > good["priority"][1]
+    assert good["deadline-shed"][1] > 0.6
+    assert good["token-bucket"][0] > 0.6 > good["token-bucket"][1]
+
+
+def test_a_case_is_the_same_every_time() -> None:
+    (again,) = run_case(CASES["long-context"], ("fifo",))
+    assert again.digest == outcome("long-context", "fifo").digest
+
+
+def test_every_registered_choice_is_found_by_its_name() -> None:
+    found = case_of("front_door", "token-bucket")
+    assert found is not None
+    assert found.name == "overload"
+    default = case_of("step", "in-order")
+    assert default is not None
+    assert case_of("memory", "pinned") is None
+
+
+def test_figures_are_drawn_and_told(tmp_path: Path) -> None:
+    case = CASES["long-context"]
+    outcomes = [outcome(case.name, label) for label in ("fifo", "fair-share")]
+    lines = "\n".join(lines_of(case, outcomes))
+    assert "Time to first token, p95 (less is better), ms" in lines
+    assert "fair-share" in lines
+    pytest.importorskip("matplotlib")
+    draw_case(case, outcomes, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,1 @@
+"""The gallery: what policies do to small workloads, in the simulator."""

@@ -1,0 +1,78 @@
+"""The figures of the gallery: what clients saw, tenant by tenant, under each choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vsched.sim.fast.metrics import SimulationOutcome, TenantFigures
+from vsched.sim.gallery.cases import COST, TARGETS, GalleryCase
+
+BAR_COLUMNS = 30
+
+
+class GalleryMeasure(NamedTuple):
+    """What a panel shows of each tenant."""
+
+    title: str
+    unit: str
+    value: Callable[[TenantFigures], float]
+
+
+MEASURES = (
+    GalleryMeasure("Time to first token, p95 (less is better)", "ms", lambda one: one.ttft_ms.p95),
+    GalleryMeasure(
+        f"Within targets: {TARGETS.ttft_ms:,.0f} ms or its own, {TARGETS.tpot_ms:.0f} ms a token",
+        "% of all sent",
+        lambda one: 100 * one.good_share,
+    ),
+)
+
+
+def draw_case(case: GalleryCase, outcomes: Sequence[SimulationOutcome], path: Path) -> None:
+    """Draw a PNG: a panel a measure, a group of bars a choice, a bar a tenant; needs matplotlib."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from vsched.sim.report.charts import SETTINGS, colour
+
+    labels = [one.label for one in outcomes]
+    height = 0.8 / len(case.shown)
+    with mpl.rc_context(SETTINGS):
+        figure = Figure(figsize=(10, 1.4 + 0.5 * len(outcomes)), layout="constrained")
+        figure.suptitle(f"{case.title} (simulated, cost model {COST})")
+        panels: Any = figure.subplots(1, len(MEASURES), sharey=True)
+        for axes, measure in zip(panels, MEASURES, strict=True):
+            for row, tenant in enumerate(case.shown):
+                places = [index + (row + 0.5) * height - 0.4 for index in range(len(outcomes))]
+                values = [measure.value(one.figures.tenants[tenant]) for one in outcomes]
+                drawn = axes.barh(places, values, height * 0.95, color=colour(row), label=tenant)
+                axes.bar_label(drawn, fmt="{:,.0f}", size=7, padding=2)
+            axes.set_yticks(range(len(outcomes)), labels)
+            axes.set_xlabel(measure.unit)
+            axes.set_title(measure.title, size=9)
+            axes.margins(x=0.15)
+        panels[0].invert_yaxis()
+        panels[0].legend(loc="best")
+        figure.savefig(path, dpi=90)
+
+
+def lines_of(case: GalleryCase, outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
+    """Yield the same as lines of text."""
+    yield f"{case.title} (simulated, cost model {COST})"
+    width = max(len(one.label) for one in outcomes)
+    names = max(len(tenant) for tenant in case.shown)
+    for measure in MEASURES:
+        yield ""
+        yield f"{measure.title}, {measure.unit}"
+        values = [
+            (one.label, tenant, measure.value(one.figures.tenants[tenant]))
+            for one in outcomes
+            for tenant in case.shown
+        ]
+        most = max(value for _, _, value in values) or 1.0
+        for label, tenant, value in values:
+            bar = "█" * round(BAR_COLUMNS * value / most)
+            shown = label if tenant == case.shown[0] else ""
+            yield f"  {shown:{width}}  {tenant:{names}} {value:>9,.0f} {bar}"
