@@ -1,7 +1,7 @@
-"""The nine policy contracts: base classes, the read-only views they get, the plain values they return.
+"""The policy contracts: base classes, the read-only views they get, the plain values they return.
 
 A policy is a keyword-only frozen struct whose fields are its configuration. A built-in or a user's class subclasses one
-of the eight, adds fields, and overrides one method. Policies do no I/O and hold no clock and no randomness: the view
+of them, adds fields, and overrides one method. Policies do no I/O and hold no clock and no randomness: the view
 carries `now_ns` and whatever history the decision needs. What a policy wants to remember from one call to the next is a
 struct, its `state_type`: the kernel keeps it and lends it to each call as `view.state`. The kernel validates what a
 policy proposes and enacts it; a proposal that is out of range, or a policy that raises, is counted and logged, and the
@@ -11,7 +11,7 @@ built-in default decides.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -20,6 +20,21 @@ from vsched.memory_facts import Attempt as Attempt
 from vsched.memory_facts import AttemptOutcome as AttemptOutcome
 from vsched.memory_facts import RankMemory as RankMemory
 from vsched.memory_facts import Reservation as Reservation
+from vsched.policy_contracts.base import Count as Count
+from vsched.policy_contracts.base import Fraction as Fraction
+from vsched.policy_contracts.base import Policy as Policy
+from vsched.policy_contracts.base import PositiveCount as PositiveCount
+from vsched.policy_contracts.base import Seconds as Seconds
+from vsched.policy_contracts.base import WaitingEntry as WaitingEntry
+from vsched.policy_contracts.caches import Dispatch as Dispatch
+from vsched.policy_contracts.caches import DispatchPolicy as DispatchPolicy
+from vsched.policy_contracts.caches import DispatchView as DispatchView
+from vsched.policy_contracts.caches import EncodeGroupView as EncodeGroupView
+from vsched.policy_contracts.caches import InsertionPolicy as InsertionPolicy
+from vsched.policy_contracts.caches import InsertionView as InsertionView
+from vsched.policy_contracts.caches import ReadyEmbedding as ReadyEmbedding
+from vsched.policy_contracts.caches import ReclaimPolicy as ReclaimPolicy
+from vsched.policy_contracts.caches import ReclaimView as ReclaimView
 from vsched.views.front_door import ArrivalView as ArrivalView
 from vsched.views.front_door import FrontDoorAnswer as FrontDoorAnswer
 from vsched.views.front_door import FrontDoorView as FrontDoorView
@@ -28,54 +43,7 @@ from vsched.views.front_door import LetIn as LetIn
 from vsched.views.front_door import Redirect as Redirect
 from vsched.views.front_door import Shed as Shed
 
-Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
-PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
-
-
-class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields are configuration; `kind` and `method` name the contract and the one method to override.
-
-    Attributes:
-        remembers: Whether policies of this kind may have a state.
-        state_type: The struct that the kernel keeps for this policy between two calls; None for no state. It has a
-            default for every field, and holds plain values: None, bool, int, float, str, bytes, enums, lists, tuples,
-            dictionaries and structs. A call gets it as `view.state`, a copy of its own, and changes it in place. What
-            it leaves there is kept if the answer is accepted, and forgotten if the call fails.
-    """
-
-    api_version: ClassVar[int] = 1
-    kind: ClassVar[str] = ""
-    method: ClassVar[str] = ""
-    remembers: ClassVar[bool] = True
-    state_type: ClassVar[type[msgspec.Struct] | None] = None
-
-
 # --- admission ---------------------------------------------------------------------------------------------------
-
-
-class WaitingEntry(Protocol):
-    """One waiting entry: an item in the encode stage, a request in the generate stage.
-
-    `tokens` is what it adds to a step: encoder output tokens, or prompt tokens still to be computed. None means that
-    the size is not known; such an entry is never counted as 0. `blocks` is the KV blocks it needs (0 for items).
-    A larger `priority` is more urgent. `target_ns` is when its first token is due, None without a target. `tenant` is
-    whose request it is, empty where nobody says; of an item, whose request needed it first.
-    """
-
-    @property
-    def tokens(self) -> int | None: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def arrived_ns(self) -> int: ...
-    @property
-    def target_ns(self) -> int | None: ...
-    @property
-    def tenant(self) -> str: ...
 
 
 class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
@@ -453,7 +421,9 @@ class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
         last: The grant that is over; None where it begins to decode.
         drafted: Tokens drafted for it under that grant, as far as known.
         accepted: Those of them that it was given.
-        state: What the policy remembers.
+        tenant: Whose the request is.
+        measured: Times of this replica.
+        state: What the policy remembers, to be changed in place.
     """
 
     now_ns: int
@@ -465,6 +435,8 @@ class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
     last: Draft | None = None
     drafted: int = 0
     accepted: int = 0
+    tenant: str = ""
+    measured: Measured = NOTHING_MEASURED
     state: Any = None
 
 
@@ -587,5 +559,8 @@ CONTRACTS: dict[str, type[Policy]] = {
         DraftingPolicy,
         StepPolicy,
         FrontDoorPolicy,
+        DispatchPolicy,
+        ReclaimPolicy,
+        InsertionPolicy,
     )
 }

@@ -18,13 +18,16 @@ from vsched.kernel import KernelPolicies
 from vsched.plugins import resolve_policy
 from vsched.policy import (
     AdmissionPolicy,
+    DispatchPolicy,
     DraftingPolicy,
     EncodingPolicy,
     EvictionPolicy,
     FrontDoorPolicy,
+    InsertionPolicy,
     MemoryPolicy,
     Policy,
     PreemptionPolicy,
+    ReclaimPolicy,
     RoutingPolicy,
     StepPolicy,
 )
@@ -49,11 +52,14 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
 
     encode_admission: AdmissionPolicy
     encoding: EncodingPolicy
+    dispatch: DispatchPolicy
     encode_eviction: EvictionPolicy
+    reclaim: ReclaimPolicy
     generate_admission: AdmissionPolicy
     memory: MemoryPolicy
     preemption: PreemptionPolicy
     generate_eviction: EvictionPolicy
+    insertion: InsertionPolicy
     drafting: DraftingPolicy
     step: StepPolicy
     routing: RoutingPolicy
@@ -67,8 +73,11 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
             encode_admission=self.encode_admission,
             generate_admission=self.generate_admission,
             encoding=self.encoding,
+            dispatch=self.dispatch,
             embedding_eviction=self.encode_eviction,
+            reclaim=self.reclaim,
             prefix_eviction=self.generate_eviction,
+            insertion=self.insertion,
             preemption=self.preemption,
             drafting=self.drafting,
             step=self.step,
@@ -81,11 +90,14 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
         return {
             "encode.admission": self.encode_admission,
             "encode.encoding": self.encoding,
+            "encode.dispatch": self.dispatch,
             "encode.eviction": self.encode_eviction,
+            "encode.reclaim": self.reclaim,
             "generate.admission": self.generate_admission,
             "generate.memory": self.memory,
             "generate.preemption": self.preemption,
             "generate.eviction": self.generate_eviction,
+            "generate.insertion": self.insertion,
             "generate.drafting": self.drafting,
             "generate.step": self.step,
             "routing": self.routing,
@@ -116,11 +128,14 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
     return ConfiguredPolicies(
         encode_admission=cast("AdmissionPolicy", encode_admission),
         encoding=cast("EncodingPolicy", built["encode.encoding"]),
+        dispatch=cast("DispatchPolicy", built["encode.dispatch"]),
         encode_eviction=cast("EvictionPolicy", built["encode.eviction"]),
+        reclaim=cast("ReclaimPolicy", built["encode.reclaim"]),
         generate_admission=cast("AdmissionPolicy", built["generate.admission"]),
         memory=cast("MemoryPolicy", built["generate.memory"]),
         preemption=cast("PreemptionPolicy", built["generate.preemption"]),
         generate_eviction=cast("EvictionPolicy", built["generate.eviction"]),
+        insertion=cast("InsertionPolicy", built["generate.insertion"]),
         drafting=cast("DraftingPolicy", built["generate.drafting"]),
         step=cast("StepPolicy", built["generate.step"]),
         routing=cast("RoutingPolicy", built["routing"]),

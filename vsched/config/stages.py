@@ -99,8 +99,17 @@ class EncodeConfig(StageConfig, frozen=True, kw_only=True):
     encoding: Annotated[
         PolicyTable, Meta(description="Which items of a request are encoded now.")
     ] = msgspec.field(default_factory=partial(dict, use="chunk-aware"))
+    dispatch: Annotated[
+        PolicyTable, Meta(description="Which replica has the next images, and which they can be.")
+    ] = msgspec.field(default_factory=partial(dict, use="vsched_policies.dispatch:FewestHeldUp"))
     eviction: Annotated[PolicyTable, Meta(description="Which cached embeddings are evicted.")] = (
         msgspec.field(default_factory=partial(dict, use="lru"))
+    )
+    reclaim: Annotated[
+        PolicyTable,
+        Meta(description="Whose ready embedding gives way to an image of an older request."),
+    ] = msgspec.field(
+        default_factory=partial(dict, use="vsched_policies.reclaim:YoungestEmbedding")
     )
 
 
@@ -197,6 +206,10 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     eviction: Annotated[
         PolicyTable, Meta(description="Which cached prefix blocks are evicted.")
     ] = msgspec.field(default_factory=partial(dict, use="lru"))
+    insertion: Annotated[
+        PolicyTable,
+        Meta(description="What of a request that ended the prefix cache keeps."),
+    ] = msgspec.field(default_factory=partial(dict, use="vsched_policies.insertion:Everything"))
     drafting: Annotated[
         PolicyTable,
         Meta(

@@ -6,11 +6,14 @@ import msgspec
 
 from vsched.policy import (
     AdmissionPolicy,
+    DispatchPolicy,
     DraftingPolicy,
     EncodingPolicy,
     EvictionPolicy,
     FrontDoorPolicy,
+    InsertionPolicy,
     PreemptionPolicy,
+    ReclaimPolicy,
     RoutingPolicy,
     StepPolicy,
 )
@@ -115,8 +118,11 @@ class KernelPolicies(msgspec.Struct, frozen=True, kw_only=True):
     encode_admission: AdmissionPolicy
     generate_admission: AdmissionPolicy
     encoding: EncodingPolicy
+    dispatch: DispatchPolicy
     embedding_eviction: EvictionPolicy
+    reclaim: ReclaimPolicy
     prefix_eviction: EvictionPolicy
+    insertion: InsertionPolicy
     preemption: PreemptionPolicy
     drafting: DraftingPolicy
     step: StepPolicy

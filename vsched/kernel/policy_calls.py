@@ -20,6 +20,9 @@ from vsched.policy import (
     Admission,
     AdmissionPolicy,
     AdmissionView,
+    Dispatch,
+    DispatchPolicy,
+    DispatchView,
     Draft,
     DraftingPolicy,
     DraftingView,
@@ -31,11 +34,15 @@ from vsched.policy import (
     FrontDoorPolicy,
     FrontDoorView,
     Hold,
+    InsertionPolicy,
+    InsertionView,
     LetIn,
     Manner,
     Preemption,
     PreemptionPolicy,
     PreemptionView,
+    ReclaimPolicy,
+    ReclaimView,
     RecordableOrder,
     Redirect,
     RoutingPolicy,
@@ -215,7 +222,8 @@ def ask_front_door(seat: PolicySeat[FrontDoorPolicy], view: FrontDoorView) -> Fr
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         seat.fail(error, view)
         return LetIn()
-    return answer
+    checked: FrontDoorAnswer = answer
+    return checked
 
 
 def _check_door_hold(until_ns: int, view: FrontDoorView) -> None:
@@ -223,6 +231,59 @@ def _check_door_hold(until_ns: int, view: FrontDoorView) -> None:
         raise ValueError(f"until_ns {until_ns} is not after now {view.now_ns}")
     if until_ns > view.request.arrived_ns + HOLD_MAX_NS:
         raise ValueError(f"a request is held for over {HOLD_MAX_NS // 1_000_000_000} s")
+
+
+def ask_dispatch(
+    seat: PolicySeat[DispatchPolicy], view: DispatchView, *, encoding: int
+) -> Dispatch:
+    """Return who has the next batch and of which images; where the policy fails, who holds up the fewest, and all.
+
+    `encoding` images are being encoded, without which something must come of it.
+    """
+    try:
+        answer = seat.ask(view)
+        group, order = answer.group, answer.order
+        if group is not None:
+            group = _index(group, count=len(view.groups))
+            if not view.groups[group].free:
+                raise ValueError(f"group {group} is not free")
+        if order is not None:
+            order = _distinct(order, count=len(view.waiting))
+        if not encoding and (group is None or (order is not None and not order)):
+            raise ValueError("nothing is being encoded, and nothing is to be")
+        seat.accept()
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        seat.fail(error, view)
+        return Dispatch(fewest_held_up(view))
+    return Dispatch(group, order)
+
+
+def fewest_held_up(view: DispatchView) -> int:
+    """Return the free group that keeps the fewest requests from their next tokens."""
+    free = [index for index, group in enumerate(view.groups) if group.free]
+    return min(free, key=lambda index: view.groups[index].held_up)
+
+
+def ask_reclaim(seat: PolicySeat[ReclaimPolicy], view: ReclaimView) -> list[int]:
+    """Return which ready embeddings give way, in this order; where the policy fails, all, the youngest first."""
+    try:
+        chosen = _distinct(seat.ask(view), count=len(view.ready))
+        seat.accept()
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        seat.fail(error, view)
+        return list(range(len(view.ready) - 1, -1, -1))
+    return chosen
+
+
+def ask_insertion(seat: PolicySeat[InsertionPolicy], view: InsertionView) -> int:
+    """Return how many of the first blocks of a request are kept, or all where the policy fails."""
+    try:
+        kept = _index(seat.ask(view), count=len(view.hashes) + 1)
+        seat.accept()
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        seat.fail(error, view)
+        return len(view.hashes)
+    return max(kept, view.found)
 
 
 class GuardedOrder(Generic[Key]):

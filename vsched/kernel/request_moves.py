@@ -315,7 +315,7 @@ class RequestMoves:
     ) -> Finish:
         """Free all that a request holds, and return its one terminal command."""
         group = self.group_of(state)
-        group.remove(state)
+        group.remove(state, now_ns)
         group.measures.note_end(state, reason, now_ns)
         self.drop_claims(state)
         self._table.remove(state, reason)

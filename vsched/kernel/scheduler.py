@@ -93,14 +93,20 @@ class Scheduler:
         self._seats = seats = PolicySeats()
         self._faults = seats.faults
         self._table = RequestTable(limits.waiting_ns)
-        self.embeddings = EmbeddingCache(limits, policies.embedding_eviction, seats.faults)
-        admission = seats.place("encode.admission", policies.encode_admission)
-        self.encode = EncodeStage(limits, admission, self.embeddings)
+        reclaim = seats.place("encode.reclaim", policies.reclaim)
+        self.embeddings = EmbeddingCache(limits, policies.embedding_eviction, reclaim, seats.faults)
+        self.encode = EncodeStage(
+            limits,
+            seats.place("encode.admission", policies.encode_admission),
+            seats.place("encode.dispatch", policies.dispatch),
+            self.embeddings,
+        )
         self.generators = [
             GenerateGroup(name, limits, policies, self.embeddings, self._table.live, seats)
             for name in group_names("generate", limits.generators)
         ]
-        self.encode.measured = measured = MeasuredGroups(self.generators, self.encode)
+        measured = MeasuredGroups(self.generators, self.encode)
+        self.encode.measured = self.embeddings.measured = measured
         for group in self.generators:
             group.measured = MeasuredGroups([group], self.encode)
         self._moves = RequestMoves(
@@ -369,7 +375,7 @@ class Scheduler:
 
     def _plan_encode(self, commands: list[Command], now_ns: int) -> bool:
         """Append the next batch of items, if one can be formed; return whether it can."""
-        planned = self.encode.plan(now_ns, self._held_up)
+        planned = self.encode.plan(now_ns, self._hosts)
         if planned is None:
             return False
         group, batch = planned
@@ -382,11 +388,6 @@ class Scheduler:
         host = self._hosts.get(group.name)
         # Where none decodes yet, one may before the batch is done.
         return 0 if host is None else host.decode_slack_ns(host.decoding or 1)
-
-    def _held_up(self, group: EncodeGroup) -> int:
-        """Return how many requests get no token while an encode group is at work."""
-        host = self._hosts.get(group.name)
-        return 0 if host is None else host.decoding
 
     def _break_stall(self, commands: list[Command], now_ns: int) -> bool:
         """When nothing is in flight, see that what keeps the oldest waiting still holds; return whether it changed.

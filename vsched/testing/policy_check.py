@@ -39,6 +39,9 @@ PLACES = {
     "drafting": ("drafting",),
     "step": ("step",),
     "front_door": ("front_door",),
+    "dispatch": ("dispatch",),
+    "reclaim": ("reclaim",),
+    "insertion": ("insertion",),
 }
 """Where the kernel asks a kind of policy."""
 REPEATS = 50

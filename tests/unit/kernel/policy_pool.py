@@ -19,6 +19,9 @@ from vsched.policy import (
     Admission,
     AdmissionPolicy,
     AdmissionView,
+    Dispatch,
+    DispatchPolicy,
+    DispatchView,
     Draft,
     DraftingPolicy,
     DraftingView,
@@ -30,10 +33,14 @@ from vsched.policy import (
     FrontDoorPolicy,
     FrontDoorView,
     Hold,
+    InsertionPolicy,
+    InsertionView,
     LetIn,
     Preemption,
     PreemptionPolicy,
     PreemptionView,
+    ReclaimPolicy,
+    ReclaimView,
     Redirect,
     RoutingPolicy,
     RoutingView,
@@ -51,11 +58,14 @@ from vsched_policies.admission import (
     ShortestFirst,
     TokenBudget,
 )
+from vsched_policies.dispatch import FewestHeldUp, LeastLoadedGroup, SizeClasses
 from vsched_policies.drafting import ForcedTokens, NoDrafts, PromptLookup
 from vsched_policies.encoding import ChunkAware, Combined, Eager
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
 from vsched_policies.front_door import DeadlineShed, Open, TokenBucket
+from vsched_policies.insertion import Everything, Matching, Prompts, SecondTouch
 from vsched_policies.preemption import Youngest
+from vsched_policies.reclaim import BestFit, LeastUrgent, YoungestEmbedding
 from vsched_policies.routing import RoundRobin
 from vsched_policies.step import FairPrefill, InOrder, ShortestPrefill, SloFeedback
 
@@ -428,14 +438,133 @@ def random_front_door(rng: random.Random) -> FrontDoorPolicy:
     return rng.choice(makers)()
 
 
+class AnyDispatch(DispatchPolicy, frozen=True, kw_only=True):
+    """Any free group and any images of those that wait, or none while others are encoded; or what is not legal."""
+
+    wrong: int = 0
+
+    def dispatch(self, view: DispatchView) -> Dispatch:
+        rng = random.Random(view.now_ns)
+        count = len(view.waiting)
+        if rng.randrange(100) < self.wrong:
+            return rng.choice([Dispatch(len(view.groups)), Dispatch(None), Dispatch(0, [count])])
+        free = [index for index, group in enumerate(view.groups) if group.free]
+        if any(group.items for group in view.groups) and rng.random() < 0.3:
+            return Dispatch(None)
+        order = rng.sample(range(count), rng.randint(1, count)) if rng.random() < 0.7 else None
+        return Dispatch(rng.choice(free), order)
+
+
+class TalliedDispatch(DispatchPolicy, frozen=True, kw_only=True):
+    """The order of images follows from the calls before."""
+
+    state_type = Tally
+    fails: int = 0
+
+    def dispatch(self, view: DispatchView) -> Dispatch:
+        state: Tally = view.state
+        number = state.count("dispatch", len(view.waiting) + digest(view.measured))
+        state.fail_at(self.fails)
+        free = [index for index, group in enumerate(view.groups) if group.free]
+        order = list(range(len(view.waiting)))
+        return Dispatch(free[number % len(free)], order[:: -1 if number % 2 else 1])
+
+
+def random_dispatch(rng: random.Random) -> DispatchPolicy:
+    makers: list[Callable[[], DispatchPolicy]] = [
+        FewestHeldUp,
+        LeastLoadedGroup,
+        lambda: SizeClasses(small_tokens=rng.choice([1, 8, 64]), patience_s=rng.choice([0.0, 2.0])),
+        lambda: AnyDispatch(wrong=rng.choice(WRONG)),
+        lambda: TalliedDispatch(fails=rng.choice([0, 2, 5])),
+    ]
+    return rng.choice(makers)()
+
+
+class AnyEmbeddings(ReclaimPolicy, frozen=True, kw_only=True):
+    """Any of them, or none, or one too far, or one twice."""
+
+    wrong: int = 0
+
+    def choose(self, view: ReclaimView) -> Sequence[int]:
+        rng = random.Random(view.now_ns)
+        count = len(view.ready)
+        if rng.randrange(100) < self.wrong:
+            return rng.choice([[count], [0, 0]])
+        return rng.sample(range(count), rng.randint(0, count))
+
+
+class TalliedReclaim(ReclaimPolicy, frozen=True, kw_only=True):
+    """Who gives way follows from the calls before."""
+
+    state_type = Tally
+    fails: int = 0
+
+    def choose(self, view: ReclaimView) -> Sequence[int]:
+        state: Tally = view.state
+        number = state.count("choose", view.pages + digest(view.measured))
+        state.fail_at(self.fails)
+        return list(range(len(view.ready)))[:: -1 if number % 2 else 1]
+
+
+def random_reclaim(rng: random.Random) -> ReclaimPolicy:
+    makers: list[Callable[[], ReclaimPolicy]] = [
+        YoungestEmbedding,
+        BestFit,
+        LeastUrgent,
+        lambda: AnyEmbeddings(wrong=rng.choice(WRONG)),
+        lambda: TalliedReclaim(fails=rng.choice([0, 2, 5])),
+    ]
+    return rng.choice(makers)()
+
+
+class AnyBlocks(InsertionPolicy, frozen=True, kw_only=True):
+    """Any number of blocks, or one too many."""
+
+    wrong: int = 0
+
+    def keep(self, view: InsertionView) -> int:
+        rng = random.Random(view.now_ns)
+        count = len(view.hashes)
+        return count + 1 if rng.randrange(100) < self.wrong else rng.randint(0, count)
+
+
+class TalliedInsertion(InsertionPolicy, frozen=True, kw_only=True):
+    """What is kept follows from the calls before."""
+
+    state_type = Tally
+    fails: int = 0
+
+    def keep(self, view: InsertionView) -> int:
+        state: Tally = view.state
+        number = state.count("keep", len(view.hashes) + digest(view.measured))
+        state.fail_at(self.fails)
+        return number % (len(view.hashes) + 1)
+
+
+def random_insertion(rng: random.Random) -> InsertionPolicy:
+    makers: list[Callable[[], InsertionPolicy]] = [
+        Everything,
+        Prompts,
+        lambda: Matching(tokens_min=rng.choice([0, 20]), tokens_max=rng.choice([None, 40])),
+        lambda: SecondTouch(with_answers=rng.random() < 0.5),
+        lambda: AnyBlocks(wrong=rng.choice(WRONG)),
+        lambda: TalliedInsertion(fails=rng.choice([0, 2, 5])),
+    ]
+    return rng.choice(makers)()
+
+
 def random_policies(rng: random.Random) -> KernelPolicies:
     """Return any combination."""
     return KernelPolicies(
         encode_admission=random_admission(rng),
         generate_admission=random_admission(rng),
         encoding=random_encoding(rng),
+        dispatch=random_dispatch(rng),
         embedding_eviction=random_eviction(rng),
+        reclaim=random_reclaim(rng),
         prefix_eviction=random_eviction(rng),
+        insertion=random_insertion(rng),
         preemption=random_preemption(rng),
         routing=random_routing(rng),
         drafting=random_drafting(rng),

@@ -17,13 +17,20 @@ from tests.unit.kernel.setups import (
 from vsched.policy import (
     AdmissionPolicy,
     AdmissionView,
+    Dispatch,
+    DispatchPolicy,
+    DispatchView,
     EncodingPolicy,
     EncodingView,
     EvictionOrder,
     EvictionPolicy,
+    InsertionPolicy,
+    InsertionView,
     Policy,
     PreemptionPolicy,
     PreemptionView,
+    ReclaimPolicy,
+    ReclaimView,
 )
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched_policies.eviction import Lru
@@ -71,6 +78,21 @@ class BadPreemption(PreemptionPolicy, frozen=True, kw_only=True):
 class BadEviction(EvictionPolicy, frozen=True, kw_only=True):
     def build_order(self) -> Any:
         return BROKEN["eviction"]()
+
+
+class BadDispatch(DispatchPolicy, frozen=True, kw_only=True):
+    def dispatch(self, view: DispatchView) -> Any:
+        return BROKEN["dispatch"]()
+
+
+class BadReclaim(ReclaimPolicy, frozen=True, kw_only=True):
+    def choose(self, view: ReclaimView) -> Any:
+        return BROKEN["reclaim"]()
+
+
+class BadInsertion(InsertionPolicy, frozen=True, kw_only=True):
+    def keep(self, view: InsertionView) -> Any:
+        return BROKEN["insertion"]()
 
 
 BROKEN: dict[str, Answers] = {}
@@ -191,6 +213,63 @@ def test_guard_preemption_default_decides(answer: Any) -> None:
     assert "policy BadPreemption failed" in cluster.notices[0]
     assert "Input: PreemptionView(" in cluster.notices[0]
     assert cluster.ended["image0"].times.preemptions == 0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        BOOM,
+        None,
+        0,
+        Dispatch(1),
+        Dispatch(-1),
+        Dispatch(None),
+        Dispatch(0, [99]),
+        Dispatch(0, [0, 0]),
+        Dispatch(0, []),
+        Dispatch(0, 3),  # type: ignore[arg-type]
+        Dispatch("encode"),  # type: ignore[arg-type]
+    ],
+    ids=repr,
+)
+def test_guard_dispatch_default_decides(answer: Any) -> None:
+    """The group that holds up the fewest encodes, in order of arrival."""
+    BROKEN["dispatch"] = Answers(answer)
+    cluster = serve_all({"dispatch": BadDispatch()})
+    assert "policy BadDispatch failed" in cluster.notices[0]
+    assert "Input: DispatchView(" in cluster.notices[0]
+
+
+@pytest.mark.parametrize("answer", [BOOM, None, [99], [-1], [0, 0], ["a"], 0], ids=repr)
+def test_guard_reclaim_default_decides(answer: Any) -> None:
+    """The youngest gives way."""
+    BROKEN["reclaim"] = Answers(answer)
+    cluster = ModelCluster(
+        make_limits(pages=8, slots=1, chunk_tokens=16), default_policies(reclaim=BadReclaim())
+    )
+    claim_and_take(cluster)
+    assert "policy BadReclaim failed" in cluster.notices[0]
+    assert "Input: ReclaimView(" in cluster.notices[0]
+    assert cluster.kernel.statistics()["encode"]["cache_preemptions"] == 1
+
+
+def claim_and_take(cluster: ModelCluster) -> None:
+    """Let an older request need pages that the embeddings of younger ones have, which wait for a slot."""
+    cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
+    for name in ("young", "younger"):
+        cluster.submit(image_request(name, (name.encode(), 8), max_tokens=2))
+    cluster.drain()
+    assert_served(cluster, "old", "young", "younger")
+
+
+@pytest.mark.parametrize("answer", [BOOM, None, 99, -1, "all", 0.5, [0]], ids=repr)
+def test_guard_insertion_default_decides(answer: Any) -> None:
+    """All is kept."""
+    BROKEN["insertion"] = Answers(answer)
+    cluster = serve_all({"insertion": BadInsertion()})
+    assert "policy BadInsertion failed" in cluster.notices[0]
+    assert "Input: InsertionView(" in cluster.notices[0]
+    assert cluster.kernel.statistics()["generate"]["blocks_cached"] > 0
 
 
 @pytest.mark.parametrize("cache", ["embedding_eviction", "prefix_eviction"])

@@ -22,9 +22,12 @@ from vsched.testing.defaults import default_policies
 TABLES = {
     "encode_admission": ("encode", "admission"),
     "encoding": ("encode", "encoding"),
+    "dispatch": ("encode", "dispatch"),
     "embedding_eviction": ("encode", "eviction"),
+    "reclaim": ("encode", "reclaim"),
     "generate_admission": ("generate", "admission"),
     "prefix_eviction": ("generate", "eviction"),
+    "insertion": ("generate", "insertion"),
     "preemption": ("generate", "preemption"),
     "drafting": ("generate", "drafting"),
     "step": ("generate", "step"),

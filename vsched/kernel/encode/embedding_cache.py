@@ -19,11 +19,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import GuardedOrder, OrderState
-from vsched.kernel.policy_seats import PolicyFaults
+from vsched.kernel.policy_calls import GuardedOrder, OrderState, ask_reclaim
+from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
 from vsched.kernel.request import RequestState
 from vsched.kernel.waiting_queue import OrderedQueue
-from vsched.policy import EvictionPolicy
+from vsched.measured import NOTHING_MEASURED, Measured
+from vsched.policy import EvictionPolicy, ReadyEmbedding, ReclaimPolicy, ReclaimView
 from vsched.probes import probe
 from vsched.types import MediaItem
 
@@ -113,11 +114,18 @@ class EmbeddingCache:
 
     Attributes:
         queue: The entries that wait for an encoder.
+        measured: What the reclaim policy can know of times, which the scheduler sets once all groups are there.
     """
 
     def __init__(
-        self, limits: SchedulerLimits, eviction: EvictionPolicy, faults: PolicyFaults
+        self,
+        limits: SchedulerLimits,
+        eviction: EvictionPolicy,
+        reclaim: PolicySeat[ReclaimPolicy],
+        faults: PolicyFaults,
     ) -> None:
+        self.measured: Measured = NOTHING_MEASURED
+        self._reclaim = reclaim
         self.queue: OrderedQueue[EmbeddingEntry] = OrderedQueue()
         self._limits = limits
         self._entries: dict[bytes, EmbeddingEntry] = {}
@@ -213,9 +221,9 @@ class EmbeddingCache:
 
     # --- encoding ---
 
-    def start_encoding(self, entry: EmbeddingEntry) -> bool:
+    def start_encoding(self, entry: EmbeddingEntry, now_ns: int) -> bool:
         """Give a queued entry its pages and take it out of the queue; False, and no change, where there is no room."""
-        if not self._allocate(entry):
+        if not self._allocate(entry, now_ns):
             return False
         self.queue.remove(entry)
         entry.phase = EntryPhase.ENCODING
@@ -247,13 +255,13 @@ class EmbeddingCache:
         """Take pages back that a lost group could write to until now."""
         self._free += pages
 
-    def _allocate(self, entry: EmbeddingEntry) -> bool:
+    def _allocate(self, entry: EmbeddingEntry, now_ns: int) -> bool:
         """Give an entry its pages, evicting or preempting what may go; all or nothing."""
         count = self._limits.pages_for(entry.item.tokens)
         missing = count - len(self._free) - self._evictable_pages
         victims: list[EmbeddingEntry] = []
         if missing > 0:
-            victims = self._preemptible(entry.order, missing)
+            victims = self._preemptible(entry, missing, now_ns)
             if sum(len(other.pages) for other in victims) < missing:
                 probe("embeddings.no_room")
                 return False
@@ -269,23 +277,44 @@ class EmbeddingCache:
         entry.pages = [self._free.pop() for _ in range(count)]
         return True
 
-    def _preemptible(self, order: tuple[int, int], pages: int) -> list[EmbeddingEntry]:
-        """Return entries of younger claimants, youngest first, until they make up that many pages."""
+    def _preemptible(self, entry: EmbeddingEntry, pages: int, now_ns: int) -> list[EmbeddingEntry]:
+        """Return entries of younger claimants, as the policy chooses, until they make up that many pages.
+
+        They are too few where there are no more, or the policy spares some, which it can but for the front.
+        """
         candidates = [
-            other
+            (min(other.claims.values()), other)
             for other in self._entries.values()
-            if other.phase is EntryPhase.READY
-            and not other.pins
-            and other.claims
-            and min(other.claims.values()) > order
+            if other.phase is EntryPhase.READY and not other.pins and other.claims
         ]
-        candidates.sort(key=lambda other: min(other.claims.values()), reverse=True)
+        candidates = sorted((one for one in candidates if one[0] > entry.order), key=_claimed)
+        ready = [other for _, other in candidates]
+        if sum(len(other.pages) for other in ready) < pages:
+            return ready
+        front = self.queue.entries[0] is entry
+        view = ReclaimView(
+            now_ns=now_ns,
+            ready=[_ready_view(other) for other in ready],
+            pages=pages,
+            front=front,
+            tokens=entry.tokens,
+            priority=entry.priority,
+            target_ns=entry.target_ns,
+            tenant=entry.tenant,
+            measured=self.measured,
+            state=self._reclaim.state,
+        )
+        order = ask_reclaim(self._reclaim, view)
+        if front:
+            # It is owed what the policy spares: without it, the oldest request might never go on.
+            spared = set(range(len(ready))).difference(order)
+            order += sorted(spared, reverse=True)
         chosen = []
-        for other in candidates:
+        for index in order:
             if pages <= 0:
                 break
-            chosen.append(other)
-            pages -= len(other.pages)
+            chosen.append(ready[index])
+            pages -= len(ready[index].pages)
         return chosen
 
     # --- eviction ---
@@ -386,3 +415,19 @@ class EmbeddingCache:
 
     def __iter__(self) -> Iterator[EmbeddingEntry]:
         return iter(self._entries.values())
+
+
+def _claimed(candidate: tuple[tuple[int, int], EmbeddingEntry]) -> tuple[int, int]:
+    return candidate[0]
+
+
+def _ready_view(entry: EmbeddingEntry) -> ReadyEmbedding:
+    return ReadyEmbedding(
+        pages=len(entry.pages),
+        tokens=entry.tokens or 0,
+        requests=len(entry.claims),
+        priority=entry.priority,
+        arrived_ns=entry.arrived_ns,
+        target_ns=entry.target_ns,
+        tenant=entry.tenant,
+    )

@@ -8,8 +8,8 @@ by item, for a loss costs a restart.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -17,10 +17,16 @@ from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
 from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import ask_admission
+from vsched.kernel.policy_calls import HOLD_MAX_NS, ask_admission, ask_dispatch, fewest_held_up
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.measured import NOTHING_MEASURED, WINDOW, EncodeTime, Measured
-from vsched.policy import AdmissionPolicy, AdmissionView
+from vsched.policy import (
+    AdmissionPolicy,
+    AdmissionView,
+    DispatchPolicy,
+    DispatchView,
+    EncodeGroupView,
+)
 from vsched.probes import probe
 from vsched.types import group_names
 
@@ -36,6 +42,7 @@ class EncodeGroupState(msgspec.Struct):
     orphaned: list[int]
     step: int
     sent_ns: int
+    tokens_given: int
 
 
 class EncodeStageState(msgspec.Struct):
@@ -49,6 +56,15 @@ class EncodeStageState(msgspec.Struct):
     encodes: list[EncodeTime]
 
 
+class Host(Protocol):
+    """The generate group whose processes an encode group shares, and keeps from steps while it is at work."""
+
+    @property
+    def decoding(self) -> int: ...
+    @property
+    def load_tokens(self) -> int: ...
+
+
 class EncodeGroup(Group):
     """One encode group: at most one batch is with it at a time.
 
@@ -57,6 +73,7 @@ class EncodeGroup(Group):
         orphaned: Pages of the batch that it had when it was lost. Its ranks may still be there, and write to them: no
             other batch gets these pages until the group is back or retired, for then they are gone.
         sent_ns: When its latest batch was decided.
+        tokens_given: Tokens of all batches that it was given.
     """
 
     def __init__(self, name: str) -> None:
@@ -65,6 +82,7 @@ class EncodeGroup(Group):
         self.orphaned: list[int] = []
         self.step = 0
         self.sent_ns = 0
+        self.tokens_given = 0
 
     @property
     def idle(self) -> bool:
@@ -78,6 +96,7 @@ class EncodeGroup(Group):
         self.batch = batch
         self.step += 1
         self.sent_ns = now_ns
+        self.tokens_given += sum(entry.tokens or 0 for entry in batch)
         return EncodeDecision(
             self.step, [_task(entry) for entry in batch], time_slice_ns=time_slice_ns
         )
@@ -100,13 +119,30 @@ class EncodeGroup(Group):
     def state(self) -> EncodeGroupState:
         """Return the state."""
         keys = [entry.item.key for entry in self.batch]
-        return EncodeGroupState(self.status, keys, self.orphaned, self.step, self.sent_ns)
+        return EncodeGroupState(
+            self.status, keys, self.orphaned, self.step, self.sent_ns, self.tokens_given
+        )
 
     def restore(self, state: EncodeGroupState, cache: EmbeddingCache) -> None:
         """Take over a state; `cache` has its own already."""
         self.set_status(state.status)
         self.batch = cache.get_all(state.batch)
         self.orphaned, self.step, self.sent_ns = state.orphaned, state.step, state.sent_ns
+        self.tokens_given = state.tokens_given
+
+    def view(self, host: Host | None) -> EncodeGroupView:
+        """Return it as a dispatch policy sees it; `host` is the generate group of the same processes."""
+        tokens = [entry.tokens or 0 for entry in self.batch]
+        return EncodeGroupView(
+            free=not self.batch,
+            items=len(tokens),
+            tokens=sum(tokens),
+            largest=max(tokens, default=0),
+            since_ns=self.sent_ns,
+            tokens_encoded=self.tokens_given,
+            held_up=0 if host is None else host.decoding,
+            load_tokens=0 if host is None else host.load_tokens,
+        )
 
     def statistics(self) -> dict[str, str | int]:
         """Return its state, what it works on, and how often it did."""
@@ -122,15 +158,17 @@ class EncodeStage:
 
     Attributes:
         encodes: The times of the latest steps.
-        measured: What the admission policy can know of times, which the scheduler sets once all groups are there.
+        measured: What policies can know of times, which the scheduler sets once all groups are there.
     """
 
     def __init__(
         self,
         limits: SchedulerLimits,
         admission: PolicySeat[AdmissionPolicy],
+        dispatch: PolicySeat[DispatchPolicy],
         cache: EmbeddingCache,
     ) -> None:
+        self._dispatch = dispatch
         self._limits = limits
         self._admission = admission
         self._cache = cache
@@ -146,16 +184,16 @@ class EncodeStage:
     # --- batches ---
 
     def plan(
-        self, now_ns: int, held_up: Callable[[EncodeGroup], int]
+        self, now_ns: int, hosts: Mapping[str, Host]
     ) -> tuple[EncodeGroup, list[EmbeddingEntry]] | None:
         """Form the next batch, if a group is free and something can be encoded; return the group that is to have it.
 
-        Of the free groups, the one that keeps the fewest requests from their next tokens gets it: `held_up` tells how
-        many those are.
+        `hosts` are the generate groups that encode groups, by name, share their processes with.
         """
-        free = [group for group in self.groups if group.open and group.idle]
-        waiting = self._queue.entries
-        if not (free and waiting) or self._queue.held_until(now_ns) is not None:
+        if not self._queue.entries or self._queue.held_until(now_ns) is not None:
+            return None
+        group, waiting = self._choose(now_ns, hosts)
+        if group is None or not waiting:
             return None
         view = AdmissionView(
             stage="encode",
@@ -173,22 +211,45 @@ class EncodeStage:
         admission = ask_admission(self._admission, view)
         self._queue.hold_until_ns = admission.hold_until_ns
         chosen = [waiting[index] for index in admission.indices][: self._limits.encode_items]
-        batch = self._take(chosen)
+        batch = self._take(chosen, now_ns)
         if not batch and chosen:
             # The policy's first choice has no room. The front of the queue can always make some.
-            batch = self._take([waiting[0]])
+            batch = self._take([self._queue.entries[0]], now_ns)
             if batch:
                 probe("encode.front_has_room")
-        return (min(free, key=held_up), batch) if batch else None
+        return (group, batch) if batch else None
 
-    def _take(self, chosen: list[EmbeddingEntry]) -> list[EmbeddingEntry]:
+    def _choose(
+        self, now_ns: int, hosts: Mapping[str, Host]
+    ) -> tuple[EncodeGroup | None, Sequence[EmbeddingEntry]]:
+        """Return the group that is to have the next batch, None for none, and of which entries it can be."""
+        groups, waiting = [group for group in self.groups if group.open], self._queue.entries
+        if not any(group.idle for group in groups):
+            return None, ()
+        view = DispatchView(
+            now_ns=now_ns,
+            groups=[group.view(hosts.get(group.name)) for group in groups],
+            waiting=waiting,
+            measured=self.measured,
+            state=self._dispatch.state,
+        )
+        answer = ask_dispatch(self._dispatch, view, encoding=self.in_flight)
+        chosen, order = answer.group, answer.order
+        entries = waiting if order is None else [waiting[index] for index in order]
+        front = waiting[0]
+        if front.arrived_ns + HOLD_MAX_NS <= now_ns and (chosen is None or entries[:1] != [front]):
+            chosen = fewest_held_up(view) if chosen is None else chosen
+            entries = [front, *(entry for entry in entries if entry is not front)]
+        return None if chosen is None else groups[chosen], entries
+
+    def _take(self, chosen: list[EmbeddingEntry], now_ns: int) -> list[EmbeddingEntry]:
         """Move entries from the queue into a batch, as far as pages allow; a retry batch goes by itself, and whole."""
         retry_batch = chosen[0].retry_batch if chosen else 0
         if retry_batch:
             chosen = [entry for entry in self._queue if entry.retry_batch == retry_batch]
         batch: list[EmbeddingEntry] = []
         for entry in chosen:
-            if entry.retry_batch != retry_batch or not self._cache.start_encoding(entry):
+            if entry.retry_batch != retry_batch or not self._cache.start_encoding(entry, now_ns):
                 break
             batch.append(entry)
         return batch

@@ -17,7 +17,12 @@ from operator import eq
 
 import msgspec
 
-from vsched.kernel.policy_calls import GuardedOrder, OrderState
+from vsched.kernel.limits import SchedulerLimits
+from vsched.kernel.policy_calls import GuardedOrder, OrderState, ask_insertion
+from vsched.kernel.policy_seats import PolicySeat
+from vsched.kernel.request import RequestState
+from vsched.measured import Measured
+from vsched.policy import InsertionPolicy, InsertionView
 
 
 class BlockPoolState(msgspec.Struct):
@@ -96,9 +101,16 @@ class BlockPool:
                 self._order.reuse(block_hash)
             self._holders[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Give blocks back, last first, so that the end of a prefix is evicted before its beginning."""
+    def release(self, blocks: Sequence[int], *, kept: int | None = None) -> None:
+        """Give blocks back, last first, so that the end of a prefix is evicted before its beginning.
+
+        Those behind the first `kept`, None for all, are not cached any more, unless others hold them.
+        """
         holders, hash_of = self._holders, self._hash_of
+        for block in blocks[kept:] if kept is not None else ():
+            if holders[block] == 1 and (known := hash_of[block]) is not None:
+                del self._by_hash[known]
+                hash_of[block] = None
         idle: list[int] = []
         for block in reversed(blocks):
             holders[block] -= 1
@@ -164,3 +176,41 @@ class BlockPool:
         assert idle == [block for block, count in enumerate(counted) if not count], "block lost"
         known = map(self._hash_of.__getitem__, by_hash.values())
         assert all(map(eq, known, by_hash)), "a block is published under another's hash"
+
+
+class PrefixInsertion:
+    """Asks the insertion policy what of a request that ended stays cached.
+
+    While a request runs, its full blocks can be found by others, and once it is preempted by itself: that is no
+    caching. Only at its end there is something to decide. What it found in the cache was worth keeping before.
+    """
+
+    def __init__(self, limits: SchedulerLimits, seat: PolicySeat[InsertionPolicy]) -> None:
+        self._prefix_cache = limits.prefix_cache and limits.shares_blocks
+        self._block_size = limits.block_size
+        self._seat = seat
+
+    def kept(
+        self, state: RequestState, computed: int, now_ns: int, measured: Measured
+    ) -> int | None:
+        """Return how many of the first blocks of a request stay cached that computed so many tokens; None for all."""
+        full = min(computed // self._block_size, len(state.hashes))
+        found = min(state.cached_tokens // self._block_size, full)
+        if not self._prefix_cache or full <= found:
+            return None
+        view = InsertionView(
+            now_ns=now_ns,
+            hashes=state.hashes[:full],
+            prompt_blocks=min(state.prompt_length // self._block_size, full),
+            found=found,
+            block_tokens=self._block_size,
+            prompt_tokens=state.prompt_length,
+            output_tokens=len(state.tokens) - state.prompt_length,
+            items=len(state.items),
+            priority=state.request.priority,
+            tenant=state.request.tenant,
+            measured=measured,
+            state=self._seat.state,
+        )
+        kept = ask_insertion(self._seat, view)
+        return kept if kept < full else None

@@ -29,6 +29,7 @@ from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import ask_drafting
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
+from vsched.measured import Measured
 from vsched.policy import Draft, DraftingPolicy, DraftingView
 
 RETRY_STEPS = 64
@@ -57,7 +58,9 @@ class DraftGrants:
         limits: SchedulerLimits,
         seat: PolicySeat[DraftingPolicy],
         running: RunningSet,
+        measured: Callable[[], Measured],
     ) -> None:
+        self._measured = measured
         self.tokens = 0
         self._limits = limits
         self._seat = seat
@@ -162,6 +165,8 @@ class DraftGrants:
             last=last,
             drafted=state.drafted,
             accepted=state.accepted,
+            tenant=state.request.tenant,
+            measured=self._measured(),
             state=self._seat.state,
         )
         found = ask_drafting(self._seat, view)

@@ -28,7 +28,7 @@ from functools import partial
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.events import Stepped
-from vsched.kernel.generate.blocks import BlockPool
+from vsched.kernel.generate.blocks import BlockPool, PrefixInsertion
 from vsched.kernel.generate.chunks import chunk_stop, drop_claims_before, pin_items
 from vsched.kernel.generate.drafts import DraftGrants
 from vsched.kernel.generate.group_state import COUNTED, GenerateGroupState
@@ -78,6 +78,9 @@ class GenerateGroup(GroupViews):
         self._admission = seats.place(f"{name}.admission", policies.generate_admission)
         self._preemption = seats.place(f"{name}.preemption", policies.preemption)
         self._drafting = seats.place(f"{name}.drafting", policies.drafting)
+        self._insertion = PrefixInsertion(
+            limits, seats.place(f"{name}.insertion", policies.insertion)
+        )
         self._cache = cache
         self._requests = requests
         self._faults = seats.faults
@@ -101,7 +104,9 @@ class GenerateGroup(GroupViews):
         self._snapshots = StateSnapshots(self._limits, order)
         self._swap = SwapSpace(self._limits)
         self._running = RunningSet(self._limits, self._pool)
-        self._drafts = DraftGrants(self._limits, self._drafting, self._running)
+        self._drafts = DraftGrants(
+            self._limits, self._drafting, self._running, lambda: self.measured
+        )
         self._in_flight = InFlightSteps(self._in_flight.planned, self._requests, self.measures)
         self.queue.blocked = False
         self._front_first = False
@@ -434,8 +439,8 @@ class GenerateGroup(GroupViews):
 
     # --- leaving ---
 
-    def remove(self, state: RequestState) -> None:
-        """Let go of a request that ended, wherever it is; its KV stays findable as a prefix."""
+    def remove(self, state: RequestState, now_ns: int) -> None:
+        """Let go of a request that ended, wherever it is; of its KV stays findable what the policy keeps."""
         self.dequeue(state)
         if state.slot >= 0:
             slot, computed = state.slot, state.computed
@@ -445,7 +450,8 @@ class GenerateGroup(GroupViews):
                 computed = len(state.tokens) - 1  # the last token was sampled, not yet computed
                 full = min(computed // self._limits.block_size, len(state.hashes))
                 self._pool.publish(state.blocks[:full], state.hashes[:full])
-            self._release_slot(state, keep=False)
+            kept = self._insertion.kept(state, computed, now_ns, self.measured)
+            self._release_slot(state, keep=False, blocks_kept=kept)
         elif state.known:
             self._running.forget(state)
         if self._swap.drop(state.number):
@@ -455,9 +461,11 @@ class GenerateGroup(GroupViews):
         self._drop_load(state)
         self._trim_log()
 
-    def _release_slot(self, state: RequestState, *, keep: bool) -> None:
+    def _release_slot(
+        self, state: RequestState, *, keep: bool, blocks_kept: int | None = None
+    ) -> None:
         self._drafts.drop(state)
-        self._running.release_slot(state, keep=keep)
+        self._running.release_slot(state, keep=keep, blocks_kept=blocks_kept)
         self._quarantine.end(state)
         self.queue.blocked = False
 

@@ -142,8 +142,13 @@ class RunningSet:
         bucket = self._growth[step % self._block_size]
         return list(bucket.values()) if bucket else []
 
-    def release_slot(self, state: RequestState, *, keep: bool) -> None:
-        """Take a request's slot and blocks back; `keep` when ranks must hold on to its tokens."""
+    def release_slot(
+        self, state: RequestState, *, keep: bool, blocks_kept: int | None = None
+    ) -> None:
+        """Take a request's slot and blocks back; `keep` when ranks must hold on to its tokens.
+
+        The first `blocks_kept` blocks stay cached, None for all.
+        """
         if state.phase is Phase.DECODE:
             if state.bucket >= 0:
                 del self._growth[state.bucket][state.number]
@@ -154,7 +159,7 @@ class RunningSet:
         self._left.append(Leave(state.number, state.slot, keep))
         self.slots[state.slot] = None
         self._free_slots.append(state.slot)
-        self.pool.release(state.blocks)
+        self.pool.release(state.blocks, kept=blocks_kept)
         state.blocks, state.slot, state.computed = [], -1, 0
 
     def forget(self, state: RequestState) -> None:

@@ -12,11 +12,12 @@ from tests.unit.kernel.setups import (
 )
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
-from vsched.kernel.policy_seats import PolicyFaults
+from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
 from vsched.kernel.request import RequestState
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView
+from vsched.policy import Admission, AdmissionPolicy, AdmissionView, ReclaimPolicy
 from vsched.testing import ModelCluster, default_policies
 from vsched_policies.eviction import Lru
+from vsched_policies.reclaim import YoungestEmbedding
 
 
 class Noting(AdmissionPolicy, frozen=True, kw_only=True):
@@ -91,14 +92,16 @@ def arrived(number: int, *images: tuple[bytes, int]) -> RequestState:
     return RequestState.arrived(image_request(f"r{number}", *images), number, (), 0, scope="item")
 
 
-def cached(*claims: tuple[int, bytes]) -> EmbeddingCache:
+def cached(*claims: tuple[int, bytes], reclaim: ReclaimPolicy | None = None) -> EmbeddingCache:
     """Return a full cache of ready images of four pages each, claimed by the requests of these numbers."""
-    pages = 4 * len({key for _, key in claims})
-    cache = EmbeddingCache(make_limits(pages=pages), Lru(), PolicyFaults())
+    pages, faults = 4 * len({key for _, key in claims}), PolicyFaults()
+    cache = EmbeddingCache(
+        make_limits(pages=pages), Lru(), PolicySeat(reclaim or YoungestEmbedding(), faults), faults
+    )
     for number, key in claims:
         cache.claim(arrived(number, (key, 16)), 0, 0)
     for entry in list(cache):
-        assert cache.start_encoding(entry)
+        assert cache.start_encoding(entry, 0)
         assert cache.finish_encoding(entry)
     return cache
 
@@ -108,7 +111,7 @@ def test_embeddings_are_taken_from_the_youngest_and_no_more_than_needed() -> Non
     cache = cached((2, b"shared"), (5, b"shared"), (4, b"young"), (3, b"old"))
     assert not cache.claim(arrived(1, (b"wanted", 16)), 0, 0)
     (wanted,) = cache.get_all([b"wanted"])
-    assert cache.start_encoding(wanted)
+    assert cache.start_encoding(wanted, 0)
     ready = [key for key in (b"shared", b"young", b"old") if cache.is_ready(key)]
     assert ready == [b"shared", b"old"]
     assert cache.statistics()["cache_preemptions"] == 1

@@ -1,0 +1,7 @@
+"""Which encode group has the next batch, and of which images it can be."""
+
+from vsched_policies.dispatch.fewest_held_up import FewestHeldUp
+from vsched_policies.dispatch.least_loaded import LeastLoadedGroup
+from vsched_policies.dispatch.size_classes import SizeClasses
+
+__all__ = ["FewestHeldUp", "LeastLoadedGroup", "SizeClasses"]

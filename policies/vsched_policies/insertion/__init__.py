@@ -1,0 +1,8 @@
+"""What of a request that ended the prefix cache keeps."""
+
+from vsched_policies.insertion.everything import Everything
+from vsched_policies.insertion.matching import Matching
+from vsched_policies.insertion.prompts import Prompts
+from vsched_policies.insertion.second_touch import SecondTouch
+
+__all__ = ["Everything", "Matching", "Prompts", "SecondTouch"]

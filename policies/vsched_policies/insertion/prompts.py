@@ -1,0 +1,13 @@
+"""Keep prompts, not answers."""
+
+from __future__ import annotations
+
+from vsched.policy import InsertionPolicy, InsertionView
+
+
+class Prompts(InsertionPolicy, frozen=True, kw_only=True):
+    """Keeps prompts only: for single questions about the same documents or images, whose answers nobody sends back."""
+
+    def keep(self, view: InsertionView) -> int:
+        """Return the blocks of the prompt."""
+        return view.prompt_blocks

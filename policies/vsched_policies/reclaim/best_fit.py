@@ -1,0 +1,31 @@
+"""As little as possible is encoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vsched.policy import ReclaimPolicy, ReclaimView
+
+
+class BestFit(ReclaimPolicy, frozen=True, kw_only=True):
+    """Takes the smallest embedding that makes room; where none does alone, the largest, and then what is still missing.
+
+    With images of many sizes, the youngest may be a large one that is encoded again for a small one. Among equals the
+    youngest goes.
+    """
+
+    def choose(self, view: ReclaimView) -> Sequence[int]:
+        """Return those that make up the missing pages."""
+        left = list(range(len(view.ready)))
+        chosen: list[int] = []
+        missing = view.pages
+        while missing > 0 and left:
+            enough = [index for index in left if view.ready[index].pages >= missing]
+            if enough:
+                best = min(enough, key=lambda index: (view.ready[index].pages, -index))
+            else:
+                best = max(left, key=lambda index: (view.ready[index].pages, index))
+            left.remove(best)
+            chosen.append(best)
+            missing -= view.ready[best].pages
+        return chosen

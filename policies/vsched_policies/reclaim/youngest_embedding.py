@@ -1,0 +1,15 @@
+"""Last come, first to give way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vsched.policy import ReclaimPolicy, ReclaimView
+
+
+class YoungestEmbedding(ReclaimPolicy, frozen=True, kw_only=True):
+    """Takes the embeddings of the youngest requests: those whose prefill is the furthest away."""
+
+    def choose(self, view: ReclaimView) -> Sequence[int]:
+        """Return all, the youngest first."""
+        return range(len(view.ready) - 1, -1, -1)

@@ -1,0 +1,131 @@
+"""Which encode group has which images: the dispatch policy says, and the kernel sees to it that all are encoded."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from tests.unit.kernel.setups import assert_served, image_request, make_limits
+from vsched.policy import Dispatch, DispatchPolicy, DispatchView
+from vsched.testing import ModelCluster, default_policies, make_request
+from vsched_policies.dispatch import LeastLoadedGroup, SizeClasses
+
+SECOND_NS = 1_000_000_000
+
+
+class Watched(DispatchPolicy, frozen=True, kw_only=True):
+    """The last free group, and all images; notes what it is shown."""
+
+    views: ClassVar[list[DispatchView]] = []
+    waiting: ClassVar[list[list[int | None]]] = []
+
+    def dispatch(self, view: DispatchView) -> Dispatch:
+        self.views.append(view)
+        self.waiting.append([entry.tokens for entry in view.waiting])
+        return Dispatch(max(index for index, group in enumerate(view.groups) if group.free))
+
+
+class Behind(DispatchPolicy, frozen=True, kw_only=True):
+    """Never the front while there is another, and else nothing while something is encoded."""
+
+    def dispatch(self, view: DispatchView) -> Dispatch:
+        free = next(index for index, group in enumerate(view.groups) if group.free)
+        if len(view.waiting) > 1:
+            return Dispatch(free, range(1, len(view.waiting)))
+        return Dispatch(None if any(group.items for group in view.groups) else free)
+
+
+def out(cluster: ModelCluster) -> dict[str, list[bytes]]:
+    """Return the keys of the images that each group encodes."""
+    return {
+        name: [task.key for decision in log for task in decision.tasks]
+        for name, log in cluster.encode_logs.items()
+    }
+
+
+def two_groups(policy: DispatchPolicy, *, encode_items: int = 1) -> ModelCluster:
+    limits = make_limits(encoders=2, encode_items=encode_items)
+    return ModelCluster(limits, default_policies(dispatch=policy))
+
+
+def test_dispatch_policy_names_the_group_and_sees_what_the_groups_do() -> None:
+    Watched.views.clear()
+    Watched.waiting.clear()
+    cluster = two_groups(Watched())
+    cluster.submit(image_request("r", (b"a", 8), (b"b", 12)))
+    assert out(cluster) == {"encode-0": [b"b"], "encode-1": [b"a"]}
+    first, second = Watched.views
+    assert [group.free for group in first.groups] == [True, True]
+    assert Watched.waiting == [[8, 12], [12]]
+    group = second.groups[1]
+    assert (group.free, group.items, group.tokens, group.largest) == (False, 1, 8, 8)
+    cluster.drain()
+    assert_served(cluster, "r")
+
+
+def test_dispatch_policy_is_told_who_is_held_up_in_the_same_processes() -> None:
+    Watched.views.clear()
+    limits = make_limits(encoders=2, generators=2, encode_pauses=True)
+    cluster = ModelCluster(limits, default_policies(dispatch=Watched()))
+    cluster.submit(make_request("text", [1, 2, 3], max_tokens=8))
+    cluster.run_generate()
+    cluster.submit(image_request("image", (b"a", 8)))
+    groups = Watched.views[-1].groups
+    assert [group.held_up for group in groups] == [1, 0]
+    assert groups[0].load_tokens >= 3
+    cluster.drain()
+
+
+def test_dispatch_of_some_images_leaves_the_others_in_place() -> None:
+    """The front waits while one is encoded, and then it is all that is left."""
+    cluster = two_groups(Behind())
+    cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
+    assert out(cluster) == {"encode-0": [b"b"], "encode-1": [b"c"]}
+    cluster.run_encode("encode-0")
+    assert out(cluster) == {"encode-0": [], "encode-1": [b"c"]}
+    cluster.run_encode("encode-1")
+    assert out(cluster) == {"encode-0": [b"a"], "encode-1": []}
+    cluster.drain()
+    assert_served(cluster, "r")
+
+
+def test_dispatch_lets_nobody_wait_for_over_a_minute() -> None:
+    cluster = two_groups(Behind())
+    cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
+    cluster.run_encode("encode-0")
+    cluster.wait(61 * SECOND_NS)
+    cluster.submit(image_request("another", (b"d", 8)))
+    assert out(cluster)["encode-0"] == [b"a"]
+    cluster.drain()
+    assert_served(cluster, "r", "another")
+
+
+def test_least_loaded_gives_all_groups_alike() -> None:
+    cluster = two_groups(LeastLoadedGroup())
+    for index in range(4):
+        cluster.submit(image_request(f"r{index}", (b"image%d" % index, 8)))
+        cluster.drain()
+    groups = cluster.kernel.statistics()["encode"]["groups"]
+    assert [one["steps"] for one in groups.values()] == [2, 2]
+
+
+@pytest.mark.parametrize("encode_items", [1, 8])
+def test_size_classes_keep_a_group_for_small_images(encode_items: int) -> None:
+    cluster = two_groups(SizeClasses(small_tokens=10), encode_items=encode_items)
+    for index in range(2):
+        cluster.submit(image_request(f"large{index}", (b"large%d" % index, 40)))
+    assert out(cluster) == {"encode-0": [b"large0"], "encode-1": []}
+    cluster.submit(image_request("small", (b"small", 8)))
+    assert out(cluster) == {"encode-0": [b"large0"], "encode-1": [b"small"]}
+    cluster.drain()
+    assert_served(cluster, "large0", "large1", "small")
+
+
+def test_size_classes_make_no_batch_of_both() -> None:
+    limits = make_limits(encode_items=8)
+    cluster = ModelCluster(limits, default_policies(dispatch=SizeClasses(small_tokens=10)))
+    cluster.submit(image_request("first", (b"busy", 8)))
+    cluster.submit(image_request("r", (b"large", 40), (b"small", 8), (b"small too", 8)))
+    cluster.drain()
+    assert cluster.encoded == [[b"busy"], [b"small", b"small too"], [b"large"]]

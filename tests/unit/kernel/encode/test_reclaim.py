@@ -1,0 +1,75 @@
+"""Whose ready embedding gives way: the reclaim policy says, and the front of the queue gets its pages all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import pytest
+
+from tests.unit.kernel.encode.test_embedding_cache import arrived, cached
+from vsched.policy import ReclaimPolicy, ReclaimView
+
+
+class Chosen(ReclaimPolicy, frozen=True, kw_only=True):
+    """These, and notes what it is shown."""
+
+    indices: tuple[int, ...]
+    views: ClassVar[list[ReclaimView]] = []
+
+    def choose(self, view: ReclaimView) -> Sequence[int]:
+        self.views.append(view)
+        return self.indices
+
+
+NAMES = (b"old", b"middle", b"young")
+
+
+def taken(policy: ReclaimPolicy, tokens: int, *, front: bool = True) -> tuple[bool, list[bytes]]:
+    """Let the image of the oldest request need pages; return whether it got them, and whose are gone."""
+    cache = cached((2, b"old"), (3, b"middle"), (4, b"young"), reclaim=policy)
+    if not front:
+        cache.claim(arrived(0, (b"front", 4)), 0, 0)
+    cache.claim(arrived(1, (b"wanted", tokens)), 0, 0)
+    (wanted,) = cache.get_all([b"wanted"])
+    started = cache.start_encoding(wanted, 7)
+    return started, [name for name in NAMES if not cache.is_ready(name)]
+
+
+@pytest.mark.parametrize(
+    ("indices", "gone"),
+    [
+        ((0, 1, 2), [b"old"]),
+        ((1, 0), [b"middle"]),
+        ((2,), [b"young"]),
+        ((), [b"young"]),
+    ],
+)
+def test_front_takes_whom_the_policy_names_first_and_no_more(
+    indices: tuple[int, ...], gone: list[bytes]
+) -> None:
+    """Where it names nobody, the youngest goes: the oldest request is owed its next image."""
+    assert taken(Chosen(indices=indices), 16) == (True, gone)
+
+
+def test_front_takes_the_youngest_where_those_named_are_too_few() -> None:
+    assert taken(Chosen(indices=(0,)), 32) == (True, [b"old", b"young"])
+
+
+def test_others_wait_where_the_policy_spares_what_they_need() -> None:
+    assert taken(Chosen(indices=(0,)), 32, front=False) == (False, [])
+    assert taken(Chosen(indices=(0,)), 16, front=False) == (True, [b"old"])
+
+
+def test_reclaim_policy_sees_who_may_give_way_the_oldest_first() -> None:
+    Chosen.views.clear()
+    taken(Chosen(indices=()), 20)
+    (view,) = Chosen.views
+    assert (view.now_ns, view.pages, view.front, view.tokens) == (7, 5, True, 20)
+    assert [(one.pages, one.tokens, one.requests) for one in view.ready] == [(4, 16, 1)] * 3
+
+
+def test_reclaim_policy_is_not_asked_where_nothing_can_help() -> None:
+    Chosen.views.clear()
+    assert taken(Chosen(indices=(0,)), 64) == (False, [])
+    assert not Chosen.views

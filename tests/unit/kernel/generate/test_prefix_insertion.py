@@ -1,0 +1,102 @@
+"""What of a request that ended stays in the prefix cache: the insertion policy says."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from tests.unit.kernel.setups import assert_served, generate_statistics, make_limits, words
+from vsched.policy import InsertionPolicy, InsertionView
+from vsched.testing import ModelCluster, default_policies, make_request
+from vsched_policies.insertion import Prompts, SecondTouch
+
+
+class Chosen(InsertionPolicy, frozen=True, kw_only=True):
+    """So many blocks; notes what it is shown."""
+
+    blocks: int = 0
+    views: ClassVar[list[InsertionView]] = []
+
+    def keep(self, view: InsertionView) -> int:
+        self.views.append(view)
+        return self.blocks
+
+
+def serve(cluster: ModelCluster, name: str, tokens: int, *, start: int = 10) -> int:
+    """Serve a request; return how many of its prompt's tokens were cached."""
+    cluster.submit(make_request(name, words(tokens, start=start), max_tokens=6))
+    cluster.drain()
+    assert_served(cluster, name)
+    return cluster.ended[name].times.cached_tokens
+
+
+def cluster_with(policy: InsertionPolicy, **limits: Any) -> ModelCluster:
+    Chosen.views.clear()
+    return ModelCluster(make_limits(**limits), default_policies(insertion=policy))
+
+
+def test_insertion_policy_says_how_many_blocks_stay() -> None:
+    """Blocks are of four tokens; of 12 + 5 tokens, four are full."""
+    cluster = cluster_with(Chosen(blocks=2))
+    assert serve(cluster, "a", 12) == 0
+    (view,) = Chosen.views
+    assert (len(view.hashes), view.prompt_blocks, view.found, view.block_tokens) == (4, 3, 0, 4)
+    assert (view.prompt_tokens, view.output_tokens) == (12, 6)
+    assert generate_statistics(cluster)["blocks_cached"] == 2
+    assert serve(cluster, "b", 12) == 8
+
+
+def test_what_a_request_found_stays() -> None:
+    cluster = cluster_with(Chosen(blocks=3))
+    serve(cluster, "a", 12)
+    assert serve(cluster, "b", 13) == 12
+    assert [view.found for view in Chosen.views] == [0, 3]
+    assert generate_statistics(cluster)["blocks_cached"] == 3
+
+
+def test_insertion_policy_is_not_asked_about_nothing() -> None:
+    """A request of less than a block, and one without a prefix cache."""
+    cluster = cluster_with(Chosen())
+    cluster.submit(make_request("short", [1], max_tokens=2))
+    cluster.drain()
+    assert not Chosen.views
+    cluster = cluster_with(Chosen(), prefix_cache=False)
+    serve(cluster, "a", 12)
+    assert not Chosen.views
+
+
+def test_blocks_that_others_use_stay_until_they_end() -> None:
+    """What is not kept can be shared all the same, while the first is there."""
+    cluster = cluster_with(Chosen(blocks=0))
+    cluster.submit(make_request("long", words(12), max_tokens=40))
+    cluster.run_generate()
+    cluster.submit(make_request("short", words(13), max_tokens=1))
+    cluster.drain()
+    assert_served(cluster, "long", "short")
+    assert cluster.ended["short"].times.cached_tokens == 12
+    assert generate_statistics(cluster)["blocks_cached"] == 0
+
+
+def test_preempted_request_finds_what_it_computed() -> None:
+    """That is recomputation, no caching: the policy is asked at the end."""
+    cluster = cluster_with(Chosen(blocks=0), blocks=12, slots=2)
+    for name, start in (("a", 10), ("b", 60)):
+        cluster.submit(make_request(name, words(12, start=start), max_tokens=24))
+    cluster.drain()
+    assert_served(cluster, "a", "b")
+    assert generate_statistics(cluster)["preemptions"] > 0
+    assert generate_statistics(cluster)["tokens_cached"] > 0
+    assert len(Chosen.views) == 2
+    assert generate_statistics(cluster)["blocks_cached"] == 0
+
+
+def test_prompts_keeps_no_answers() -> None:
+    cluster = cluster_with(Prompts())
+    serve(cluster, "a", 12)
+    assert generate_statistics(cluster)["blocks_cached"] == 3
+
+
+def test_second_touch_keeps_what_comes_again() -> None:
+    cluster = cluster_with(SecondTouch())
+    assert [serve(cluster, name, 13) for name in "abc"] == [0, 0, 12]
+    assert serve(cluster, "once", 13, start=50) == 0
+    assert generate_statistics(cluster)["blocks_cached"] == 4, "the answer followed its prompt"
