@@ -82,15 +82,18 @@ def _index(answer: SupportsIndex, *, count: int) -> int:
 def _indices(answer: Iterable[SupportsIndex], *, count: int) -> list[int]:
     """Return indices into `count` entries."""
     indices = [whole(one) for one in answer]
-    if indices and not (min(indices) >= 0 and max(indices) < count):
-        raise ValueError(f"an index is outside 0 to {count - 1}: {indices}")
+    for index in indices:
+        if not 0 <= index < count:
+            raise ValueError(f"an index is outside 0 to {count - 1}: {indices}")
     return indices
 
 
-def _distinct(answer: Iterable[SupportsIndex], *, count: int) -> list[int]:
+def _distinct(answer: Iterable[SupportsIndex], *, count: int) -> Sequence[int]:
     """Return indices into `count` entries, each at most once."""
+    if answer == range(count):
+        return range(count)  # all in order, as most answers are
     indices = _indices(answer, count=count)
-    if len(set(indices)) != len(indices):
+    if len(indices) > 1 and len(set(indices)) != len(indices):
         raise ValueError(f"indices repeat: {indices}")
     return indices
 
@@ -111,7 +114,7 @@ def ask_admission(seat: PolicySeat[AdmissionPolicy], view: AdmissionView) -> Adm
     return Admission(indices, answer.hold_until_ns)
 
 
-def _check_hold(indices: list[int], until_ns: int, view: AdmissionView) -> None:
+def _check_hold(indices: Sequence[int], until_ns: int, view: AdmissionView) -> None:
     if indices:
         raise ValueError("entries join, and yet everything is held")
     if until_ns <= view.now_ns:
@@ -267,7 +270,7 @@ def fewest_held_up(view: DispatchView) -> int:
 def ask_reclaim(seat: PolicySeat[ReclaimPolicy], view: ReclaimView) -> list[int]:
     """Return which ready embeddings give way, in this order; where the policy fails, all, the youngest first."""
     try:
-        chosen = _distinct(seat.ask(view), count=len(view.ready))
+        chosen = list(_distinct(seat.ask(view), count=len(view.ready)))
         seat.accept()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         seat.fail(error, view)

@@ -52,6 +52,7 @@ class StepTimeModel:
         self._known_ns = 0.0
         self._planned: dict[int, tuple[int, int, float]] = {}
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._costs = (0.0, 0.0)
 
     def start_step(self, tokens: int, *, decodes: int) -> StepBudget:
         """Return what a step may prefill that has room for `tokens` beside its decodes."""
@@ -94,6 +95,7 @@ class StepTimeModel:
         cost = max(busy_ns - self.decode_ns(known), 0.0)
         new = (count * count, count * pairs, pairs * pairs, count * cost, pairs * cost)
         self._sums = tuple(FORGET * old + one for old, one in zip(self._sums, new, strict=True))  # type: ignore[assignment]
+        self._costs = self._solve()
 
     def decode_ns(self, decodes: float) -> float:
         """Return what `decodes` decodes should take by themselves."""
@@ -109,6 +111,9 @@ class StepTimeModel:
 
     def costs(self) -> tuple[float, float]:
         """Return ns a token, and ns a pair of a token and one before it; neither is below 0."""
+        return self._costs
+
+    def _solve(self) -> tuple[float, float]:
         tt, tp, pp, tc, pc = self._sums
         whole = tt * pp - tp * tp
         if whole > 1e-6 * tt * pp:
@@ -136,6 +141,7 @@ class StepTimeModel:
         """Take over a state."""
         self._known_decodes, self._known_ns = state.known_decodes, state.known_ns
         self._planned, self._sums = state.planned, state.sums
+        self._costs = self._solve()
 
     def nanoseconds(self, start: int, tokens: int) -> float:
         """Return what tokens from `start` on should take."""

@@ -43,7 +43,7 @@ class StepSharing:
             decodes=decodes,
             tokens_free=plan.budget.tokens,
             time_ns=plan.budget.time_ns,
-            decode_ns=self._times.decode_ns(decodes),
+            decode_ns=self._times.decode_ns(decodes) if decodes else 0.0,
             token_ns=token_ns,
             pair_ns=pair_ns,
             measured=measured,
