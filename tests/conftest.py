@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -14,6 +15,9 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 # Two workers of pytest have all cores at work: a thread that waits by looking would take one from the others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Where there is no GPU, Triton's kernels run in its interpreter; it is chosen when Triton is imported.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 # Checkpoints are made on the spot: whatever asks a hub is a mistake, and fails at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

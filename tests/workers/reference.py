@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 
 class Reference:
@@ -17,7 +18,7 @@ class Reference:
     def __init__(self, path: Path) -> None:
         self.model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
         self.model.eval()
-        self.processor: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
+        self.processor: Any = Qwen2VLImageProcessorPil.from_pretrained(path)
 
     def generate(
         self, prompt: Sequence[int], images: Sequence[Image.Image], count: int, **options: Any

@@ -1,219 +1,146 @@
-"""What the workers do on a GPU, beside what the GPU could do: `python -m tests.bench.gpu --out FOLDER`.
+"""Everything that ten minutes with a GPU are for, in one command: `python -m tests.bench.gpu --out FOLDER`.
 
-Models of real shapes with random weights run behind the contract, no server around them. Decode steps are held against
-the bytes that they must read over the bandwidth measured, prefill and encode against their operations over the rate
-measured of a large product. The conversation table is that of an embedding cache: turn k of a conversation holds k
-images, of which all or only the new one have to be encoded.
+In this order, each under a limit of its own: the tests that need a GPU, the tables of workers alone (3B and 7B shapes),
+the ledger beside what the driver says, the size of the KV cache beside the largest that survives, a rank that is
+killed, and a whole `vsched serve` under `vsched bench serve`. Results are written after every case, and a step that
+fails does not end the rest. `python -m tests.bench.gpu.page FOLDER` makes the page of what came back.
 
-Needs torch, transformers, safetensors, numpy, Pillow and msgspec; a GPU with 40 GB for both shapes, and ten minutes at
-most. `--device cpu --models nano` tries the script itself.
-
-Not yet run on a GPU.
+`--wheels` installs what a bare machine lacks, into a folder of its own, from files alone: `python -m
+tests.bench.gpu.pack` collects them. `--device cpu` with the smallest models tries the command itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-import torch
-
-from tests.bench.gpu.load import Load, grid_of
-from tests.bench.gpu.shapes import SHAPES, Model, make_model
-from tests.bench.gpu.tables import Figures, Row, tables
-
-IMAGES = {"720p": (1280, 720), "1080p": (1920, 1080), "2K": (2560, 1440)}
-TURNS = (1, 4, 8)
-SQUARE = {"cuda": 8192, "cpu": 256}
+ROOT = Path(__file__).parents[3]
+TESTS = ("test_triton_kernels.py", "test_gpu.py")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "vsched")
 
 
-class Watch:
-    """Times things on a device; medians of runs, in milliseconds."""
-
-    def __init__(self, device: str, *, repeats: int) -> None:
-        self._cuda = device != "cpu"
-        self._repeats = repeats
-
-    def wall_ms(self, run: Callable[[], object], *, repeats: int = 0, warm: int = 3) -> float:
-        """Return the median time from call to return, the device having finished."""
-        times = []
-        for turn in range(warm + (repeats or self._repeats)):
-            self._settle()
-            started_s = time.perf_counter()
-            run()
-            self._settle()
-            if turn >= warm:
-                times.append((time.perf_counter() - started_s) * 1e3)
-        return statistics.median(times)
-
-    def each_ms(self, run: Callable[[], object], *, count: int, warm: int) -> float:
-        """Return the median time between returns of one call after the other: steps may run ahead."""
-        for _ in range(warm):
-            run()
-        self._settle()
-        times, before_s = [], time.perf_counter()
-        for _ in range(count):
-            run()
-            now_s = time.perf_counter()
-            times.append((now_s - before_s) * 1e3)
-            before_s = now_s
-        self._settle()
-        return statistics.median(times)
-
-    def _settle(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
-
-
-def ceilings(device: str, dtype: torch.dtype, watch: Watch) -> tuple[float, float]:
-    """Return the bytes a second of a large copy, and the operations a second of a large product."""
-    side = SQUARE[device.partition(":")[0]]
-    source = torch.empty(16 * side * side, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy_ms = watch.wall_ms(lambda: target.copy_(source), repeats=10)
-    one = torch.randn(side, side, device=device, dtype=dtype)
-    other = torch.randn(side, side, device=device, dtype=dtype)
-    product_ms = watch.wall_ms(lambda: one @ other, repeats=10)
-    return 2 * len(source) / copy_ms * 1e3, 2 * side**3 / product_ms * 1e3
-
-
-class ModelBench:
-    """Measures one model."""
-
-    def __init__(
-        self, name: str, model: Model, watch: Watch, *, bandwidth: float, rate: float, full: bool
-    ) -> None:
-        self._name = name
-        self._model = model
-        self._watch = watch
-        self._bandwidth = bandwidth
-        self._rate = rate
-        self._full = full
-        self.rows: list[Row] = []
-
-    def run(self) -> None:
-        """Measure everything."""
-        batches = [1, 2, 4, 8, 16, 32, 64, 128] if self._full else [1, 3]
-        context = 1024 if self._full else 32
-        for batch in batches:
-            self._decode(batch, context)
-        if self._full:
-            for batch in (1, 8, 32):
-                self._decode(batch, 8192)
-        for first, rows in (
-            [(0, 2048), (0, 8192), (8192, 2048)] if self._full else [(0, 32), (32, 32)]
-        ):
-            self._prefill(first, rows)
-        images = IMAGES if self._full else {"tiny": (112, 112)}
-        for label, size in images.items():
-            self._encode(label, size)
-            for turn in TURNS:
-                self._conversation(label, size, turn)
-
-    def _note(self, case: str, found_ms: float, floor_ms: float | None, **more: float) -> None:
-        self.rows.append(Row(self._name, case, found_ms, floor_ms, more))
-
-    def _decode(self, batch: int, context: int) -> None:
-        """A step of so many rows; captured, then eager."""
-        model, worker = self._model, self._model.language
-        steps, warm = (64, 8) if self._full else (4, 1)
-        times = {}
-        for way in ("captured", "eager"):
-            load = Load(model, slots=batch, context=context + 2 * (steps + warm) + 16)
-            if way == "eager":
-                worker.drop_graphs()
-            rows = load.decode_rows(context)
-            times[way] = self._watch.each_ms(rows.step, count=steps, warm=warm)
-        weights = worker.weights_bytes
-        if not model.shape.tied:
-            # Of the embedding a step reads a row a token.
-            weights -= model.shape.vocab * model.shape.hidden * model.info.itemsize
-        read = weights + batch * context * model.info.kv_bytes_per_token
-        floor_ms = read / self._bandwidth * 1e3
-        case = f"decode {batch} x {context}"
-        self._note(case, times["captured"], floor_ms, eager_ms=times["eager"])
-
-    def _prefill(self, first: int, rows: int) -> None:
-        """A chunk after so many tokens."""
-        load = Load(self._model, slots=1, context=first + rows + 16)
-        found = self._watch.wall_ms(load.prefill(first, rows), repeats=5)
-        floor_ms = self._language_operations(first, rows) / self._rate * 1e3
-        self._note(f"prefill {rows} after {first}", found, floor_ms)
-
-    def _language_operations(self, first: int, rows: int) -> float:
-        shape = self._model.shape
-        seen = rows * first + rows * (rows + 1) / 2
-        attending = 4 * shape.layers * shape.hidden * seen
-        return 2 * self._model.language_linears * rows + attending + 2 * shape.hidden * shape.vocab
-
-    def _encode(self, label: str, size: tuple[int, int]) -> None:
-        load = Load(self._model, slots=1, context=64)
-        found = self._watch.wall_ms(load.encode(size, 1), repeats=5)
-        _, high, wide = grid_of(size)
-        patches, shape = high * wide, self._model.shape
-        full = len(shape.config()["vision_config"]["fullatt_block_indexes"])
-        seen = full * patches * patches + (shape.depth - full) * patches * 64
-        merging = 2 * self._model.merger_linears * patches / 4
-        attending = 4 * shape.vision_hidden * seen
-        count = 2 * self._model.vision_linears * patches + attending + merging
-        self._note(f"encode {label}", found, count / self._rate * 1e3, tokens=patches // 4)
-
-    def _conversation(self, label: str, size: tuple[int, int], turn: int) -> None:
-        """Encode and prefill of one turn: everything, with an embedding cache, and with a prefix cache as well."""
-        _, high, wide = grid_of(size)
-        tokens = (high * wide // 4 + 64) * turn
-        load = Load(self._model, slots=1, context=tokens + 16)
-        every = self._watch.wall_ms(load.encode(size, turn), repeats=3, warm=1)
-        one = self._watch.wall_ms(load.encode(size, 1), repeats=3, warm=1)
-        whole = self._watch.wall_ms(load.prefill(0, tokens, size), repeats=3, warm=1)
-        new = tokens // turn
-        last = self._watch.wall_ms(load.prefill(tokens - new, new, size), repeats=3, warm=1)
-        self._note(
-            f"conversation {label} turn {turn}",
-            one,
-            None,
-            encode_all_ms=every,
-            first_token_all_ms=every + whole,
-            first_token_embeddings_ms=one + whole,
-            first_token_prefix_ms=one + last,
-        )
-
-
-def main() -> None:
-    """Measure, and write JSON and a page."""
+def main() -> int:
+    """Run all steps; the exit status is how many of them did not end well."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json and gpu.md")
-    parser.add_argument("--models", default="3b,7b", help="of: " + ", ".join(SHAPES))
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--seconds", type=float, default=570, help="for everything together")
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--models", default="3b,7b", help="shapes of workers that run alone")
+    parser.add_argument("--served", default="3b25", help="size of the checkpoint that is served")
+    parser.add_argument("--only", default="", help="names of steps, by commas")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install first")
     options = parser.parse_args()
-    on_cpu = options.device == "cpu"
-    dtype = torch.float32 if on_cpu else torch.bfloat16
-    watch = Watch(options.device, repeats=2 if on_cpu else 20)
-    bandwidth, rate = ceilings(options.device, dtype, watch)
-    name = "cpu" if on_cpu else torch.cuda.get_device_name(options.device)
-    figures = Figures(
-        device=name, torch=str(torch.__version__), bandwidth=bandwidth, rate=rate, rows=[]
+    out: Path = options.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
+        environment = _environment(
+            options.wheels, Path(scratch) / "site", on_cpu=options.device == "cpu"
+        )
+        if options.wheels is not None and not os.environ.get("VSCHED_GPU_RUN"):
+            # What was just installed may be needed, or newer than what has been imported.
+            again = [sys.executable, "-m", "tests.bench.gpu", *sys.argv[1:]]
+            return subprocess.run(again, env=environment, check=False, cwd=ROOT).returncode
+        _tell_machine(out, options.device)
+        return _run(options, out, Path(scratch), environment)
+
+
+def _environment(wheels: Path | None, site: Path, *, on_cpu: bool) -> dict[str, str]:
+    """Return the environment of the steps, with the wheels installed where there are any."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    if on_cpu:  # beside the rest of the tests
+        environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    if wheels is not None and not os.environ.get("VSCHED_GPU_RUN"):
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target"]
+        files = map(str, sorted(wheels.absolute().glob("*.whl")))
+        subprocess.run([*pip, str(site), *files], check=True)
+        before = environment.get("PYTHONPATH", "")
+        # The tree stands before the wheel of it, whose entry points alone are wanted.
+        paths = [str(ROOT), str(ROOT / "policies"), str(ROOT / "workers"), str(site), before]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        environment["VSCHED_GPU_RUN"] = "1"
+    return environment
+
+
+def _tell_machine(out: Path, device: str) -> None:
+    """Write down what it ran on, before anything can go wrong."""
+    import msgspec
+
+    from tests.bench.gpu.page import Machine
+
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "none"
+    machine = Machine(
+        device=_said(
+            "nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"
+        )
+        if device != "cpu"
+        else platform.processor() or "cpu",
+        versions=versions,
+        commit=_said("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
     )
-    options.out.mkdir(parents=True, exist_ok=True)
-    for one in options.models.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            model = make_model(one, Path(folder), options.device, dtype)
-            full = one != "nano"
-            bench = ModelBench(one, model, watch, bandwidth=bandwidth, rate=rate, full=full)
-            bench.run()
-        figures = msgspec.structs.replace(figures, rows=[*figures.rows, *bench.rows])
-        encoded = msgspec.json.format(msgspec.json.encode(figures), indent=1)
-        (options.out / "gpu.json").write_bytes(encoded)
-        (options.out / "gpu.md").write_text(tables(figures))
-        model.language.drop_kv()
-        del model, bench
-    print(tables(figures))
+    (out / "machine.json").write_bytes(msgspec.json.encode(machine))
+
+
+def _said(*command: str) -> str:
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return ran.stdout.strip() if not ran.returncode else "unknown"
+
+
+def _run(
+    options: argparse.Namespace, out: Path, scratch: Path, environment: Mapping[str, str]
+) -> int:
+    from tests.bench.gpu.serve import settings_of
+    from tests.bench.gpu.steps import Step, run_steps
+
+    on_cpu = options.device == "cpu"
+    dtype, patience = ("float32", 10) if on_cpu else ("bfloat16", 1)
+    python, device = [sys.executable, "-m"], ["--device", options.device]
+    checkpoint = str(scratch / "checkpoint")
+    tests = [str(ROOT / "tests/workers/backends/cuda" / name) for name in TESTS]
+    pytest = ["pytest", "-p", "no:cacheprovider", "-W", "default", "--timeout=120"]
+    pytest += ["--maxfail=20", "--durations=8", f"--rootdir={ROOT}", f"--junitxml={out}/tests.xml"]
+    served = [checkpoint, "--out", str(out), *device]
+    steps = [
+        Step("tests", [*python, *pytest, *tests], 170),
+        *(
+            Step(f"models-{name}", [*python, "tests.bench.gpu.models", "--models", name, "--out",
+                                    str(out / name), *device], 120)
+            for name in options.models.split(",")
+        ),
+        Step("checkpoint", [*python, "vsched", "make-checkpoint", checkpoint, "--size",
+                            options.served], 90),
+        Step("serve", [*python, "tests.bench.gpu.serve", *served], 110),
+        Step("memory", [*python, "tests.bench.gpu.memory", *served,
+                        f"--seconds={0 if on_cpu else 140}"], 150),
+        Step("recovery", [*python, "vsched", "bench", "recovery", checkpoint, "--rounds=1",
+                          f"--dtype={dtype}", "--busy=0", f"--json={out}/recovery.json",
+                          *(f"--set={one}" for one in settings_of(options.device))], 60),
+    ]  # fmt: skip
+    wanted = options.only.split(",") if options.only else [step.name for step in steps]
+    chosen = [
+        dataclasses.replace(step, limit_s=patience * step.limit_s)
+        for step in steps
+        if step.name in wanted
+    ]
+    os.chdir(ROOT)
+    results = run_steps(chosen, out, seconds=options.seconds, environment=environment)
+    return sum(result.ending != "done" for result in results)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tests.bench.gpu.shapes import MERGE, PATCH, PATCH_VALUES, Model
+from tests.bench.gpu.costs import MERGE, PATCH_VALUES, grid_of
+from tests.bench.gpu.shapes import Model
 from vsched.types import ItemPlace, SamplingParams
 from vsched.worker.contract import Batch, Chunk, EncodeJob, ItemRows, SequenceState
 from vsched_workers.families.qwen_image import image_plan
@@ -17,13 +18,6 @@ BLOCK_SIZE = 16
 PAGE_ROWS = 64
 TEXT_TOKENS = 64
 """Tokens of text around each image of a conversation."""
-
-
-def grid_of(size: tuple[int, int]) -> tuple[int, int, int]:
-    """Return the patches of an image of so many pixels, resized to whole tokens."""
-    unit = PATCH * MERGE
-    wide, high = (MERGE * max(1, round(side / unit)) for side in size)
-    return 1, high, wide
 
 
 @dataclass

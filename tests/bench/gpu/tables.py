@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tests.bench.gpu.costs import DEVICES, Cost
+
 
 class Row(msgspec.Struct, frozen=True):
     """One case; milliseconds. `floor_ms` is what the device would need at the rates measured."""
@@ -44,14 +46,18 @@ def tables(figures: Figures) -> str:
 
 
 def _floors(rows: list[Row]) -> str:
-    lines = ["| case | ms | floor ms | times the floor | eager ms |", "|---|---|---|---|---|"]
+    least = " | ".join(f"least on {device.name} ms" for device in DEVICES)
+    head = f"| case | ms | floor ms | part of the limit reached | eager ms | {least} |"
+    lines = [head, "|---" * (5 + len(DEVICES)) + "|"]
     for row in rows:
         if row.floor_ms is None:
             continue
         eager = f"{row.more['eager_ms']:.2f}" if "eager_ms" in row.more else ""
-        ratio = row.found_ms / row.floor_ms
+        cost = Cost(row.more["moved"], row.more["operations"])
+        least = " | ".join(f"{cost.least_ms(device):.2f}" for device in DEVICES)
+        reached = row.floor_ms / row.found_ms
         lines.append(
-            f"| {row.case} | {row.found_ms:.2f} | {row.floor_ms:.2f} | {ratio:.2f} | {eager} |"
+            f"| {row.case} | {row.found_ms:.2f} | {row.floor_ms:.2f} | {reached:.2f} | {eager} | {least} |"
         )
     return "\n".join(lines) + "\n"
 

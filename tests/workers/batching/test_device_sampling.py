@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers.batching.test_sampling import OPTIONS, special
+from tests.workers.batching.special_rows import OPTIONS, special
 from vsched.types import SamplingParams
 from vsched_workers.batching.device_sampling import StagedDraw, is_foreseeable
 from vsched_workers.batching.sampling import SpecialRow, draw_in_numpy

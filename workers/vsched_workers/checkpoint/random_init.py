@@ -200,6 +200,14 @@ SIZES: dict[str, Size] = {
         text=_text(1024, 4096, 20, 8, 2, [16, 24, 24]),
         vision=_vision(16, 640, 1728, 8, 1024, **_windows([3, 7, 11, 15])),
     ),
+    "3b25": Size(
+        family="qwen2_5_vl",
+        summary="Qwen2.5-VL of its own 3B shape, 7.5 GB; for a GPU",
+        vocab=151_936,
+        text=_text(2048, 11008, 36, 16, 2, [16, 24, 24]),
+        vision=_vision(32, 1280, 3420, 16, 2048, **_windows([7, 15, 23, 31])),
+        filled=True,
+    ),
 }
 
 

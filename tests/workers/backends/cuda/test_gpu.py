@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.workers.backends.paged import filled_cache, written_out
-from tests.workers.batching.test_sampling import OPTIONS, special
+from tests.workers.batching.special_rows import OPTIONS, special
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Stage
 from tests.workers.reference import Reference
 from tests.workers.test_language import mixed_questions, outputs

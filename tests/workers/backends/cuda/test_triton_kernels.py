@@ -1,48 +1,125 @@
-"""The Triton kernels; on a GPU, or anywhere in Triton's interpreter (TRITON_INTERPRET=1)."""
+"""The Triton kernels: on a GPU, or anywhere in Triton's interpreter, and compiled for a GPU that need not be there."""
 
 from __future__ import annotations
 
-import os
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.workers.backends.paged import filled_cache, written_out
-from vsched_workers.backends.cuda.attention import TritonDecode, parts_of_context
+from vsched_workers.backends.cuda.attention import Split, TritonDecode, split_of_contexts
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [
-    pytest.mark.skipif(
-        DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
-        reason="no GPU, and not in Triton's interpreter",
-    ),
-    # What torch and Triton have to say on a machine that no test ran on before is no failure of what is tested here;
-    # the interpreter of Triton 3.6 warns of numpy 2.
-    pytest.mark.filterwarnings("default"),
-]
+# What torch and Triton have to say on a machine that no test ran on before is no failure of what is tested here.
+pytestmark = pytest.mark.filterwarnings("default")
+HEAD_DIMS = (16, 64, 80, 96, 128, 256)
 
 
-@pytest.mark.parametrize("processors", [1, 4, 40], ids=["one part", "few parts", "many parts"])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 80), (7, 1, 128), (3, 3, 16)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_triton_equals_attention_written_out(
-    processors: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> None:
-    """Contexts in fewer tiles than parts, and in more; grouped heads; head sizes that are no power of two."""
-    if DEVICE == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("the interpreter computes with numpy, which has no bfloat16")
+def differs(
+    contexts: list[int],
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int = 16,
+    processors: int = 132,
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """Return by how much the kernels differ from attention that is written out in double precision."""
     _, step = filled_cache(
-        dtype, kv_heads, head_dim, contexts=[1, 5, 64, 200], block_size=16, device=DEVICE
+        dtype, kv_heads, head_dim, contexts=contexts, block_size=block_size, device=DEVICE
     )
-    query = torch.randn(4, heads, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    shape = (len(contexts), heads, head_dim)
+    query = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     found = TritonDecode(processors)(query.to(DEVICE), 1, step, 0.3)
     assert found.dtype == dtype
-    differs = (found.cpu().double() - written_out(query, step, 1, 0.3)).abs().max()
-    assert differs < (1e-5 if dtype == torch.float32 else 2e-2)
+    return float((found.cpu().double() - written_out(query, step, 1, 0.3)).abs().max())
 
 
-def test_parts_keep_all_processors_busy_and_have_a_bound() -> None:
-    assert parts_of_context(2, 132) == 64
-    assert parts_of_context(32, 132) == 8
-    assert parts_of_context(1024, 132) == 1
+@pytest.mark.parametrize("processors", [1, 4, 40], ids=["long parts", "parts", "short parts"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (7, 1), (3, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_equals_attention_written_out(
+    processors: int, heads: int, kv_heads: int, dtype: torch.dtype
+) -> None:
+    """Contexts in fewer tiles than parts, and in more; grouped heads."""
+    if DEVICE == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter computes with numpy, which has no bfloat16")
+    found = differs(
+        [1, 5, 64, 200],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=80,
+        processors=processors,
+        dtype=dtype,
+    )
+    assert found < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_triton_takes_every_size_of_a_head(head_dim: int) -> None:
+    assert differs([1, 17, 130], heads=4, kv_heads=2, head_dim=head_dim) < 1e-5
+
+
+@pytest.mark.slow
+def test_triton_spreads_one_long_context_among_many_short_ones() -> None:
+    """128 rows, which keep all processors busy by themselves: the long one is read in parts all the same."""
+    contexts = [1 + row % 5 for row in range(128)]
+    contexts[77] = 2048
+    assert differs(contexts, heads=2, kv_heads=1, head_dim=16, processors=4) < 1e-5
+    split = split_of_contexts(128, 4, tokens=2048)
+    assert split == Split(parts=4, part_tokens=512)
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
+@given(
+    contexts=st.lists(st.integers(1, 300), min_size=1, max_size=6),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 9),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    block_size=st.sampled_from([1, 16, 32, 48, 256]),
+    processors=st.integers(1, 200),
+)
+def test_triton_equals_attention_written_out_for_random_shapes(
+    contexts: list[int],
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    processors: int,
+) -> None:
+    found = differs(
+        contexts,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        processors=processors,
+    )
+    assert found < 1e-5
+
+
+def test_triton_reads_no_part_that_a_context_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their programs end at once, and leave anything in memory: here, what is no number."""
+    empty = torch.Tensor.new_empty
+
+    def poisoned(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        made = empty(self, *arguments, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    assert differs([1, 64, 65, 300], heads=4, kv_heads=2, head_dim=16) < 1e-5
+
+
+def test_contexts_are_split_so_that_all_processors_are_busy() -> None:
+    """Few rows in short parts; many in long ones, and a long one among these in as many as there are at most."""
+    assert split_of_contexts(2, 132, tokens=1024) == Split(parts=16, part_tokens=64)
+    assert split_of_contexts(2, 132, tokens=1 << 17) == Split(parts=64, part_tokens=64)
+    assert split_of_contexts(64, 132, tokens=1 << 15) == Split(parts=64, part_tokens=256)
+    assert split_of_contexts(512, 132, tokens=1 << 15) == Split(parts=32, part_tokens=512)
+    assert split_of_contexts(512, 132, tokens=100) == Split(parts=1, part_tokens=512)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 PARTS_MAX = 64
 """Parts that a context is split into at most; each takes memory, and time to be put together again."""
+
+PARTS_OF_MANY = 32
+"""As many where rows alone keep all processors busy: parts are for the few long contexts among them."""
+
+TILE_BYTES = 32 << 10
+"""Of keys, and as many of values, that a program reads at a time; two such tiles of each are under way at once."""
 
 
 class KernelMissing(ImportError):
@@ -111,13 +117,17 @@ class TritonDecode:
         query = query.contiguous()
         rows, heads, head_dim = query.shape
         kv_heads = keys.shape[1]
-        parts = parts_of_context(rows * kv_heads, self._processors)
+        # The matrix units want at least 16 rows.
+        dims = max(16, _power_of_two(head_dim))
+        tile = min(64, TILE_BYTES // (dims * keys.element_size()))
+        split = split_of_contexts(
+            rows * kv_heads, self._processors, tokens=tables.shape[1] * step.cache.block_size
+        )
+        parts = split.parts
         summed = query.new_empty((rows, heads, parts, head_dim), dtype=torch.float32)
         highest = query.new_empty((rows, heads, parts), dtype=torch.float32)
         total = torch.empty_like(highest)
         out = torch.empty_like(query)
-        # The matrix units want at least 16 rows.
-        dims = max(16, _power_of_two(head_dim))
         self._decode[(rows, kv_heads, parts)](
             query,
             keys,
@@ -133,14 +143,26 @@ class TritonDecode:
             heads // kv_heads,
             head_dim,
             parts,
+            split.part_tokens,
             BLOCK_SIZE=step.cache.block_size,
             GROUP=max(16, _power_of_two(heads // kv_heads)),
             HEAD_DIM=dims,
-            TOKENS=64,
+            TOKENS=tile,
             num_stages=2,
         )
         self._merge[(rows * heads,)](
-            summed, highest, total, out, head_dim, parts, PARTS=_power_of_two(parts), HEAD_DIM=dims
+            contexts,
+            summed,
+            highest,
+            total,
+            out,
+            heads,
+            head_dim,
+            parts,
+            split.part_tokens,
+            PARTS=_power_of_two(parts),
+            HEAD_DIM=dims,
+            TOKENS=tile,
         )
         return out
 
@@ -192,10 +214,22 @@ class FlashPrefill:
         return out.transpose(0, 1)
 
 
-def parts_of_context(programs: int, processors: int) -> int:
-    """Return into how many parts to split contexts, a power of two, so that there are two programs a processor."""
-    wanted = max(1, 2 * processors // programs)
-    return min(PARTS_MAX, 1 << (wanted.bit_length() - 1))
+class Split(NamedTuple):
+    """How contexts are split: into parts of at least so many tokens, and into so many parts at most."""
+
+    parts: int
+    part_tokens: int
+
+
+def split_of_contexts(programs: int, processors: int, *, tokens: int) -> Split:
+    """Return how to split contexts of up to `tokens` tokens, of which there are `programs` to be read.
+
+    The more of them there are, the longer the parts: 64 tokens where a few have a GPU for themselves, 512 where they
+    keep it busy even whole. It is known before contexts are, as a captured step wants it.
+    """
+    part_tokens = 64 * min(8, _power_of_two(max(1, 8 * programs // processors)))
+    most = PARTS_MAX if programs <= processors else PARTS_OF_MANY
+    return Split(min(most, -(-tokens // part_tokens)), part_tokens)
 
 
 def _power_of_two(number: int) -> int:

@@ -1,8 +1,10 @@
 """The Triton kernels; imported on CUDA only, where torch brings Triton along.
 
-A row of a decode step reads its whole context, and few rows would keep few of a GPU's processors busy. So a context is
-read in parts, side by side, and a second kernel puts the parts together. How many parts there are is said by whoever
-starts the kernel, not by how long contexts are: a captured step serves contexts of any length.
+A row of a decode step reads its whole context, and a context that one program reads keeps one of a GPU's processors
+busy, and all others waiting for it. So a context is read in parts, side by side, and a second kernel puts the parts
+together. A part has at least so many tokens as whoever starts the kernel says, and more where a context would have more
+parts than were started: so a long context among many short ones is spread over processors, too, and a captured step
+serves contexts of any length. The programs of parts that a context does not have end at once.
 
 Prior art: Flash-Decoding (Dao et al., 2023) for the parts, PagedAttention (SOSP 2023) for the block tables.
 """
@@ -34,6 +36,7 @@ def decode_parts(
     group: Any,
     head_dim: Any,
     parts: Any,
+    part_tokens: Any,
     BLOCK_SIZE: tl.constexpr,  # noqa: N803  # Triton's way to mark what is known at compile time
     GROUP: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
@@ -43,7 +46,7 @@ def decode_parts(
 
     Shape: query [rows, kv_heads * group, head_dim]; keys and values [slots, kv_heads, head_dim]; tables [rows, blocks];
     summed_parts float32 [rows, heads, parts, head_dim]; highest_parts and total_parts float32 [rows, heads, parts].
-    GROUP and HEAD_DIM are group and head_dim, rounded up to powers of two.
+    GROUP and HEAD_DIM are group and head_dim, rounded up to powers of two; part_tokens is a multiple of TOKENS.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -52,8 +55,10 @@ def decode_parts(
     dims = tl.arange(0, HEAD_DIM)
     offsets = tl.arange(0, TOKENS)
     context = tl.load(contexts + row)
-    per_part = tl.cdiv(tl.cdiv(context, TOKENS), parts) * TOKENS
+    per_part = tl.maximum(tl.cdiv(tl.cdiv(context, TOKENS), parts) * TOKENS, part_tokens)
     first = part * per_part
+    if first >= context:
+        return
     length = tl.minimum(context, first + per_part)
     head = (row * kv_heads + kv_head) * group + heads
     real = (heads < group)[:, None] & (dims < head_dim)[None, :]
@@ -88,23 +93,29 @@ def decode_parts(
 
 @triton.jit
 def merge_parts(
+    contexts: Any,
     summed_parts: Any,
     highest_parts: Any,
     total_parts: Any,
     out: Any,
+    heads: Any,
     head_dim: Any,
     parts: Any,
+    part_tokens: Any,
     PARTS: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Put together what the parts of a context gave for one query head of one row; a part may be empty.
+    """Put together what the parts of a context gave for one query head of one row, those that it has.
 
     Shape: as in `decode_parts`; out [rows, heads, head_dim]; a program for each row and head.
     """
     head = tl.program_id(0)
     part = tl.arange(0, PARTS)
     dims = tl.arange(0, HEAD_DIM)
-    there = part < parts
+    context = tl.load(contexts + head // heads)
+    per_part = tl.maximum(tl.cdiv(tl.cdiv(context, TOKENS), parts) * TOKENS, part_tokens)
+    there = part * per_part < context
     highest = tl.load(highest_parts + head * parts + part, mask=there, other=-float("inf"))
     weights = tl.exp(highest - tl.max(highest, axis=0))
     total = tl.load(total_parts + head * parts + part, mask=there, other=0.0)

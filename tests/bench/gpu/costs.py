@@ -1,0 +1,204 @@
+"""What steps must at least move and compute: bytes and operations of two real shapes, and the least time for them.
+
+A step can be no faster than its bytes at the device's bandwidth, nor than its operations at its rate, so the larger of
+the two times is the floor. Weights are read once a step, keys and values once a row; activations, which stay in
+caches, and everything between products are left out. A product is counted as two operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+FAMILY = "qwen2_5_vl"
+IMAGE_TOKEN = 151655
+PATCH, MERGE = 14, 2
+PATCH_VALUES = 3 * 2 * PATCH * PATCH
+WINDOW_PATCHES = 64
+BYTES_A_VALUE = 2
+
+
+class Device(NamedTuple):
+    """A device as its maker describes it: bytes a second, and operations of bfloat16 that a large product reaches."""
+
+    name: str
+    bandwidth: float
+    rate: float
+
+
+DEVICES = (Device("H100", 3.35e12, 790e12), Device("H200", 4.8e12, 790e12))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes and operations of one step."""
+
+    moved: float
+    operations: float
+
+    def least_ms(self, device: Device) -> float:
+        """Return the milliseconds that no device of these rates can do better than."""
+        return 1e3 * max(self.moved / device.bandwidth, self.operations / device.rate)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model's two parts."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    tied: bool
+    depth: int = 32
+    vision_hidden: int = 1280
+    vision_inner: int = 3420
+    vision_heads: int = 16
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def full_blocks(self) -> list[int]:
+        """The blocks of the tower whose attention goes beyond windows."""
+        return [at for at in (7, 15, 23, 31) if at < self.depth]
+
+    @property
+    def language_linears(self) -> int:
+        """Weights of the linear layers of the language model, without its head."""
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * self.head_dim
+        return self.layers * (attention + 3 * self.hidden * self.inner)
+
+    @property
+    def vision_linears(self) -> int:
+        """Weights of the linear layers of the tower's blocks."""
+        block = 4 * self.vision_hidden**2 + 3 * self.vision_hidden * self.vision_inner
+        return self.depth * block
+
+    @property
+    def merger_linears(self) -> int:
+        """Weights of what makes a token of four patches."""
+        merged = MERGE**2 * self.vision_hidden
+        return merged * (merged + self.hidden)
+
+    @property
+    def kv_values(self) -> int:
+        """Values that a token keeps."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    def decode(self, rows: int, context: int, *, bytes_a_value: int = BYTES_A_VALUE) -> Cost:
+        """Return the cost of a decode step of so many rows with so many tokens each."""
+        head = self.hidden * self.vocab
+        values = self.language_linears + head + rows * context * self.kv_values
+        attending = 4 * self.layers * self.hidden * rows * context
+        operations = 2 * (self.language_linears + head) * rows + attending
+        return Cost(values * bytes_a_value, operations)
+
+    def prefill(self, first: int, rows: int, *, bytes_a_value: int = BYTES_A_VALUE) -> Cost:
+        """Return the cost of a chunk of so many tokens after so many, which yields one token."""
+        head = self.hidden * self.vocab
+        values = self.language_linears + head + (first + rows) * self.kv_values
+        seen = rows * first + rows * (rows + 1) / 2
+        attending = 4 * self.layers * self.hidden * seen
+        return Cost(values * bytes_a_value, 2 * self.language_linears * rows + attending + 2 * head)
+
+    def encode(self, patches: int, images: int, *, bytes_a_value: int = BYTES_A_VALUE) -> Cost:
+        """Return the cost of so many images of so many patches each."""
+        full = len(self.full_blocks)
+        seen = full * patches * patches + (self.depth - full) * patches * WINDOW_PATCHES
+        embedding = PATCH_VALUES * self.vision_hidden
+        operations = 2.0 * (self.vision_linears + embedding) * patches
+        operations += 2 * self.merger_linears * patches / MERGE**2
+        operations += 4 * self.vision_hidden * seen
+        values = self.vision_linears + self.merger_linears + embedding
+        return Cost(values * bytes_a_value, operations * images)
+
+    def config(self) -> dict[str, Any]:
+        """Return what `config.json` says."""
+        half, first = self.head_dim // 2, self.head_dim // 8
+        second = (half - first) // 2
+        text = {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": 128000,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": self.tied,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [first, second, half - first - second],
+            },
+        }
+        vision = {
+            "depth": self.depth,
+            "hidden_size": self.vision_hidden,
+            "intermediate_size": self.vision_inner,
+            "num_heads": self.vision_heads,
+            "out_hidden_size": self.hidden,
+            "patch_size": PATCH,
+            "window_size": 112,
+            "fullatt_block_indexes": self.full_blocks,
+        }
+        return {
+            "model_type": FAMILY,
+            "text_config": text,
+            "vision_config": vision,
+            "tie_word_embeddings": self.tied,
+            "image_token_id": min(IMAGE_TOKEN, self.vocab - 1),
+        }
+
+
+SHAPES = {
+    "3b": Shape(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "7b": Shape(3584, 18944, 28, 28, 4, 152064, tied=False),
+    "nano": Shape(
+        64,
+        96,
+        2,
+        4,
+        2,
+        384,
+        tied=True,
+        depth=2,
+        vision_hidden=32,
+        vision_inner=48,
+        vision_heads=2,
+    ),
+}
+
+IMAGES = {"720p": (1280, 720), "1080p": (1920, 1080), "2K": (2560, 1440)}
+TURNS = (1, 4, 8)
+DECODES = [(rows, 1024) for rows in (1, 2, 4, 8, 16, 32, 64, 128)] + [
+    (rows, 8192) for rows in (1, 8, 32)
+]
+PREFILLS = [(0, 2048), (0, 8192), (8192, 2048)]
+
+
+def grid_of(size: tuple[int, int]) -> tuple[int, int, int]:
+    """Return the patches of an image of so many pixels, resized to whole tokens."""
+    unit = PATCH * MERGE
+    wide, high = (MERGE * max(1, round(side / unit)) for side in size)
+    return 1, high, wide
+
+
+def patches_of(size: tuple[int, int]) -> int:
+    """Return how many patches that are."""
+    _, high, wide = grid_of(size)
+    return high * wide
+
+
+def cases(shape: Shape) -> dict[str, Cost]:
+    """Return the cost of every step that is measured, by the name that it has in the tables."""
+    found = {f"decode {rows} x {context}": shape.decode(rows, context) for rows, context in DECODES}
+    for first, rows in PREFILLS:
+        found[f"prefill {rows} after {first}"] = shape.prefill(first, rows)
+    for label, size in IMAGES.items():
+        found[f"encode {label}"] = shape.encode(patches_of(size), 1)
+    return found

@@ -1,0 +1,229 @@
+"""What the workers do on a GPU, beside what the GPU could do: `python -m tests.bench.gpu.models --out FOLDER`.
+
+Models of real shapes with random weights run behind the contract, no server around them. Every step is held
+against the bytes that it must move at the bandwidth measured, and its operations at the rate measured of a large
+product, whichever takes longer (`costs.py`). The conversation table is that of an embedding cache: turn k of a
+conversation holds k images, of which all or only the new one have to be encoded.
+
+Needs torch, transformers, safetensors, numpy, Pillow and msgspec; a GPU with 40 GB for both shapes, and ten minutes at
+most. `--device cpu --models nano` tries the script itself.
+
+Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from tests.bench.gpu.costs import (
+    DECODES,
+    IMAGES,
+    PREFILLS,
+    SHAPES,
+    TURNS,
+    Cost,
+    Device,
+    patches_of,
+)
+from tests.bench.gpu.load import TEXT_TOKENS, Load
+from tests.bench.gpu.shapes import Model, make_model
+from tests.bench.gpu.tables import Figures, Row, tables
+
+SQUARE = {"cuda": 8192, "cpu": 256}
+
+
+class Watch:
+    """Times things on a device; medians of runs, in milliseconds."""
+
+    def __init__(self, device: str, *, repeats: int) -> None:
+        self._cuda = device != "cpu"
+        self._repeats = repeats
+
+    def wall_ms(self, run: Callable[[], object], *, repeats: int = 0, warm: int = 3) -> float:
+        """Return the median time from call to return, the device having finished."""
+        times = []
+        for turn in range(warm + (repeats or self._repeats)):
+            self._settle()
+            started_s = time.perf_counter()
+            run()
+            self._settle()
+            if turn >= warm:
+                times.append((time.perf_counter() - started_s) * 1e3)
+        return statistics.median(times)
+
+    def each_ms(self, run: Callable[[], object], *, count: int, warm: int) -> float:
+        """Return the median time between returns of one call after the other: steps may run ahead."""
+        for _ in range(warm):
+            run()
+        self._settle()
+        times, before_s = [], time.perf_counter()
+        for _ in range(count):
+            run()
+            now_s = time.perf_counter()
+            times.append((now_s - before_s) * 1e3)
+            before_s = now_s
+        self._settle()
+        return statistics.median(times)
+
+    def _settle(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+
+def ceilings(device: str, dtype: torch.dtype, watch: Watch) -> tuple[float, float]:
+    """Return the bytes a second of a large copy, and the operations a second of a large product."""
+    side = SQUARE[device.partition(":")[0]]
+    source = torch.empty(16 * side * side, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_ms = watch.wall_ms(lambda: target.copy_(source), repeats=10)
+    one = torch.randn(side, side, device=device, dtype=dtype)
+    other = torch.randn(side, side, device=device, dtype=dtype)
+    product_ms = watch.wall_ms(lambda: one @ other, repeats=10)
+    return 2 * len(source) / copy_ms * 1e3, 2 * side**3 / product_ms * 1e3
+
+
+class ModelBench:
+    """Measures one model."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        watch: Watch,
+        *,
+        bandwidth: float,
+        rate: float,
+        full: bool,
+        wrote: Callable[[list[Row]], object] = lambda _: None,
+    ) -> None:
+        """Measure a model, against these rates; `wrote` is called with all rows after each."""
+        self._name = name
+        self._model = model
+        self._watch = watch
+        self._bandwidth = bandwidth
+        self._rate = rate
+        self._full = full
+        self.rows: list[Row] = []
+        self._wrote = wrote
+
+    def run(self) -> None:
+        """Measure everything."""
+        for batch, context in DECODES if self._full else [(1, 32), (3, 32)]:
+            self._decode(batch, context)
+        for first, rows in PREFILLS if self._full else [(0, 32), (32, 32)]:
+            self._prefill(first, rows)
+        images = IMAGES if self._full else {"tiny": (112, 112)}
+        for label, size in images.items():
+            self._encode(label, size)
+            for turn in TURNS:
+                self._conversation(label, size, turn)
+
+    def _note(self, case: str, found_ms: float, cost: Cost | None, **more: float) -> None:
+        floor_ms = None
+        if cost is not None:
+            here = Device("here", self._bandwidth, self._rate)
+            floor_ms = cost.least_ms(here)
+            more |= {"moved": cost.moved, "operations": cost.operations}
+        self.rows.append(Row(self._name, case, found_ms, floor_ms, more))
+        self._wrote(self.rows)
+
+    def _decode(self, batch: int, context: int) -> None:
+        """A step of so many rows; captured, then eager."""
+        model, worker = self._model, self._model.language
+        steps, warm = (64, 8) if self._full else (4, 1)
+        times = {}
+        for way in ("captured", "eager"):
+            load = Load(model, slots=batch, context=context + 2 * (steps + warm) + 16)
+            if way == "eager":
+                worker.drop_graphs()
+            rows = load.decode_rows(context)
+            times[way] = self._watch.each_ms(rows.step, count=steps, warm=warm)
+        size = model.info.itemsize
+        cost = model.shape.decode(batch, context, bytes_a_value=size)
+        self._note(f"decode {batch} x {context}", times["captured"], cost, eager_ms=times["eager"])
+
+    def _prefill(self, first: int, rows: int) -> None:
+        """A chunk after so many tokens."""
+        load = Load(self._model, slots=1, context=first + rows + 16)
+        found = self._watch.wall_ms(load.prefill(first, rows), repeats=5)
+        cost = self._model.shape.prefill(first, rows, bytes_a_value=self._model.info.itemsize)
+        self._note(f"prefill {rows} after {first}", found, cost)
+
+    def _encode(self, label: str, size: tuple[int, int]) -> None:
+        load = Load(self._model, slots=1, context=64)
+        found = self._watch.wall_ms(load.encode(size, 1), repeats=5)
+        patches = patches_of(size)
+        cost = self._model.shape.encode(patches, 1, bytes_a_value=self._model.info.itemsize)
+        self._note(f"encode {label}", found, cost, tokens=patches // 4)
+
+    def _conversation(self, label: str, size: tuple[int, int], turn: int) -> None:
+        """Encode and prefill of one turn: everything, with an embedding cache, and with a prefix cache as well."""
+        tokens = (patches_of(size) // 4 + TEXT_TOKENS) * turn
+        load = Load(self._model, slots=1, context=tokens + 16)
+        every = self._watch.wall_ms(load.encode(size, turn), repeats=3, warm=1)
+        one = self._watch.wall_ms(load.encode(size, 1), repeats=3, warm=1)
+        whole = self._watch.wall_ms(load.prefill(0, tokens, size), repeats=3, warm=1)
+        new = tokens // turn
+        last = self._watch.wall_ms(load.prefill(tokens - new, new, size), repeats=3, warm=1)
+        self._note(
+            f"conversation {label} turn {turn}",
+            one,
+            None,
+            encode_all_ms=every,
+            first_token_all_ms=every + whole,
+            first_token_embeddings_ms=one + whole,
+            first_token_prefix_ms=one + last,
+        )
+
+
+def _write(folder: Path, before: Figures, rows: list[Row]) -> Figures:
+    """Write what there is by now: the next case may be the one that does not end."""
+    figures = msgspec.structs.replace(before, rows=[*before.rows, *rows])
+    encoded = msgspec.json.format(msgspec.json.encode(figures), indent=1)
+    (folder / "gpu.json").write_bytes(encoded)
+    (folder / "gpu.md").write_text(tables(figures))
+    return figures
+
+
+def main() -> None:
+    """Measure, and write JSON and a page."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.models", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json and gpu.md")
+    parser.add_argument("--models", default="3b,7b", help="of: " + ", ".join(SHAPES))
+    parser.add_argument("--device", default="cuda:0")
+    options = parser.parse_args()
+    on_cpu = options.device == "cpu"
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+    watch = Watch(options.device, repeats=2 if on_cpu else 20)
+    bandwidth, rate = ceilings(options.device, dtype, watch)
+    name = "cpu" if on_cpu else torch.cuda.get_device_name(options.device)
+    figures = Figures(
+        device=name, torch=str(torch.__version__), bandwidth=bandwidth, rate=rate, rows=[]
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    for one in options.models.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            model = make_model(one, Path(folder), options.device, dtype)
+            full = one != "nano"
+            write = functools.partial(_write, options.out, figures)
+            bench = ModelBench(
+                one, model, watch, bandwidth=bandwidth, rate=rate, full=full, wrote=write
+            )
+            bench.run()
+        figures = write(bench.rows)
+        model.language.drop_kv()
+        del model, bench
+    print(tables(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""A whole server on a GPU under `vsched bench serve`, and its ledger beside what the driver says is taken.
+
+`python -m tests.bench.gpu.serve CHECKPOINT --out FOLDER` writes `serve.json` as the client does, `ledger.json`, and
+the server's log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.bench.gpu.page import LedgerCheck
+from tests.bench.servers.server import HOST, Server, Spec, serving
+
+READY_S = 100.0
+
+
+def driver_used_bytes(device: str) -> int:
+    """Return what the driver says is taken of a device, by everybody; 0 where there is no driver to ask."""
+    number = device.partition(":")[2] or "0"
+    ask = ["nvidia-smi", f"--id={number}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]  # fmt: skip
+    try:
+        ran = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return int(ran.stdout.split()[0]) << 20
+
+
+def settings_of(device: str) -> list[str]:
+    """Return the settings of all servers here: both stages in one process, on one device."""
+    if device == "cpu":
+        return ["placement=together", "generate.memory_limit=900MiB", "encode.memory_limit=1MiB"]
+    return ["placement=together", f"generate.device={device}", f"encode.device={device}"]
+
+
+def ledger_check(ledger: dict[str, Any], *, before: int, ready: int, loaded: int) -> LedgerCheck:
+    """Compare what the ledger claims of the device's pool with what the driver says.
+
+    `before` is what was taken before the server started. The CUDA contexts of its processes are in what the driver
+    says, and among `peers` in the ledger.
+    """
+    of_device = [each for each in ledger["pools"] if each["pool"].startswith("cuda")]
+    lines = [line for each in of_device or ledger["pools"] for line in each["lines"]]
+    claimed = {line["line"]: 0 for line in lines}
+    for line in lines:
+        claimed[line["line"]] += line["bytes"]
+    return LedgerCheck(
+        claimed=claimed,
+        driver_before=before,
+        driver_ready=ready,
+        driver_loaded=loaded,
+    )
+
+
+def _statistics(server: Server) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{server.spec.url}/admin/statistics", timeout=10) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def main() -> None:
+    """Start the server, load it, and write what was seen."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.serve", description=__doc__)
+    parser.add_argument("path", help="folder of the checkpoint")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda:0")
+    options = parser.parse_args()
+    port, python = free_port(), [sys.executable, "-m", "vsched"]
+    sets = [*settings_of(options.device), f"server.port={port}"]
+    command = [*python, "serve", options.path, *(f"--set={one}" for one in sets)]
+    spec = Spec(side="vsched", command=command, model="", port=port, version="")
+    before = driver_used_bytes(options.device)
+    few = ["--sessions=2", "--turns=2", "--output-tokens=4", "--words=8", "--image-pixels=64"]
+    small = ["--concurrency=1,2", *few, "--case=text", "--case=conversation"]
+    client = [*python, "bench", "serve", f"--url={spec.url}", f"--json={options.out}/serve.json"]
+    with serving(spec, options.out / "server.log") as server:
+        print(
+            f"ready after {server.wait_ready(READY_S * (10 if options.device == 'cpu' else 1)):.1f} s",
+            flush=True,
+        )
+        ready = driver_used_bytes(options.device)
+        load = small if options.device == "cpu" else ["--concurrency=1,8,32", "--turns=4"]
+        status = subprocess.run([*client, *load], check=False).returncode
+        loaded = driver_used_bytes(options.device)
+        ledger = _statistics(server)["ledger"]
+    check = ledger_check(ledger, before=before, ready=ready, loaded=loaded)
+    (options.out / "ledger.json").write_bytes(msgspec.json.encode(check))
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Runs commands one after the other, each under a limit of its own, and writes down after each how it ended.
+
+A machine with a GPU is at hand for minutes: a step that fails or hangs must not take the others' time, and what has
+been measured by then must be on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+END_S = 5.0
+"""How long a command may take to end once it is told to."""
+
+START_S_MIN = 5.0
+"""With less time left no step is begun."""
+
+Ending = Literal["done", "failed", "out of time", "not begun"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, and how long it may take; an ordinary result needs far less."""
+
+    name: str
+    command: Sequence[str]
+    limit_s: float
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """How a step ended, and after how long."""
+
+    name: str
+    ending: Ending
+    status: int
+    seconds: float
+
+
+def run_steps(
+    steps: Sequence[Step], folder: Path, *, seconds: float, environment: Mapping[str, str]
+) -> list[StepResult]:
+    """Run the steps in order within `seconds`; write `steps.json` after each, and a log of each.
+
+    Blocks: for `seconds`, and a few more to end what is still running.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    ends_s = time.monotonic() + seconds
+    results: list[StepResult] = []
+    for step in steps:
+        left_s = ends_s - time.monotonic()
+        if left_s < START_S_MIN:
+            result = StepResult(step.name, "not begun", 0, 0.0)
+        else:
+            result = _run(step, folder, min(step.limit_s, left_s), environment)
+        results.append(result)
+        print(f"{step.name}: {result.ending} after {result.seconds:.0f} s", flush=True)
+        encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
+        (folder / "steps.json").write_bytes(encoded)
+    return results
+
+
+def _run(step: Step, folder: Path, limit_s: float, environment: Mapping[str, str]) -> StepResult:
+    began_s = time.monotonic()
+    with (folder / f"{step.name}.log").open("wb") as log:
+        try:
+            process = subprocess.Popen(
+                step.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        except OSError as error:
+            log.write(f"{error}\n".encode())
+            return StepResult(step.name, "failed", 127, 0.0)
+        try:
+            status = process.wait(limit_s)
+            ending: Ending = "failed" if status else "done"
+        except subprocess.TimeoutExpired:
+            ending, status = "out of time", _end(process)
+        finally:
+            _signal(
+                process.pid, signal.SIGKILL
+            )  # what it left behind would take the next one's memory
+    return StepResult(step.name, ending, status, round(time.monotonic() - began_s, 1))
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """End a command and what it started; return its status."""
+    _signal(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(END_S)
+    _signal(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)

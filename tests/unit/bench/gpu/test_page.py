@@ -1,0 +1,82 @@
+"""The page of what came back from a GPU: all of it, and what there is when the run was cut short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.bench.gpu.page import PAGE, KvTry, LedgerCheck, Machine, page, replaced
+from tests.bench.gpu.serve import ledger_check
+from tests.bench.gpu.steps import StepResult
+from tests.bench.gpu.tables import Figures, Row
+
+GIB = 1 << 30
+TESTS = '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="2"/></testsuites>'
+
+
+def write(path: Path, value: object) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(msgspec.json.encode(value))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "machine.json", Machine("H100, 580.1, 81559 MiB", {"torch": "2.11.0"}, "abc1"))
+    write(tmp_path / "steps.json", [StepResult("tests", "out of time", -15, 170.2)])
+    (tmp_path / "tests.xml").write_text(TESTS)
+    rows = [
+        Row("3b", "decode 1 x 1024", 3.0, 2.0, {"eager_ms": 9.0, "moved": 6.7e9, "operations": 1e9}),
+        Row("3b", "conversation 2K turn 8", 50.0, None, {
+            "encode_all_ms": 400.0, "first_token_all_ms": 900.0,
+            "first_token_embeddings_ms": 550.0, "first_token_prefix_ms": 90.0}),
+    ]  # fmt: skip
+    figures = Figures(device="H100", torch="2.11.0", bandwidth=2.5e12, rate=6e14, rows=rows)
+    write(tmp_path / "3b/gpu.json", figures)
+    tries = [KvTry('{use="auto-profile"}', 9700, 20.0, ""), KvTry("a", 10000, 9.0, "")]
+    write(tmp_path / "kv.json", [*tries, KvTry("b", 0, 5.0, "too large")])
+    write(
+        tmp_path / "ledger.json", LedgerCheck({"kv": 60 * GIB, "arena": 0}, GIB, 70 * GIB, 71 * GIB)
+    )
+    return tmp_path
+
+
+def test_page_tells_what_came_back(folder: Path) -> None:
+    made = page(folder)
+    for expected in (
+        "H100, 580.1, 81559 MiB; torch 2.11.0; commit abc1.",
+        "| tests | out of time | 170 |",
+        "Tests: 5 passed, 2 failed, 2 skipped.",
+        "| decode 1 x 1024 | 3.00 | 2.00 | 0.67 | 9.00 | 2.00 | 1.40 |",
+        "| 2K turn 8 | 400.0 | 50.0 | 8.0 | 900.0 | 550.0 | 90.0 |",
+        "9,700 tokens in a start of 20 s, 3.0 % below the largest of 2 others",
+        "| kv | 60.00 |",
+        "1.00 before the start, 70.00 ready, 71.00 after the load",
+    ):
+        assert expected in made
+    assert "arena" not in made
+
+
+def test_page_tells_what_there_is_of_a_run_that_was_cut_short(tmp_path: Path) -> None:
+    assert page(tmp_path) == "Nothing has been measured on a GPU yet.\n"
+    write(tmp_path / "machine.json", Machine("H100", {"torch": "2.11.0"}, "abc1"))
+    assert page(tmp_path).startswith("H100; torch 2.11.0; commit abc1.\n")
+
+
+def test_page_has_one_place_in_the_benchmarks(folder: Path) -> None:
+    """What an earlier run left there goes."""
+    once = replaced(PAGE.read_text(), page(folder))
+    twice = replaced(once, "Other figures.\n")
+    assert "70.00 ready" in once
+    assert "70.00 ready" not in twice
+    assert twice == replaced(PAGE.read_text(), "Other figures.\n")
+    with pytest.raises(ValueError, match="lacks"):
+        replaced("<!-- gpu: begin --> and no more", "")
+
+
+def test_ledger_is_compared_for_the_device_alone() -> None:
+    twice = [{"line": "kv", "bytes": 5}, {"line": "kv", "bytes": 2}]
+    host = [{"line": "arena", "bytes": 9}]
+    ledger = {"pools": [{"pool": "cuda:GPU-1", "lines": twice}, {"pool": "cpu", "lines": host}]}
+    assert ledger_check(ledger, before=1, ready=2, loaded=3) == LedgerCheck({"kv": 7}, 1, 2, 3)

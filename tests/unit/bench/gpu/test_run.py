@@ -1,0 +1,28 @@
+"""The whole command for ten minutes with a GPU, on a CPU with the smallest models."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench.gpu import __main__ as command
+from tests.bench.gpu.page import page
+
+pytest.importorskip("torch")
+
+
+@pytest.mark.slow
+def test_dry_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps but the tests, which are run beside this one, and the killed rank, which has tests of its own."""
+    cpu = ["--device=cpu", "--models=nano", "--served=nano25", "--seconds=280"]
+    only = "--only=models-nano,checkpoint,serve,memory"
+    monkeypatch.setattr(sys, "argv", ["gpu", f"--out={tmp_path}", *cpu, only])
+    assert command.main() == 0, "\n".join(
+        f"{log.name}:\n{log.read_text()[-2000:]}" for log in sorted(tmp_path.glob("*.log"))
+    )
+    made = page(tmp_path)
+    for expected in ("| decode 3 x 32 |", "| tiny turn 8 |", "found a KV cache of", "Taken as"):
+        assert expected in made
+    assert '"case": "conversation"' in made
