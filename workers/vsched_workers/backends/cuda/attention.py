@@ -24,8 +24,11 @@ PARTS_MAX = 64
 PARTS_OF_MANY = 32
 """As many where rows alone keep all processors busy: parts are for the few long contexts among them."""
 
-TILE_BYTES = 32 << 10
-"""Of keys, and as many of values, that a program reads at a time; two such tiles of each are under way at once."""
+TILE_BYTES = 16 << 10
+"""Of keys, and as many of values, that a program reads at a time."""
+
+STAGES = 2
+"""Tiles of each that are under way at once."""
 
 
 class KernelMissing(ImportError):
@@ -117,9 +120,9 @@ class TritonDecode:
         query = query.contiguous()
         rows, heads, head_dim = query.shape
         kv_heads = keys.shape[1]
-        # The matrix units want at least 16 rows.
-        dims = max(16, _power_of_two(head_dim))
-        tile = min(64, TILE_BYTES // (dims * keys.element_size()))
+        constants = constants_of(
+            heads, kv_heads, head_dim, step.cache.block_size, keys.element_size()
+        )
         split = split_of_contexts(
             rows * kv_heads, self._processors, tokens=tables.shape[1] * step.cache.block_size
         )
@@ -139,16 +142,10 @@ class TritonDecode:
             total,
             scaling,
             tables.stride(0),
-            kv_heads,
-            heads // kv_heads,
-            head_dim,
             parts,
             split.part_tokens,
-            BLOCK_SIZE=step.cache.block_size,
-            GROUP=max(16, _power_of_two(heads // kv_heads)),
-            HEAD_DIM=dims,
-            TOKENS=tile,
-            num_stages=2,
+            **constants,
+            num_stages=STAGES,
         )
         self._merge[(rows * heads,)](
             contexts,
@@ -157,12 +154,10 @@ class TritonDecode:
             total,
             out,
             heads,
-            head_dim,
             parts,
             split.part_tokens,
             PARTS=_power_of_two(parts),
-            HEAD_DIM=dims,
-            TOKENS=tile,
+            **{name: constants[name] for name in ("HEAD_DIM", "DIMS", "TOKENS")},
         )
         return out
 
@@ -212,6 +207,23 @@ class FlashPrefill:
             **self._options,
         )
         return out.transpose(0, 1)
+
+
+def constants_of(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, itemsize: int
+) -> dict[str, int]:
+    """Return what the decode kernel is compiled for."""
+    # The matrix units want at least 16 rows.
+    dims = max(16, _power_of_two(head_dim))
+    return {
+        "BLOCK_SIZE": block_size,
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "GROUP_ROWS": max(16, _power_of_two(heads // kv_heads)),
+        "HEAD_DIM": head_dim,
+        "DIMS": dims,
+        "TOKENS": min(64, TILE_BYTES // (dims * itemsize)),
+    }
 
 
 class Split(NamedTuple):

@@ -9,12 +9,12 @@ serves contexts of any length. The programs of parts that a context does not hav
 Prior art: Flash-Decoding (Dao et al., 2023) for the parts, PagedAttention (SOSP 2023) for the block tables.
 """
 
-# Triton compiles these functions: to a type checker they are untyped.
-# mypy: disable-error-code="untyped-decorator"
+# Triton compiles these functions: to a type checker they are untyped, and an annotation other than Triton's own is a
+# global variable that no kernel may read.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# ruff: noqa: ANN001
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -22,37 +22,37 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 @triton.jit
 def decode_parts(
-    query: Any,
-    keys: Any,
-    values: Any,
-    tables: Any,
-    contexts: Any,
-    summed_parts: Any,
-    highest_parts: Any,
-    total_parts: Any,
-    scaling: Any,
-    table_stride: Any,
-    kv_heads: Any,
-    group: Any,
-    head_dim: Any,
-    parts: Any,
-    part_tokens: Any,
+    query,
+    keys,
+    values,
+    tables,
+    contexts,
+    summed_parts,
+    highest_parts,
+    total_parts,
+    scaling,
+    table_stride,
+    parts,
+    part_tokens,
     BLOCK_SIZE: tl.constexpr,  # noqa: N803  # Triton's way to mark what is known at compile time
+    KV_HEADS: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
+    GROUP_ROWS: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
+    DIMS: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
 ) -> None:
     """Attend to one part of a context for the query heads of one row that share one key head.
 
-    Shape: query [rows, kv_heads * group, head_dim]; keys and values [slots, kv_heads, head_dim]; tables [rows, blocks];
-    summed_parts float32 [rows, heads, parts, head_dim]; highest_parts and total_parts float32 [rows, heads, parts].
-    GROUP and HEAD_DIM are group and head_dim, rounded up to powers of two; part_tokens is a multiple of TOKENS.
+    Shape: query [rows, KV_HEADS * GROUP, HEAD_DIM]; keys and values [slots, KV_HEADS, HEAD_DIM]; tables [rows, blocks];
+    summed_parts float32 [rows, heads, parts, HEAD_DIM]; highest_parts and total_parts float32 [rows, heads, parts].
+    GROUP_ROWS and DIMS are GROUP and HEAD_DIM, rounded up to powers of two; part_tokens is a multiple of TOKENS.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
-    heads = tl.arange(0, GROUP)
-    dims = tl.arange(0, HEAD_DIM)
+    heads = tl.arange(0, GROUP_ROWS)
+    dims = tl.arange(0, DIMS)
     offsets = tl.arange(0, TOKENS)
     context = tl.load(contexts + row)
     per_part = tl.maximum(tl.cdiv(tl.cdiv(context, TOKENS), parts) * TOKENS, part_tokens)
@@ -60,19 +60,19 @@ def decode_parts(
     if first >= context:
         return
     length = tl.minimum(context, first + per_part)
-    head = (row * kv_heads + kv_head) * group + heads
-    real = (heads < group)[:, None] & (dims < head_dim)[None, :]
-    queries = tl.load(query + head[:, None] * head_dim + dims[None, :], mask=real, other=0.0)
-    highest = tl.full([GROUP], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP], tl.float32)
-    summed = tl.zeros([GROUP, HEAD_DIM], tl.float32)
+    head = (row * KV_HEADS + kv_head) * GROUP + heads
+    real = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    queries = tl.load(query + head[:, None] * HEAD_DIM + dims[None, :], mask=real, other=0.0)
+    highest = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP_ROWS], tl.float32)
+    summed = tl.zeros([GROUP_ROWS, DIMS], tl.float32)
     for start in range(first, length, TOKENS):
         position = start + offsets
         seen = position < length
         block = tl.load(tables + row * table_stride + position // BLOCK_SIZE, mask=seen, other=0)
         slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-        cell = (slot * kv_heads + kv_head)[:, None] * head_dim + dims[None, :]
-        held = seen[:, None] & (dims < head_dim)[None, :]
+        cell = (slot * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
+        held = seen[:, None] & (dims < HEAD_DIM)[None, :]
         key = tl.load(keys + cell, mask=held, other=0.0)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scaling
         scores = tl.where(seen[None, :], scores, -float("inf"))
@@ -86,41 +86,41 @@ def decode_parts(
         )
         highest = higher
     at = head * parts + part
-    tl.store(summed_parts + at[:, None] * head_dim + dims[None, :], summed, mask=real)
-    tl.store(highest_parts + at, highest, mask=heads < group)
-    tl.store(total_parts + at, total, mask=heads < group)
+    tl.store(summed_parts + at[:, None] * HEAD_DIM + dims[None, :], summed, mask=real)
+    tl.store(highest_parts + at, highest, mask=heads < GROUP)
+    tl.store(total_parts + at, total, mask=heads < GROUP)
 
 
 @triton.jit
 def merge_parts(
-    contexts: Any,
-    summed_parts: Any,
-    highest_parts: Any,
-    total_parts: Any,
-    out: Any,
-    heads: Any,
-    head_dim: Any,
-    parts: Any,
-    part_tokens: Any,
+    contexts,
+    summed_parts,
+    highest_parts,
+    total_parts,
+    out,
+    heads,
+    parts,
+    part_tokens,
     PARTS: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
+    DIMS: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
 ) -> None:
     """Put together what the parts of a context gave for one query head of one row, those that it has.
 
-    Shape: as in `decode_parts`; out [rows, heads, head_dim]; a program for each row and head.
+    Shape: as in `decode_parts`; out [rows, heads, HEAD_DIM]; a program for each row and head.
     """
     head = tl.program_id(0)
     part = tl.arange(0, PARTS)
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, DIMS)
     context = tl.load(contexts + head // heads)
     per_part = tl.maximum(tl.cdiv(tl.cdiv(context, TOKENS), parts) * TOKENS, part_tokens)
     there = part * per_part < context
     highest = tl.load(highest_parts + head * parts + part, mask=there, other=-float("inf"))
     weights = tl.exp(highest - tl.max(highest, axis=0))
     total = tl.load(total_parts + head * parts + part, mask=there, other=0.0)
-    cells = (head * parts + part)[:, None] * head_dim + dims[None, :]
-    held = there[:, None] & (dims < head_dim)[None, :]
+    cells = (head * parts + part)[:, None] * HEAD_DIM + dims[None, :]
+    held = there[:, None] & (dims < HEAD_DIM)[None, :]
     summed = tl.load(summed_parts + cells, mask=held, other=0.0)
     result = tl.sum(summed * weights[:, None], axis=0) / tl.sum(total * weights, axis=0)
-    tl.store(out + head * head_dim + dims, result.to(out.dtype.element_ty), mask=dims < head_dim)
+    tl.store(out + head * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

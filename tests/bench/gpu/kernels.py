@@ -1,0 +1,115 @@
+"""Compiles the Triton kernels for an H100 that need not be there: `python -m tests.bench.gpu.kernels`.
+
+Shows for each type and size of a head what the assembler says: registers of a thread, bytes of shared memory of a
+program, and bytes that do not fit in registers and are spilled. In the loop over a context these would cost more than
+the arithmetic. `TRITON_INTERPRET` must not be set: the interpreter compiles nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CAPABILITY = 90
+SHARED_BYTES_MAX = 227 << 10
+"""What a program may have on an H100."""
+
+WARPS = 4
+HEADS = {"3b": (16, 2, 128), "7b": (28, 4, 128), "64": (8, 2, 64), "80": (8, 2, 80), "96": (8, 2, 96),
+         "256": (8, 2, 256)}  # fmt: skip
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+class Compiled(NamedTuple):
+    """What became of one kernel."""
+
+    name: str
+    registers: int
+    shared_bytes: int
+    spilled_bytes: int
+
+
+def compile_decode(name: str, dtype: str) -> Compiled:
+    """Compile the decode kernel for the heads of this name, and values of this type: bf16 or fp32."""
+    from vsched_workers.backends.cuda.attention import STAGES, constants_of
+    from vsched_workers.backends.cuda.triton_kernels import decode_parts
+
+    heads, kv_heads, head_dim = HEADS[name]
+    constants = constants_of(heads, kv_heads, head_dim, 16, 2 if dtype == "bf16" else 4)
+    signature = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
+    signature |= dict.fromkeys(("tables", "contexts"), "*i32")
+    signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
+    signature |= {"scaling": "fp32", "table_stride": "i32", "parts": "i32", "part_tokens": "i32"}
+    return _compile(decode_parts, f"decode {name} {dtype}", signature, constants, STAGES)
+
+
+def compile_merge(name: str) -> Compiled:
+    """Compile the kernel that puts most parts together, for the heads of this name."""
+    from vsched_workers.backends.cuda.attention import PARTS_MAX, STAGES, constants_of
+    from vsched_workers.backends.cuda.triton_kernels import merge_parts
+
+    heads, kv_heads, head_dim = HEADS[name]
+    all_constants = constants_of(heads, kv_heads, head_dim, 16, 2)
+    constants = {each: all_constants[each] for each in ("HEAD_DIM", "DIMS", "TOKENS")}
+    constants["PARTS"] = PARTS_MAX
+    signature = {"contexts": "*i32"}
+    signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
+    signature |= {"out": "*bf16", "heads": "i32", "parts": "i32", "part_tokens": "i32"}
+    return _compile(merge_parts, f"merge {name}", signature, constants, STAGES)
+
+
+def _compile(
+    kernel: Any, name: str, signature: dict[str, str], constants: dict[str, int], stages: int
+) -> Compiled:
+    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from triton.compiler import ASTSource  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    whole = signature | dict.fromkeys(constants, "constexpr")
+    # As when they are started: torch's memory begins at multiples of 16 bytes.
+    places = [at for at, each in enumerate(kernel.arg_names) if whole[each].startswith("*")]
+    aligned = {(at,): [["tt.divisibility", 16]] for at in places}
+    ordered = {each: whole[each] for each in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=ordered, constexprs=constants, attrs=aligned)
+    options = {"num_stages": stages, "num_warps": WARPS}
+    made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(made.asm["ptx"])
+        file.flush()
+        command = [
+            str(assembler),
+            "-v",
+            f"--gpu-name=sm_{CAPABILITY}a",
+            file.name,
+            "-o",
+            "/dev/null",
+        ]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spills = _REGISTERS.search(said), _SPILLS.search(said)
+    assert registers is not None, said
+    assert spills is not None, said
+    spilled = int(spills[1]) + int(spills[2])
+    return Compiled(name, int(registers[1]), int(made.metadata.shared), spilled)
+
+
+def main() -> None:
+    """Compile all, and show the table."""
+    print("| kernel | registers | shared bytes | spilled bytes |\n|---|---|---|---|")
+    for name in HEADS:
+        for made in (
+            compile_decode(name, "bf16"),
+            compile_decode(name, "fp32"),
+            compile_merge(name),
+        ):
+            print(
+                f"| {made.name} | {made.registers} | {made.shared_bytes} | {made.spilled_bytes} |"
+            )
+
+
+if __name__ == "__main__":
+    main()
