@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.bench.gpu.kernels import SHARED_BYTES_MAX
 from tests.workers.backends.paged import filled_cache, written_out
-from vsched_workers.backends.cuda.attention import Split, TritonDecode, split_of_contexts
+from vsched_workers.backends.cuda.attention import ContextSplit, TritonDecode, split_of_contexts
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,7 +77,7 @@ def test_triton_spreads_one_long_context_among_many_short_ones() -> None:
     contexts[77] = 2048
     assert differs(contexts, heads=2, kv_heads=1, head_dim=16, processors=4) < 1e-5
     split = split_of_contexts(128, 4, tokens=2048)
-    assert split == Split(parts=4, part_tokens=512)
+    assert split == ContextSplit(parts=4, part_tokens=512)
 
 
 @pytest.mark.slow
@@ -123,11 +123,11 @@ def test_triton_reads_no_part_that_a_context_does_not_have(monkeypatch: pytest.M
 
 def test_contexts_are_split_so_that_all_processors_are_busy() -> None:
     """Few rows in short parts; many in long ones, and a long one among these in as many as there are at most."""
-    assert split_of_contexts(2, 132, tokens=1024) == Split(parts=16, part_tokens=64)
-    assert split_of_contexts(2, 132, tokens=1 << 17) == Split(parts=64, part_tokens=64)
-    assert split_of_contexts(64, 132, tokens=1 << 15) == Split(parts=64, part_tokens=256)
-    assert split_of_contexts(512, 132, tokens=1 << 15) == Split(parts=32, part_tokens=512)
-    assert split_of_contexts(512, 132, tokens=100) == Split(parts=1, part_tokens=512)
+    assert split_of_contexts(2, 132, tokens=1024) == ContextSplit(parts=16, part_tokens=64)
+    assert split_of_contexts(2, 132, tokens=1 << 17) == ContextSplit(parts=64, part_tokens=64)
+    assert split_of_contexts(64, 132, tokens=1 << 15) == ContextSplit(parts=64, part_tokens=256)
+    assert split_of_contexts(512, 132, tokens=1 << 15) == ContextSplit(parts=32, part_tokens=512)
+    assert split_of_contexts(512, 132, tokens=100) == ContextSplit(parts=1, part_tokens=512)
 
 
 @pytest.mark.slow

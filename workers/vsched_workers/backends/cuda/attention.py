@@ -226,14 +226,14 @@ def constants_of(
     }
 
 
-class Split(NamedTuple):
+class ContextSplit(NamedTuple):
     """How contexts are split: into parts of at least so many tokens, and into so many parts at most."""
 
     parts: int
     part_tokens: int
 
 
-def split_of_contexts(programs: int, processors: int, *, tokens: int) -> Split:
+def split_of_contexts(programs: int, processors: int, *, tokens: int) -> ContextSplit:
     """Return how to split contexts of up to `tokens` tokens, of which there are `programs` to be read.
 
     The more of them there are, the longer the parts: 64 tokens where a few have a GPU for themselves, 512 where they
@@ -241,7 +241,7 @@ def split_of_contexts(programs: int, processors: int, *, tokens: int) -> Split:
     """
     part_tokens = 64 * min(8, _power_of_two(max(1, 8 * programs // processors)))
     most = PARTS_MAX if programs <= processors else PARTS_OF_MANY
-    return Split(min(most, -(-tokens // part_tokens)), part_tokens)
+    return ContextSplit(min(most, -(-tokens // part_tokens)), part_tokens)
 
 
 def _power_of_two(number: int) -> int:

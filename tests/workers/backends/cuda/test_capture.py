@@ -1,0 +1,156 @@
+"""What is captured in a CUDA graph does nothing that a capture forbids, nor what is done once and missing in a replay.
+
+The whole decode step is run on torch's meta device, which has shapes and no memory, in place of a GPU: whoever wants a
+value of it, or a shape that depends on values, fails there as in a capture. What touches memory of the host, which a
+replay would read as it was long ago, or wait for, is found among the operations that run.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.bench.gpu.costs import FAMILY, SHAPES
+from tests.workers.backends.cuda.late_stream import LateStream
+from vsched_workers.backends.base import RunModel
+from vsched_workers.backends.cuda.attention import TritonDecode, VarlenDecode
+from vsched_workers.backends.cuda.graphs import DecodeGraphs
+from vsched_workers.backends.reference.gather_attention import prefill_by_gather
+from vsched_workers.backends.reference.module_layers import ModuleLayers
+from vsched_workers.batching import paged_attention
+from vsched_workers.batching.paged_attention import (
+    AttentionKernels,
+    DecodeKernel,
+    KvCache,
+    KvShape,
+    PagedStep,
+)
+from vsched_workers.families import FAMILIES
+
+DEVICE = torch.device("meta")
+
+
+class ForbiddenInCaptureError(Exception):
+    """An operation that may not be captured."""
+
+
+class Capturing(TorchDispatchMode):
+    """Fails when an operation reads, writes or makes memory of the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if options.get("pin_memory"):
+            raise ForbiddenInCaptureError(f"{func}: pinned memory is allocated")
+        found = func(*args, **options)
+        for each in tree_leaves((args, options, found)):
+            if isinstance(each, torch.Tensor) and each.device != DEVICE:
+                raise ForbiddenInCaptureError(f"{func}: memory of the host, {tuple(each.shape)}")
+        return found
+
+
+class Started:
+    """A kernel that is started over a grid, and does nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(side > 0 for side in grid)
+        return lambda *_, **__: None
+
+
+def triton_decode() -> DecodeKernel:
+    """Return the kernel with all that it does before and after it starts something, Triton being there or not."""
+    kernel = TritonDecode.__new__(TritonDecode)
+    kernel._decode, kernel._merge, kernel._processors = Started(), Started(), 132
+    return kernel
+
+
+def varlen_decode() -> DecodeKernel:
+    kernel = VarlenDecode.__new__(VarlenDecode)
+    kernel._attend, kernel._options = lambda query, *_, **__: torch.empty_like(query), {}
+    return kernel
+
+
+def captured_step(folder: Path, decode: DecodeKernel, rows: int) -> Callable[[], torch.Tensor]:
+    """Return a decode step of the smallest model, over memory that is on the device."""
+    shape = SHAPES["nano"]
+    (folder / "config.json").write_text(json.dumps(shape.config()))
+    paged_attention.register()
+    with DEVICE:
+        model: Any = FAMILIES[FAMILY].build_language(str(folder), paged_attention.NAME)
+    model.eval().to(torch.bfloat16)
+    cache = KvCache(
+        [KvShape(shape.kv_heads, shape.head_dim, shape.head_dim)] * shape.layers,
+        blocks=8,
+        block_size=16,
+        dtype=torch.bfloat16,
+        allocate=functools.partial(torch.zeros, device=DEVICE),
+        spare_blocks=1,
+    )
+    layers = ModuleLayers(model, lambda array: torch.from_numpy(array).to(DEVICE), axes=True)
+    head = model.embed_tokens.weight
+
+    def run(token_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        import numpy as np
+
+        hidden = layers(token_ids, positions, step, None, np.arange(len(token_ids)))
+        return functional.linear(hidden, head)
+
+    return functools.partial(step_of(cache, decode, run)._compute, rows)
+
+
+def step_of(cache: KvCache, decode: DecodeKernel, run: RunModel) -> DecodeGraphs:
+    kernels = AttentionKernels(decode, prefill_by_gather)
+    graphs = DecodeGraphs(LateStream(), cache, kernels, run, reserved=lambda: 0)
+    whole = {"dtype": torch.int32, "device": DEVICE}
+    graphs._header = torch.zeros((4, 4), **whole)  # type: ignore[call-overload]
+    graphs._tables = torch.zeros((4, 2), **whole)  # type: ignore[call-overload]
+    graphs._tokens = torch.zeros(4, **whole)  # type: ignore[call-overload]
+    return graphs
+
+
+@pytest.mark.parametrize("decode", [triton_decode, varlen_decode])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_captured_step_touches_the_device_alone(
+    tmp_path: Path, decode: Callable[[], DecodeKernel], rows: int
+) -> None:
+    step = captured_step(tmp_path, decode(), rows)
+    with torch.inference_mode(), Capturing():
+        logits = step()
+    assert logits.shape == (rows, SHAPES["nano"].vocab)
+
+
+FORBIDDEN: dict[str, Callable[[torch.Tensor], object]] = {
+    "a value": lambda query: query[0, 0, 0].item(),
+    "a choice by a value": lambda query: bool(query.sum() > 0),
+    "a shape by values": lambda query: query[query > 0],
+    "a copy to the host": lambda query: query.cpu(),
+    "a copy from the host": lambda query: query + torch.tensor([1.0]).to(query.device),
+    "rows that are made on the host": lambda query: query[torch.arange(len(query))],
+    "pinned memory": lambda query: torch.empty(4, dtype=query.dtype, pin_memory=True),
+}
+
+
+@pytest.mark.parametrize("offence", FORBIDDEN)
+def test_what_a_capture_forbids_is_found(tmp_path: Path, offence: str) -> None:
+    """Each is put into the attention of a step; none goes unnoticed."""
+    plain = triton_decode()
+
+    def offending(query: torch.Tensor, layer: int, step: PagedStep, scaling: float) -> torch.Tensor:
+        FORBIDDEN[offence](query)
+        return plain(query, layer, step, scaling)
+
+    step = captured_step(tmp_path, offending, 2)
+    with (
+        torch.inference_mode(),
+        pytest.raises((ForbiddenInCaptureError, RuntimeError, NotImplementedError)),
+        Capturing(),
+    ):
+        step()
