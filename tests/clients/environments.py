@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
+from tests.bench.servers import setup
+from tests.bench.servers.peers import PEERS
 from tests.clients.catalogue import Client
 
 
@@ -60,16 +65,28 @@ def install(place: Place, pip_arguments: Sequence[str]) -> None:
         return
     client = place.client
     place.folder.mkdir(parents=True, exist_ok=True)
-    if client.is_node:
+    if client.peer:
+        _make_peer(place, pip_arguments)
+    elif client.is_node:
         _run(place, "npm", "install", "--no-fund", "--no-audit", *client.needs)
     else:
         _run(place, sys.executable, "-m", "venv", str(place.folder))
         pip = [str(place.folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
         pip += pip_arguments
-        if client.alone:
-            _run(place, *pip, "--no-deps", *client.alone)
         _run(place, *pip, *client.needs)
     made.touch()
+
+
+def _make_peer(place: Place, pip_arguments: Sequence[str]) -> None:
+    try:
+        setup.install(
+            PEERS[place.client.peer],
+            place.folder,
+            pip_arguments=shlex.join(pip_arguments),
+            console=Console(stderr=True),
+        )
+    except (subprocess.CalledProcessError, OSError) as error:
+        raise NotInstalled(str(error)) from None
 
 
 def _run(place: Place, *command: str) -> None:
