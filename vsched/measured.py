@@ -20,7 +20,7 @@ class StepTime(msgspec.Struct, frozen=True):
 
     Attributes:
         ended_ns: When its result came.
-        busy_ns: How long the ranks worked on it; 0 where they did not say.
+        busy_ns: How long the ranks worked on it, swaps not counted; 0 where they did not say.
         gap_ns: Since the result before it, or, where nothing was in flight, since it was decided. It is what the
             requests that decode waited for this token (ITL).
         decodes: Requests that decoded in it.
@@ -34,6 +34,21 @@ class StepTime(msgspec.Struct, frozen=True):
     decodes: int = 0
     prefill_tokens: int = 0
     pairs: float = 0.0
+
+
+class SwapTime(msgspec.Struct, frozen=True):
+    """The copies of KV blocks to host memory and back that one step began with.
+
+    Attributes:
+        ended_ns: When the result of the step came.
+        took_ns: How long they took on the ranks. Where a device makes them by itself, how long they took is not known,
+            and there is no entry.
+        blocks: Copies, of a block each.
+    """
+
+    ended_ns: int
+    took_ns: int
+    blocks: int
 
 
 class EncodeTime(msgspec.Struct, frozen=True):
@@ -117,6 +132,11 @@ class Measured(Protocol):
         ...
 
     @property
+    def swaps(self) -> Sequence[SwapTime]:
+        """The latest steps that swapped blocks."""
+        ...
+
+    @property
     def encodes(self) -> Sequence[EncodeTime]:
         """The latest encode steps, of all encode replicas."""
         ...
@@ -176,6 +196,7 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     """`Measured` as plain values: for tests, and what a view has where nothing was measured."""
 
     steps: Sequence[StepTime] = ()
+    swaps: Sequence[SwapTime] = ()
     encodes: Sequence[EncodeTime] = ()
     first_tokens: Sequence[FirstTokenTime] = ()
     ends: Sequence[EndTime] = ()

@@ -172,7 +172,8 @@ class GenerateResult(msgspec.Struct, frozen=True, tag=True):
 
     Shape: `tokens` and `numbers` are little-endian int32 by slot: the token that the slot yielded, or -1, and the
     request that it belongs to. `drafted` has the further tokens of slots that drafts were run for; `logprobs` of a slot
-    are in the order of its tokens. `wanted` are the hooks that the worker asks for.
+    are in the order of its tokens. `wanted` are the hooks that the worker asks for. In `swap_ns` of `busy_ns`,
+    `swap_blocks` blocks were copied.
     """
 
     step: int
@@ -184,6 +185,8 @@ class GenerateResult(msgspec.Struct, frozen=True, tag=True):
     wanted: list[str] = []
     prompts: list[PromptPiece] = []
     drafted: list[Drafted] = []
+    swap_ns: int = 0
+    swap_blocks: int = 0
 
 
 class EncodeResult(msgspec.Struct, frozen=True, tag=True):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from vsched.measured import Measurements, StepTime, SwapTime
 from vsched.policy import Preemption, PreemptionView, RunningView
-from vsched_policies.preemption import Cheapest, Youngest
+from vsched_policies.preemption import Cheapest, SwapLong, Youngest
 
 
 def running(*tokens: int, blocks: int = 1) -> PreemptionView:
@@ -32,3 +33,57 @@ def test_cheapest_takes_the_fewest_tokens_of_several_the_youngest(
     assert Cheapest().victim(running(*tokens)) == Preemption(victim)
     swapping = Cheapest(manner="swap")
     assert swapping.victim(running(*tokens)) == Preemption(victim, "swap")
+
+
+def long_view(
+    tokens: int, *, shared: int = 0, free: int = 1000, measured: Measurements | None = None
+) -> PreemptionView:
+    """Return a view of an old request, and of a young one of so many tokens in blocks of 16."""
+    young = RunningView(
+        tokens=tokens,
+        blocks=-(-tokens // 16),
+        outputs=1,
+        priority=0,
+        arrived_ns=1,
+        blocks_shared=shared,
+    )
+    old = RunningView(tokens=9000, blocks=563, outputs=1, priority=0, arrived_ns=0)
+    return PreemptionView(
+        now_ns=9,
+        running=[old, young],
+        swap_blocks_free=free,
+        block_tokens=16,
+        measured=measured or Measurements(),
+    )
+
+
+def took(*, token_ns: int, block_ns: int) -> Measurements:
+    """Return steps in which a prompt token took so long, and a copy of a block so long."""
+    return Measurements(
+        steps=[
+            StepTime(1, busy_ns=5_000, decodes=3),
+            StepTime(2, busy_ns=5_000 + 100 * token_ns, decodes=3, prefill_tokens=100),
+        ],
+        swaps=[SwapTime(3, 10 * block_ns, 10)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("view", "manner"),
+    [
+        # Nothing is measured: by the tokens that would be computed again.
+        (long_view(511), "recompute"),
+        (long_view(512), "swap"),
+        (long_view(600, shared=10), "recompute"),
+        # 640 tokens in 40 blocks, each copied twice.
+        (long_view(640, measured=took(token_ns=1_000, block_ns=7_900)), "swap"),
+        (long_view(640, measured=took(token_ns=1_000, block_ns=8_100)), "recompute"),
+        (long_view(32, measured=took(token_ns=1_000, block_ns=7_900)), "swap"),
+        # One of the two is not known.
+        (long_view(64, measured=Measurements(swaps=[SwapTime(3, 1, 1)])), "recompute"),
+        # The kernel would have no room for it.
+        (long_view(640, free=39), "recompute"),
+    ],
+)
+def test_swap_long_swaps_where_computing_takes_longer(view: PreemptionView, manner: str) -> None:
+    assert SwapLong().victim(view) == Preemption(1, manner)  # type: ignore[arg-type]

@@ -377,7 +377,9 @@ class Shell:
             self._streams.report(result.prompts)
         tokens = int32_array(result.tokens)
         finished, drafted = result.finished, result.drafted
-        self.handle(Stepped(result.step, tokens, finished, result.busy_ns, name, drafted), result)
+        swaps = result.swap_ns, result.swap_blocks
+        stepped = Stepped(result.step, tokens, finished, result.busy_ns, name, drafted, *swaps)
+        self.handle(stepped, result)
 
     def on_lost(self, names: Sequence[str], failure: GroupFailure) -> None:
         """The ranks of a worker group are gone."""

@@ -78,7 +78,7 @@ class Stepped(msgspec.Struct, frozen=True):
 
     Shape: `tokens` is int32, indexed by slot; entries of slots that yielded no token are -1 and never read.
     `busy_ns` is how long the ranks worked on it, 0 where it was not measured. `drafted` tells of the slots that ranks
-    drafted for.
+    drafted for. `swap_ns` is the part of `busy_ns` in which `swap_blocks` blocks were copied.
     """
 
     step: int
@@ -87,6 +87,8 @@ class Stepped(msgspec.Struct, frozen=True):
     busy_ns: int = 0
     group: str = "generate"
     drafted: list[Drafted] = []
+    swap_ns: int = 0
+    swap_blocks: int = 0
 
 
 class Encoded(msgspec.Struct, frozen=True):

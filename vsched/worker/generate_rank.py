@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -55,13 +57,15 @@ class GenerateRank:
         keeps_state: bool = False,
         grammars: Grammars | None = None,
         swap_blocks: int = 0,
+        now_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """Start with empty slots; with `keeps_state`, KV blocks are not all that a worker needs to go on from.
 
         `grammars` compile those of requests, where the engine accepts any. `swap_blocks` are the places that the worker
-        has for blocks in host memory.
+        has for blocks in host memory; copies to them are timed by `now_ns`.
         """
         self._swap_blocks = swap_blocks
+        self._now_ns = now_ns
         self._grammars = grammars
         self._keeps_state = keeps_state
         self._restored: list[tuple[int, int]] = []
@@ -89,8 +93,7 @@ class GenerateRank:
             RankDesync: When the decision does not fit what this rank holds.
             DeviceOutOfMemory: From the worker.
         """
-        if decision.swaps is not None:
-            self._swap(decision.swaps)
+        swap_ns = 0 if decision.swaps is None else self._swap(decision.swaps)
         for leave in decision.left:
             self._leave(leave)
         for number in decision.forgotten:
@@ -104,7 +107,11 @@ class GenerateRank:
         self._restored = []
         rows = self._rows(batch)
         sampled = self._worker.step(batch) if len(rows) or batch.chunks else _NOTHING
-        return self._advance(decision.step, batch, rows, sampled)
+        result = self._advance(decision.step, batch, rows, sampled)
+        if decision.swaps is not None:
+            blocks = decision.swaps.blocks
+            result = msgspec.structs.replace(result, swap_ns=swap_ns, swap_blocks=blocks)
+        return result
 
     def look_ahead(self) -> None:
         """Find out which tokens rows with a grammar may have next: the time is free until the next decision is here."""
@@ -114,7 +121,8 @@ class GenerateRank:
 
     # --- what changes ---
 
-    def _swap(self, swaps: SwapCopies) -> None:
+    def _swap(self, swaps: SwapCopies) -> int:
+        """Have blocks copied; return how long that took."""
         out = np.asarray(swaps.out, np.int32).reshape(-1, 2)
         back = np.asarray(swaps.back, np.int32).reshape(-1, 2)
         most = max(out[:, 1].max(initial=-1), back[:, 0].max(initial=-1))
@@ -122,7 +130,9 @@ class GenerateRank:
             raise RankDesync(
                 f"a block is swapped to or from place {most}, and this rank has {self._swap_blocks}"
             )
+        start_ns = self._now_ns()
         self._worker.swap(out, back)
+        return self._now_ns() - start_ns
 
     def _leave(self, leave: Leave) -> None:
         sequence = self._in_slot.pop(leave.slot, None)

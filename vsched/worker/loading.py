@@ -160,6 +160,7 @@ class RankLoading(Generic[Link]):
             keeps_state=self._spec.info.state_bytes > 0,
             grammars=grammars,
             swap_blocks=limits.swap_blocks,
+            now_ns=self._host.now_ns,
         )
         member.executor = GenerateExecutor(worker, rank)
         kv_bytes = blocks * limits.block_size * self._spec.info.kv_bytes_per_token

@@ -29,6 +29,7 @@ from vsched.measured import (
     FirstTokenTime,
     Measurements,
     StepTime,
+    SwapTime,
 )
 from vsched.policy import Admission, AdmissionPolicy, AdmissionView
 from vsched.record.snapshot import encode_state, restore_scheduler
@@ -274,3 +275,22 @@ def test_tenants_are_told_in_views_and_measurements() -> None:
     assert told.measured.tokens_running == {}
     assert [one.tenant for one in told.measured.first_tokens] == ["red", "blue"]
     assert [one.tenant for one in told.measured.ends] == ["red", "blue"]
+
+
+def test_swaps_are_told_and_are_no_part_of_the_steps() -> None:
+    """What copies took does not count as computing: neither for policies nor for the model of step times."""
+    told = Told(swap_blocks=4, step_target_ns=1_000_000)
+    plain = Told(swap_blocks=4, step_target_ns=1_000_000)
+    for one, extra_ns in ((told, 700), (plain, 0)):
+        one.submit(100, text("a", 8))
+        tokens = array("i", [7] * LIMITS.slots)
+        one.hear(900, Stepped(1, tokens, busy_ns=500 + extra_ns, swap_ns=extra_ns, swap_blocks=3))
+    assert told.measured.swaps == (SwapTime(900, 700, 3),)
+    assert plain.measured.swaps == ()
+    assert [step.busy_ns for step in told.measured.steps] == [500]
+    assert told.measured.steps == plain.measured.steps
+    costs = [one.kernel.generators[0].step_times.costs() for one in (told, plain)]
+    assert costs[0] == costs[1]
+    state = encode_state(told.kernel)
+    restored = restore_scheduler(state, told.kernel.limits, default_policies())
+    assert restored.generators[0].measured.swaps == told.measured.swaps

@@ -106,7 +106,7 @@ def test_entries_leave_out_slots_behind_the_last_in_use(tokens: list[int]) -> No
 
 def test_entries_refuse_an_array_that_is_longer_than_it_says() -> None:
     body = msgspec.msgpack.encode(
-        [0, 0, ["Stepped", 1, [1, bytes(8)], [], 0, "generate", []], [], b""]
+        [0, 0, ["Stepped", 1, [1, bytes(8)], [], 0, "generate", [], 0, 0], [], b""]
     )
     with pytest.raises(RecordError, match="an array of 1 numbers has 8 bytes"):
         decode_entry(body)

@@ -52,7 +52,7 @@ from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import GuardedOrder, ask_admission, ask_preemption
 from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import Phase, RequestState
-from vsched.measured import NOTHING_MEASURED, Measured
+from vsched.measured import NOTHING_MEASURED, Measured, SwapTime
 from vsched.policy import Admission, AdmissionView, PreemptionView
 from vsched.probes import probe
 
@@ -412,12 +412,14 @@ class GenerateGroup(GroupViews):
 
     def complete_step(self, event: Stepped, now_ns: int) -> list[RequestState]:
         """Take the result of the oldest step in flight; return preempted requests whose last step it was."""
-        step, busy_ns, drafted = event.step, event.busy_ns, event.drafted
+        step, busy_ns, drafted = event.step, event.busy_ns - event.swap_ns, event.drafted
         rows = sum(one.drafts for one in drafted) if drafted else 0
         composition = self.step_times.learn(step, busy_ns, rows)
         measures, in_flight = self.measures, self._in_flight
         measures.steps.append((now_ns, busy_ns, now_ns - measures.since_ns, composition))
         measures.since_ns = now_ns
+        if event.swap_ns:
+            measures.swaps.append(SwapTime(now_ns, event.swap_ns, event.swap_blocks))
         reads = in_flight.complete(step, event.tokens, now_ns, drafted)
         if self._drafts.active:
             self._drafts.settle(step, drafted, self._counts)

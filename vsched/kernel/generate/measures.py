@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from vsched.kernel.request import RequestState
-from vsched.measured import WINDOW, EncodeTime, EndTime, FirstTokenTime, StepTime
+from vsched.measured import WINDOW, EncodeTime, EndTime, FirstTokenTime, StepTime, SwapTime
 from vsched.types import FinishReason
 
 NotedStep = tuple[int, int, int, tuple[int, int, float]]
@@ -27,6 +27,7 @@ class MeasuresState(msgspec.Struct):
     first_tokens: list[FirstTokenTime]
     ends: list[EndTime]
     since_ns: int
+    swaps: list[SwapTime]
 
 
 class Measures:
@@ -40,6 +41,7 @@ class Measures:
         self.steps: deque[NotedStep] = deque(maxlen=WINDOW)
         self.first_tokens: deque[FirstTokenTime] = deque(maxlen=WINDOW)
         self.ends: deque[EndTime] = deque(maxlen=WINDOW)
+        self.swaps: deque[SwapTime] = deque(maxlen=WINDOW)
         self.since_ns = 0
 
     def note_first_token(self, state: RequestState) -> None:
@@ -78,7 +80,11 @@ class Measures:
     def state(self) -> MeasuresState:
         """Return the state."""
         return MeasuresState(
-            list(self.steps), list(self.first_tokens), list(self.ends), self.since_ns
+            list(self.steps),
+            list(self.first_tokens),
+            list(self.ends),
+            self.since_ns,
+            list(self.swaps),
         )
 
     def restore(self, state: MeasuresState) -> None:
@@ -86,6 +92,7 @@ class Measures:
         self.steps.extend(state.steps)
         self.first_tokens.extend(state.first_tokens)
         self.ends.extend(state.ends)
+        self.swaps.extend(state.swaps)
         self.since_ns = state.since_ns
 
 
@@ -121,6 +128,11 @@ class MeasuredGroups:
             [StepTime(ended_ns, busy_ns, gap_ns, *of) for ended_ns, busy_ns, gap_ns, of in steps]
             for steps in noted
         )
+
+    @property
+    def swaps(self) -> Sequence[SwapTime]:
+        """The latest steps that swapped blocks."""
+        return _latest(group.measures.swaps for group in self._groups)
 
     @property
     def encodes(self) -> Sequence[EncodeTime]:

@@ -24,6 +24,7 @@ from vsched.types import FinishReason
 
 EMPTY_STEP_NS = 20_000.0
 """What ranks take to see that there is nothing to do."""
+NOTHING_SWAPPED = (0, 0)
 NOISE_LEAST = 0.1
 """A step takes at least this share of its time, however the noise falls."""
 
@@ -230,6 +231,7 @@ class TimedGenerateGroup(SimulatedGroup):
         self._yielding = 0
         self._started: list[_Sequence] = []
         self._stepped_ns = 0
+        self._swapped = NOTHING_SWAPPED
 
     def lose(self) -> None:
         """Forget everything; tokens that were yielded stay where they are."""
@@ -245,6 +247,7 @@ class TimedGenerateGroup(SimulatedGroup):
         prefill_ns = swap_ns = 0.0
         if decision.swaps is not None:
             swap_ns = self._cost.swap_ns(self._block_bytes * decision.swaps.blocks)
+            self._swapped = int(swap_ns), decision.swaps.blocks
         if decision.left:
             for leave in decision.left:
                 self._leave(self._slots.pop(leave.slot))
@@ -305,7 +308,7 @@ class TimedGenerateGroup(SimulatedGroup):
             self._started.clear()
         ending = self._ends.pop(step, None)
         if ending is None:
-            return Stepped(step, tokens, _NONE_FINISHED, self._took_ns, self.name)
+            return self._stepped(step, tokens, _NONE_FINISHED)
         finished = []
         if len(ending) > 1:
             # As ranks do: those that decoded by slot, then the chunks in their order.
@@ -314,7 +317,15 @@ class TimedGenerateGroup(SimulatedGroup):
             if sequence.first_step >= 0:  # else it left before its time
                 self._stop(sequence)
                 finished.append(Finished(sequence.slot, sequence.number, FinishReason.LENGTH))
-        return Stepped(step, tokens, finished, self._took_ns, self.name)
+        return self._stepped(step, tokens, finished)
+
+    def _stepped(self, step: int, tokens: array[int], finished: list[Finished]) -> Stepped:
+        if self._swapped is NOTHING_SWAPPED:
+            return Stepped(step, tokens, finished, self._took_ns, self.name)
+        swap_ns, blocks = self._swapped
+        self._swapped = NOTHING_SWAPPED
+        swap_ns = min(swap_ns, self._took_ns)
+        return Stepped(step, tokens, finished, self._took_ns, self.name, [], swap_ns, blocks)
 
     def _yielded(self) -> array[int]:
         tokens = array("i", [-1]) * self._slots_max

@@ -171,7 +171,11 @@ class ModelGenerator:
         prefilled = sum((chunk.stop - chunk.start) * (1 + chunk.stop) for chunk in decision.chunks)
         busy_ns = decision.step % 7 * (1 + prefilled)
         sampled = [(self.slots[slot], token) for slot, token in enumerate(tokens) if token >= 0]
-        result = Stepped(decision.step, tokens, finished, busy_ns, self.name, drafted)
+        blocks = 0 if decision.swaps is None else decision.swaps.blocks
+        swap_ns = min(busy_ns, 3 * blocks)
+        result = Stepped(
+            decision.step, tokens, finished, busy_ns, self.name, drafted, swap_ns, blocks
+        )
         return result, sampled + more
 
     def _draft(self, slot: int, sequence: ModelSequence) -> int:

@@ -1,0 +1,47 @@
+"""Swap what takes long to compute."""
+
+from __future__ import annotations
+
+from vsched.measured import Measured
+from vsched.policy import Count, Preemption, PreemptionPolicy, PreemptionView
+
+
+class SwapLong(PreemptionPolicy, frozen=True, kw_only=True):
+    """Preempts the request that joined last; swaps it where computing it again should take longer than the copies.
+
+    What both take is measured by the steps of the replica. Before there are such, and where a device copies by itself,
+    a request is swapped that has `tokens_min` tokens to compute again. Blocks that other requests hold count for
+    neither: they are cached.
+    """
+
+    tokens_min: Count = 512
+
+    def victim(self, view: PreemptionView) -> Preemption:
+        """Return the last of the running requests, and the manner that should take less."""
+        one = view.running[-1]
+        tokens = one.tokens - one.blocks_shared * view.block_tokens
+        blocks = one.blocks - one.blocks_shared
+        swap = tokens >= self.tokens_min
+        token_ns, block_ns = prefill_token_ns(view.measured), swap_block_ns(view.measured)
+        if token_ns is not None and block_ns is not None:
+            swap = tokens * token_ns > 2 * blocks * block_ns
+        if blocks > view.swap_blocks_free:
+            swap = False
+        return Preemption(len(view.running) - 1, "swap" if swap else "recompute")
+
+
+def prefill_token_ns(measured: Measured) -> float | None:
+    """Return what a prompt token takes beyond the decodes of its step; None where no step tells."""
+    decoding = [one.busy_ns for one in measured.steps if one.busy_ns and not one.prefill_tokens]
+    prefilling = [one for one in measured.steps if one.busy_ns and one.prefill_tokens]
+    tokens = sum(one.prefill_tokens for one in prefilling)
+    if not tokens:
+        return None
+    decode_ns = sum(decoding) / len(decoding) if decoding else 0.0
+    return sum(max(one.busy_ns - decode_ns, 0.0) for one in prefilling) / tokens
+
+
+def swap_block_ns(measured: Measured) -> float | None:
+    """Return what the copy of a block takes; None where none was measured."""
+    blocks = sum(one.blocks for one in measured.swaps)
+    return sum(one.took_ns for one in measured.swaps) / blocks if blocks else None

@@ -1,0 +1,1 @@
+"""What swapping a request costs beside computing it again."""
