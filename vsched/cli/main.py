@@ -36,7 +36,7 @@ def import_commands(words: Sequence[str] = ()) -> None:
 
 def main() -> None:
     """Run the command line; what vsched raises on purpose is a line a problem and exit status 2, not a traceback."""
-    configure_logging("engine")
+    configure_logging("host" if sys.argv[1:2] == ["host"] else "engine")
     sys.path.insert(0, "")  # a policy "my_policies:Mine" may lie in the current folder
     import_commands(sys.argv[1:])
     try:
