@@ -204,6 +204,7 @@ class Engine:
         ttft_target_ms: int | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        session: str = "",
         adapter: str = "",
     ) -> TokenStream:
         """Return the one answer that `generate_answers` would with this id."""
@@ -216,6 +217,7 @@ class Engine:
             ttft_target_ms=ttft_target_ms,
             cache_salt=cache_salt,
             tenant=tenant,
+            session=session,
             adapter=adapter,
         )
         return generation
@@ -231,6 +233,7 @@ class Engine:
         ttft_target_ms: int | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        session: str = "",
         adapter: str = "",
     ) -> list[TokenStream]:
         """Prepare the images, submit a request for as many answers as there are ids, and return once it is accepted.
@@ -255,6 +258,7 @@ class Engine:
             ttft_target_ms=ttft_target_ms,
             cache_salt=cache_salt,
             tenant=tenant,
+            session=session,
         )
         given = contextlib.ExitStack()
         try:

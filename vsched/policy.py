@@ -463,6 +463,7 @@ class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
         arrived_ns: When it was submitted.
         joined_ns: When it first got a slot.
         target_ns: When its first token is due; None without a target.
+        session: The conversation that it is a turn of; empty where nobody says.
     """
 
     tokens: int
@@ -472,6 +473,7 @@ class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
     joined_ns: int
     target_ns: int | None = None
     tenant: str = ""
+    session: str = ""
 
 
 class StepView(msgspec.Struct, frozen=True, kw_only=True):

@@ -163,7 +163,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     `items` are in prompt order and do not overlap. A larger `priority` is more urgent, and `ttft_target_ms` is when the
     client wants its first token, counted from arrival, for policies that heed them. `cache_salt` separates the prefix
     and embedding caches of tenants. `adapter` is the number of the adapter that it is computed with, 0 for none.
-    `tenant` is whose request it is, for policies that share out between tenants; empty where nobody says.
+    `tenant` is whose request it is, for policies that share out between tenants; empty where nobody says. `session`
+    names the conversation that it is a turn of, where a client or a trace does.
     """
 
     request_id: str
@@ -175,6 +176,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     adapter: int = 0
     tenant: str = ""
+    session: str = ""
 
 
 def group_names(stage: str, replicas: int) -> list[str]:

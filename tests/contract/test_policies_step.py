@@ -97,6 +97,18 @@ def test_fair_prefill_shares_the_time_as_well() -> None:
     assert FairPrefill(quantum_tokens=100).share(asked).tokens == [100, 100]
 
 
+def test_fair_prefill_shares_between_sessions_where_it_is_told_to() -> None:
+    """Two requests of one conversation have one turn; of one tenant they had it with those of the other."""
+    talk = [request(900, "a", session="talk"), request(900, "a", session="talk")]
+    asked = view(*talk, request(900, "a", session="other"), state=Deficits())
+    answer = FairPrefill(by="session", quantum_tokens=250).share(asked)
+    given = dict(zip(answer.order, answer.tokens or (), strict=True))
+    assert (given[0] + given.get(1, 0), given[2]) == (500, 500)
+    alike = FairPrefill(quantum_tokens=250).share(view(*asked.prefilling, state=Deficits()))
+    assert next(iter(alike.order)) == 0
+    assert 2 not in alike.order
+
+
 def test_fair_prefill_keeps_requests_without_a_tenant_apart() -> None:
     one, other = request(500, arrived_ns=1), request(500, arrived_ns=2)
     asked = view(one, other, tokens_free=200, state=Deficits())

@@ -77,6 +77,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     ttft_target_ms: int | None
     cache_salt: str
+    session: str
     stream: bool
     options: AnswerOptions
     constrained_by: str
@@ -260,6 +261,7 @@ class CompletionEndpoint:
             priority=request.priority,
             ttft_target_ms=request.ttft_target_ms,
             cache_salt=parameters.check_cache_salt(request, self._settings),
+            session=parameters.session_of(request),
             stream=bool(request.stream),
             options=parameters.answer_options(
                 request, sampling, echo=echo, usage_always=self._settings.usage_always
@@ -332,6 +334,7 @@ class CompletionEndpoint:
                     ttft_target_ms=job.ttft_target_ms,
                     cache_salt=job.cache_salt,
                     tenant=tenant,
+                    session=job.session,
                     adapter=job.adapter,
                 )
                 answers.add(accepted)

@@ -154,6 +154,7 @@ class EngineContract(Protocol):
         ttft_target_ms: int | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        session: str = "",
         adapter: str = "",
     ) -> Sequence[Generation]:
         """Prepare the images, submit a request for as many answers as there are ids, and return once it is accepted.

@@ -26,6 +26,7 @@ from vsched.worker.contract import Preprocessor
 
 Body = TypeVar("Body")
 
+_SESSION_CHARACTERS_MAX = 64
 _MESSAGE_CHARACTERS_MAX = 300
 _FIELD = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _STEP = re.compile(r"(\w+|(?<=\[)\.\.\.)|\[(\d+)\]")
@@ -339,6 +340,12 @@ def check_vocabulary(param: str, token_ids: Sequence[int], info: ModelInfo) -> N
             remedy="send token ids of this model",
         )
         raise ParameterRefused(message, param=param)
+
+
+def session_of(request: SamplingFields) -> str:
+    """Return what a client calls the conversation that its request is a turn of; empty where it says nothing."""
+    key = getattr(request, "prompt_cache_key", None)
+    return key[:_SESSION_CHARACTERS_MAX] if isinstance(key, str) else ""
 
 
 def check_cache_salt(request: SamplingFields, settings: ApiSettings) -> str:

@@ -1,6 +1,8 @@
-"""Tenants take turns in prefill, by deficit round robin."""
+"""Tenants, or sessions, take turns in prefill, by deficit round robin."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -8,7 +10,7 @@ from vsched.policy import PositiveCount, StepPolicy, StepShares, StepView
 
 
 class Deficits(msgspec.Struct):
-    """Tokens that each tenant may still prefill before the others' turn, and who is next."""
+    """Tokens that each tenant or session may still prefill before the others' turn, and who is next."""
 
     tokens: dict[str, int] = {}
     turn: str = ""
@@ -19,14 +21,17 @@ class FairPrefill(StepPolicy, frozen=True, kw_only=True):
 
     Each round gives every tenant `quantum_tokens`, and what it does not use in a step is kept for its next turn, so
     that a tenant of long prompts leaves room for others in each step. A request without a tenant is one by itself.
+    By `session`, the same is done among the conversations of all tenants.
 
     Source: Shreedhar and Varghese, Efficient Fair Queuing Using Deficit Round Robin, SIGCOMM 1995.
 
     Attributes:
+        by: Who takes turns.
         quantum_tokens: Tokens a tenant gets a round; less is fairer, and cuts prompts into more chunks.
     """
 
     state_type = Deficits
+    by: Literal["tenant", "session"] = "tenant"
     quantum_tokens: PositiveCount = 256
 
     def share(self, view: StepView) -> StepShares:
@@ -34,7 +39,10 @@ class FairPrefill(StepPolicy, frozen=True, kw_only=True):
         state: Deficits = view.state
         queues: dict[str, list[int]] = {}
         for index, request in enumerate(view.prefilling):
-            queues.setdefault(request.tenant or f"\0{request.arrived_ns}", []).append(index)
+            whose = request.tenant
+            if self.by == "session":
+                whose = f"{request.tenant}\0{request.session}" if request.session else ""
+            queues.setdefault(whose or f"\0{request.arrived_ns}", []).append(index)
         names = list(queues)
         if state.turn in names:
             first = names.index(state.turn)

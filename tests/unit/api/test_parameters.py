@@ -419,3 +419,10 @@ async def test_template_arguments_are_passed_from_the_allow_list() -> None:
     engine = FakeEngine()
     await post(engine, CHAT, chat(chat_template_kwargs={"enable_thinking": False}))
     assert engine.calls[0]["prompt"] == "enable_thinking=False;user:hi"
+
+
+@pytest.mark.parametrize(("key", "session"), [("talk-7", "talk-7"), (None, ""), (5, "")])
+async def test_prompt_cache_key_names_the_session(key: object, session: str) -> None:
+    engine = FakeEngine()
+    await post(engine, CHAT, chat(prompt_cache_key=key))
+    assert engine.calls[0]["session"] == session

@@ -83,4 +83,5 @@ def _view(state: RequestState) -> PrefillView:
         joined_ns=state.admitted_ns,
         target_ns=state.target_ns,
         tenant=state.request.tenant,
+        session=state.request.session,
     )

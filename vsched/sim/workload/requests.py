@@ -177,6 +177,7 @@ class RequestMaker:
             priority=arrival.priority,
             ttft_target_ms=arrival.ttft_target_ms,
             cache_salt=arrival.tenant,
+            session=arrival.conversation,
             tenant=arrival.tenant,
             adapter=adapter,
         )
