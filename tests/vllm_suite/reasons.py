@@ -62,7 +62,7 @@ TESTS = (
     (r"enable_response_messages", "the tokens of responses"),
     (r"test_custom_role", "roles of one's own"),
     (r"test_show_version|test_metrics", "names and numbers of vLLM's own"),
-    (r"test_long_seed|test_empty_prompt", "wording of vLLM's own"),
+    (r"test_long_seed|test_empty_prompt|inplace_false", "wording of vLLM's own"),
     (r"test_chat_echo.*test_top_logprobs", "texts in place of true and numbers"),
     (r"chat_expands_image_placeholders", "counts of another tokenizer"),
     (r"test_named_tool_use", "a call's content that is empty: it is null, as OpenAI's"),
