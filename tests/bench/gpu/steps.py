@@ -18,6 +18,8 @@ from typing import Literal
 
 import msgspec
 
+from tests.bench.servers import processes
+
 END_S = 5.0
 """How long a command may take to end once it is told to."""
 
@@ -96,11 +98,16 @@ def _run(step: Step, folder: Path, limit_s: float, environment: Mapping[str, str
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """End a command and what it started; return its status."""
+    """End a command and what it started, servers with sessions of their own as well; return its status."""
+    began = processes.identities(processes.family(process.pid))
     _signal(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(END_S)
+        process.wait(END_S)
     _signal(process.pid, signal.SIGKILL)
+    for pid, identity in processes.identities(list(began)).items():
+        if began[pid] == identity:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     return process.wait()
 
 

@@ -68,6 +68,19 @@ def test_what_a_step_leaves_behind_is_ended(tmp_path: Path) -> None:
     wait_until(lambda: not is_running(pid))
 
 
+@pytest.mark.slow
+def test_a_server_of_a_step_whose_time_is_up_is_ended(tmp_path: Path) -> None:
+    """Though it has a session of its own, and nobody told it."""
+    server = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1e4)'], start_new_session=True)"
+    code = f"import subprocess, sys, time; print({server}.pid, flush=True); time.sleep(1e4)"
+    (result,) = run_steps(
+        [python("serves", code, 12.0)], tmp_path, seconds=NEVER_S, environment=os.environ
+    )
+    assert result.ending == "out of time"
+    pid = int((tmp_path / "serves.log").read_text())
+    wait_until(lambda: not is_running(pid))
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
