@@ -31,6 +31,7 @@ class RequestTable:
         finished: How many ended, by reason.
         refused: How many were refused, by code.
         tenants: Live requests by tenant.
+        expiries: When `take_expired` must be called next, and for which request.
     """
 
     def __init__(self, waiting_ns: int) -> None:
@@ -43,7 +44,7 @@ class RequestTable:
         self._numbers: dict[str, int] = {}
         self._arrivals = 0
         self._waiting_ns = waiting_ns
-        self._expiries: deque[tuple[int, int]] = deque()
+        self.expiries: deque[tuple[int, int]] = deque()
 
     def add(
         self,
@@ -73,7 +74,7 @@ class RequestTable:
         self._numbers[request.request_id] = state.number
         self._count(request.tenant, 1)
         if self._waiting_ns:
-            self._expiries.append((now_ns + self._waiting_ns, state.number))
+            self.expiries.append((now_ns + self._waiting_ns, state.number))
         return state
 
     @property
@@ -123,8 +124,8 @@ class RequestTable:
     def take_expired(self, now_ns: int) -> list[RequestState]:
         """Return the requests that have waited too long for their first step, oldest first."""
         expired = []
-        while self._expiries and self._expiries[0][0] <= now_ns:
-            state = self.live.get(self._expiries.popleft()[1])
+        while self.expiries and self.expiries[0][0] <= now_ns:
+            state = self.live.get(self.expiries.popleft()[1])
             if state is not None and not state.admitted_ns:
                 expired.append(state)
         return expired
@@ -136,7 +137,7 @@ class RequestTable:
             finished=self.finished,
             refused=self.refused,
             arrivals=self._arrivals,
-            expiries=list(self._expiries),
+            expiries=list(self.expiries),
         )
 
     def restore(self, state: RequestTableState) -> None:
@@ -148,9 +149,4 @@ class RequestTable:
             self._count(one.request.tenant, 1)
         self.finished, self.refused = state.finished, state.refused
         self._arrivals = state.arrivals
-        self._expiries = deque(state.expiries)
-
-    @property
-    def next_expiry_ns(self) -> int | None:
-        """When `take_expired` must be called next; None when nothing is due."""
-        return self._expiries[0][0] if self._expiries else None
+        self.expiries = deque(state.expiries)

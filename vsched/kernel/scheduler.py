@@ -46,6 +46,7 @@ from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.group_state import GenerateGroupState
 from vsched.kernel.generate.measures import MeasuredGroups
 from vsched.kernel.generate.quarantine import is_suspect
+from vsched.kernel.generate.step_budget import PlannedStep
 from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_seats import Ask, PolicyFaultsState, PolicySeats
@@ -339,16 +340,16 @@ class Scheduler:
         """Let every group plan until none has anything to send; append what comes of it."""
         if self.limits.waiting_ns:
             commands += self._moves.expire(now_ns)
-        depth = self.limits.generate_depth
         moves = self._moves
         while True:
             if moves.ended_answers:
                 commands += moves.release_prompts(now_ns)
             sent = more = False
             for group in self.generators:
-                if self._plan_generate(group, commands, now_ns):
+                planned = self._plan_generate(group, commands, now_ns)
+                if planned.decision is not None:
                     sent = True
-                    more = more or group.steps_in_flight < depth
+                    more = more or planned.more
             if more or (self.embeddings.queue.entries and self._plan_encode(commands, now_ns)):
                 continue
             if moves.ended_answers:
@@ -361,17 +362,18 @@ class Scheduler:
             commands += [Notice(text) for text in self._faults.take_notices()]
         self._set_timer(commands, now_ns)
 
-    def _plan_generate(self, group: GenerateGroup, commands: list[Command], now_ns: int) -> bool:
-        """Append the next step of a group, if it has one; return whether it has."""
+    def _plan_generate(
+        self, group: GenerateGroup, commands: list[Command], now_ns: int
+    ) -> PlannedStep:
+        """Append the next step of a group, if it has one; return what was planned."""
         planned = group.plan(now_ns)
         for state in planned.requeued:
             commands += self._moves.requeue(state, now_ns)
-        if planned.decision is None:
-            return False
-        commands.append(Decide(group.name, planned.decision))
-        for state in planned.prefilled:
-            commands += self._moves.after_chunk(state, now_ns)
-        return True
+        if planned.decision is not None:
+            commands.append(Decide(group.name, planned.decision))
+            for state in planned.prefilled:
+                commands += self._moves.after_chunk(state, now_ns)
+        return planned
 
     def _plan_encode(self, commands: list[Command], now_ns: int) -> bool:
         """Append the next batch of items, if one can be formed; return whether it can."""
@@ -429,7 +431,8 @@ class Scheduler:
         return holds
 
     def _set_timer(self, commands: list[Command], now_ns: int) -> None:
-        due_ns = self._table.next_expiry_ns
+        expiries = self._table.expiries
+        due_ns = expiries[0][0] if expiries else None
         door_ns = self._door.due_ns
         if door_ns is not None and (due_ns is None or door_ns < due_ns):
             due_ns = door_ns

@@ -78,9 +78,8 @@ class GenerateGroup(GroupViews):
         self._admission = seats.place(f"{name}.admission", policies.generate_admission)
         self._preemption = seats.place(f"{name}.preemption", policies.preemption)
         self._drafting = seats.place(f"{name}.drafting", policies.drafting)
-        self._insertion = PrefixInsertion(
-            limits, seats.place(f"{name}.insertion", policies.insertion)
-        )
+        insertion = seats.place(f"{name}.insertion", policies.insertion)
+        self._insertion = PrefixInsertion(limits, insertion)
         self._cache = cache
         self._requests = requests
         self._faults = seats.faults
@@ -180,7 +179,7 @@ class GenerateGroup(GroupViews):
         running, entries = self._running, self.queue.entries
         if not (running.decoding or running.prefilling or entries or self._requeued):
             return NOTHING_PLANNED
-        step = in_flight.planned + 1
+        step, more = in_flight.planned + 1, out + 1 < self._limits.generate_depth
         if not out:
             self.measures.since_ns = now_ns
         if self._drafts.active:
@@ -190,11 +189,11 @@ class GenerateGroup(GroupViews):
             # The steady case: nothing but decodes, and no budget to share out.
             decodes = len(running.decoding)
             sent = self._send(step, decodes, grown) if decodes else None
-            return PlannedStep(sent, self._take_requeued() if self._requeued else ())
+            return PlannedStep(sent, self._take_requeued() if self._requeued else (), (), more)
         plan = self._fill(step, now_ns)
         decodes = len(running.decoding) - self._in_flight.firsts(step)
         sent = self._send(step, decodes, grown, plan) if decodes or plan.chunks else None
-        return PlannedStep(sent, self._take_requeued(), plan.prefilled)
+        return PlannedStep(sent, self._take_requeued(), plan.prefilled, more)
 
     def _fill(self, step: int, now_ns: int) -> StepPlan:
         """Share out what a step has beside its decodes: to those that are prefilled, then to those that join."""

@@ -211,11 +211,13 @@ class PlannedStep(msgspec.Struct, frozen=True):
         decision: The step; None when there is nothing to run, or enough is in flight.
         requeued: Requests that must find their way into the queue again: preempted, or without their embeddings.
         prefilled: Requests with a chunk in this step, after which they decode or go on prefilling.
+        more: Whether another step may be sent behind it.
     """
 
     decision: GenerateDecision | None = None
     requeued: Sequence[RequestState] = ()
     prefilled: Sequence[RequestState] = ()
+    more: bool = False
 
 
 NOTHING_PLANNED = PlannedStep()
