@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
 
@@ -53,6 +53,20 @@ class PausingEncode(EncodeWorker, Protocol):
 def can_pause(worker: EncodeWorker) -> TypeGuard[PausingEncode]:
     """Return whether an encode worker can pause within a batch, here and now."""
     return isinstance(worker, PausingEncode) and worker.pauses
+
+
+@runtime_checkable
+class SparseEncode(Protocol):
+    """An encode worker that can show what a batch takes with a part of its work."""
+
+    def sparsely(self) -> AbstractContextManager[None]:
+        """Until the context ends, batches take the memory that they always do; their rows are of no use then."""
+        ...
+
+
+def encoding_sparsely(worker: EncodeWorker) -> AbstractContextManager[None]:
+    """Return the context in which a worker shows what batches take; a worker that cannot encodes them."""
+    return worker.sparsely() if isinstance(worker, SparseEncode) else nullcontext()
 
 
 @runtime_checkable

@@ -29,6 +29,7 @@ from vsched.worker.capabilities import (
     WorstCaseBuilder,
     adapter_bytes,
     can_pause,
+    encoding_sparsely,
     trial_adapter,
 )
 from vsched.worker.contract import (
@@ -261,7 +262,8 @@ def _run(worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan]) ->
     """
     memory = worker.device_memory()
     try:
-        with memory_errors("encoding the worst batch of images", remedy=_KNOBS):
+        doing = memory_errors("encoding the worst batch of images", remedy=_KNOBS)
+        with doing, encoding_sparsely(worker):
             worker.encode(arena.jobs(batch), arena.embeddings)
     except DeviceOutOfMemory as error:
         largest = max(batch, key=lambda plan: plan.tokens)

@@ -226,10 +226,14 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
 
     @contextmanager
     def first_layers(self, count: int) -> Iterator[None]:
-        """Run only the first `count` layers, of each kind that there is, until the context ends."""
+        """Run only the first `count` layers of each kind, and those sparsely, until the context ends."""
         assert self._language.first_layers is not None, "frugal says so"
         try:
-            with self._language.first_layers(count), self.partly_adapted():
+            with (
+                self._language.first_layers(count),
+                self.partly_adapted(),
+                self._backend.sparsely(),
+            ):
                 yield
         finally:
             if self._balance is not None:

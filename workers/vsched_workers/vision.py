@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -154,6 +155,10 @@ class VisionWorker(AdaptedWorker):
         with self._group.together():
             for part in self._calls(sorted(jobs, key=lambda job: job.adapter)):
                 self._encode(part, embeddings)
+
+    def sparsely(self) -> AbstractContextManager[None]:
+        """Show what batches take with a part of their work, until the context ends."""
+        return self._backend.sparsely()
 
     @property
     def pauses(self) -> bool:

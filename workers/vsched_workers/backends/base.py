@@ -195,6 +195,13 @@ class Backend(ABC):
         """
         return nullcontext()
 
+    def sparsely(self) -> AbstractContextManager[None]:
+        """Have runs until the context ends do a part of their work only, which takes the memory that all of it would.
+
+        By default they do all of it.
+        """
+        return nullcontext()
+
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, touch: bool) -> torch.Tensor:
         """Allocate memory of the device that reads as zeros; with `touch`, the host hands all of it out now."""

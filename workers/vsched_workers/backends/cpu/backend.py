@@ -7,6 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.adapters.sums import MakeSums, Sums, TorchSums
 from vsched_workers.backends.base import RunnableLanguage
+from vsched_workers.backends.cpu import sparse_runs
 from vsched_workers.backends.cpu.decode_attention import NumbaDecode
 from vsched_workers.backends.cpu.encoder_layers import fuse_encoders, merge_encoders
 from vsched_workers.backends.cpu.kernels import sampling
@@ -149,6 +151,9 @@ class CpuBackend(ReferenceBackend):
             return kernel() if dtype == torch.bfloat16 else TorchSums(dtype, device)
 
         return make
+
+    def sparsely(self) -> AbstractContextManager[None]:
+        return sparse_runs.sparsely() if self._host.counts_reserved else nullcontext()
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         if logits.dtype != torch.bfloat16 or not logits.is_contiguous():

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from vsched_workers.backends.cpu.kernels.decode_attention import decode_queries
+from vsched_workers.backends.cpu.sparse_runs import attended_contexts
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep
@@ -69,7 +70,7 @@ class NumbaDecode:
             keys,
             values,
             step.tables,
-            step.contexts,
+            attended_contexts(step.contexts, self._threads),
             step.cache.block_size,
             np.float32(scaling),
             shares_of(len(given), keys.shape[1], self._threads),

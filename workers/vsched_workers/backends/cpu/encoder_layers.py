@@ -36,6 +36,7 @@ from vsched_workers.backends.cpu.kernels.simd import LANES
 from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, product_of
 from vsched_workers.backends.cpu.merged_layers import frozen, merged
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
+from vsched_workers.backends.cpu.sparse_runs import pieces
 from vsched_workers.backends.reference.packed_weights import MANY_ROWS
 from vsched_workers.batching.paged_attention import PatchKernel
 from vsched_workers.families.encoder import ENCODERS, Encoder
@@ -244,7 +245,7 @@ class _LayerNorm:
 
 def _parts(rows: torch.Tensor) -> Iterator[slice]:
     """Cut rows into those that are multiplied at once."""
-    for start in range(0, len(rows), BLOCK):
+    for start in pieces(range(0, len(rows), BLOCK)):
         yield slice(start, start + BLOCK)
 
 

@@ -51,6 +51,7 @@ from vsched_workers.backends.cpu.merged_layers import CutFeedForward, MergedAtte
 from vsched_workers.backends.cpu.prefill_choice import choose_ruled_prefill
 from vsched_workers.backends.cpu.rotary_angles import angles_of, unrotated
 from vsched_workers.backends.cpu.row_blocks import RowBlock, StepRows
+from vsched_workers.backends.cpu.sparse_runs import attended_contexts
 from vsched_workers.backends.reference.packed_weights import PackedLinear, padded_rows
 from vsched_workers.batching.ruled_attention import ScoreRule
 from vsched_workers.families.decoder import Activation
@@ -269,7 +270,7 @@ class FusedLanguage:
             turned = turned if kind.rotates else unrotated(turned)
             found.append(
                 _StepAttention(
-                    parts=_parts(rows, turned, step),
+                    parts=_parts(rows, turned, step, self._threads),
                     rule=ScoreRule(attention.scaling, window, self._score_bound) if ruled else None,
                     room=room,
                     decode=kernel.parallel if many else kernel.serial,
@@ -425,17 +426,18 @@ class FusedLanguage:
 
 
 def _parts(
-    rows: StepRows, angles: tuple[Bf16Array, Bf16Array], step: PagedStep
+    rows: StepRows, angles: tuple[Bf16Array, Bf16Array], step: PagedStep, threads: int
 ) -> list[tuple[_Part | None, _Part | None]]:
     """Return for each block of rows the decode rows, and the others."""
     (cos, sin), slots = angles, step.slots.numpy()
+    contexts = attended_contexts(step.contexts, threads)
 
     def part_of(start: int, stop: int) -> _Part | None:
         if start == stop:
             return None
         part = slice(start, stop)
         rows = RopeRows(cos[part], sin[part], slots[part])
-        return _Part(start, rows, step.tables[part], step.contexts[part])
+        return _Part(start, rows, step.tables[part], contexts[part])
 
     parts = []
     for block in rows.blocks:

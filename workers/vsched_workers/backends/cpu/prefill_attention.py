@@ -14,9 +14,10 @@ import torch
 from vsched_workers.backends.cpu import tiled_attention
 from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E
 from vsched_workers.backends.cpu.kernels.gemm import PANEL
-from vsched_workers.backends.cpu.kernels.prefill_attention import PrefillArguments, attend
+from vsched_workers.backends.cpu.kernels.prefill_attention import BLOCK, PrefillArguments, attend
 from vsched_workers.backends.cpu.kernels.simd import LANES
 from vsched_workers.backends.cpu.operand_choice import operand
+from vsched_workers.backends.cpu.sparse_runs import at_most
 from vsched_workers.batching.ruled_attention import ScoreRule
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _attend(
         query_head_bytes=query.stride(0) * query.itemsize,
         heads=heads,
         sequences=sequences,
-        rows=rows,
+        rows=at_most(rows, BLOCK),
         head_dim=head_dim,
         keys_at=keys.data_ptr(),
         values_at=values.data_ptr(),

@@ -25,6 +25,7 @@ from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, multiply
 from vsched_workers.backends.cpu.kernels.simd import LINE
 from vsched_workers.backends.cpu.operand_choice import operand, pays_here, runs_here
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.cpu.sparse_runs import at_most, is_sparse
 from vsched_workers.backends.reference.packed_weights import CustomProduct, packs
 from vsched_workers.quantized.weights import QuantizedWeight
 
@@ -68,6 +69,7 @@ class PanelProduct:
         self._address = address
         self._halves = int(halves)
         self._out, self._in = shape
+        self._enough = threads * PANEL
         whole = -(-self._out // PANEL) * PANEL
         self.size_bytes = whole * self._in * 2
         self._bias = torch.zeros(whole, dtype=torch.bfloat16)
@@ -82,14 +84,16 @@ class PanelProduct:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in]; returns [..., out]."""
         rows = rows.contiguous()
-        result = rows.new_empty(*rows.shape[:-1], self._out)
+        shape = (*rows.shape[:-1], self._out)
+        # What is left out must not be nonsense: tokens are drawn from logits.
+        result = rows.new_zeros(shape) if is_sparse() else rows.new_empty(shape)
         self._multiply(
             rows.data_ptr(),
             rows.numel() // self._in,
             self._in // 2,
             self._address,
             self._halves,
-            self._out,
+            at_most(self._out, self._enough),
             self._bias_at,
             result.data_ptr(),
         )

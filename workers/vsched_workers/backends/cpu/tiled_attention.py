@@ -33,6 +33,7 @@ from vsched_workers.backends.cpu.kernels.softmax import (
     OnlineSoftmax,
     softmax_tile,
 )
+from vsched_workers.backends.cpu.sparse_runs import pieces
 from vsched_workers.backends.reference.packed_weights import packs
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def attend_chunk(
     size = TILE_SCORES // (heads * min(padded, BLOCK))
     size = min(max(size, TILE_KEYS_MIN), TILE_KEYS_MAX)
     size -= size % (TILE_PARTS * TILE_PART_STEP)  # a whole tile is not padded
-    for tile in () if slots is None else slots.split(size):
+    for tile in () if slots is None else pieces(slots.split(size)):
         missing = -len(tile) % max(size // TILE_PARTS, 1)
         whole = torch.cat([tile, tile[-1:].expand(missing)]) if missing else tile
         keys = cached_keys.index_select(0, whole).transpose(0, 1)
@@ -248,12 +249,12 @@ def _attend_image(
         for keys, values in zip(key.split(IMAGE_KEYS, 1), value.split(IMAGE_KEYS, 1), strict=True)
         for width in (-(-keys.shape[1] // IMAGE_KEYS_PART) * IMAGE_KEYS_PART,)
     ]
-    for start in range(0, rows, IMAGE_ROWS[-1]):
+    for start in pieces(range(0, rows, IMAGE_ROWS[-1])):
         part = slice(start, min(start + IMAGE_ROWS[-1], rows))
         count = part.stop - start
         size = IMAGE_ROWS[bisect.bisect_left(IMAGE_ROWS, count)]
         block = _TiledRows(_padded(query[:, part], size), size, scaling)
-        for keys, values, seen in tiles:
+        for keys, values, seen in pieces(tiles):
             block.add(keys, values, seen)
         yield part, block.attended()[:, :count]
 

@@ -27,6 +27,7 @@ from vsched_workers.backends.cpu.kernels.rope import rope_patches
 from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, product_of
 from vsched_workers.backends.cpu.prefill_attention import fits
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
+from vsched_workers.backends.cpu.sparse_runs import is_left_out, pieces
 from vsched_workers.backends.reference.packed_weights import MANY_ROWS
 from vsched_workers.batching.paged_attention import PatchKernel
 from vsched_workers.parallel.slicing import Cut
@@ -109,6 +110,8 @@ class FusedBlock(nn.Module):
     ) -> torch.Tensor:
         """Run the block over patches [patches, hidden], which are overwritten."""
         assert hidden.is_contiguous(), "its rows are read one after the other"
+        if is_left_out((hidden.shape, len(cu_seqlens))):
+            return hidden
         attended = self._attend(hidden, cu_seqlens, position_embeddings)
         for part in self._parts(hidden):
             rows = hidden[part]
@@ -195,5 +198,5 @@ class FusedBlock(nn.Module):
     @staticmethod
     def _parts(hidden: torch.Tensor) -> Iterator[slice]:
         """Cut rows into those that are multiplied at once."""
-        for start in range(0, len(hidden), BLOCK):
+        for start in pieces(range(0, len(hidden), BLOCK)):
             yield slice(start, start + BLOCK)

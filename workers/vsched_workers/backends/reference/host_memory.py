@@ -25,7 +25,7 @@ from vsched_workers.memory.out_of_memory import require_available, typed_out_of_
 DRIFT_BYTES = 4 << 20
 """What the interpreter and compiled code may grow by once they are warm."""
 
-SCATTERED_SHARE = 3
+SCATTERED_SHARE = 2
 """One part in so many of a measured growth is what scattered pieces may add to it; see docs/memory.md."""
 
 MAPPED_BYTES_MIN = 64 << 10
@@ -67,7 +67,12 @@ class HostMemory:
         Only where reserving is what is counted, by the limit on the process: then the sizes are proved without a page
         of them. And only where the host tells what it has free: the limits of all ranks were chosen within that.
         """
-        return self._may_promise and self._limit() is not None and tells_what_is_free()
+        return self._may_promise and self.counts_reserved and tells_what_is_free()
+
+    @property
+    def counts_reserved(self) -> bool:
+        """Whether memory counts when it is reserved; otherwise when it is touched."""
+        return self._limit() is not None
 
     def total(self) -> int:
         host = host_total()

@@ -28,6 +28,7 @@ from vsched_workers.backends.cpu.quantized.kernel import (
     SINGLE,
     multiply,
 )
+from vsched_workers.backends.cpu.sparse_runs import at_most, is_sparse
 from vsched_workers.quantized.schemes import FORMATS
 from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
 
@@ -84,16 +85,17 @@ class QuantizedProduct:
             (_block_of(group), group, 0 if unscaled else self._scales.itemsize),
             self._scales.data_ptr(),
             0 if self._offsets is None else self._offsets.data_ptr(),
-            outputs,
-            padded.numpy(),
         )
+        self._bias, self._enough = padded.numpy(), threads * PANEL
         self._centre = np.float32(INT4_CENTRE if weight.kind == "int4" else 0)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in] of bfloat16 or float32; returns [..., out] of that type."""
         rows = rows.contiguous()
         count = rows.numel() // self._given
-        result = rows.new_empty(*rows.shape[:-1], self.shape[0])
+        shape = (*rows.shape[:-1], self.shape[0])
+        # What is left out must not be nonsense: tokens are drawn from logits.
+        result = rows.new_zeros(shape) if is_sparse() else rows.new_empty(shape)
         self._of_kind(
             OF_FLOAT32 if rows.dtype == torch.float32 else OF_BF16,
             *self._tags,
@@ -103,6 +105,8 @@ class QuantizedProduct:
             self._given,
             self._inputs,
             *self._weight,
+            at_most(self.shape[0], self._enough),
+            self._bias,
             result.data_ptr(),
             self._centre,
         )
