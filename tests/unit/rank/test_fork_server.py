@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -153,6 +154,45 @@ async def test_fork_server_that_hangs_costs_a_deadline(
     assert "generate rank 0: a new process instead: the fork server said nothing" in caplog.text
     await until(lambda: server.pid not in (0, hung), "another one starts")
     await worker_group.stop()
+
+
+async def test_fork_server_is_waited_for_while_it_works(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not to be heard is no reason to begin anew: on a busy machine its imports take minutes."""
+    monkeypatch.setattr(fork_server, "IMPORT_S", 0.001)
+    monkeypatch.setattr(fork_server, "FORK_S", 0.001)
+    worked = itertools.count()
+    monkeypatch.setattr(ForkServer, "_worked_s", lambda _: next(worked) / 1000)
+    worker_group = place.worker_group(Heard().events, behaviour=FORKED)
+    await worker_group.start()
+    assert parent_of(*worker_group.pids) == os.getpid()
+    assert next(worked) > 2, "it was not heard at once"
+    assert "a new process instead" not in caplog.text
+    await worker_group.stop()
+
+
+async def test_fork_server_that_works_for_ever_costs_a_deadline(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fork_server, "IMPORT_S", 0.001)
+    monkeypatch.setattr(fork_server, "WORK_S", 0.0)
+    worked = itertools.count()
+    monkeypatch.setattr(ForkServer, "_worked_s", lambda _: next(worked))
+    worker_group = place.worker_group(Heard().events, behaviour=FORKED)
+    await worker_group.start()
+    assert "the fork server said nothing in 0 s of a processor" in caplog.text
+    await worker_group.stop()
+
+
+async def test_fork_server_tells_how_long_it_has_worked(place: Place) -> None:
+    worker_group = place.worker_group(Heard().events, behaviour=FORKED)
+    await worker_group.start()
+    server = the_server(place)
+    assert server._worked_s() > 0, "it has imported"
+    await worker_group.stop()
+    server.close()
+    assert server._worked_s() == 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -20,10 +22,13 @@ from vsched.fork_server import HELLO, ForkOrder
 logger = logging.getLogger(__name__)
 PRELOADED = ("vsched.transport.pulse", "vsched.transport.zmq_link", "vsched.worker.loading")
 """What every rank imports, whatever its worker."""
-IMPORT_S = 120.0
-"""How long the imports may take; on two idle cores they take 4 s."""
+IMPORT_S = 60.0
+"""How long the server may do nothing while it imports."""
 FORK_S = 10.0
-"""How long the server may take to be heard, once it has imported, and to fork: some milliseconds on an idle machine."""
+"""How long it may do nothing until it is heard, once it has imported, and while it forks."""
+WORK_S = 120.0
+"""Most seconds of a processor until it is heard: imports take 4, and a fork some thousandths."""
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -57,7 +62,8 @@ class ForkServer:
     async def open(self) -> socket.socket:
         """Return a channel for one order, once the server has imported everything; the caller closes it.
 
-        Blocks: for `IMPORT_S` at most, for `FORK_S` when it has imported; may be cancelled.
+        Blocks: while the server works, for `WORK_S` of a processor at most, and for `IMPORT_S` or, when it has
+        imported, `FORK_S` while it does not; may be cancelled.
 
         Raises:
             ForkServerLostError: When it dies meanwhile, or does not answer; it is killed then.
@@ -90,7 +96,7 @@ class ForkServer:
     ) -> int:
         """Return the id of a new process, a child of this one, which has these descriptors.
 
-        Blocks: for `FORK_S` at most. Whoever cancels it loses the process.
+        Blocks: as `open` does when the server has imported. Whoever cancels it loses the process.
 
         Raises:
             ForkServerLostError: When the server does not answer; it is killed then.
@@ -105,17 +111,43 @@ class ForkServer:
             raise ForkServerLostError("the fork server could not fork")
         return int.from_bytes(pid, "little")
 
-    async def _hear(self, channel: socket.socket, deadline_s: float) -> bytes:
-        """Return what the server says next; one that says nothing is killed."""
+    async def _hear(self, channel: socket.socket, idle_s: float) -> bytes:
+        """Return what the server says next; one that does nothing for `idle_s`, or works for too long, is killed.
+
+        A machine with more to do than it has cores may let it wait for minutes: it is not replaced while it works,
+        since another one would begin all over.
+        """
+        began_s = worked_s = self._worked_s()
+        # Not cancelled and begun again, which could lose what was just heard.
+        said = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(channel, len(HELLO)))
         try:
-            async with asyncio.timeout(deadline_s):
-                return await asyncio.get_running_loop().sock_recv(channel, len(HELLO))
-        except TimeoutError:
-            if self._process is not None:
-                self._process.kill()
-            raise ForkServerLostError(
-                f"the fork server said nothing for {deadline_s:g} s"
-            ) from None
+            while not (await asyncio.wait({said}, timeout=idle_s))[0]:
+                before_s, worked_s = worked_s, self._worked_s()
+                if not before_s < worked_s < began_s + WORK_S:
+                    self._kill_silent(idle_s if worked_s == before_s else 0)
+            return said.result()
+        finally:
+            said.cancel()
+            await asyncio.wait({said})
+
+    def _kill_silent(self, idle_s: float) -> NoReturn:
+        """End a server that did nothing for so long, or, where that is 0, worked for too long."""
+        if self._process is not None:
+            self._process.kill()
+        raise ForkServerLostError(
+            f"the fork server said nothing, and did nothing for {idle_s:g} s"
+            if idle_s
+            else f"the fork server said nothing in {WORK_S:g} s of a processor"
+        )
+
+    def _worked_s(self) -> float:
+        """Return the seconds of a processor that the server has had; 0 where it is gone."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return 0.0
+        user, system = fields.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) * _TICK_S
 
     def close(self) -> None:
         """End the server; nobody waits for a process any more."""

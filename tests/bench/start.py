@@ -1,0 +1,130 @@
+"""How long servers take to start, and what they hold: `python -m tests.bench.start CHECKPOINT...`.
+
+Each checkpoint is served with its defaults, in turns. It is asked for text three times, then for a picture where it
+takes any. Processor seconds are those of all processes until the server is ready, so that figures mean something beside
+other work, too; memory is what each process holds after the answers, shared pages divided (PSS). The stages are the
+lines of the server's log. A first start compiles kernels: give `--repeats 2` or more, and look at the later ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import re
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from tests.bench.options import assignment
+from tests.bench.servers import processes
+from tests.bench.servers.server import HOST, Server, Spec, serving
+from tests.bench.servers.sides import ENTRY, ROOT, python_path
+
+PORT = 8306
+_STAGE = re.compile(r"^\S+ (\d+):(\d+):([\d.]+) INFO \[engine\] vsched\.(?:loading|serve): (.*)$")
+
+
+def stages(log: str) -> Iterator[tuple[float, str]]:
+    """Yield what a server's log says of its start, each with the seconds since the first of it."""
+    first = None
+    for line in log.splitlines():
+        if found := _STAGE.match(line):
+            hours, minutes, seconds, said = found.groups()
+            at = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
+            first = at if first is None else first
+            yield round((at - first) % 86400, 1), said
+
+
+def spec_of(checkpoint: Path, assignments: Sequence[str]) -> Spec:
+    """Return how a checkpoint is served."""
+    sets = [word for text in assignments for word in ("--set", text)]
+    return Spec(
+        side=checkpoint.name,
+        command=[
+            *(sys.executable, "-c", ENTRY, "serve", str(checkpoint)),
+            *("--host", HOST, "--port", str(PORT), *sets),
+        ],
+        model=checkpoint.name,
+        port=PORT,
+        version="",
+        environment={"PYTHONPATH": python_path(ROOT)},
+        directory=ROOT,
+    )
+
+
+def measure(checkpoint: Path, assignments: Sequence[str], ready_s: float) -> dict[str, Any]:
+    """Start a server, ask it, end it; return what was found."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        with serving(spec_of(checkpoint, assignments), log) as server:
+            seconds = server.wait_ready(ready_s)
+            spent = processes.cpu_s(server.pids())
+            texts = [_answer_ms(server, "Hello") for _ in range(3)]
+            pictures = [_answer_ms(server, _with_picture(shade)) for shade in range(2)]
+            held = processes.memory_mib(server.pids())
+        return {
+            "checkpoint": checkpoint.name,
+            "ready_s": round(seconds, 1),
+            "processor_s": round(spent, 1),
+            "text_ms": texts,
+            "picture_ms": pictures,
+            "memory_mib": round(sum(held.values()), 1),
+            "of": held,
+            "stages": list(stages(log.read_text("utf-8", "replace"))),
+        }
+
+
+def _answer_ms(server: Server, content: object) -> float | str:
+    """Return how long an answer of 8 tokens took, or the status of the refusal."""
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "seed": 7}
+    request = urllib.request.Request(
+        f"{server.spec.url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    began_s = time.perf_counter()
+    try:
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            answer.read()
+    except urllib.error.HTTPError as error:
+        return f"refused ({error.code})"
+    return round((time.perf_counter() - began_s) * 1000, 1)
+
+
+def _with_picture(shade: int) -> list[dict[str, Any]]:
+    """Return a message with a picture that was not seen before."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (448, 448), (40 * shade, 20, 30)).save(buffer, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "What is this?"},
+    ]
+
+
+def main() -> None:
+    """Measure in turns, and print each start as it is done: a line of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.start", description=__doc__)
+    parser.add_argument("checkpoints", type=Path, nargs="+")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--set", type=assignment, action="append", default=[])
+    parser.add_argument("--ready-s", type=float, default=600.0)
+    options = parser.parse_args()
+    for _ in range(options.repeats):
+        for checkpoint in options.checkpoints:
+            found = measure(checkpoint.resolve(), options.set, options.ready_s)
+            sys.stdout.write(json.dumps(found) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
