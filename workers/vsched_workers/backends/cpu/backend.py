@@ -19,7 +19,6 @@ from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.adapters.sums import MakeSums, Sums, TorchSums
 from vsched_workers.backends.base import RunnableLanguage
-from vsched_workers.backends.cpu import sparse_runs
 from vsched_workers.backends.cpu.decode_attention import NumbaDecode
 from vsched_workers.backends.cpu.encoder_layers import fuse_encoders, merge_encoders
 from vsched_workers.backends.cpu.kernels import sampling
@@ -40,6 +39,7 @@ from vsched_workers.backends.reference.gather_attention import prefill_by_gather
 from vsched_workers.backends.reference.packed_weights import PackedLinear, is_packed
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
 from vsched_workers.batching.sampling import SpecialRow
+from vsched_workers.memory import sparse_runs
 from vsched_workers.quantized.layers import QuantizedLinear
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from vsched_workers.backends.cpu.kernels.decode_attention import decode_queries
-from vsched_workers.backends.cpu.sparse_runs import attended_contexts
+from vsched_workers.memory.sparse_runs import attended_contexts
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep

@@ -51,10 +51,10 @@ from vsched_workers.backends.cpu.merged_layers import CutFeedForward, MergedAtte
 from vsched_workers.backends.cpu.prefill_choice import choose_ruled_prefill
 from vsched_workers.backends.cpu.rotary_angles import angles_of, unrotated
 from vsched_workers.backends.cpu.row_blocks import RowBlock, StepRows
-from vsched_workers.backends.cpu.sparse_runs import attended_contexts
 from vsched_workers.backends.reference.packed_weights import PackedLinear, padded_rows
 from vsched_workers.batching.ruled_attention import ScoreRule
 from vsched_workers.families.decoder import Activation
+from vsched_workers.memory.sparse_runs import attended_contexts
 
 if TYPE_CHECKING:
     from vsched_workers.batching.packed_step import Images

@@ -17,8 +17,8 @@ from vsched_workers.backends.cpu.kernels.gemm import PANEL
 from vsched_workers.backends.cpu.kernels.prefill_attention import BLOCK, PrefillArguments, attend
 from vsched_workers.backends.cpu.kernels.simd import LANES
 from vsched_workers.backends.cpu.operand_choice import operand
-from vsched_workers.backends.cpu.sparse_runs import at_most
 from vsched_workers.batching.ruled_attention import ScoreRule
+from vsched_workers.memory.sparse_runs import at_most
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment

@@ -25,8 +25,8 @@ from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, multiply
 from vsched_workers.backends.cpu.kernels.simd import LINE
 from vsched_workers.backends.cpu.operand_choice import operand, pays_here, runs_here
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
-from vsched_workers.backends.cpu.sparse_runs import at_most, is_sparse
 from vsched_workers.backends.reference.packed_weights import CustomProduct, packs
+from vsched_workers.memory.sparse_runs import at_most, is_sparse
 from vsched_workers.quantized.weights import QuantizedWeight
 
 INPUTS_MAX = 4096

@@ -33,8 +33,8 @@ from vsched_workers.backends.cpu.kernels.softmax import (
     OnlineSoftmax,
     softmax_tile,
 )
-from vsched_workers.backends.cpu.sparse_runs import pieces
 from vsched_workers.backends.reference.packed_weights import packs
+from vsched_workers.memory.sparse_runs import pieces
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment

@@ -27,9 +27,9 @@ from vsched_workers.backends.cpu.kernels.rope import rope_patches
 from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, product_of
 from vsched_workers.backends.cpu.prefill_attention import fits
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
-from vsched_workers.backends.cpu.sparse_runs import is_left_out, pieces
 from vsched_workers.backends.reference.packed_weights import MANY_ROWS
 from vsched_workers.batching.paged_attention import PatchKernel
+from vsched_workers.memory.sparse_runs import is_left_out, pieces
 from vsched_workers.parallel.slicing import Cut
 
 BLOCK = MANY_ROWS[-1]

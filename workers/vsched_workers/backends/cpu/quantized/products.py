@@ -28,7 +28,7 @@ from vsched_workers.backends.cpu.quantized.kernel import (
     SINGLE,
     multiply,
 )
-from vsched_workers.backends.cpu.sparse_runs import at_most, is_sparse
+from vsched_workers.memory.sparse_runs import at_most, is_sparse
 from vsched_workers.quantized.schemes import FORMATS
 from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
 

@@ -1,4 +1,4 @@
-"""How long servers take to start, and what they hold: `python -m tests.bench.start CHECKPOINT...`.
+"""How long servers take to start, and what they hold: `python -m tests.bench.servers.start CHECKPOINT...`.
 
 Each checkpoint is served with its defaults, in turns. It is asked for text three times, then for a picture where it
 takes any. Processor seconds are those of all processes until the server is ready, so that figures mean something beside
@@ -113,7 +113,9 @@ def _with_picture(shade: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure in turns, and print each start as it is done: a line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.start", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.servers.start", description=__doc__
+    )
     parser.add_argument("checkpoints", type=Path, nargs="+")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--set", type=assignment, action="append", default=[])

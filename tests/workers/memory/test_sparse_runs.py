@@ -14,14 +14,14 @@ import torch
 from tests.patience import PATIENCE_S
 from vsched.aio.replicas.process import rank_environment
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
-from vsched_workers.backends.cpu.sparse_runs import (
+from vsched_workers.backends.reference.host_memory import DRIFT_BYTES, SCATTERED_SHARE
+from vsched_workers.memory.sparse_runs import (
     at_most,
     attended_contexts,
     is_left_out,
     pieces,
     sparsely,
 )
-from vsched_workers.backends.reference.host_memory import DRIFT_BYTES, SCATTERED_SHARE
 
 
 def test_nothing_is_left_out_unless_runs_are_sparse() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.bench.start import spec_of, stages
+from tests.bench.servers.start import spec_of, stages
 
 LOG = """2026-11-25 23:59:59.500 INFO [engine] vsched.loading: encode: loading the vision tower
 2026-11-25 23:59:59.900 INFO [generate rank 0] vsched.rank: something else
