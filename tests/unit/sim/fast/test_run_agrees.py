@@ -34,6 +34,8 @@ from vsched.testing.model_ranks.cluster import TICK_NS, ModelCluster
 
 MS = 1_000_000
 
+SWAPPED = ("generate.preemption={use='swap-long',tokens_min=0}", "generate.swap_memory=4MiB")
+
 
 class Shadow:
     """A model cluster that hears what the simulation hears."""
@@ -42,6 +44,7 @@ class Shadow:
         self.cluster = ModelCluster(setup.limits, setup.kernel_policies)
         self.steps = 0
         self.preempted = 0
+        self.swapped = 0
 
     def see(
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
@@ -66,7 +69,10 @@ class Shadow:
                 assert [token >= 0 for token in result.tokens] == [token >= 0 for token in tokens]
                 assert result.finished == finished
                 self.steps += 1
-                return cluster.send(msgspec.structs.replace(result, busy_ns=busy_ns))
+                assert result.swap_blocks == event.swap_blocks
+                self.swapped += event.swap_blocks
+                times = {"busy_ns": busy_ns, "swap_ns": event.swap_ns}
+                return cluster.send(msgspec.structs.replace(result, **times))
             case Encoded(group=group):
                 return self.encoded(group, None)
             case EncodeFailed(group=group, failure=failure):
@@ -108,8 +114,13 @@ def plain(commands: Sequence[Command]) -> list[Command]:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(
     "sets",
-    [(), ("generate.replicas=2", "encode.replicas=2"), ("generate.step_target_ms=3",)],
-    ids=["one", "two replicas", "paced"],
+    [
+        (),
+        ("generate.replicas=2", "encode.replicas=2"),
+        ("generate.step_target_ms=3",),
+        SWAPPED,
+    ],
+    ids=["one", "two replicas", "paced", "swapped"],
 )
 def test_run_agrees_with_model_cluster(seed: int, sets: tuple[str, ...]) -> None:
     settings = config(*SCARCE, *sets)
@@ -117,6 +128,7 @@ def test_run_agrees_with_model_cluster(seed: int, sets: tuple[str, ...]) -> None
     outcome = simulate(settings, scarce(seed), cost=COST, observers=[shadow], oracles=True)
     assert outcome.figures.finished == outcome.figures.requests == 40
     assert shadow.steps == outcome.figures.generate_steps > 100
+    assert (shadow.swapped > 0) == (sets == SWAPPED)
 
 
 @pytest.mark.parametrize("seed", range(8))
