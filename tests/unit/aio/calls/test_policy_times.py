@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,7 +128,12 @@ def test_a_snapshot_knows_what_was_replaced() -> None:
     again = restore_scheduler(encode_state(cluster.kernel), LIMITS, policies)
     assert again.statistics()["policy_replaced"] == {SEAT: "too slow"}
     asked: list[str] = []
-    again.watch_policies(lambda seat, ask: (asked.append(seat), ask)[1])
+
+    def watch(seat: str, ask: Any) -> Any:
+        asked.append(seat)
+        return ask
+
+    again.watch_policies(watch)
     assert SEAT not in asked
     assert "routing" in asked
 
