@@ -29,8 +29,8 @@ Break = Callable[[pytest.MonkeyPatch], None]
 def blocks_freed_twice(patch: pytest.MonkeyPatch) -> None:
     real = BlockPool.release
 
-    def broken(self: BlockPool, blocks: list[int]) -> None:
-        real(self, blocks)
+    def broken(self: BlockPool, blocks: list[int], *, kept: int | None = None) -> None:
+        real(self, blocks, kept=kept)
         if blocks and self._hash_of[blocks[-1]] is None:
             self._free.append(blocks[-1])
 

@@ -49,7 +49,7 @@ def unpinned_pages(patch: pytest.MonkeyPatch) -> None:
 
 def leaked_blocks(patch: pytest.MonkeyPatch) -> None:
     real = BlockPool.release
-    patch.setattr(BlockPool, "release", lambda self, held: real(self, held[:-1]))
+    patch.setattr(BlockPool, "release", lambda self, held, **kept: real(self, held[:-1], **kept))
 
 
 def early_chunks(patch: pytest.MonkeyPatch) -> None:
