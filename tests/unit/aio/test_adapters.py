@@ -211,8 +211,12 @@ async def test_table_gives_each_adapter_a_number_of_its_own(tmp_path: Path) -> N
 async def test_table_keeps_nothing_of_what_cannot_be_loaded(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.facts = CheckpointError("damaged. Remedy: another.")
-    with pytest.raises(RequestRefused, match="damaged"):
-        await bench.table.load("a", "somewhere")
+    with pytest.raises(RequestRefused, match="damaged") as refused:
+        await bench.table.load("a", str(tmp_path))
+    assert (refused.value.code, refused.value.status) == ("adapter_unusable", 400)
+    with pytest.raises(RequestRefused, match="no folder 'somewhere'") as refused:
+        await bench.table.load("a", str(tmp_path / "somewhere"))
+    assert (refused.value.code, refused.value.status) == ("adapter_not_found", 404)
     bench.facts = AdapterFacts(4, changes_encoder=True)
     with pytest.raises(RequestRefused, match="adapters.encoder"):
         await bench.table.load("a", "somewhere")
@@ -246,10 +250,6 @@ def test_table_takes_no_path_outside_the_directory(tmp_path: Path, path: str) ->
     for wanted in (path, "link"):
         with pytest.raises(RequestRefused, match="below adapters.directory"):
             table.path_of(wanted)
-    with pytest.raises(RequestRefused, match="no folder 'a/b'") as refused:
-        table.path_of("a/b")
-    assert (refused.value.code, refused.value.status) == ("adapter_not_found", 404)
-    (tmp_path / "adapters" / "a" / "b").mkdir(parents=True)
     assert table.path_of("a/b") == str(tmp_path / "adapters" / "a" / "b")
 
 

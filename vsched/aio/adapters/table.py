@@ -170,7 +170,7 @@ class AdapterTable:
         """Return the folder that an operator names at run time.
 
         Raises:
-            RequestRefused: When it does not lie in the directory that they may lie in, or is not there.
+            RequestRefused: When it does not lie in the directory that they may lie in.
         """
         directory = self._settings.directory
         if not directory:
@@ -191,13 +191,6 @@ class AdapterTable:
                 ),
                 code="path_not_allowed",
                 status=403,
-            )
-        if not found.is_dir():
-            raise RequestRefused(
-                f"there is no folder {wanted[:NAME_CHARACTERS_MAX]!r} below adapters.directory. "
-                "Remedy: put the adapter there, or correct the path.",
-                code="adapter_not_found",
-                status=404,
             )
         return str(found)
 
@@ -267,6 +260,12 @@ class AdapterTable:
                 status=503,
             ) from error
         except CheckpointError as error:
+            if not Path(path).is_dir():
+                raise RequestRefused(
+                    f"there is no folder {Path(path).name!r}. Remedy: put the adapter there, or correct the path.",
+                    code="adapter_not_found",
+                    status=404,
+                ) from error
             raise RequestRefused(str(error), code="adapter_unusable") from error
         if facts.changes_encoder and not self._settings.encoder:
             raise RequestRefused(
