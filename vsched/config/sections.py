@@ -356,7 +356,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     front_door: Annotated[
         PolicyTable,
         Meta(description="Which requests come in, before anything is done for them."),
-    ] = msgspec.field(default_factory=partial(dict, use="vsched_policies.front_door:Open"))
+    ] = msgspec.field(default_factory=partial(dict, use="open"))
     policies: PoliciesConfig = PoliciesConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     record: RecordConfig = RecordConfig()

@@ -101,16 +101,14 @@ class EncodeConfig(StageConfig, frozen=True, kw_only=True):
     ] = msgspec.field(default_factory=partial(dict, use="chunk-aware"))
     dispatch: Annotated[
         PolicyTable, Meta(description="Which replica has the next images, and which they can be.")
-    ] = msgspec.field(default_factory=partial(dict, use="vsched_policies.dispatch:FewestHeldUp"))
+    ] = msgspec.field(default_factory=partial(dict, use="fewest-held-up"))
     eviction: Annotated[PolicyTable, Meta(description="Which cached embeddings are evicted.")] = (
         msgspec.field(default_factory=partial(dict, use="lru"))
     )
     reclaim: Annotated[
         PolicyTable,
         Meta(description="Whose ready embedding gives way to an image of an older request."),
-    ] = msgspec.field(
-        default_factory=partial(dict, use="vsched_policies.reclaim:YoungestEmbedding")
-    )
+    ] = msgspec.field(default_factory=partial(dict, use="youngest"))
 
 
 class GenerateConfig(StageConfig, frozen=True, kw_only=True):
@@ -209,7 +207,7 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     insertion: Annotated[
         PolicyTable,
         Meta(description="What of a request that ended the prefix cache keeps."),
-    ] = msgspec.field(default_factory=partial(dict, use="vsched_policies.insertion:Everything"))
+    ] = msgspec.field(default_factory=partial(dict, use="everything"))
     drafting: Annotated[
         PolicyTable,
         Meta(
@@ -219,4 +217,4 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     step: Annotated[
         PolicyTable,
         Meta(description="Which prefilling requests advance in a step, and by how many tokens."),
-    ] = msgspec.field(default_factory=partial(dict, use="vsched_policies.step:InOrder"))
+    ] = msgspec.field(default_factory=partial(dict, use="in-order"))

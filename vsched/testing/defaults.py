@@ -13,16 +13,16 @@ DEFAULTS = {
     "encode_admission": ("admission", "token-budget"),
     "generate_admission": ("admission", "fifo"),
     "encoding": ("encoding", "chunk-aware"),
-    "dispatch": ("dispatch", "vsched_policies.dispatch:FewestHeldUp"),
+    "dispatch": ("dispatch", "fewest-held-up"),
     "embedding_eviction": ("eviction", "lru"),
-    "reclaim": ("reclaim", "vsched_policies.reclaim:YoungestEmbedding"),
+    "reclaim": ("reclaim", "youngest"),
     "prefix_eviction": ("eviction", "lru"),
-    "insertion": ("insertion", "vsched_policies.insertion:Everything"),
+    "insertion": ("insertion", "everything"),
     "preemption": ("preemption", "youngest"),
     "drafting": ("drafting", "forced-tokens"),
-    "step": ("step", "vsched_policies.step:InOrder"),
+    "step": ("step", "in-order"),
     "routing": ("routing", "round-robin"),
-    "front_door": ("front_door", "vsched_policies.front_door:Open"),
+    "front_door": ("front_door", "open"),
 }
 """Kind and registered name of what the kernel consults in each place."""
 
