@@ -1,0 +1,75 @@
+"""The policy that docs/writing-a-policy.md writes from nothing runs in `vsched serve` by its configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import SETTINGS
+from tests.e2e.test_life import _address
+from tests.patience import PATIENCE_S
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+PAGE = Path(__file__).parents[2] / "docs" / "writing-a-policy.md"
+SEAT = 'seat="generate.admission"'
+
+
+def from_the_page(before: str) -> str:
+    """Return the first block behind some words."""
+    text = PAGE.read_text()
+    found = re.compile(r"```\w*\n(.*?)```", re.DOTALL).search(text, text.index(before))
+    assert found is not None
+    return found[1]
+
+
+def ask(url: str, body: dict[str, object] | None = None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(url, data=data, headers=headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        answer: str = response.read().decode()
+        return answer
+
+
+def serve(path: Path, folder: Path) -> subprocess.Popen[str]:
+    """Start `vsched serve` in a folder with a configuration."""
+    command = [sys.executable, "-c", "from vsched.cli.main import main; main()", "serve", str(path)]
+    command += ["--config", "steady.toml"]
+    for setting in SETTINGS:
+        command += ["--set", setting]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder)
+
+
+@pytest.mark.slow
+async def test_the_adaptive_example_serves_by_configuration(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "steady_tokens.py").write_text(from_the_page("<!-- runnable: steady_tokens.py -->"))
+    (tmp_path / "steady.toml").write_text(
+        from_the_page("The same configuration, here `steady.toml`")
+    )
+    process = serve(checkpoints("nano25"), tmp_path)
+    try:
+        url = await asyncio.to_thread(_address, process)
+        body: dict[str, object] = {"prompt": "1 2 3", "max_tokens": 8, "ignore_eos": True}
+        many = [asyncio.to_thread(ask, f"{url}/completions", body) for _ in range(6)]
+        answers = [json.loads(text) for text in await asyncio.gather(*many)]
+        assert [one["usage"]["completion_tokens"] for one in answers] == [8] * 6
+        metrics = await asyncio.to_thread(ask, url.removesuffix("/v1") + "/metrics")
+    finally:
+        process.terminate()
+        process.communicate(timeout=PATIENCE_S)
+    counted = re.search(rf"vsched_policy_call_seconds_count{{{SEAT}}} (\S+)", metrics)
+    assert counted is not None
+    assert float(counted[1]) >= 2
+    assert f"vsched_policy_replaced{{{SEAT}}} 0.0" in metrics
+    assert 'vsched_policy_faults_total{policy="SteadyTokens"}' not in metrics
