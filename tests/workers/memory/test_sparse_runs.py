@@ -106,5 +106,5 @@ def test_a_sparse_reservation_is_what_whole_batches_take(
     assert not done.returncode, done.stderr
     whole, reserved = map(int, done.stdout.split())
     measured = (reserved - DRIFT_BYTES) / (1 + 1 / SCATTERED_SHARE)
-    assert measured > 0.6 * whole
+    assert measured > whole / 4, "the reservation is not only what is added to every one"
     assert whole <= reserved

@@ -22,7 +22,7 @@ from vsched.worker.memory import (
 )
 from vsched_workers.memory.out_of_memory import require_available, typed_out_of_memory
 
-DRIFT_BYTES = 4 << 20
+DRIFT_BYTES = 8 << 20
 """What the interpreter and compiled code may grow by once they are warm."""
 
 SCATTERED_SHARE = 2
