@@ -59,7 +59,6 @@ EQUIVALENT: dict[str, str] = {
     f"{_CACHE}.claim: return False -> pass #1": "what follows changes nothing of a new entry, which is not ready",
     f"{_CACHE}.release: sorted -> list #1": _SMALL_INTEGERS,
     f"{_CACHE}._allocate: missing > 0 -> missing >= 0 #1": "where nothing is missing, there are no victims",
-    f"{_CACHE}._preemptible: min(other.claims.values()) > order -> min(other.claims.values()) >= order #1": _PER_ENTRY,
     f"{_CACHE}._move_up: order < entry.order -> order <= entry.order #1": "it is put back where it was",
     "vsched.aio.leader.leader:Leader._take_answer: self._ranks > 1 -> self._ranks >= 1 #1": (
         "the only rank agrees with itself; not to ask spares a digest a step"

@@ -66,17 +66,22 @@ class _Generator:
             self.places[place] = leaving[block]
 
     def swap_in(self, decision: GenerateDecision) -> None:
-        """Blocks are copied back: to requests that join, each to where it was in the sequence."""
-        joined = {
-            block: (join.number, index)
-            for join in decision.joined
-            for index, block in enumerate(join.blocks)
-            if self.holders[block] == 1
-        }
+        """Blocks are copied back: to requests that join, each to where it was in the sequence.
+
+        Those that join after one, in the same decision, may share its blocks: copies come before steps.
+        """
+        joined: dict[int, list[tuple[int, int]]] = {}
+        for join in decision.joined:
+            for index, block in enumerate(join.blocks):
+                joined.setdefault(block, []).append((join.number, index))
         assert decision.swaps is not None
         back = decision.swaps.back
         for place, block in zip(back[::2], back[1::2], strict=True):
-            assert self.places.pop(place, None) == joined.get(block), (
+            sharing = joined.get(block, [])
+            assert self.holders[block] == len(sharing), (
+                f"block {block} is copied to while others have it"
+            )
+            assert self.places.pop(place, None) == sharing[0], (
                 f"block {block} gets what place {place} holds, which is another's"
             )
 

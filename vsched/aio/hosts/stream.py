@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from vsched.aio.hosts.messages import Alive, ByteRange, Write
-from vsched.probes import probe
 from vsched.transport.arena import Arena
 
 _HEADER = struct.Struct("<QQ")
@@ -94,7 +93,6 @@ class Stream:
             size = min(first.size, PIECE_BYTES) if isinstance(first, ByteRange) else len(first)
             under_way = self.bytes_sent - self._bytes_acknowledged
             if under_way and under_way + size > self._window_bytes:
-                probe("hosts.window_full")
                 return
             if isinstance(first, ByteRange):
                 body = self._piece(first, size)
@@ -137,7 +135,6 @@ class Stream:
         if number != self._heard + 1 or not self._bytes_acknowledged <= acknowledged <= (
             self.bytes_sent
         ):
-            probe("hosts.stream_gap")
             self.fail(f"sent frame {number}, expected {self._heard + 1}")
             return
         self._heard = number
@@ -167,7 +164,6 @@ class Stream:
                 look()
             silent_s = self._loop.time() - self._heard_s
             if silent_s > silence_s:
-                probe("hosts.silent")
                 self.fail(f"was silent for {silent_s:.1f} s")
                 return
             if self._loop.time() - self._sent_s >= alive_s / 2:
