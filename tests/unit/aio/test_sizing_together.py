@@ -53,7 +53,7 @@ class Group:
         self.device = device
         self.memory = SharedMemory(device)
         self.worker = MeasuredGenerator(self.memory, row_bytes=row_bytes)
-        self.sizing = KvSizing(self.worker, model_info(), LOAD)
+        self.sizing = KvSizing(self.worker, model_info(), LOAD, collect=lambda: None)
         self.loaded = Roll([self.sizing.measure()])
         self.orders: list[SizeKv] = []
         self.votes: list[Sized] = []
