@@ -65,6 +65,11 @@ TESTS = (
     (r"test_long_seed|test_empty_prompt|inplace_false", "wording of vLLM's own"),
     (r"test_chat_echo.*test_top_logprobs", "texts in place of true and numbers"),
     (r"chat_expands_image_placeholders", "counts of another tokenizer"),
+    (r"return_token_strs", "tokens as a vocabulary spells them: `token_strs` are texts here"),
+    (
+        r"logprobs_with_long_prompts",
+        "events with text alone: each token has one here, also a half character",
+    ),
     (r"test_named_tool_use", "a call's content that is empty: it is null, as OpenAI's"),
     (
         r"test_no_request_id_header|test_enable_request_id_header",
@@ -84,6 +89,8 @@ UNSERVED = frozenset(
         "adapters by what a message holds",
         "tokens as ids by a flag of the server",
         "tools that the server carries out",
+        "tokens as a vocabulary spells them: `token_strs` are texts here",
+        "events with text alone: each token has one here, also a half character",
         "watermarks",
         "speculative decoding",
         "audio",
