@@ -122,7 +122,7 @@ def test_captured_step_touches_the_device_alone(
     tmp_path: Path, decode: Callable[[], DecodeKernel], rows: int
 ) -> None:
     step = captured_step(tmp_path, decode(), rows)
-    with torch.inference_mode(), Capturing():
+    with torch.inference_mode(), Capturing():  # type: ignore[no-untyped-call]
         logits = step()
     assert logits.shape == (rows, SHAPES["nano"].vocab)
 
@@ -151,6 +151,6 @@ def test_what_a_capture_forbids_is_found(tmp_path: Path, offence: str) -> None:
     with (
         torch.inference_mode(),
         pytest.raises((ForbiddenInCaptureError, RuntimeError, NotImplementedError)),
-        Capturing(),
+        Capturing(),  # type: ignore[no-untyped-call]
     ):
         step()
