@@ -130,12 +130,12 @@ def test_profiling_run_is_frugal_without_missing_the_peak(
 ) -> None:
     """Two layers and one long chunk reach what all layers and all chunks at the longest context reach.
 
-    What was reached is kept, and kept in pieces, so the whole run takes a little on top; the headroom of a build,
-    which is free when it serves, is many times that.
+    What was reached is kept, and kept in pieces, so the whole run takes a little on top: 0 to 24 MiB, another amount
+    in each process. A build's headroom, 256 MiB by default, is free when it serves.
     """
     frugal, again, whole = map(int, in_process(FRUGAL_AND_WHOLE, str(checkpoints(size))))
     assert frugal > 8 * MIB
-    assert max(again, whole) < 16 * MIB
+    assert max(again, whole) < 48 * MIB
 
 
 UNDER_A_LIMIT = """
