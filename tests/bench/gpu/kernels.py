@@ -20,6 +20,7 @@ SHARED_BYTES_MAX = 227 << 10
 WARPS = 4
 HEADS = {"3b": (16, 2, 128), "7b": (28, 4, 128), "64": (8, 2, 64), "80": (8, 2, 80), "96": (8, 2, 96),
          "256": (8, 2, 256)}  # fmt: skip
+_MULTIPLES = ("inputs", "outputs", "bytes_of_one", "group")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
@@ -62,8 +63,39 @@ def compile_merge(name: str) -> Compiled:
     return _compile(merge_parts, f"merge {name}", signature, constants, STAGES)
 
 
+def compile_multiply(kind: str, group: int, rows: int) -> Compiled:
+    """Compile the product of few rows of bfloat16 by a weight of this kind with offsets, the largest block of it."""
+    from vsched_workers.backends.cuda.quantized import STAGES, constants_of, tile_of
+    from vsched_workers.backends.cuda.triton_products import multiply_few
+
+    constants: dict[str, Any] = constants_of(kind, has_offsets=True)
+    constants |= {"ROWS": rows, "OUTPUTS": 64, "TILE": tile_of(kind, group)}
+    signature = {
+        "rows": "*bf16",
+        "values": "*u8",
+        "scales": "*fp16",
+        "offsets": "*fp16",
+        "sums": "*fp32",
+    }
+    signature |= dict.fromkeys(
+        ("count", "outputs", "inputs", "bytes_of_one", "group", "groups", "part_tiles"), "i32"
+    )
+    return _compile(multiply_few, f"multiply {kind} {rows} rows", signature, constants, STAGES)
+
+
+def compile_widen(kind: str) -> Compiled:
+    """Compile what writes a weight of this kind as bfloat16."""
+    from vsched_workers.backends.cuda.quantized import WIDENED_INPUTS, constants_of
+    from vsched_workers.backends.cuda.triton_products import widen
+
+    constants: dict[str, Any] = constants_of(kind, has_offsets=True) | {"INPUTS": WIDENED_INPUTS}
+    signature = {"values": "*u8", "scales": "*fp16", "offsets": "*fp16", "weight": "*bf16"}
+    signature |= dict.fromkeys(("inputs", "bytes_of_one", "group", "groups"), "i32")
+    return _compile(widen, f"widen {kind}", signature, constants, 1)
+
+
 def _compile(
-    kernel: Any, name: str, signature: dict[str, str], constants: dict[str, int], stages: int
+    kernel: Any, name: str, signature: dict[str, str], constants: dict[str, Any], stages: int
 ) -> Compiled:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -71,7 +103,12 @@ def _compile(
 
     whole = signature | dict.fromkeys(constants, "constexpr")
     # As when they are started: torch's memory begins at multiples of 16 bytes.
-    places = [at for at, each in enumerate(kernel.arg_names) if whole[each].startswith("*")]
+    # Numbers that are multiples of 16 are started as such, too.
+    places = [
+        at
+        for at, each in enumerate(kernel.arg_names)
+        if whole[each].startswith("*") or each in _MULTIPLES
+    ]
     aligned = {(at,): [["tt.divisibility", 16]] for at in places}
     ordered = {each: whole[each] for each in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=ordered, constexprs=constants, attrs=aligned)
@@ -106,9 +143,15 @@ def main() -> None:
             compile_decode(name, "fp32"),
             compile_merge(name),
         ):
-            print(
-                f"| {made.name} | {made.registers} | {made.shared_bytes} | {made.spilled_bytes} |"
-            )
+            _tell(made)
+    for kind, group in (("int8", 128), ("int4", 32), ("int4", 128), ("fp8", 128)):
+        for rows in (16, 64):
+            _tell(compile_multiply(kind, group, rows))
+        _tell(compile_widen(kind))
+
+
+def _tell(made: Compiled) -> None:
+    print(f"| {made.name} | {made.registers} | {made.shared_bytes} | {made.spilled_bytes} |")
 
 
 if __name__ == "__main__":

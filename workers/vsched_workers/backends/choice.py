@@ -92,13 +92,17 @@ def check_quantized(settings: WorkerSettings, dtype: torch.dtype, *, what: str) 
         ConfigError: With what is there.
     """
     name = str(dtype).removeprefix("torch.")
-    has_types = dtype in {torch.float32, torch.bfloat16}
-    has_numba = find_spec("numba") is not None
-    if settings.device != "cpu" or not has_types or settings.attention == "exact" or not has_numba:
+    on_cuda = settings.device.startswith("cuda")
+    library = "triton" if on_cuda else "numba"
+    has_types = on_cuda or dtype in {torch.float32, torch.bfloat16}
+    has_library = find_spec(library) is not None
+    exact = settings.attention == "exact" and not on_cuda
+    if not has_types or exact or not has_library:
         raise ConfigError(
             f"{what} is not possible on {settings.device} with {name}, "
-            f"attention {settings.attention!r} and {'' if has_numba else 'without '}numba, but on cpu with bfloat16 or "
-            "float32, `auto` and numba. Remedy: use these, or weights that are not quantised."
+            f"attention {settings.attention!r} and {'' if has_library else 'without '}{library}, but on cuda with "
+            "Triton, and on cpu with bfloat16 or float32, `auto` and numba. "
+            "Remedy: use these, or weights that are not quantised."
         )
 
 

@@ -123,6 +123,15 @@ class QuantizedWeight:
         """Return it in memory of its own: values may lie in a mapped file."""
         return self._replaced(*(each.clone() for each in self._tensors()))
 
+    def to(self, device: str) -> QuantizedWeight:
+        """Return it in memory of a device."""
+        return self._replaced(*(each.to(device) for each in self._tensors()))
+
+    def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return what rows stand for, as those of an embedding; indices int64 [n], returns [n, in]."""
+        chosen = self._replaced(*(each[indices] for each in self._tensors()))
+        return chosen.dequantized().to(self.dtype)
+
     def chunks(self, count: int) -> list[QuantizedWeight]:
         """Return so many equal parts by outputs, which are views."""
         parts = [each.chunk(count) for each in self._tensors()]

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tests.workers.backends.cuda import test_gpu
+from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends import choice
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda.memory import CudaMemory
 
@@ -59,6 +61,16 @@ def test_backend_has_float32_be_float32() -> None:
     finally:
         for place, allowed in zip(places, before, strict=True):
             place.allow_tf32 = allowed
+
+
+@pytest.mark.usefixtures("calls")
+def test_weights_in_a_few_bits_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = WorkerSettings(device="cuda:0", weights="int8")
+    monkeypatch.setattr(choice, "find_spec", lambda _: object())
+    choose_backend(given, torch.bfloat16)
+    monkeypatch.setattr(choice, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"on cuda:0 with bfloat16, .* without triton, .* Remedy"):
+        choose_backend(given, torch.bfloat16)
 
 
 def test_tests_on_a_gpu_do_not_fail_for_a_warning() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,8 +25,10 @@ from tests.workers.backends.cuda.late_stream import LateStream
 from vsched_workers.backends.base import RunModel
 from vsched_workers.backends.cuda.attention import TritonDecode, VarlenDecode
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
+from vsched_workers.backends.cuda.quantized import QuantizedLayer, QuantizedProduct
 from vsched_workers.backends.reference.gather_attention import prefill_by_gather
 from vsched_workers.backends.reference.module_layers import ModuleLayers
+from vsched_workers.backends.reference.packed_weights import replace_linears
 from vsched_workers.batching import paged_attention
 from vsched_workers.batching.paged_attention import (
     AttentionKernels,
@@ -35,6 +38,7 @@ from vsched_workers.batching.paged_attention import (
     PagedStep,
 )
 from vsched_workers.families import FAMILIES
+from vsched_workers.quantized.weights import quantize
 
 DEVICE = torch.device("meta")
 
@@ -78,7 +82,18 @@ def varlen_decode() -> DecodeKernel:
     return kernel
 
 
-def captured_step(folder: Path, decode: DecodeKernel, rows: int) -> Callable[[], torch.Tensor]:
+def quantized_layer(linear: nn.Linear) -> QuantizedLayer:
+    """Return a layer over a weight in a few bits, whose kernel is started and does nothing."""
+    weight = quantize(torch.zeros(linear.weight.shape), "int4").to("meta")
+    kernels = Started(), Started()
+    return QuantizedLayer(
+        linear, QuantizedProduct(weight, linear.bias, processors=132, kernels=kernels)
+    )
+
+
+def captured_step(
+    folder: Path, decode: DecodeKernel, rows: int, *, quantized: bool = False
+) -> Callable[[], torch.Tensor]:
     """Return a decode step of the smallest model, over memory that is on the device."""
     shape = SHAPES["nano"]
     (folder / "config.json").write_text(json.dumps(shape.config()))
@@ -86,6 +101,8 @@ def captured_step(folder: Path, decode: DecodeKernel, rows: int) -> Callable[[],
     with DEVICE:
         model: Any = FAMILIES[FAMILY].build_language(str(folder), paged_attention.NAME)
     model.eval().to(torch.bfloat16)
+    if quantized:
+        assert replace_linears(model, quantized_layer)
     cache = KvCache(
         [KvShape(shape.kv_heads, shape.head_dim, shape.head_dim)] * shape.layers,
         blocks=8,
@@ -118,10 +135,11 @@ def step_of(cache: KvCache, decode: DecodeKernel, run: RunModel) -> DecodeGraphs
 
 @pytest.mark.parametrize("decode", [triton_decode, varlen_decode])
 @pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("quantized", [False, True])
 def test_captured_step_touches_the_device_alone(
-    tmp_path: Path, decode: Callable[[], DecodeKernel], rows: int
+    tmp_path: Path, decode: Callable[[], DecodeKernel], rows: int, quantized: bool
 ) -> None:
-    step = captured_step(tmp_path, decode(), rows)
+    step = captured_step(tmp_path, decode(), rows, quantized=quantized)
     with torch.inference_mode(), Capturing():  # type: ignore[no-untyped-call]
         logits = step()
     assert logits.shape == (rows, SHAPES["nano"].vocab)

@@ -30,17 +30,18 @@ from vsched_workers.backends.cpu.low_rank.sums import KernelSums
 from vsched_workers.backends.cpu.merged_layers import fuse
 from vsched_workers.backends.cpu.prefill_choice import choose_prefill
 from vsched_workers.backends.cpu.products import deterministic_product, panel_product
-from vsched_workers.backends.cpu.quantized.model import Quantizer
+from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
 from vsched_workers.backends.cpu.row_sampler import draw_compiled
 from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.gather_attention import prefill_by_gather
-from vsched_workers.backends.reference.packed_weights import PackedLinear, is_packed
+from vsched_workers.backends.reference.packed_weights import PackedLinear, packed_names
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
 from vsched_workers.batching.sampling import SpecialRow
 from vsched_workers.memory import sparse_runs
 from vsched_workers.quantized.layers import QuantizedLinear
+from vsched_workers.quantized.model import Quantizer
 
 if TYPE_CHECKING:
     from vsched_workers.backends.reference.image_inputs import ImageInputs
@@ -67,10 +68,11 @@ class CpuBackend(ReferenceBackend):
         self._deterministic = settings.deterministic
         make_product = deterministic_product if settings.deterministic else panel_product
         self._make_plain = functools.partial(make_product, threads=settings.threads)
-        self._quantizer = None
+        self._quantizer: Quantizer[QuantizedProduct] | None = None
         self._make_product = self._make_head = self._make_plain
         if settings.quantizes:
-            quantizer = Quantizer(settings.weights, settings.weights_group, settings.threads)
+            make = functools.partial(QuantizedProduct, threads=settings.threads)
+            quantizer = Quantizer(settings.weights, settings.weights_group, make)
             self._quantizer = quantizer
             self._make_product, self._make_head = quantizer.linear, quantizer.head
         self._attention: AttentionKernels | None = None
@@ -111,7 +113,7 @@ class CpuBackend(ReferenceBackend):
         packed = super().prepare_whole(model, inputs)
         return dataclasses.replace(packed, weights_bytes=packed.weights_bytes + size)
 
-    def _quantize_ends(self, model: Any, quantizer: Quantizer) -> int:
+    def _quantize_ends(self, model: Any, quantizer: Quantizer[QuantizedProduct]) -> int:
         """Replace the embedding and the head of a model of any architecture; return their bytes."""
         head, size = model.get_output_embeddings(), 0
         if type(head) is nn.Linear:
@@ -131,9 +133,7 @@ class CpuBackend(ReferenceBackend):
     def lays_out(self, module: nn.Module) -> Collection[str]:
         if self._quantizer is None:
             return ()
-        return [
-            f"{name}.weight" for name, child in module.named_modules() if is_packed(child, name)
-        ]
+        return packed_names(module)
 
     def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
         layers = merge_encoders(model) if self._fuses else []

@@ -156,7 +156,7 @@ class TritonDecode:
             heads,
             parts,
             split.part_tokens,
-            PARTS=_power_of_two(parts),
+            PARTS=power_of_two(parts),
             **{name: constants[name] for name in ("HEAD_DIM", "DIMS", "TOKENS")},
         )
         return out
@@ -214,12 +214,12 @@ def constants_of(
 ) -> dict[str, int]:
     """Return what the decode kernel is compiled for."""
     # The matrix units want at least 16 rows.
-    dims = max(16, _power_of_two(head_dim))
+    dims = max(16, power_of_two(head_dim))
     return {
         "BLOCK_SIZE": block_size,
         "KV_HEADS": kv_heads,
         "GROUP": heads // kv_heads,
-        "GROUP_ROWS": max(16, _power_of_two(heads // kv_heads)),
+        "GROUP_ROWS": max(16, power_of_two(heads // kv_heads)),
         "HEAD_DIM": head_dim,
         "DIMS": dims,
         "TOKENS": min(64, TILE_BYTES // (dims * itemsize)),
@@ -239,10 +239,11 @@ def split_of_contexts(programs: int, processors: int, *, tokens: int) -> Context
     The more of them there are, the longer the parts: 64 tokens where a few have a GPU for themselves, 512 where they
     keep it busy even whole. It is known before contexts are, as a captured step wants it.
     """
-    part_tokens = 64 * min(8, _power_of_two(max(1, 8 * programs // processors)))
+    part_tokens = 64 * min(8, power_of_two(max(1, 8 * programs // processors)))
     most = PARTS_MAX if programs <= processors else PARTS_OF_MANY
     return ContextSplit(min(most, -(-tokens // part_tokens)), part_tokens)
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """Return the least power of two that is not below a number."""
     return 1 << (number - 1).bit_length()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,17 @@ from vsched_workers.backends.cuda.copies import RowCopies
 from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
 from vsched_workers.backends.cuda.memory import CudaMemory
+from vsched_workers.backends.cuda.quantized import QuantizedLayer, QuantizedProduct
 from vsched_workers.backends.cuda.swapping import CudaSwapArea
 from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
+from vsched_workers.backends.reference.packed_weights import packed_names, replace_linears
 from vsched_workers.batching.device_sampling import StagedDraw
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
 from vsched_workers.batching.sampling import SpecialRow
 from vsched_workers.batching.swap_area import SwapArea
+from vsched_workers.quantized.layers import QuantizedLinear
+from vsched_workers.quantized.model import Quantizer
+from vsched_workers.quantized.weights import QuantizedWeight
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,6 +64,11 @@ class CudaBackend(Backend):
         # Where ranks share a model they meet in every step, which is not captured.
         self._captures = settings.ranks == 1
         self.spare_blocks = 1 if self._captures else 0
+        self._quantizer: Quantizer[QuantizedProduct] | None = None
+        if settings.quantizes:
+            self._quantizer = Quantizer(
+                settings.weights, settings.weights_group, self._product, self.device
+            )
 
     @functools.cached_property
     def _copies(self) -> RowCopies:
@@ -69,17 +79,43 @@ class CudaBackend(Backend):
         return CudaGraphStream(self.device)
 
     def prepare_language(
-        self, model: nn.Module, head: torch.Tensor, decoder: Decoder
+        self, model: Any, head: torch.Tensor, decoder: Decoder
     ) -> RunnableLanguage:
-        return RunnableLanguage(
-            layers=ModuleLayers(model, self.send, axes=decoder.axes),
-            head=functools.partial(functional.linear, weight=head),
-            weights_bytes=stored_bytes(head, *model.parameters()),
-        )
+        size = self._keep_few_bits(model)
+        layers = ModuleLayers(model, self.send, axes=decoder.axes)
+        if self._quantizer is None:
+            product = functools.partial(functional.linear, weight=head)
+            size += stored_bytes(head, *model.parameters())
+            return RunnableLanguage(layers=layers, head=product, weights_bytes=size)
+        model.embed_tokens = self._quantizer.embed(model.embed_tokens, head)
+        few_bits = self._quantizer.head(head, None)
+        size += few_bits.size_bytes + self._quantizer.embedding_bytes
+        size += stored_bytes(*model.parameters())
+        return RunnableLanguage(layers=layers, head=few_bits, weights_bytes=size)
 
     def prepare_tower(self, tower: nn.Module) -> int:
         vision_attention.use_flash(tower, self.settings, self.dtype)
-        return sum(each.nbytes for each in tower.parameters())
+        return self._keep_few_bits(tower) + sum(each.nbytes for each in tower.parameters())
+
+    def lays_out(self, module: nn.Module) -> Collection[str]:
+        return () if self._quantizer is None else packed_names(module)
+
+    def _keep_few_bits(self, module: nn.Module) -> int:
+        """Replace the layers below a module whose weights are in a few bits, or are to be; return their bytes."""
+        replaced = replace_linears(module, self._few_bits)
+        return sum(each.product.size_bytes for each in replaced)
+
+    def _few_bits(self, linear: nn.Linear) -> QuantizedLayer | None:
+        bias = None if linear.bias is None else linear.bias.to(self.device)
+        if self._quantizer is not None:
+            return QuantizedLayer(linear, self._quantizer.linear(linear.weight, bias))
+        if isinstance(linear, QuantizedLinear):
+            return QuantizedLayer(linear, self._product(linear.weight, bias))
+        return None
+
+    def _product(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedProduct:
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return QuantizedProduct(weight.to(self.device), bias, processors=processors)
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         return logits.argmax(dim=-1).cpu().numpy().astype(np.int32)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ MANY_ROWS = (16, 64, 128, 256)
 """The same where there are hundreds of rows."""
 
 Weight = torch.Tensor | QuantizedWeight
+Layer = TypeVar("Layer", bound=nn.Module)
 
 READ_DIRECTLY = ("dt_proj",)
 """Layers that are not called: a Mamba mixer multiplies by the weight of its own accord."""
@@ -218,15 +219,25 @@ def pack_linears(
     module: nn.Module, sizes: Sequence[int] = FEW_ROWS, make_custom: MakeCustom | None = None
 ) -> int:
     """Pack every linear layer below a module; return the bytes of the packed weights."""
-    size = 0
+    packed = replace_linears(module, lambda linear: PackedLinear(linear, sizes, make_custom))
+    return sum(each.packed.size_bytes for each in packed)
+
+
+def replace_linears(module: nn.Module, make: Callable[[nn.Linear], Layer | None]) -> list[Layer]:
+    """Replace the linear layers below a module by what is made of each; return that. None leaves one as it is."""
+    replaced = []
     for child in list(module.modules()):
         for name, linear in list(child.named_children()):
-            if is_packed(linear, name):
-                packed = PackedLinear(linear, sizes, make_custom)
-                _keep_hooks(packed, linear)
-                setattr(child, name, packed)
-                size += packed.packed.size_bytes
-    return size
+            if is_packed(linear, name) and (layer := make(linear)) is not None:
+                _keep_hooks(layer, linear)
+                setattr(child, name, layer)
+                replaced.append(layer)
+    return replaced
+
+
+def packed_names(module: nn.Module) -> list[str]:
+    """Return the names of the weights below a module that are packed."""
+    return [f"{name}.weight" for name, child in module.named_modules() if is_packed(child, name)]
 
 
 def is_packed(module: nn.Module, name: str) -> TypeGuard[nn.Linear]:
@@ -238,7 +249,7 @@ def is_packed(module: nn.Module, name: str) -> TypeGuard[nn.Linear]:
     )
 
 
-def _keep_hooks(packed: PackedLinear, linear: nn.Linear) -> None:
+def _keep_hooks(packed: nn.Module, linear: nn.Linear) -> None:
     """Have a packed layer do what was hung on the one it replaces: ranks that share a model add up in hooks."""
     packed._forward_pre_hooks.update(linear._forward_pre_hooks)  # noqa: SLF001  # torch has no name for this
     packed._forward_hooks.update(linear._forward_hooks)  # noqa: SLF001

@@ -1,0 +1,197 @@
+"""Weights in a few bits on a GPU: the kernels in Triton's interpreter or on a device, and the layers around them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+pytest.importorskip("triton")
+
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.choice import choose_backend
+from vsched_workers.backends.cuda.quantized import (
+    FEW_ROWS_MAX,
+    ProductPlan,
+    QuantizedLayer,
+    QuantizedProduct,
+    plan_of,
+)
+from vsched_workers.families.decoder import Decoder
+from vsched_workers.quantized.layers import QuantizedLinear
+from vsched_workers.quantized.weights import QuantizedWeight, quantize
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def drawn(outputs: int, inputs: int, kind: str, group: int, *, offsets: bool) -> QuantizedWeight:
+    """Return a weight of this form with random values; a `group` of 0 is a whole row."""
+    group = group or inputs
+    generator = torch.Generator().manual_seed(outputs * inputs + group)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    if kind == "fp8":
+        values = weight.to(torch.float8_e4m3fn).view(torch.uint8)
+        scales = torch.rand(outputs, -(-inputs // group), generator=generator) + 0.5
+        made = QuantizedWeight("fp8", values, scales, group, inputs, torch.float32)
+    else:
+        made = quantize(weight, kind, group=group)
+    if offsets:
+        shifts = torch.randn(made.scales.shape, generator=generator).to(made.scales.dtype)
+        made = dataclasses.replace(made, offsets=shifts)
+    return made
+
+
+def differs(weight: QuantizedWeight, rows: int, *, processors: int = 4) -> float:
+    """Return how far a product is from that by what the weight stands for, in double precision."""
+    outputs, inputs = weight.shape
+    given, bias = torch.randn(rows, inputs), torch.randn(outputs)
+    product = QuantizedProduct(weight.to(DEVICE), bias.to(DEVICE), processors=processors)
+    found = product(given.to(DEVICE)).cpu().double()
+    wanted = given.double() @ weight.dequantized().double().T + bias
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("rows", [1, 16, 17, FEW_ROWS_MAX, FEW_ROWS_MAX + 1])
+@pytest.mark.parametrize("offsets", [False, True])
+def test_product_is_that_by_what_the_weight_stands_for(kind: str, rows: int, offsets: bool) -> None:
+    assert differs(drawn(40, 200, kind, 64, offsets=offsets), rows) < 1e-5
+
+
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
+@given(
+    outputs=st.integers(1, 80),
+    inputs=st.integers(1, 300),
+    kind=st.sampled_from(["int8", "int4", "fp8"]),
+    group=st.sampled_from([0, 16, 32, 48, 96, 128]),
+    offsets=st.booleans(),
+    rows=st.sampled_from([1, 2, 15, 33, 64, 70]),
+    processors=st.integers(1, 140),
+)
+def test_product_is_that_by_what_the_weight_stands_for_in_random_shapes(
+    outputs: int, inputs: int, kind: str, group: int, offsets: bool, rows: int, processors: int
+) -> None:
+    """Odd numbers of inputs, last groups that are short, groups too small for a tile, few and many processors."""
+    weight = drawn(outputs, inputs, kind, min(group, inputs), offsets=offsets)
+    assert differs(weight, rows, processors=processors) < 1e-5
+
+
+def test_widened_weight_is_to_the_bit_what_it_stands_for() -> None:
+    for kind in ("int8", "int4", "fp8"):
+        weight = drawn(33, 101, kind, 32, offsets=True)
+        product = QuantizedProduct(weight.to(DEVICE), None, processors=4)
+        assert torch.equal(product.widened(torch.float32).cpu(), weight.dequantized())
+        chosen = torch.tensor([7, 0, 32])
+        assert torch.equal(product.rows_of(chosen.to(DEVICE)).cpu(), weight.dequantized()[chosen])
+
+
+def test_few_outputs_are_read_by_all_processors() -> None:
+    """In parts, unless there are more outputs than it takes; never in more parts than there are tiles."""
+    assert plan_of(1, 2048, 172, 132) == ProductPlan(rows=16, outputs=16, parts=5, part_tiles=35)
+    assert plan_of(64, 2048, 172, 132) == ProductPlan(rows=64, outputs=16, parts=5, part_tiles=35)
+    assert plan_of(1, 151936, 32, 132) == ProductPlan(rows=16, outputs=64, parts=1, part_tiles=32)
+    assert plan_of(1, 16, 2, 132) == ProductPlan(rows=16, outputs=16, parts=2, part_tiles=1)
+
+
+class Block(nn.Module):
+    """Layers as a model has them: a tied embedding, two linear layers of which one has a bias, a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(50, 64)
+        self.up = nn.Linear(64, 96)
+        self.norm = nn.LayerNorm(96)
+        self.down = nn.Linear(96, 64, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.down(self.norm(self.up(self.embed_tokens(ids))))
+        return hidden
+
+
+@pytest.fixture
+def few_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+
+
+def backend_on_host(**given: Any) -> Any:
+    """Return the backend of a GPU whose memory is that of this machine's device, or the host."""
+    backend: Any = choose_backend(WorkerSettings(device="cuda", **given), torch.float32)
+    backend.device = DEVICE
+    if backend._quantizer is not None:
+        backend._quantizer._device = DEVICE
+    return backend
+
+
+@pytest.mark.usefixtures("few_processors")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_model_is_made_into_few_bits_on_loading(kind: str) -> None:
+    """Its logits are those of the same model with what its weights stand for; head and embedding share their bytes."""
+    torch.manual_seed(0)
+    model, twin = Block().eval().requires_grad_(requires_grad=False), Block().eval()
+    twin.load_state_dict(model.state_dict())
+    for name, weight in twin.named_parameters():
+        if weight.dim() == 2:
+            of_head = name.startswith("embed")
+            few = quantize(weight.detach(), "int8" if of_head else kind)
+            weight.data = few.dequantized()
+    before = sum(each.nbytes for each in model.parameters())
+    backend = backend_on_host(weights=kind)
+    assert set(backend.lays_out(model)) == {"up.weight", "down.weight"}
+    made = backend.prepare_language(model.to(DEVICE), model.embed_tokens.weight, Decoder())
+    ids = torch.arange(9)
+    with torch.inference_mode():
+        wanted = twin(ids) @ twin.embed_tokens.weight.T
+        found = made.head(model(ids.to(DEVICE))).cpu()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert isinstance(model.up, QuantizedLayer)
+    assert made.weights_bytes < before / (2.5 if kind == "int8" else 3)
+
+
+@pytest.mark.usefixtures("few_processors")
+def test_published_layers_stay_in_their_bits_and_others_as_they_are() -> None:
+    """What hangs on a layer, as the sum of ranks does, hangs on what replaces it."""
+    model = Block().eval().requires_grad_(requires_grad=False)
+    weight = quantize(model.up.weight.detach(), "int4")
+    model.up = QuantizedLinear(model.up, weight)
+    model.up.register_forward_hook(lambda _module, _given, found: found * 2)
+    plain = 2 * nn.functional.linear(model.embed_tokens.weight, weight.dequantized(), model.up.bias)
+    size = backend_on_host().prepare_tower(model)
+    assert isinstance(model.up, QuantizedLayer)
+    assert type(model.down) is nn.Linear
+    assert size == weight.nbytes + sum(each.nbytes for each in model.parameters())
+    with torch.inference_mode():
+        found = model.up(model.embed_tokens.weight)
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
+    """Values are read ahead of the arithmetic: of int8 and FP8, four tiles lie in shared memory."""
+    code = (
+        "import json; from tests.bench.gpu.kernels import compile_multiply as multiply, compile_widen as widen; "
+        "made = [multiply('int8', 128, 16), multiply('int4', 32, 16), multiply('fp8', 128, 64), widen('int4')]; "
+        "print(json.dumps(made))"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert not ran.returncode, ran.stderr
+    made = json.loads(ran.stdout)
+    for name, registers, _, spilled_bytes in made:
+        assert registers <= 168, name
+        assert spilled_bytes == 0, name
+    assert made[0][2] >= 4 * 64 * 64

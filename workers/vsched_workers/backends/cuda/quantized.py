@@ -1,0 +1,178 @@
+"""Products by weights in a few bits on a GPU: int8, int4 and FP8 in groups, as the loader has them.
+
+Not yet run on a GPU: the kernels were checked in Triton's interpreter, and compiled for one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from vsched_workers.backends.cuda.attention import power_of_two
+from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
+
+FEW_ROWS_MAX = 64
+"""Rows that are multiplied by values as they are read. For more, widening costs less than the arithmetic."""
+
+TILE_MAX = 64
+"""Inputs that a program reads at a time."""
+
+PARTS_MAX = 8
+"""Parts of the inputs that are summed apart, so that few outputs keep all processors busy."""
+
+STAGES = 4
+"""Tiles that are under way at once."""
+
+WIDENED_INPUTS = 1024
+"""Values that a program widens."""
+
+
+Kernels = tuple[Any, Any]
+"""What multiplies a few rows, and what widens a weight."""
+
+
+def load_kernels() -> Kernels:
+    """Return Triton's."""
+    from vsched_workers.backends.cuda.triton_products import multiply_few, widen
+
+    return multiply_few, widen
+
+
+class QuantizedProduct:
+    """The product of rows and a weight [out, in] that lies on a device in a few bits.
+
+    Attributes:
+        shape: Outputs and inputs.
+        size_bytes: Bytes on the device.
+    """
+
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        *,
+        processors: int,
+        kernels: Kernels | None = None,
+    ) -> None:
+        """Take a weight on the device, how many processors that has, and the kernels where they are not Triton's."""
+        self._multiply, self._widen = kernels or load_kernels()
+        self._weight, self._bias, self._processors = weight, bias, processors
+        self.shape, self.size_bytes = weight.shape, weight.nbytes
+        offsets = weight.scales if weight.offsets is None else weight.offsets
+        self._memory = (weight.values.view(torch.uint8), weight.scales, offsets)
+        self._group = min(weight.group, weight.inputs)
+        whole = weight.group >= weight.inputs
+        self._tile = tile_of(weight.kind, 0 if whole else weight.group)
+        self._constants = constants_of(weight.kind, has_offsets=weight.offsets is not None)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows [..., in]; returns [..., out] of their type."""
+        flat = rows.reshape(-1, self.shape[1])
+        if self._tile is None or len(flat) > FEW_ROWS_MAX:
+            return functional.linear(rows, self.widened(rows.dtype), self._bias)
+        summed = self._few(flat.contiguous(), self._tile)
+        summed = summed if self._bias is None else summed + self._bias
+        return summed.to(rows.dtype).view(*rows.shape[:-1], self.shape[0])
+
+    def _few(self, rows: torch.Tensor, tile: int) -> torch.Tensor:
+        """Return the float32 product of few rows [rows, in]."""
+        outputs, inputs = self.shape
+        plan = plan_of(len(rows), outputs, -(-inputs // tile), self._processors)
+        sums = rows.new_empty((plan.parts, len(rows), outputs), dtype=torch.float32)
+        self._multiply[-(-outputs // plan.outputs), -(-len(rows) // plan.rows), plan.parts](
+            rows,
+            *self._memory,
+            sums,
+            len(rows),
+            outputs,
+            inputs,
+            self._weight.values.shape[1],
+            self._group,
+            self._weight.scales.shape[1],
+            plan.part_tiles,
+            **self._constants,
+            ROWS=plan.rows,
+            OUTPUTS=plan.outputs,
+            TILE=tile,
+            num_stages=STAGES,
+        )
+        return sums[0] if plan.parts == 1 else sums.sum(0)
+
+    def widened(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return what the weight stands for, [out, in]."""
+        outputs, inputs = self.shape
+        weight = torch.empty(self.shape, dtype=dtype, device=self._weight.values.device)
+        self._widen[outputs, -(-inputs // WIDENED_INPUTS)](
+            *self._memory,
+            weight,
+            inputs,
+            self._weight.values.shape[1],
+            self._group,
+            self._weight.scales.shape[1],
+            **self._constants,
+            INPUTS=WIDENED_INPUTS,
+        )
+        return weight
+
+    def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return rows of the weight, as of an embedding; indices int64 [n], returns [n, in]."""
+        return self._weight.rows_of(indices)
+
+
+class QuantizedLayer(nn.Module):
+    """A linear layer over a weight in a few bits."""
+
+    def __init__(self, linear: nn.Linear, product: QuantizedProduct) -> None:
+        """Stand in for a layer."""
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.product = product
+        # For models that ask for its type; to compute with it is an error.
+        self.weight = torch.empty(product.shape, dtype=linear.weight.dtype, device="meta")
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows [..., in]; returns [..., out]."""
+        return self.product(rows)
+
+
+class ProductPlan(NamedTuple):
+    """How a product is shared out: rows and outputs of a program, parts of the inputs, and tiles of a part."""
+
+    rows: int
+    outputs: int
+    parts: int
+    part_tiles: int
+
+
+def constants_of(kind: str, *, has_offsets: bool) -> dict[str, object]:
+    """Return what the kernels are compiled for, whatever they are started with."""
+    return {"KIND": kind, "CENTRE": INT4_CENTRE, "HAS_OFFSETS": has_offsets}
+
+
+def tile_of(kind: str, group: int) -> int | None:
+    """Return the inputs that a program reads at a time, all of one group; None where groups are too small.
+
+    The matrix units want at least 16, and of int4 as many in each half. A `group` of 0 is of all inputs.
+    """
+    if not group:
+        return TILE_MAX
+    tile = min(group & -group, TILE_MAX)
+    return tile if tile >= (32 if kind == "int4" else 16) else None
+
+
+def plan_of(rows: int, outputs: int, tiles: int, processors: int) -> ProductPlan:
+    """Return how to share out a product of few rows, so that all processors read.
+
+    It is known before values are, as a captured step wants it.
+    """
+    per_rows = min(max(16, power_of_two(rows)), FEW_ROWS_MAX)
+    blocks = -(-rows // per_rows)
+    fitting = [each for each in (64, 32) if -(-outputs // each) * blocks >= 2 * processors]
+    per_outputs = fitting[0] if fitting else 16
+    programs = -(-outputs // per_outputs) * blocks
+    wanted = min(PARTS_MAX, tiles, -(-4 * processors // programs))
+    part_tiles = -(-tiles // wanted)
+    return ProductPlan(per_rows, per_outputs, -(-tiles // part_tiles), part_tiles)
