@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-TESTS = ("test_triton_kernels.py", "test_gpu.py")
+TESTS = ("test_triton_kernels.py", "test_quantized.py", "test_gpu.py")
 PACKAGES = ("torch", "triton", "transformers", "numpy", "vsched")
 
 
@@ -130,6 +130,8 @@ def _run(
         Step("recovery", [*python, "vsched", "bench", "recovery", checkpoint, "--rounds=1",
                           f"--dtype={dtype}", "--busy=0", f"--json={out}/recovery.json",
                           *(f"--set={one}" for one in settings_of(options.device))], 60),
+        Step("weights", [*python, "tests.bench.gpu.models", "--models", options.models.split(",")[0],
+                         "--weights", "int8,int4", "--out", str(out / "weights"), *device], 60),
     ]  # fmt: skip
     wanted = options.only.split(",") if options.only else [step.name for step in steps]
     chosen = [

@@ -7,6 +7,7 @@ caches, and everything between products are left out. A product is counted as tw
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ PATCH, MERGE = 14, 2
 PATCH_VALUES = 3 * 2 * PATCH * PATCH
 WINDOW_PATCHES = 64
 BYTES_A_VALUE = 2
+BYTES_A_WEIGHT = {"int8": 1 + 2 / 128, "int4": 0.5 + 2 / 32}
+"""Of weights that are made into few bits, their scales included; the head's are int8 in both."""
 
 
 class Device(NamedTuple):
@@ -89,13 +92,17 @@ class Shape:
         """Values that a token keeps."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
-    def decode(self, rows: int, context: int, *, bytes_a_value: int = BYTES_A_VALUE) -> Cost:
+    def decode(
+        self, rows: int, context: int, *, bytes_a_value: int = BYTES_A_VALUE, weights: str = "auto"
+    ) -> Cost:
         """Return the cost of a decode step of so many rows with so many tokens each."""
         head = self.hidden * self.vocab
-        values = self.language_linears + head + rows * context * self.kv_values
+        moved = self.language_linears * BYTES_A_WEIGHT.get(weights, bytes_a_value)
+        moved += head * (bytes_a_value if weights == "auto" else BYTES_A_WEIGHT["int8"])
+        moved += rows * context * self.kv_values * bytes_a_value
         attending = 4 * self.layers * self.hidden * rows * context
         operations = 2 * (self.language_linears + head) * rows + attending
-        return Cost(values * bytes_a_value, operations)
+        return Cost(moved, operations)
 
     def prefill(self, first: int, rows: int, *, bytes_a_value: int = BYTES_A_VALUE) -> Cost:
         """Return the cost of a chunk of so many tokens after so many, which yields one token."""
@@ -178,6 +185,7 @@ TURNS = (1, 4, 8)
 DECODES = [(rows, 1024) for rows in (1, 2, 4, 8, 16, 32, 64, 128)] + [
     (rows, 8192) for rows in (1, 8, 32)
 ]
+FEW_BITS = [(rows, 1024) for rows in (1, 8, 64, 128)]
 PREFILLS = [(0, 2048), (0, 8192), (8192, 2048)]
 
 
@@ -197,6 +205,9 @@ def patches_of(size: tuple[int, int]) -> int:
 def cases(shape: Shape) -> dict[str, Cost]:
     """Return the cost of every step that is measured, by the name that it has in the tables."""
     found = {f"decode {rows} x {context}": shape.decode(rows, context) for rows, context in DECODES}
+    for kind, (rows, context) in itertools.product(BYTES_A_WEIGHT, FEW_BITS):
+        cost = shape.decode(rows, context, weights=kind)
+        found[f"decode {rows} x {context} {kind}"] = cost
     for first, rows in PREFILLS:
         found[f"prefill {rows} after {first}"] = shape.prefill(first, rows)
     for label, size in IMAGES.items():

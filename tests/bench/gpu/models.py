@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 import tempfile
 import time
@@ -26,6 +27,7 @@ import torch
 
 from tests.bench.gpu.costs import (
     DECODES,
+    FEW_BITS,
     IMAGES,
     PREFILLS,
     SHAPES,
@@ -103,6 +105,7 @@ class ModelBench:
         bandwidth: float,
         rate: float,
         full: bool,
+        weights: str = "auto",
         wrote: Callable[[list[Row]], object] = lambda _: None,
     ) -> None:
         """Measure a model, against these rates; `wrote` is called with all rows after each."""
@@ -112,11 +115,16 @@ class ModelBench:
         self._bandwidth = bandwidth
         self._rate = rate
         self._full = full
+        self._weights = weights
         self.rows: list[Row] = []
         self._wrote = wrote
 
     def run(self) -> None:
         """Measure everything."""
+        if self._weights != "auto":  # what they change: steps of few rows
+            for batch, context in FEW_BITS if self._full else [(1, 32)]:
+                self._decode(batch, context)
+            return
         for batch, context in DECODES if self._full else [(1, 32), (3, 32)]:
             self._decode(batch, context)
         for first, rows in PREFILLS if self._full else [(0, 32), (32, 32)]:
@@ -148,8 +156,10 @@ class ModelBench:
             rows = load.decode_rows(context)
             times[way] = self._watch.each_ms(rows.step, count=steps, warm=warm)
         size = model.info.itemsize
-        cost = model.shape.decode(batch, context, bytes_a_value=size)
-        self._note(f"decode {batch} x {context}", times["captured"], cost, eager_ms=times["eager"])
+        kind = self._weights
+        cost = model.shape.decode(batch, context, bytes_a_value=size, weights=kind)
+        case = f"decode {batch} x {context}" + ("" if kind == "auto" else f" {kind}")
+        self._note(case, times["captured"], cost, eager_ms=times["eager"])
 
     def _prefill(self, first: int, rows: int) -> None:
         """A chunk after so many tokens."""
@@ -199,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.models", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json and gpu.md")
     parser.add_argument("--models", default="3b,7b", help="of: " + ", ".join(SHAPES))
+    parser.add_argument("--weights", default="auto", help="of: auto, int8, int4")
     parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args()
     on_cpu = options.device == "cpu"
@@ -210,16 +221,21 @@ def main() -> None:
         device=name, torch=str(torch.__version__), bandwidth=bandwidth, rate=rate, rows=[]
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    for one in options.models.split(","):
+    for one, kind in itertools.product(options.models.split(","), options.weights.split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            model = make_model(one, Path(folder), options.device, dtype)
-            full = one != "nano"
-            write = functools.partial(_write, options.out, figures)
+            model = make_model(one, Path(folder), options.device, dtype, weights=kind)
             bench = ModelBench(
-                one, model, watch, bandwidth=bandwidth, rate=rate, full=full, wrote=write
+                one,
+                model,
+                watch,
+                bandwidth=bandwidth,
+                rate=rate,
+                full=one != "nano",
+                weights=kind,
+                wrote=functools.partial(_write, options.out, figures),
             )
             bench.run()
-        figures = write(bench.rows)
+        figures = _write(options.out, figures, bench.rows)
         model.language.drop_kv()
         del model, bench
     print(tables(figures))

@@ -34,8 +34,10 @@ class Model:
     vision: VisionWorker
 
 
-def make_model(name: str, folder: Path, device: str, dtype: torch.dtype) -> Model:
-    """Make a model of a named shape on the device."""
+def make_model(
+    name: str, folder: Path, device: str, dtype: torch.dtype, *, weights: str = "auto"
+) -> Model:
+    """Make a model of a named shape on the device, its weights made into few bits where `weights` says so."""
     shape = SHAPES[name]
     (folder / "config.json").write_text(json.dumps(shape.config()))
     family, path = FAMILIES[FAMILY], str(folder)
@@ -52,7 +54,7 @@ def make_model(name: str, folder: Path, device: str, dtype: torch.dtype) -> Mode
         image_token_id=shape.config()["image_token_id"],
         stop_token_ids=(),
     )
-    settings = WorkerSettings(device=device)
+    settings = WorkerSettings(device=device, weights=weights)
     backend = choose_backend(settings, dtype)
     backend.load_attention()
     paged_attention.register()

@@ -66,9 +66,10 @@ def _conversations(rows: list[Row]) -> str:
     encode = "| conversation | encode all ms | encode new ms | ratio "
     first = "| first token: nothing cached ms | embeddings cached ms | prefix cached too ms |"
     lines = [encode + first, "|---|---|---|---|---|---|---|"]
+    rows = [row for row in rows if row.floor_ms is None]
+    if not rows:
+        return ""
     for row in rows:
-        if row.floor_ms is not None:
-            continue
         more = row.more
         lines.append(
             f"| {row.case.removeprefix('conversation ')} | {more['encode_all_ms']:.1f} | {row.found_ms:.1f} "

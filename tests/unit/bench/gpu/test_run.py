@@ -17,11 +17,16 @@ pytest.importorskip("torch")
 def test_dry_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps that no other test has: servers under load and killed ranks are tested elsewhere."""
     cpu = ["--device=cpu", "--models=nano", "--served=nano25", "--seconds=280"]
-    only = "--only=models-nano,checkpoint"
+    only = "--only=models-nano,checkpoint,weights"
     monkeypatch.setattr(sys, "argv", ["gpu", f"--out={tmp_path}", *cpu, only])
     assert command.main() == 0, "\n".join(
         f"{log.name}:\n{log.read_text()[-2000:]}" for log in sorted(tmp_path.glob("*.log"))
     )
     made = page(tmp_path)
-    for expected in ("| decode 3 x 32 |", "| tiny turn 8 |", "| checkpoint | done |"):
+    for expected in (
+        "| decode 3 x 32 |",
+        "| decode 1 x 32 int4 |",
+        "| tiny turn 8 |",
+        "| checkpoint | done |",
+    ):
         assert expected in made
