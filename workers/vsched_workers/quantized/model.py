@@ -11,8 +11,8 @@ from torch import nn
 from vsched_workers.quantized.weights import QuantizedWeight, quantize
 
 
-class QuantizedProduct(Protocol):
-    """A product by a weight [out, in] in a few bits.
+class LookedUpProduct(Protocol):
+    """A product by a weight [out, in] in a few bits, whose rows can be looked up.
 
     Attributes:
         size_bytes: Bytes of the weight.
@@ -29,7 +29,7 @@ class QuantizedProduct(Protocol):
         ...
 
 
-Made = TypeVar("Made", bound=QuantizedProduct)
+Made = TypeVar("Made", bound=LookedUpProduct)
 MakeProduct = Callable[[QuantizedWeight, torch.Tensor | None], Made]
 """Makes a product from a weight and its bias."""
 
@@ -84,7 +84,7 @@ class Quantizer(Generic[Made]):
 class QuantizedEmbedding(nn.Module):
     """An embedding that looks rows up in the weight of a product."""
 
-    def __init__(self, product: QuantizedProduct, weight: torch.Tensor) -> None:
+    def __init__(self, product: LookedUpProduct, weight: torch.Tensor) -> None:
         """Take the product, and the weight that it stands for."""
         super().__init__()
         self._product = product

@@ -25,7 +25,7 @@ from tests.workers.backends.cuda.late_stream import LateStream
 from vsched_workers.backends.base import RunModel
 from vsched_workers.backends.cuda.attention import TritonDecode, VarlenDecode
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
-from vsched_workers.backends.cuda.quantized import QuantizedLayer, QuantizedProduct
+from vsched_workers.backends.cuda.quantized import QuantizedLayer, TritonProduct
 from vsched_workers.backends.reference.gather_attention import prefill_by_gather
 from vsched_workers.backends.reference.module_layers import ModuleLayers
 from vsched_workers.backends.reference.packed_weights import replace_linears
@@ -87,7 +87,7 @@ def quantized_layer(linear: nn.Linear) -> QuantizedLayer:
     weight = quantize(torch.zeros(linear.weight.shape), "int4").to("meta")
     kernels = Started(), Started()
     return QuantizedLayer(
-        linear, QuantizedProduct(weight, linear.bias, processors=132, kernels=kernels)
+        linear, TritonProduct(weight, linear.bias, processors=132, kernels=kernels)
     )
 
 

@@ -24,7 +24,7 @@ from vsched_workers.backends.cuda.quantized import (
     FEW_ROWS_MAX,
     ProductPlan,
     QuantizedLayer,
-    QuantizedProduct,
+    TritonProduct,
     plan_of,
 )
 from vsched_workers.families.decoder import Decoder
@@ -56,7 +56,7 @@ def differs(weight: QuantizedWeight, rows: int, *, processors: int = 4) -> float
     """Return how far a product is from that by what the weight stands for, in double precision."""
     outputs, inputs = weight.shape
     given, bias = torch.randn(rows, inputs), torch.randn(outputs)
-    product = QuantizedProduct(weight.to(DEVICE), bias.to(DEVICE), processors=processors)
+    product = TritonProduct(weight.to(DEVICE), bias.to(DEVICE), processors=processors)
     found = product(given.to(DEVICE)).cpu().double()
     wanted = given.double() @ weight.dequantized().double().T + bias
     return float((found - wanted).abs().max() / wanted.abs().max())
@@ -91,7 +91,7 @@ def test_product_is_that_by_what_the_weight_stands_for_in_random_shapes(
 def test_widened_weight_is_to_the_bit_what_it_stands_for() -> None:
     for kind in ("int8", "int4", "fp8"):
         weight = drawn(33, 101, kind, 32, offsets=True)
-        product = QuantizedProduct(weight.to(DEVICE), None, processors=4)
+        product = TritonProduct(weight.to(DEVICE), None, processors=4)
         assert torch.equal(product.widened(torch.float32).cpu(), weight.dequantized())
         chosen = torch.tensor([7, 0, 32])
         assert torch.equal(product.rows_of(chosen.to(DEVICE)).cpu(), weight.dequantized()[chosen])

@@ -24,7 +24,7 @@ from vsched_workers.backends.cuda.copies import RowCopies
 from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
 from vsched_workers.backends.cuda.memory import CudaMemory
-from vsched_workers.backends.cuda.quantized import QuantizedLayer, QuantizedProduct
+from vsched_workers.backends.cuda.quantized import QuantizedLayer, TritonProduct
 from vsched_workers.backends.cuda.swapping import CudaSwapArea
 from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
 from vsched_workers.backends.reference.packed_weights import packed_names, replace_linears
@@ -64,7 +64,7 @@ class CudaBackend(Backend):
         # Where ranks share a model they meet in every step, which is not captured.
         self._captures = settings.ranks == 1
         self.spare_blocks = 1 if self._captures else 0
-        self._quantizer: Quantizer[QuantizedProduct] | None = None
+        self._quantizer: Quantizer[TritonProduct] | None = None
         if settings.quantizes:
             self._quantizer = Quantizer(
                 settings.weights, settings.weights_group, self._product, self.device
@@ -113,9 +113,9 @@ class CudaBackend(Backend):
             return QuantizedLayer(linear, self._product(linear.weight, bias))
         return None
 
-    def _product(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedProduct:
+    def _product(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> TritonProduct:
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return QuantizedProduct(weight.to(self.device), bias, processors=processors)
+        return TritonProduct(weight.to(self.device), bias, processors=processors)
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         return logits.argmax(dim=-1).cpu().numpy().astype(np.int32)

@@ -41,7 +41,7 @@ def load_kernels() -> Kernels:
     return multiply_few, widen
 
 
-class QuantizedProduct:
+class TritonProduct:
     """The product of rows and a weight [out, in] that lies on a device in a few bits.
 
     Attributes:
@@ -125,7 +125,7 @@ class QuantizedProduct:
 class QuantizedLayer(nn.Module):
     """A linear layer over a weight in a few bits."""
 
-    def __init__(self, linear: nn.Linear, product: QuantizedProduct) -> None:
+    def __init__(self, linear: nn.Linear, product: TritonProduct) -> None:
         """Stand in for a layer."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
