@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-TESTS = ("test_triton_kernels.py", "test_quantized.py", "test_gpu.py")
+TESTS = ("test_triton_kernels.py", "test_quantized.py", "test_fused_layers.py", "test_gpu.py")
 PACKAGES = ("torch", "triton", "transformers", "numpy", "vsched")
 
 

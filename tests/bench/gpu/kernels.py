@@ -20,7 +20,7 @@ SHARED_BYTES_MAX = 227 << 10
 WARPS = 4
 HEADS = {"3b": (16, 2, 128), "7b": (28, 4, 128), "64": (8, 2, 64), "80": (8, 2, 80), "96": (8, 2, 96),
          "256": (8, 2, 256)}  # fmt: skip
-_MULTIPLES = ("inputs", "outputs", "bytes_of_one", "group")
+_MULTIPLES = ("inputs", "outputs", "bytes_of_one", "group", "width")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
@@ -61,6 +61,30 @@ def compile_merge(name: str) -> Compiled:
     signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
     signature |= {"out": "*bf16", "heads": "i32", "parts": "i32", "part_tokens": "i32"}
     return _compile(merge_parts, f"merge {name}", signature, constants, STAGES)
+
+
+def compile_layer(name: str) -> list[Compiled]:
+    """Compile what comes between the products of a layer, for the heads of this name, in bfloat16."""
+    from vsched_workers.backends.cuda import triton_layers
+    from vsched_workers.backends.cuda.attention import power_of_two
+    from vsched_workers.backends.cuda.fused_layers import GATE_VALUES
+
+    heads, kv_heads, head_dim = HEADS[name]
+    half, width = head_dim // 2, power_of_two(heads * head_dim)
+    rows = dict.fromkeys(("hidden", "added", "weight", "normed"), "*bf16")
+    rows |= {"width": "i32", "eps": "fp32"}
+    names = ("qkv", "cos", "sin", "query_weight", "key_weight", "queries", "keys", "values")
+    heads_of = dict.fromkeys(names, "*bf16") | {"slots": "*i64", "eps": "fp32"}
+    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "NORMS": True, "HALF": half}
+    shape["DIMS"] = power_of_two(half)
+    gates = {"gate_up": "*bf16", "gated": "*bf16", "width": "i32"}
+    gate = {"ACTIVATION": "SILU", "WIDTH": GATE_VALUES}
+    add = {"HAS_ADDED": True, "WIDTH": width}
+    return [
+        _compile(triton_layers.add_norm, f"add and norm {width}", rows, add, 1),
+        _compile(triton_layers.rotate_and_store, f"rotate {name}", heads_of, shape, 1),
+        _compile(triton_layers.gate, "gate", gates, gate, 1),
+    ]
 
 
 def compile_multiply(kind: str, group: int, rows: int) -> Compiled:
@@ -142,6 +166,7 @@ def main() -> None:
             compile_decode(name, "bf16"),
             compile_decode(name, "fp32"),
             compile_merge(name),
+            *compile_layer(name),
         ):
             _tell(made)
     for kind, group in (("int8", 128), ("int4", 32), ("int4", 128), ("fp8", 128)):

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from vsched.worker.contract import SequenceState
+from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.sampling import (
     TEMPERATURE_MIN,
     SpecialRow,
@@ -96,15 +97,15 @@ class StagedDraw:
         int32 [special rows].
         """
         device = logits.device
-        rows = _send(self.rows, device)
+        rows = sent(self.rows, device)
         values = logits[rows].float()
         self._penalties.apply(values, last[rows] if last is not None else None)
-        index, token, bias = (_send(each, device) for each in self._biases)
+        index, token, bias = (sent(each, device) for each in self._biases)
         if len(index):
             values[index, token] += bias
         for row, allowed in self._masks:
-            values[row].masked_fill_(~_send(allowed, device), -torch.inf)
-        temperature, is_greedy, top_k, top_p, min_p, number = _send(self._numbers, device).T
+            values[row].masked_fill_(~sent(allowed, device), -torch.inf)
+        temperature, is_greedy, top_k, top_p, min_p, number = sent(self._numbers, device).T
         highest = values.amax(dim=1)
         weights = torch.exp((values.double() - highest.double()[:, None]) / temperature[:, None])
         if self._sorts:
@@ -120,7 +121,7 @@ class StagedDraw:
 
     def rows_on(self, device: torch.device) -> torch.Tensor:
         """Return the rows, int64, on a device."""
-        return _send(self.rows, device)
+        return sent(self.rows, device)
 
     def check(self, drawn: npt.NDArray[np.int32]) -> None:
         """Check the tokens of the special rows, once the host has read them.
@@ -171,9 +172,9 @@ class _Penalties:
         if not len(self._rows):
             return
         device = values.device
-        rows = _send(self._rows, device)
-        row, token = (_send(each, device) for each in self._seen)
-        output = _send(self._is_output, device)
+        rows = sent(self._rows, device)
+        row, token = (sent(each, device) for each in self._seen)
+        output = sent(self._is_output, device)
         shape = len(self._rows), self._vocabulary
         seen = torch.zeros(shape, dtype=torch.int32, device=device)
         times = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -185,7 +186,7 @@ class _Penalties:
             where = (place, added.clamp(max=self._vocabulary - 1))
             seen.index_put_(where, inside, accumulate=True)
             times.index_put_(where, inside, accumulate=True)
-        repetition, presence, frequency = _send(self._numbers, device).T[:, :, None]
+        repetition, presence, frequency = sent(self._numbers, device).T[:, :, None]
         chosen, factor = values[rows], repetition.float()
         scaled = torch.where(chosen > 0, chosen / factor, chosen * factor)
         chosen = torch.where(seen > 0, scaled, chosen)
@@ -214,10 +215,3 @@ def _allowed(mask: npt.NDArray[np.uint32] | None, vocabulary: int) -> npt.NDArra
     found = np.zeros(vocabulary, np.bool_)
     found[: len(bits)] = bits
     return found
-
-
-def _send(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

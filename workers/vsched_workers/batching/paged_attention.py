@@ -30,6 +30,7 @@ import numpy.typing as npt
 import torch
 
 from vsched.types import Spans
+from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.ruled_attention import (
     ContextIndex,
     ScoreRule,
@@ -211,7 +212,7 @@ class Segment:
         if self._slots is not None:
             return self._slots
         found = context_slots(self.table, self.context, self._block_size)
-        slots = torch.from_numpy(found).to(self._device)
+        slots = sent(found, self._device)
         if self._keeps_indices:
             self._slots = slots
         return slots

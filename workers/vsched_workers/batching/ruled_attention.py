@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from vsched.types import Spans
+from vsched_workers.batching.device_copies import sent
 
 PART_BYTES = 64 << 20
 """Bytes of scores, or of gathered keys and values, at a time; one row may take more."""
@@ -58,7 +59,7 @@ class ContextIndex(NamedTuple):
         positions = np.where(seen, positions, 0)  # slots of the first token are there, and masked
         blocks = np.take_along_axis(tables, positions // block_size, axis=1).astype(np.int64)
         slots = blocks * block_size + positions % block_size
-        return cls(torch.from_numpy(slots).to(device), torch.from_numpy(seen).to(device))
+        return cls(sent(slots, device), sent(seen, device))
 
 
 def decode_by_rule(

@@ -27,7 +27,6 @@ from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.operand_choice import runs_here
 from vsched_workers.backends.cpu.products import BF16_ROWS_MAX
 from vsched_workers.backends.cpu.quantized.kernel import INPUTS, PANEL
-from vsched_workers.backends.cpu.rotary_angles import AxesAngles
 from vsched_workers.backends.cpu.vision_blocks import FusedBlock
 from vsched_workers.backends.reference.module_layers import ModuleLayers
 from vsched_workers.backends.reference.packed_weights import (
@@ -36,6 +35,7 @@ from vsched_workers.backends.reference.packed_weights import (
     packs,
     padded_rows,
 )
+from vsched_workers.backends.reference.rotary_angles import AxesAngles
 
 Stages = Callable[..., Stage]
 EPS = 1e-6
@@ -146,10 +146,10 @@ def test_angles_equal_the_modules(stages: Stages, size: str) -> None:
     rotary = stages(size, "auto", "bfloat16").generator._model.rotary_emb  # type: ignore[attr-defined]
     positions = torch.randint(0, 30000, (4, 1, 50), generator=torch.Generator().manual_seed(0))
     cos, sin = rotary(torch.empty(0, dtype=torch.bfloat16), positions[1:])
-    found = AxesAngles(rotary)(positions)
+    found = AxesAngles(rotary, torch.bfloat16)(positions)
     for one, other in zip(found, (cos, sin), strict=True):
         half = other.shape[-1] // 2
-        assert torch.equal(torch.from_numpy(one).view(torch.bfloat16), other[0, :, :half])
+        assert torch.equal(one, other[0, :, :half])
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(5, marks=pytest.mark.slow), 48, 1000])

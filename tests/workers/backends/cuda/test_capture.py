@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
@@ -22,8 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests.bench.gpu.costs import FAMILY, SHAPES
 from tests.workers.backends.cuda.late_stream import LateStream
-from vsched_workers.backends.base import RunModel
+from vsched_workers.backends.base import LanguageLayers, RunModel
 from vsched_workers.backends.cuda.attention import TritonDecode, VarlenDecode
+from vsched_workers.backends.cuda.fused_layers import FusedLayers, LayerKernels, merge
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
 from vsched_workers.backends.cuda.quantized import QuantizedLayer, TritonProduct
 from vsched_workers.backends.reference.gather_attention import prefill_by_gather
@@ -92,7 +95,12 @@ def quantized_layer(linear: nn.Linear) -> QuantizedLayer:
 
 
 def captured_step(
-    folder: Path, decode: DecodeKernel, rows: int, *, quantized: bool = False
+    folder: Path,
+    decode: DecodeKernel,
+    rows: int,
+    *,
+    quantized: bool = False,
+    fused: bool = False,
 ) -> Callable[[], torch.Tensor]:
     """Return a decode step of the smallest model, over memory that is on the device."""
     shape = SHAPES["nano"]
@@ -101,6 +109,9 @@ def captured_step(
     with DEVICE:
         model: Any = FAMILIES[FAMILY].build_language(str(folder), paged_attention.NAME)
     model.eval().to(torch.bfloat16)
+    make = FAMILIES[FAMILY].decoder
+    if fused:
+        merge(model, make)
     if quantized:
         assert replace_linears(model, quantized_layer)
     cache = KvCache(
@@ -111,12 +122,22 @@ def captured_step(
         allocate=functools.partial(torch.zeros, device=DEVICE),
         spare_blocks=1,
     )
-    layers = ModuleLayers(model, lambda array: torch.from_numpy(array).to(DEVICE), axes=True)
+
+    def send(array: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(DEVICE)
+
+    layers: LanguageLayers = ModuleLayers(model, send, axes=True)
+    if fused:
+        # The angles are found out by values, once, where there are any; in a step they are computed on the device.
+        model.rotary_emb = type(model.rotary_emb)(model.config)
+        layers = made = FusedLayers(
+            model, make, send, LayerKernels(Started(), Started(), Started())
+        )
+        made._angles._axes = made._angles._axes.to(DEVICE)  # type: ignore[attr-defined]
+        model.rotary_emb.to(DEVICE)
     head = model.embed_tokens.weight
 
     def run(token_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
-        import numpy as np
-
         hidden = layers(token_ids, positions, step, None, np.arange(len(token_ids)))
         return functional.linear(hidden, head)
 
@@ -136,10 +157,11 @@ def step_of(cache: KvCache, decode: DecodeKernel, run: RunModel) -> DecodeGraphs
 @pytest.mark.parametrize("decode", [triton_decode, varlen_decode])
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
 def test_captured_step_touches_the_device_alone(
-    tmp_path: Path, decode: Callable[[], DecodeKernel], rows: int, quantized: bool
+    tmp_path: Path, decode: Callable[[], DecodeKernel], rows: int, quantized: bool, fused: bool
 ) -> None:
-    step = captured_step(tmp_path, decode(), rows, quantized=quantized)
+    step = captured_step(tmp_path, decode(), rows, quantized=quantized, fused=fused)
     with torch.inference_mode(), Capturing():  # type: ignore[no-untyped-call]
         logits = step()
     assert logits.shape == (rows, SHAPES["nano"].vocab)

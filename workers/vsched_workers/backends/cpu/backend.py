@@ -27,7 +27,6 @@ from vsched_workers.backends.cpu.kernels.simd import LANES, LINE
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.low_rank import sums as low_rank
 from vsched_workers.backends.cpu.low_rank.sums import KernelSums
-from vsched_workers.backends.cpu.merged_layers import fuse
 from vsched_workers.backends.cpu.prefill_choice import choose_prefill
 from vsched_workers.backends.cpu.products import deterministic_product, panel_product
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
@@ -36,6 +35,7 @@ from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.gather_attention import prefill_by_gather
+from vsched_workers.backends.reference.merged_layers import fuse
 from vsched_workers.backends.reference.packed_weights import PackedLinear, packed_names
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
 from vsched_workers.batching.sampling import SpecialRow

@@ -34,8 +34,8 @@ from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.kernels.norm import add_layer_norm
 from vsched_workers.backends.cpu.kernels.simd import LANES
 from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, product_of
-from vsched_workers.backends.cpu.merged_layers import frozen, merged
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
+from vsched_workers.backends.reference.merged_layers import frozen, merged
 from vsched_workers.backends.reference.packed_weights import MANY_ROWS
 from vsched_workers.batching.paged_attention import PatchKernel
 from vsched_workers.families.encoder import ENCODERS, Encoder

@@ -47,11 +47,11 @@ from vsched_workers.backends.cpu.kernels.rope import (
     rope_prefill,
 )
 from vsched_workers.backends.cpu.low_rank.places import layer_places
-from vsched_workers.backends.cpu.merged_layers import CutFeedForward, MergedAttention
 from vsched_workers.backends.cpu.prefill_choice import choose_ruled_prefill
-from vsched_workers.backends.cpu.rotary_angles import angles_of, unrotated
 from vsched_workers.backends.cpu.row_blocks import RowBlock, StepRows
+from vsched_workers.backends.reference.merged_layers import CutFeedForward, MergedAttention
 from vsched_workers.backends.reference.packed_weights import PackedLinear, padded_rows
+from vsched_workers.backends.reference.rotary_angles import Angles, angles_of
 from vsched_workers.batching.ruled_attention import ScoreRule
 from vsched_workers.families.decoder import Activation
 from vsched_workers.memory.sparse_runs import attended_contexts
@@ -67,6 +67,9 @@ PARALLEL_VALUES_MIN = 1 << 16
 
 DECODE_VALUES_MIN = 1 << 18
 """The same for attention, in products of a query and a key."""
+
+_ONE = np.uint16(0x3F80)
+"""One in bfloat16."""
 
 USUAL_BLOCK = 16
 """Kernels for blocks of this size are compiled at load, others by the profiling run."""
@@ -171,7 +174,9 @@ class FusedLanguage:
         ]
         self._by_module = dict(zip(model.layers, self._layers, strict=True))
         self._angles = {
-            kind.frequencies: angles_of(model.rotary_emb, kind.frequencies, axes=decoder.axes)
+            kind.frequencies: angles_of(
+                model.rotary_emb, kind.frequencies, axes=decoder.axes, dtype=torch.bfloat16
+            )
             for kind in self._kinds
         }
         self._last = Norm.of(model.norm, decoder.norms.weights)
@@ -228,7 +233,7 @@ class FusedLanguage:
         first = self._layers[0].attention
         rows = StepRows(hidden, hidden.new_empty(len(hidden), first.heads * first.head_dim), count)
         rows.adapted = self.passes.rows
-        angles = {name: made(positions) for name, made in self._angles.items()}
+        angles = {name: _arrays(made, positions) for name, made in self._angles.items()}
         attention_steps = self._prepare_attention(rows, angles, step)
         layers = self._layers
         if len(self._model.layers) < len(layers):  # a profiling run takes some only, if any
@@ -267,7 +272,7 @@ class FusedLanguage:
             window = kind.window if cut else None
             room = rows.hidden.new_empty(written, rows.count - step.decode_rows, attention.head_dim)
             turned = angles[kind.frequencies]
-            turned = turned if kind.rotates else unrotated(turned)
+            turned = turned if kind.rotates else _unrotated(turned)
             found.append(
                 _StepAttention(
                     parts=_parts(rows, turned, step, self._threads),
@@ -423,6 +428,17 @@ class FusedLanguage:
 
     def _many(self, values: int, least: int) -> bool:
         return self._threads > 1 and (values >= least or self._deterministic)
+
+
+def _arrays(angles: Angles, positions: torch.Tensor) -> tuple[Bf16Array, Bf16Array]:
+    cos, sin = angles(positions)
+    return cos.view(torch.uint16).numpy(), sin.view(torch.uint16).numpy()
+
+
+def _unrotated(angles: tuple[Bf16Array, Bf16Array]) -> tuple[Bf16Array, Bf16Array]:
+    """Return angles of zero for as many rows."""
+    cos, sin = angles
+    return np.full_like(cos, _ONE), np.zeros_like(sin)
 
 
 def _parts(

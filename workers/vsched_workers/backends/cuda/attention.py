@@ -13,7 +13,10 @@ import importlib.util
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+
+from vsched_workers.batching.device_copies import sent
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment
@@ -38,8 +41,7 @@ class KernelMissing(ImportError):
 def _on_device(step: PagedStep, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return block tables and contexts on the device; copied once a step, where they are not there already."""
     if step.on_device is None:
-        tables, contexts = torch.from_numpy(step.tables), torch.from_numpy(step.contexts)
-        step.on_device = tables.to(device), contexts.to(device)
+        step.on_device = sent(step.tables, device), sent(step.contexts, device)
     return step.on_device
 
 
@@ -192,7 +194,7 @@ class FlashPrefill:
         name = f"bounds {segment.start}"
         bounds = step.scratch.get(name)
         if bounds is None:
-            bounds = torch.tensor([[0, rows], [0, context]], dtype=torch.int32).to(query.device)
+            bounds = sent(np.array([[0, rows], [0, context]], dtype=np.int32), query.device)
             step.scratch[name] = bounds
         out: torch.Tensor = self._attend(
             query.transpose(0, 1),

@@ -16,11 +16,18 @@ import torch
 from torch.nn import functional
 
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.base import Backend, CapturedSteps, RunModel, RunnableLanguage
+from vsched_workers.backends.base import (
+    Backend,
+    CapturedSteps,
+    LanguageLayers,
+    RunModel,
+    RunnableLanguage,
+)
 from vsched_workers.backends.cuda import vision_attention
 from vsched_workers.backends.cuda.attention_trials import load_decode, try_kernels
 from vsched_workers.backends.cuda.collectives import NcclCollectives
 from vsched_workers.backends.cuda.copies import RowCopies
+from vsched_workers.backends.cuda.fused_layers import FusedLayers, fits, merge, usable_kernels
 from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
 from vsched_workers.backends.cuda.memory import CudaMemory
@@ -28,6 +35,7 @@ from vsched_workers.backends.cuda.quantized import QuantizedLayer, TritonProduct
 from vsched_workers.backends.cuda.swapping import CudaSwapArea
 from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
 from vsched_workers.backends.reference.packed_weights import packed_names, replace_linears
+from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.device_sampling import StagedDraw
 from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
 from vsched_workers.batching.sampling import SpecialRow
@@ -81,8 +89,18 @@ class CudaBackend(Backend):
     def prepare_language(
         self, model: Any, head: torch.Tensor, decoder: Decoder
     ) -> RunnableLanguage:
+        kernels = None
+        # Adapters go to layers as transformers has them.
+        if fits(decoder, model.config) and not self.settings.adapters:
+            kernels = usable_kernels(self.dtype, self.device)
+        if kernels is not None:
+            merge(model, decoder)
         size = self._keep_few_bits(model)
-        layers = ModuleLayers(model, self.send, axes=decoder.axes)
+        layers: LanguageLayers
+        if kernels is None:
+            layers = ModuleLayers(model, self.send, axes=decoder.axes)
+        else:
+            layers = FusedLayers(model, decoder, self.send, kernels)
         if self._quantizer is None:
             product = functools.partial(functional.linear, weight=head)
             size += stored_bytes(head, *model.parameters())
@@ -153,7 +171,7 @@ class CudaBackend(Backend):
         return CudaSwapArea(cache, blocks, device=self.device)
 
     def send(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+        return sent(array, self.device)
 
     def fetch_rows(
         self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]

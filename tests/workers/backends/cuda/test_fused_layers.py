@@ -1,0 +1,122 @@
+"""Fused layers of a GPU beside transformers' modules, their kernels in Triton's interpreter or on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.parity.architectures import make_checkpoint
+from tests.workers.backends.cpu.twins import Twins
+from tests.workers.driver import Driver, Question, Stage
+from tests.workers.test_language import mixed_questions
+from vsched_workers import language
+from vsched_workers.backends.base import RunnableLanguage
+from vsched_workers.backends.cuda import fused_layers
+from vsched_workers.backends.cuda.fused_layers import FusedLayers, fits, merge, usable_kernels
+from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.families.decoder import Decoder
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
+in_the_interpreter = pytest.mark.skipif(
+    DEVICE == "cuda", reason="whole models run on the host; those on a GPU are in test_gpu.py"
+)
+
+
+class FusedOnHost(ReferenceBackend):
+    """The host, with the layers of a GPU."""
+
+    def prepare_language(
+        self, model: Any, head: torch.Tensor, decoder: Decoder
+    ) -> RunnableLanguage:
+        kernels = usable_kernels(self.dtype, "cpu")
+        assert kernels is not None
+        assert fits(decoder, model.config)
+        merge(model, decoder)
+        plain = super().prepare_language(model, head, decoder)
+        layers = FusedLayers(model, decoder, self.send, kernels)
+        return RunnableLanguage(layers, plain.head, plain.weights_bytes)
+
+
+def twins_of(path: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, Twins]:
+    exact = Stage.load(path, attention="exact", dtype="float32")
+    monkeypatch.setattr(language, "choose_backend", FusedOnHost)
+    fused = Stage.load(path, attention="exact", dtype="float32")
+    twins = Twins(exact.generator, fused.generator)
+    return dataclasses.replace(exact, generator=twins), twins
+
+
+def check(twins: Twins) -> None:
+    wanted, found = (torch.cat(each) for each in twins.logits)
+    assert len(wanted) >= 16
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+@in_the_interpreter
+def test_fused_layers_equal_the_modules(
+    checkpoints: Callable[[str], Path], size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode rows, chunks and images, deepstack and the norms of heads included."""
+    stage, twins = twins_of(str(checkpoints(size)), monkeypatch)
+    Driver(stage, chunk=30).run(mixed_questions(), arrivals=2, preempts=5)
+    check(twins)
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("name", ["llama", "seed_oss"])
+def test_fused_layers_of_text_models_equal_the_modules(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions in the text; biases here and there."""
+    make_checkpoint(name, tmp_path / name)
+    stage, twins = twins_of(str(tmp_path / name), monkeypatch)
+    Driver(stage, chunk=9).run([Question(range(3, 3 + n), count=8) for n in (5, 21)], arrivals=2)
+    check(twins)
+
+
+@pytest.mark.parametrize("broken", ["add_norm", "rotate_and_store", "gate"])
+def test_kernels_that_are_wrong_or_do_not_run_are_not_used(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = fused_layers.load_kernels()
+    assert right is not None
+
+    class Idle:
+        def __getitem__(self, grid: object) -> Callable[..., object]:
+            return lambda *arguments, **_: [
+                each.zero_() for each in arguments if isinstance(each, torch.Tensor)
+            ]
+
+    assert usable_kernels(torch.float32, DEVICE) is not None
+    monkeypatch.setattr(fused_layers, "load_kernels", lambda: right._replace(**{broken: Idle()}))
+    assert usable_kernels(torch.float32, DEVICE) is None
+    assert "the kernels are wrong by" in caplog.text
+    monkeypatch.setattr(fused_layers, "load_kernels", lambda: right._replace(**{broken: None}))
+    assert usable_kernels(torch.float32, DEVICE) is None
+    assert "which is slower" in caplog.text
+
+
+def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
+    code = (
+        "import json; from tests.bench.gpu.kernels import compile_layer; "
+        "print(json.dumps([made for name in ('3b', '80') for made in compile_layer(name)]))"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert not ran.returncode, ran.stderr
+    for name, registers, _, spilled_bytes in json.loads(ran.stdout):
+        assert registers <= 128, name
+        assert spilled_bytes == 0, name

@@ -1,0 +1,35 @@
+"""How arrays get to a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vsched_workers.batching.device_copies import sent
+
+
+def test_arrays_are_copied_from_pinned_memory_and_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[torch.Tensor] = []
+    waits: list[bool] = []
+    copy = torch.Tensor.to
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    def to(tensor: torch.Tensor, device: object, *, non_blocking: bool = False) -> torch.Tensor:
+        assert tensor is pinned[-1]
+        waits.append(not non_blocking)
+        return copy(tensor, device)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    array = np.arange(3)
+    assert sent(array, "meta").device.type == "meta"
+    assert waits == [False]
+    assert torch.equal(pinned[0], torch.arange(3))
+    assert sent(array, torch.device("cpu")).data_ptr() == array.ctypes.data
+    assert len(pinned) == 1

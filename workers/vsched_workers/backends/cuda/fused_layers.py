@@ -1,0 +1,318 @@
+"""The layers of a language model on a GPU, fused: four products a layer and four passes between them.
+
+transformers' modules start some forty-five kernels a layer, most of them over so few values that starting them is what
+takes the time, in a captured step, too. Here a layer is four products, queries, keys and values being one of them as
+well as the gate and what it gates, three kernels of `triton_layers.py` and attention.
+
+What a layer computes follows from the make of the model (`families/decoder.py`). A model of another make, or one to
+which adapters are to be added, keeps transformers' modules.
+
+Not yet run on a GPU; the kernels were checked in Triton's interpreter, and compiled for one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn import functional
+
+from vsched.errors import DeviceOutOfMemory
+from vsched_workers.backends.base import Product
+from vsched_workers.backends.cuda.attention import power_of_two
+from vsched_workers.backends.reference.merged_layers import MergedAttention, merged
+from vsched_workers.backends.reference.rotary_angles import angles_of
+from vsched_workers.batching.paged_attention import PagedStep
+from vsched_workers.memory.out_of_memory import typed_out_of_memory
+
+if TYPE_CHECKING:
+    from vsched_workers.batching.packed_step import Images
+    from vsched_workers.families.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+GATE_VALUES = 1024
+"""Values of a row that a program of the gate takes."""
+
+_WITHIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+class LayerKernels(NamedTuple):
+    """The kernels of `triton_layers.py`, or what stands in for them."""
+
+    add_norm: Any
+    rotate_and_store: Any
+    gate: Any
+
+
+def load_kernels() -> LayerKernels | None:
+    """Return the kernels; None where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from vsched_workers.backends.cuda import triton_layers
+
+    return LayerKernels(triton_layers.add_norm, triton_layers.rotate_and_store, triton_layers.gate)
+
+
+def fits(decoder: Decoder, config: Any) -> bool:
+    """Return whether the layers of a model are of the make that is fused here."""
+    kinds = decoder.kinds(config)
+    return (
+        not decoder.unfit(config)
+        and decoder.adds_plainly
+        and not decoder.norms_all_heads
+        and decoder.score_bound(config) is None
+        and all(kind.window is None and kind.rotates and not kind.frequencies for kind in kinds)
+    )
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One layer: its products, norms and sizes."""
+
+    qkv: Product
+    output: Product
+    gate_up: Product
+    down: Product
+    norm: _Norm
+    middle: _Norm
+    attention: MergedAttention
+
+
+class _Norm(NamedTuple):
+    """An RMS norm: its weights and what is added to the mean of squares."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+class FusedLayers:
+    """Runs the layers of a model that `fits`; see `LanguageLayers`."""
+
+    def __init__(
+        self,
+        model: Any,
+        decoder: Decoder,
+        send: Callable[[npt.NDArray[np.int64]], torch.Tensor],
+        kernels: LayerKernels,
+    ) -> None:
+        """Take the model, the first products of whose layers are merged here; `send` brings row numbers to it."""
+        self._model, self._send, self._kernels = model, send, kernels
+        self._activation = decoder.activation(model.config).name
+        self._rows_factor = decoder.rows_factor(model.config)
+        self._layers = [_layer_of(layer, decoder) for layer in model.layers]
+        self._by_module = dict(zip(model.layers, self._layers, strict=True))
+        self._last = _norm_of(model.norm)
+        self._angles = angles_of(
+            model.rotary_emb, "", axes=decoder.axes, dtype=model.norm.weight.dtype
+        )
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: PagedStep,
+        images: Images | None,
+        wanted: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        """Return the normed hidden states of the wanted rows, [wanted, hidden]."""
+        hidden = self._model.embed_tokens(token_ids)
+        levels: Sequence[torch.Tensor] = ()
+        places = None
+        if images is not None:
+            places = self._send(images.rows)
+            hidden[places] = images.levels[0]
+            levels = list(images.levels[1:])
+        if self._rows_factor != 1.0:
+            hidden *= self._rows_factor
+        angles = self._angles(positions)
+        # A profiling run takes some layers only, if any.
+        layers = [self._by_module[layer] for layer in self._model.layers]
+        norms = [*(layer.norm for layer in layers), self._last]
+        normed = self._add_norm(hidden, None, norms[0])
+        for index, (layer, following) in enumerate(zip(layers, norms[1:], strict=True)):
+            attended = self._attend(layer.attention, layer.qkv(normed), angles, step)
+            normed = self._add_norm(hidden, layer.output(attended), layer.middle)
+            made = layer.down(self._gate(layer.gate_up(normed)))
+            normed = self._add_norm(hidden, made, following)
+            if index < len(levels):
+                hidden[places] += levels[index]
+                normed = self._add_norm(hidden, None, following)
+        return normed[self._send(wanted)] if len(wanted) < len(normed) else normed
+
+    def _attend(
+        self,
+        attention: MergedAttention,
+        qkv: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        step: PagedStep,
+    ) -> torch.Tensor:
+        """Attend, [rows, heads * head dim]; keys and values are written into the cache."""
+        heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
+        keys, values = (each[attention.index] for each in (step.cache.keys, step.cache.values))
+        queries = qkv.new_empty(len(qkv), heads, head_dim)
+        norms = [attention.query_norm, attention.key_norm]
+        weights = [keys if norm is None else norm.weight for norm in norms]
+        self._kernels.rotate_and_store[len(qkv), heads + 2 * kv_heads](
+            qkv,
+            *angles,
+            step.slots,
+            *weights,
+            queries,
+            keys,
+            values,
+            0.0 if norms[0] is None else _norm_of(norms[0]).eps,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            NORMS=norms[0] is not None,
+            HALF=head_dim // 2,
+            DIMS=power_of_two(head_dim // 2),
+        )
+        layer, scale, decoding = attention.index, attention.scaling, step.decode_rows
+        if not step.segments:
+            return step.decode(queries, layer, step, scale).flatten(1)
+        parts = qkv.view(len(qkv), heads + 2 * kv_heads, head_dim).transpose(0, 1)
+        own_keys, own_values = parts[heads : heads + kv_heads], parts[heads + kv_heads :]
+        out = torch.empty_like(queries)
+        if decoding:
+            out[:decoding] = step.decode(queries[:decoding], layer, step, scale)
+        for segment in step.segments:
+            part = slice(segment.start, segment.stop)
+            seen = queries[part].transpose(0, 1), own_keys[:, part], own_values[:, part]
+            out[part] = step.prefill(*seen, layer, segment, step, scale).transpose(0, 1)
+        return out.flatten(1)
+
+    def _add_norm(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, norm: _Norm
+    ) -> torch.Tensor:
+        normed, width = torch.empty_like(hidden), hidden.shape[1]
+        self._kernels.add_norm[(len(hidden),)](
+            hidden,
+            hidden if added is None else added,
+            norm.weight,
+            normed,
+            width,
+            norm.eps,
+            HAS_ADDED=added is not None,
+            WIDTH=power_of_two(width),
+        )
+        return normed
+
+    def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        width = gate_up.shape[1] // 2
+        gated = gate_up.new_empty(len(gate_up), width)
+        self._kernels.gate[len(gate_up), -(-width // GATE_VALUES)](
+            gate_up, gated, width, ACTIVATION=self._activation, WIDTH=GATE_VALUES
+        )
+        return gated
+
+
+def merge(model: Any, decoder: Decoder) -> None:
+    """Merge the first products of every layer, of attention and of the feed-forward."""
+    for layer in model.layers:
+        attention = MergedAttention(getattr(layer, decoder.attention), decoder)
+        setattr(layer, decoder.attention, attention)
+        setattr(layer, decoder.feed_forward, MergedFeedForward(layer, decoder))
+
+
+class MergedFeedForward(nn.Module):
+    """The feed-forward of one layer, its gate and what that gates merged."""
+
+    def __init__(self, layer: Any, decoder: Decoder) -> None:
+        super().__init__()
+        module = getattr(layer, decoder.feed_forward)
+        self.gate_up_proj: nn.Module = merged([getattr(module, name) for name in decoder.gate_up])
+        self.down_proj: nn.Module = getattr(module, decoder.down)
+
+
+def usable_kernels(dtype: torch.dtype, device: str) -> LayerKernels | None:
+    """Return the kernels where they run on a device and give what torch's own operations give.
+
+    Raises:
+        DeviceOutOfMemory: When the device's memory ran out.
+    """
+    kernels = load_kernels()
+    if kernels is None:
+        logger.info("layers are transformers' modules: Triton is not installed")
+        return None
+    try:
+        with typed_out_of_memory("trying the kernels of layers"):
+            apart = _tried(kernels, dtype, device)
+    except DeviceOutOfMemory:
+        raise
+    except Exception as error:  # noqa: BLE001  # a compiler may raise anything
+        logger.warning("layers are transformers' modules, which is slower: %s", error)
+        return None
+    if apart > _WITHIN[dtype]:
+        logger.warning("layers are transformers' modules: the kernels are wrong by %.2g", apart)
+        return None
+    return kernels
+
+
+def _tried(kernels: LayerKernels, dtype: torch.dtype, device: str) -> float:
+    """Return how far the kernels are from torch's own operations, on rows of which no size is a power of two."""
+    rows, width, heads, kv_heads, half = 3, 80, 3, 2, 12
+    seed = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=seed).to(device, dtype)
+
+    hidden, added, weight = drawn(rows, width), drawn(rows, width), drawn(width)
+    wanted = functional.rms_norm((hidden + added).float(), (width,), eps=1e-6) * weight.float()
+    normed = torch.empty_like(hidden)
+    kernels.add_norm[(rows,)](
+        hidden, added, weight, normed, width, 1e-6, HAS_ADDED=True, WIDTH=power_of_two(width)
+    )
+    gate_up, gated = drawn(rows, 2 * width), torch.empty_like(hidden)
+    opened = functional.silu(gate_up[:, :width].float()) * gate_up[:, width:].float()
+    kernels.gate[rows, 1](gate_up, gated, width, ACTIVATION="SILU", WIDTH=GATE_VALUES)
+    qkv, angles = drawn(rows, (heads + 2 * kv_heads) * 2 * half), torch.rand(rows, half)
+    given = qkv.float().view(rows, -1, 2, half)
+    cos, sin = (each.to(device, dtype) for each in (angles.cos(), angles.sin()))
+    first, second = given[:, :, 0], given[:, :, 1]
+    wide = cos.float()[:, None], sin.float()[:, None]
+    turned = torch.cat(
+        (first * wide[0] - second * wide[1], second * wide[0] + first * wide[1]), dim=-1
+    )
+    queries = qkv.new_empty(rows, heads, 2 * half)
+    keys, values = (qkv.new_zeros(rows + 1, kv_heads, 2 * half) for _ in range(2))
+    slots = torch.arange(rows, 0, -1, device=device)
+    kernels.rotate_and_store[rows, heads + 2 * kv_heads](
+        qkv, cos, sin, slots, keys, keys, queries, keys, values, 0.0,
+        HEADS=heads, KV_HEADS=kv_heads, NORMS=False, HALF=half, DIMS=power_of_two(half),
+    )  # fmt: skip
+    pairs = [
+        (normed, wanted),
+        (gated, opened),
+        (queries, turned[:, :heads]),
+        (keys[slots], turned[:, heads:-kv_heads]),
+        (values[slots], given[:, -kv_heads:].flatten(2)),
+    ]
+    return max(float((found.float() - right).abs().max()) for found, right in pairs)
+
+
+def _layer_of(layer: Any, decoder: Decoder) -> _Layer:
+    attention: MergedAttention = getattr(layer, decoder.attention)
+    feed_forward: MergedFeedForward = getattr(layer, decoder.feed_forward)
+    norms = decoder.norms
+    return _Layer(
+        qkv=attention.qkv_proj,
+        output=attention.o_proj,
+        gate_up=feed_forward.gate_up_proj,
+        down=feed_forward.down_proj,
+        norm=_norm_of(getattr(layer, norms.before_attention)),
+        middle=_norm_of(getattr(layer, norms.before_feed_forward)),
+        attention=attention,
+    )
+
+
+def _norm_of(module: Any) -> _Norm:
+    eps: float = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    return _Norm(module.weight, eps)

@@ -1,0 +1,69 @@
+"""The angles of rotary position embedding, for backends that rotate by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""From positions [4, 1, rows], of the text and on three axes, to cosines and sines [rows, head dim / 2]."""
+
+
+def angles_of(rotary: Any, kind: str, *, axes: bool, dtype: torch.dtype) -> Angles:
+    """Return the angles of a model's rotary embedding, for a kind of layer where they have frequencies of their own.
+
+    `axes` is whether it takes positions on three axes; cosines and sines are of `dtype`.
+    """
+    return AxesAngles(rotary, dtype) if axes else TextAngles(rotary, kind, dtype)
+
+
+class TextAngles:
+    """The angles by which heads are rotated, for each row's position in the text.
+
+    The frequencies and the factor are those that transformers initialises, whatever their kind (linear, yarn, llama3).
+    Some kinds change them beyond an original length, and that length is then the longest context.
+    """
+
+    def __init__(self, rotary: Any, kind: str, dtype: torch.dtype) -> None:
+        prefix = f"{kind}_" if kind else ""
+        self._frequencies: torch.Tensor = getattr(rotary, f"{prefix}inv_freq")
+        self._scaling: float = getattr(rotary, f"{prefix}attention_scaling")
+        self._dtype = dtype
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines; see `Angles`."""
+        angles = positions[0, 0, :, None].float() * self._frequencies
+        return _pair(angles, self._scaling, self._dtype)
+
+
+class AxesAngles:
+    """The angles by which heads are rotated, for each row's positions on three axes."""
+
+    def __init__(self, rotary: Any, dtype: torch.dtype) -> None:
+        self._rotary = rotary
+        self._dtype = dtype
+        self._half: int = len(rotary.inv_freq)
+        device = rotary.inv_freq.device
+        one = torch.eye(3, dtype=torch.int64, device=device)[:, None]
+        _, sin = rotary(torch.empty(0, dtype=torch.float32, device=device), one)
+        # A frequency belongs to the axis that alone changes its angle.
+        changed = sin[0, :, : self._half].ne(0)
+        self._axes = changed.int().argmax(0)
+        self._plain = rotary.rope_type == "default" and bool((changed.sum(0) == 1).all())
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines; see `Angles`."""
+        if self._plain:
+            angles = positions[1:, 0].t().float().index_select(1, self._axes)
+            angles *= self._rotary.inv_freq
+            return _pair(angles, self._rotary.attention_scaling, self._dtype)
+        cos, sin = self._rotary(positions.new_empty(0, dtype=self._dtype), positions[1:])
+        return cos[0, :, : self._half].contiguous(), sin[0, :, : self._half].contiguous()
+
+
+def _pair(
+    angles: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
