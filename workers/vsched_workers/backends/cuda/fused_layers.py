@@ -74,19 +74,19 @@ def fits(decoder: Decoder, config: Any) -> bool:
 
 
 @dataclass(slots=True)
-class _Layer:
+class _GpuLayer:
     """One layer: its products, norms and sizes."""
 
     qkv: Product
     output: Product
     gate_up: Product
     down: Product
-    norm: _Norm
-    middle: _Norm
+    norm: _GpuNorm
+    middle: _GpuNorm
     attention: MergedAttention
 
 
-class _Norm(NamedTuple):
+class _GpuNorm(NamedTuple):
     """An RMS norm: its weights and what is added to the mean of squares."""
 
     weight: torch.Tensor
@@ -190,7 +190,7 @@ class FusedLayers:
         return out.flatten(1)
 
     def _add_norm(
-        self, hidden: torch.Tensor, added: torch.Tensor | None, norm: _Norm
+        self, hidden: torch.Tensor, added: torch.Tensor | None, norm: _GpuNorm
     ) -> torch.Tensor:
         normed, width = torch.empty_like(hidden), hidden.shape[1]
         self._kernels.add_norm[(len(hidden),)](
@@ -298,11 +298,11 @@ def _tried(kernels: LayerKernels, dtype: torch.dtype, device: str) -> float:
     return max(float((found.float() - right).abs().max()) for found, right in pairs)
 
 
-def _layer_of(layer: Any, decoder: Decoder) -> _Layer:
+def _layer_of(layer: Any, decoder: Decoder) -> _GpuLayer:
     attention: MergedAttention = getattr(layer, decoder.attention)
     feed_forward: MergedFeedForward = getattr(layer, decoder.feed_forward)
     norms = decoder.norms
-    return _Layer(
+    return _GpuLayer(
         qkv=attention.qkv_proj,
         output=attention.o_proj,
         gate_up=feed_forward.gate_up_proj,
@@ -313,6 +313,6 @@ def _layer_of(layer: Any, decoder: Decoder) -> _Layer:
     )
 
 
-def _norm_of(module: Any) -> _Norm:
+def _norm_of(module: Any) -> _GpuNorm:
     eps: float = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    return _Norm(module.weight, eps)
+    return _GpuNorm(module.weight, eps)
