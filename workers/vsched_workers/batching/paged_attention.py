@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,21 @@ class PrefillKernel(Protocol):
         scaling: float,
     ) -> torch.Tensor:
         """Return [heads, rows, head dim] for a query of the same shape; key and value are the chunk's own."""
+        ...
+
+
+@runtime_checkable
+class JoinedPrefill(Protocol):
+    """A prefill kernel that takes all chunks of a step in one call."""
+
+    def joins(self, step: PagedStep) -> bool:
+        """Return whether it does so for this step."""
+        ...
+
+    def attend_all(
+        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
+    ) -> torch.Tensor:
+        """Return [rows, heads, head dim] for the rows of all chunks, of the same shape."""
         ...
 
 
@@ -342,12 +357,12 @@ def attend(
     plain = sliding_window is None and softcap is None and s_aux is None
     plain = plain and not any(segment.mutual for segment in step.segments)
     if plain and keys.shape[-1] == values.shape[-1]:
-        return _attend_plainly(query, key, value, layer, step, scale)[None], None
+        return attend_plainly(query[0], key[0], value[0], layer, step, scale)[None], None
     rule = ScoreRule(scale, sliding_window, softcap, s_aux)
     return attend_by_rule(query[0], keys, values, step, rule)[None], None
 
 
-def _attend_plainly(
+def attend_plainly(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -355,17 +370,25 @@ def _attend_plainly(
     step: PagedStep,
     scaling: float,
 ) -> torch.Tensor:
-    queries = query[0].transpose(0, 1)
+    """Attend for the rows of a step by its kernels; keys and values are in the cache already.
+
+    Shape: query [heads, rows, head dim]; key and value, the rows' own, [kv heads, rows, head dim]. Returns
+    [rows, heads, head dim].
+    """
+    queries = query.transpose(0, 1)
     rows = step.decode_rows
     if not step.segments:
         return step.decode(queries, layer, step, scaling)
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     if rows:
         out[:rows] = step.decode(queries[:rows], layer, step, scaling)
+    if isinstance(step.prefill, JoinedPrefill) and step.prefill.joins(step):
+        out[rows:] = step.prefill.attend_all(queries[rows:], layer, step, scaling)
+        return out
     for segment in step.segments:
         part = slice(segment.start, segment.stop)
         # What one segment takes is gone before the next.
-        seen = query[0, :, part], key[0, :, part], value[0, :, part]
+        seen = query[:, part], key[:, part], value[:, part]
         out[part] = step.prefill(*seen, layer, segment, step, scaling).transpose(0, 1)
     return out
 

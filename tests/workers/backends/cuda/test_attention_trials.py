@@ -14,6 +14,7 @@ from tests.workers.backends.paged import filled_cache
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
+from vsched_workers.backends.cuda import attention
 from vsched_workers.backends.cuda.attention import FlashPrefill, VarlenDecode
 from vsched_workers.backends.cuda.attention_trials import AttentionTrial, fastest, require_right
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
@@ -22,6 +23,7 @@ from vsched_workers.batching.paged_attention import (
     KvShape,
     PagedStep,
     Segment,
+    attend_plainly,
 )
 
 
@@ -204,6 +206,44 @@ def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
     inputs = (query, own[0], own[1], 1, segment, step, 0.3)
     found = FlashPrefill()(*inputs)
     torch.testing.assert_close(found, prefill_by_gather(*inputs), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("varlen")
+def test_flash_prefill_takes_several_chunks_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a decode row; where contexts are too long to be gathered together, one after the other."""
+    step, calls = step_of([7, 9, 37]), 0
+    tables, step.decode_rows = step.tables, 1
+    step.tables, step.contexts = tables[:1], step.contexts[:1]
+    spans = [(1, 0, 9), (2, 30, 37)]
+    rows = 1
+    for index, first, last in spans:
+        segment = Segment(
+            tables[index], start=rows, first=first, last=last, block_size=4, device="cpu"
+        )
+        step.segments.append(segment)
+        rows = segment.stop
+    own = torch.zeros(2, 2, rows, 16)
+    for segment in step.segments:
+        slots = segment.slots()[segment.first :]
+        for mine, held in zip(own, (step.cache.keys, step.cache.values), strict=True):
+            mine[:, segment.start : segment.stop] = held[1][slots].transpose(0, 1)
+    query = torch.randn(6, rows, 16, generator=torch.Generator().manual_seed(1))
+    wanted = attend_plainly(query, own[0], own[1], 1, step, 0.3)
+    step.prefill = FlashPrefill()
+    attend = step.prefill._attend
+
+    def counted(*given: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return attend(*given, **options)
+
+    step.prefill._attend = counted
+    for limit, expected in ((1 << 20, 1), (0, 2)):
+        monkeypatch.setattr(attention, "GATHERED_BYTES", limit)
+        calls = 0
+        found = attend_plainly(query, own[0], own[1], 1, step, 0.3)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        assert calls == expected
 
 
 def test_an_older_torch_has_no_block_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.config = SimpleNamespace()
         self.embed_tokens = nn.Embedding(50, 64)
         self.up = nn.Linear(64, 96)
         self.norm = nn.LayerNorm(96)
@@ -150,7 +151,9 @@ def test_model_is_made_into_few_bits_on_loading(kind: str) -> None:
     before = sum(each.nbytes for each in model.parameters())
     backend = backend_on_host(weights=kind)
     assert set(backend.lays_out(model)) == {"up.weight", "down.weight"}
-    made = backend.prepare_language(model.to(DEVICE), model.embed_tokens.weight, Decoder())
+    made = backend.prepare_language(
+        model.to(DEVICE), model.embed_tokens.weight, Decoder(experts=True)
+    )
     ids = torch.arange(9)
     with torch.inference_mode():
         wanted = twin(ids) @ twin.embed_tokens.weight.T

@@ -30,6 +30,9 @@ PARTS_OF_MANY = 32
 TILE_BYTES = 16 << 10
 """Of keys, and as many of values, that a program reads at a time."""
 
+GATHERED_BYTES = 256 << 20
+"""Keys and values of a layer that are gathered for several chunks at once."""
+
 STAGES = 2
 """Tiles of each that are under way at once."""
 
@@ -165,10 +168,10 @@ class TritonDecode:
 
 
 class FlashPrefill:
-    """Torch's flash attention over the gathered context of a chunk: torch 2.11 and later, 16-bit types.
+    """Torch's flash attention over the gathered contexts of chunks: torch 2.11 and later, 16-bit types.
 
     Its causal rule aligns the last query with the last key, which is what a chunk wants: no mask, and no scores, ever
-    lie in memory.
+    lie in memory. The contexts of several chunks are gathered together where they are not too long.
     """
 
     def __init__(self) -> None:
@@ -209,6 +212,38 @@ class FlashPrefill:
             **self._options,
         )
         return out.transpose(0, 1)
+
+    def joins(self, step: PagedStep) -> bool:
+        """Return whether the contexts of a step's chunks, gathered, fit into what is taken for that."""
+        keys = step.cache.keys[0]
+        of_token = 2 * keys.shape[1] * keys.shape[2] * keys.element_size()
+        tokens = sum(segment.context for segment in step.segments)
+        return len(step.segments) > 1 and tokens * of_token <= GATHERED_BYTES
+
+    def attend_all(
+        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
+    ) -> torch.Tensor:
+        """Return [rows, heads, head dim] for the rows of all chunks, of the same shape."""
+        if "chunks" not in step.scratch:
+            lengths = [[each.stop - each.start, each.context] for each in step.segments]
+            ends = np.cumsum([[0, 0], *lengths], axis=0, dtype=np.int32)
+            slots = torch.cat([segment.slots() for segment in step.segments])
+            bounds = sent(np.ascontiguousarray(ends.T), query.device)
+            step.scratch["chunks"] = slots, bounds, *np.max(lengths, axis=0).tolist()
+        slots, bounds, rows, context = step.scratch["chunks"]
+        out: torch.Tensor = self._attend(
+            query,
+            step.cache.keys[layer].index_select(0, slots),
+            step.cache.values[layer].index_select(0, slots),
+            bounds[0],
+            bounds[1],
+            rows,
+            context,
+            scale=scaling,
+            window_size=(-1, 0),
+            **self._options,
+        )
+        return out
 
 
 def constants_of(

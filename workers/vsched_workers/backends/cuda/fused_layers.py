@@ -29,7 +29,7 @@ from vsched_workers.backends.base import Product
 from vsched_workers.backends.cuda.attention import power_of_two
 from vsched_workers.backends.reference.merged_layers import MergedAttention, merged
 from vsched_workers.backends.reference.rotary_angles import angles_of
-from vsched_workers.batching.paged_attention import PagedStep
+from vsched_workers.batching.paged_attention import PagedStep, attend_plainly
 from vsched_workers.memory.out_of_memory import typed_out_of_memory
 
 if TYPE_CHECKING:
@@ -63,13 +63,11 @@ def load_kernels() -> LayerKernels | None:
 
 def fits(decoder: Decoder, config: Any) -> bool:
     """Return whether the layers of a model are of the make that is fused here."""
-    kinds = decoder.kinds(config)
-    return (
-        not decoder.unfit(config)
-        and decoder.adds_plainly
-        and not decoder.norms_all_heads
-        and decoder.score_bound(config) is None
-        and all(kind.window is None and kind.rotates and not kind.frequencies for kind in kinds)
+    if decoder.unfit(config) or not decoder.adds_plainly or decoder.norms_all_heads:
+        return False
+    return decoder.score_bound(config) is None and all(
+        kind.window is None and kind.rotates and not kind.frequencies
+        for kind in decoder.kinds(config)
     )
 
 
@@ -175,19 +173,10 @@ class FusedLayers:
             HALF=head_dim // 2,
             DIMS=power_of_two(head_dim // 2),
         )
-        layer, scale, decoding = attention.index, attention.scaling, step.decode_rows
-        if not step.segments:
-            return step.decode(queries, layer, step, scale).flatten(1)
         parts = qkv.view(len(qkv), heads + 2 * kv_heads, head_dim).transpose(0, 1)
-        own_keys, own_values = parts[heads : heads + kv_heads], parts[heads + kv_heads :]
-        out = torch.empty_like(queries)
-        if decoding:
-            out[:decoding] = step.decode(queries[:decoding], layer, step, scale)
-        for segment in step.segments:
-            part = slice(segment.start, segment.stop)
-            seen = queries[part].transpose(0, 1), own_keys[:, part], own_values[:, part]
-            out[part] = step.prefill(*seen, layer, segment, step, scale).transpose(0, 1)
-        return out.flatten(1)
+        own = parts[heads : heads + kv_heads], parts[heads + kv_heads :]
+        turned = queries.transpose(0, 1)
+        return attend_plainly(turned, *own, attention.index, step, attention.scaling).flatten(1)
 
     def _add_norm(
         self, hidden: torch.Tensor, added: torch.Tensor | None, norm: _GpuNorm
