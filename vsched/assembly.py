@@ -11,6 +11,7 @@ import msgspec
 
 from vsched.aio.adapters.orders import AdapterOrders
 from vsched.aio.adapters.table import AdapterSettings, AdapterTable
+from vsched.aio.draft_checks import inspect_draft
 from vsched.aio.kv_sizing import Sizing, SizingLimits
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import Launcher
@@ -19,15 +20,12 @@ from vsched.config import Config, ConfiguredPolicies
 from vsched.config.byte_sizes import size_bytes
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import SchedulerLimits
-from vsched.kernel.policy_calls import ask_drafting
-from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
 from vsched.media.pipeline import MediaStatistics
 from vsched.media.settings import MediaSettings
 from vsched.memory import LedgerLine
-from vsched.policy import DRAFT_TOKENS_MAX, DraftingView
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, ModelInfo, SamplingDefaults, group_names
-from vsched.worker.capabilities import SwapsKv, TakesAdapters, VerifiesDrafts
+from vsched.worker.capabilities import SwapsKv, TakesAdapters
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.memory import host_available, status_bytes
 from vsched.worker.profiling_run import StepLimits
@@ -65,6 +63,7 @@ def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInf
     _check_swapping(config, info)
     return msgspec.structs.replace(
         info,
+        draft=inspect_draft(config, plugin, info),
         context_tokens=context_tokens(config, info),
         sampling=info.sampling if config.model.sampling_defaults else SamplingDefaults(),
         chat_template=config.model.chat_template,
@@ -166,35 +165,9 @@ def scheduler_limits(
         item_atomic=info.item_atomic,
         prompt_atomic=info.prompt_atomic,
         drafts=drafts,
+        draft_model=info.draft is not None,
         swap_blocks=swap_blocks(config, info),
     )
-
-
-def verifies_drafts(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> bool:
-    """Return whether ranks can verify drafted tokens; where they cannot, `generate.drafting` is never asked.
-
-    Raises:
-        ConfigError: When they cannot, and the policy drafts for a request that is held to nothing.
-    """
-    plugin = load_worker(config.generate.plugin, path="generate.plugin")
-    device = config.generate.device
-    if isinstance(plugin, VerifiesDrafts) and plugin.verifies_drafts(info, device=device):
-        return True
-    view = DraftingView(
-        now_ns=0, held=False, outputs=1, outputs_max=256, running=1, rows_free=DRAFT_TOKENS_MAX
-    )
-    seat = PolicySeat(policies.drafting, PolicyFaults())
-    draft = ask_drafting(seat, msgspec.structs.replace(view, state=seat.state))
-    if draft.tokens:
-        raise ConfigError(
-            limit_message(
-                f"generate.drafting: the ranks of a model of type {info.family!r} cannot verify drafts on {device}",
-                value=f"{draft.tokens} tokens a step",
-                limit="none: drafts are for CPUs, and for models whose layers keep no state",
-                remedy='set generate.drafting to {use = "none"}, or leave it out',
-            )
-        )
-    return False
 
 
 def _check_atoms(config: Config, info: ModelInfo) -> None:
@@ -399,6 +372,7 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
             swap_blocks=swap_blocks(config, info),
         ),
         pixels_max=_pixels_max(config),
+        draft=None if info.draft is None else _share_of(config, info.draft),
     )
 
 
@@ -420,6 +394,18 @@ def rank_kv_bytes_per_token(config: Config, info: ModelInfo) -> int:
     return info.kv_bytes_per_token // (config.generate.tensor_parallel if info.shares_kv else 1)
 
 
+def cached_bytes_per_token(config: Config, info: ModelInfo) -> int:
+    """Return what a token takes in the KV caches of one rank: the model's and that of the one that drafts for it."""
+    models = [info] if info.draft is None else [info, info.draft]
+    return sum(rank_kv_bytes_per_token(config, one) for one in models)
+
+
+def _share_of(config: Config, info: ModelInfo) -> ModelInfo:
+    """Return the same facts, with the share of one rank in the KV cache."""
+    kv_bytes = rank_kv_bytes_per_token(config, info)
+    return msgspec.structs.replace(info, kv_bytes_per_token=kv_bytes)
+
+
 def state_snapshots(config: Config, info: ModelInfo) -> int:
     """Return the places for snapshots of states: as configured, by default one a slot; none without a prefix cache."""
     generate = config.generate
@@ -437,12 +423,11 @@ def rank_spec(
     config: Config, info: ModelInfo, plan: WorkerGroupPlan, layout: ArenaLayout
 ) -> RankSpec:
     """Return what the ranks of a worker group are told; what differs between ranks and hosts comes with each start."""
-    kv_bytes = rank_kv_bytes_per_token(config, info)
     return RankSpec(
         rank=0,
         secret="",
         layout=layout,
-        info=msgspec.structs.replace(info, kv_bytes_per_token=kv_bytes),
+        info=_share_of(config, info),
         timeout_s=config.deadlines.rank_timeout_s,
         memory_limit_bytes=memory_limit(config, plan),
         encode=plan.encode,
@@ -518,7 +503,7 @@ def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> 
     return Sizing(
         policies.memory,
         SizingLimits(
-            bytes_per_token=rank_kv_bytes_per_token(config, info),
+            bytes_per_token=cached_bytes_per_token(config, info),
             block_size=config.generate.block_size,
             context_tokens=context_tokens(config, info),
             batch_tokens=config.generate.max_batch_tokens,
@@ -557,11 +542,11 @@ def memory_in_use(
     """
     encode = statistics["encode"]
     pages = encode["pages_total"] - encode["pages_free"] - encode["pages_evictable"]
-    token_bytes = rank_kv_bytes_per_token(config, info) * config.generate.tensor_parallel
-    block_bytes = config.generate.block_size * token_bytes
+    blocks = config.generate.block_size * config.generate.tensor_parallel
+    block_bytes = blocks * rank_kv_bytes_per_token(config, info)
     generate = statistics["generate"]
     used = {
-        "kv": generate["blocks_held"] * block_bytes,
+        "kv": generate["blocks_held"] * blocks * cached_bytes_per_token(config, info),
         "embeddings in flight": pages * PAGE_ROWS * info.embedding_row_bytes,
         "arena": 0,
         "image preprocessing": 0,

@@ -18,6 +18,7 @@ from typing import Any, Self
 import msgspec
 
 from vsched.aio.adapters.table import AdapterTable
+from vsched.aio.draft_checks import verifies_drafts
 from vsched.aio.environment import Environment
 from vsched.aio.grammar_checks import GrammarChecks
 from vsched.aio.kv_sizing import Sizing
@@ -39,7 +40,6 @@ from vsched.assembly import (
     memory_in_use,
     rank_spec,
     scheduler_limits,
-    verifies_drafts,
     worker_group_plans,
 )
 from vsched.config import Config, resolve_policies

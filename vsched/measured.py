@@ -26,6 +26,8 @@ class StepTime(msgspec.Struct, frozen=True):
         decodes: Requests that decoded in it.
         prefill_tokens: Prompt tokens that were computed in it, over all requests.
         pairs: Pairs of such a token and one before it, which attention visited: the cost of long contexts.
+        drafted: Tokens that were drafted in it, for all requests.
+        accepted: Those of them that proved right: tokens that it brought besides one for each decode.
     """
 
     ended_ns: int
@@ -34,6 +36,8 @@ class StepTime(msgspec.Struct, frozen=True):
     decodes: int = 0
     prefill_tokens: int = 0
     pairs: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class SwapTime(msgspec.Struct, frozen=True):

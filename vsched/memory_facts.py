@@ -27,6 +27,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
         state_bytes: The states of all slots, and snapshots of states, which stood with it.
         released_bytes: What the teardown before the attempt gave back.
         adapter_bytes: What is set aside for adapters, since the weights were loaded.
+        draft_bytes: The weights of the model that drafts.
         owner: Its group and its number there, for people; empty on the way from a rank.
     """
 
@@ -41,6 +42,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int = 0
     released_bytes: int = 0
     adapter_bytes: int = 0
+    draft_bytes: int = 0
     owner: str = ""
 
     @property

@@ -402,11 +402,14 @@ class Draft(msgspec.Struct, frozen=True):
         steps: For so many steps of the group; then the policy is asked again. 0: until the request leaves its slot.
         ngram: What follows an earlier place with the same last tokens, at least so many, is drafted (prompt lookup); 0
             for no lookup. What a grammar leaves no choice about is drafted in any case.
+        model: Whether the draft model is asked where there is nothing else to draft. Ranks without one draft nothing
+            more for it.
     """
 
     tokens: int = 0
     steps: int = 0
     ngram: int = 0
+    model: bool = False
 
 
 class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
@@ -421,6 +424,7 @@ class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
         last: The grant that is over; None where it begins to decode.
         drafted: Tokens drafted for it under that grant, as far as known.
         accepted: Those of them that it was given.
+        model: Whether ranks have a draft model.
         tenant: Whose the request is.
         measured: Times of this replica.
         state: What the policy remembers, to be changed in place.
@@ -435,6 +439,7 @@ class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
     last: Draft | None = None
     drafted: int = 0
     accepted: int = 0
+    model: bool = False
     tenant: str = ""
     measured: Measured = NOTHING_MEASURED
     state: Any = None

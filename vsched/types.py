@@ -227,6 +227,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         stop_token_ids: End-of-sequence tokens of the checkpoint.
         sampling: What its `generation_config.json` states, or nothing where the configuration says so.
         chat_template: Name or file of the chat template to use; empty for the checkpoint's default.
+        draft: The facts of the model that drafts for it, where there is one.
     """
 
     family: str
@@ -246,6 +247,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...]
     sampling: SamplingDefaults = SamplingDefaults()
     chat_template: str = ""
+    draft: ModelInfo | None = None
 
     @property
     def takes_images(self) -> bool:

@@ -1,16 +1,21 @@
-"""`python -m tests.bench.drafts CHECKPOINT`: requests a second with and without prompt lookup, on two kinds of text.
+"""`python -m tests.bench.drafts CHECKPOINT`: requests a second with and without drafts, on two kinds of text.
 
-Two engines serve in turns, one with `generate.drafting` of `none` and one of `prompt-lookup`: rounds of greedy requests
-of one length, so many at a time. *Repetitive* texts ask for a copy of what they hold, *ordinary* ones for prose. The
-answers of both engines must be equal, and every ratio is of one round.
+Engines serve in turns: one with `generate.drafting` of `none`, one of `prompt-lookup`, and with `--draft-model DIR` one
+that drafts with that checkpoint. A round is greedy requests of one length, so many at a time. *Repetitive* texts ask
+for a copy of what they hold, *ordinary* ones for prose. Every ratio is of one round, to `none`.
+
+In float32, and with `model.deterministic`, all answers are equal, and `--equal` makes sure. Elsewhere sums of several
+rows may round otherwise than those of one, and the table says how many were equal.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tests.bench.options import options_of, settings_of
 from tests.bench.report.pairs import pair_cells
@@ -33,6 +38,51 @@ TEXTS = {
         "What should somebody know who wants to grow tomatoes on a balcony?",
     ],
 }
+NONE = "none"
+HEADER = """\
+| text | clients | drafts | none, requests/s | with, requests/s | ratio | accepted | same answers |
+|---|--:|---|--:|--:|---|--:|--:|"""
+Answers = list[list[int]]
+
+
+@dataclass
+class Way:
+    """One engine, and what its rounds of one cell brought.
+
+    Attributes:
+        pairs: Of each round the rate of `none` and its own.
+        same: Answers that were those of `none`, of so many in `answers`.
+        counts: Tokens drafted and drafts accepted before the first round.
+    """
+
+    engine: Engine
+    pairs: list[tuple[float, float]] = field(default_factory=list)
+    same: int = 0
+    answers: int = 0
+    counts: tuple[int, int] = (0, 0)
+
+    def begin(self) -> None:
+        """Forget the cell before."""
+        self.pairs, self.same, self.answers, self.counts = [], 0, 0, self.counted()
+
+    def counted(self) -> tuple[int, int]:
+        """Return tokens drafted and drafts accepted since the start."""
+        counts = self.engine.statistics()["generate"]
+        return counts["tokens_drafted"], counts["drafts_accepted"]
+
+    def take(self, plain: tuple[float, Answers], own: tuple[float, Answers]) -> None:
+        """Take a round."""
+        self.pairs.append((plain[0], own[0]))
+        self.same += sum(one == other for one, other in zip(plain[1], own[1], strict=True))
+        self.answers += len(own[1])
+
+    def cells(self) -> str:
+        """Return the cells of its line."""
+        drafted, accepted = (
+            now - before for now, before in zip(self.counted(), self.counts, strict=True)
+        )
+        share = f"{accepted / drafted:.0%} of {drafted}" if drafted else "none drafted"
+        return f"{pair_cells(self.pairs, digits=3)} | {share} | {self.same} of {self.answers}"
 
 
 async def drain(engine: Engine, text: str, sampling: SamplingParams, name: str) -> list[int]:
@@ -44,67 +94,101 @@ async def drain(engine: Engine, text: str, sampling: SamplingParams, name: str) 
 
 async def rate(
     engine: Engine, texts: Sequence[str], sampling: SamplingParams, name: str, *, clients: int
-) -> tuple[float, list[list[int]]]:
-    """Return the requests a second of so many clients, each with its turn of all texts, and the answers."""
+) -> tuple[float, Answers]:
+    """Return the requests a second of so many clients that share all texts, a text each at least, and the answers."""
+    count = max(clients, len(texts))
 
-    async def client(number: int) -> list[list[int]]:
-        return [
-            await drain(engine, text, sampling, f"{name}-{number}-{index}")
-            for index, text in enumerate(texts)
-        ]
+    answers: Answers = [[]] * count
+
+    async def client(number: int) -> None:
+        for index in range(number, count, clients):
+            text = texts[index % len(texts)]
+            answers[index] = await drain(engine, text, sampling, f"{name}-{index}")
 
     started_s = time.perf_counter()
-    found = await asyncio.gather(*map(client, range(clients)))
-    took_s = time.perf_counter() - started_s
-    return clients * len(texts) / took_s, [one for answers in found for one in answers]
+    await asyncio.gather(*map(client, range(clients)))
+    return count / (time.perf_counter() - started_s), answers
+
+
+def say(line: str) -> None:
+    """Tell how far it is."""
+    print(line, file=sys.stderr, flush=True)
+
+
+async def fill(
+    ways: Mapping[str, Way], kind: str, clients: int, until_s: float, options: argparse.Namespace
+) -> None:
+    """Run rounds of one cell, all that were asked for or those for which there is time, and one at least."""
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=options.tokens)
+    for turn in range(options.rounds + 1):
+        began_s = time.perf_counter()
+        found = {
+            name: await rate(
+                way.engine, TEXTS[kind], sampling, f"{kind}-{clients}-{turn}", clients=clients
+            )
+            for name, way in ways.items()
+        }
+        for name, way in ways.items():
+            if turn:
+                way.take(found[NONE], found[name])
+            else:  # the first round warms
+                way.begin()
+        now_s = time.perf_counter()
+        rates = ", ".join(f"{name} {one:.3f}" for name, (one, _) in found.items())
+        say(f"{kind} x {clients}, round {turn} of {options.rounds}, requests/s: {rates}")
+        if turn and now_s + (now_s - began_s) > until_s:
+            return
 
 
 async def measure(options: argparse.Namespace) -> None:
-    """Print a table: a line for each kind of text and number of clients."""
-    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=options.tokens)
-    print("| text | clients | none, requests/s | lookup, requests/s | ratio | drafts accepted |")
-    print("|---|--:|--:|--:|---|--:|")
-    plain = await started("none", options)
-    lookup = await started("prompt-lookup", options)
+    """Print a table: a line for each kind of text, number of clients, and way to draft."""
+    ways: dict[str, Way] = {}
     try:
-        for clients in options.clients:
-            for kind, texts in TEXTS.items():
-                pairs = []
-                before = lookup.statistics()["generate"]
-                for turn in range(options.rounds + 1):
-                    name = f"{kind}-{clients}-{turn}"
-                    one, wanted = await rate(plain, texts, sampling, name, clients=clients)
-                    other, found = await rate(lookup, texts, sampling, name, clients=clients)
-                    assert options.differ or found == wanted, "drafts changed an answer"
-                    if turn:  # the first round warms
-                        pairs.append((one, other))
-                after = lookup.statistics()["generate"]
-                drafts, right = (
-                    after[key] - before[key] for key in ("tokens_drafted", "drafts_accepted")
-                )
-                cells = pair_cells(pairs, digits=3)
-                share = right / max(drafts, 1)
-                print(f"| {kind} | {clients} | {cells} | {share:.0%} |", flush=True)
+        for name, sets in settings_by_way(options).items():
+            say(f"starting {name}")
+            engine = Engine(load_config(None, sets=sets, environ={}).config)
+            ways[name] = Way(engine)
+            await engine.start()
+        print(HEADER, flush=True)
+        cells = [(clients, kind) for clients in options.clients for kind in TEXTS]
+        ends_s = time.perf_counter() + 60 * options.minutes
+        for index, (clients, kind) in enumerate(cells):
+            now_s = time.perf_counter()
+            share_s = (ends_s - now_s) / (len(cells) - index)
+            await fill(ways, kind, clients, now_s + share_s, options)
+            for name, way in ways.items():
+                if name != NONE:
+                    print(f"| {kind} | {clients} | {name} | {way.cells()} |", flush=True)
+                    assert way.same == way.answers or not options.equal, "drafts changed an answer"
     finally:
-        await plain.stop()
-        await lookup.stop()
+        for way in ways.values():
+            await way.engine.stop()
 
 
-async def started(policy: str, options: argparse.Namespace) -> Engine:
-    """Return an engine that serves with a drafting policy."""
-    sets = [f'generate.drafting={{use="{policy}"}}', *settings_of(options)]
-    engine = Engine(load_config(None, sets=sets, environ={}).config)
-    await engine.start()
-    return engine
+def settings_by_way(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the settings of each engine by the name of its drafts."""
+    common = settings_of(options)
+    ways = {
+        name: [f'generate.drafting={{use="{name}"}}', *common] for name in (NONE, "prompt-lookup")
+    }
+    if options.draft_model:
+        ways["draft-model"] = [
+            f'generate.draft_model="{options.draft_model}"',
+            'generate.drafting={use="draft-model"}',
+            *common,
+        ]
+    return ways
 
 
 def main() -> None:
     """Run the command."""
     parser = options_of("drafts", tokens=128, rounds=3)
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--draft-model", default="", help="a checkpoint that drafts")
     parser.add_argument(
-        "--differ", action="store_true", help="let answers differ: in bfloat16 sums round otherwise"
+        "--minutes", type=float, default=12.0, help="once all serve; rounds are left out to keep it"
     )
+    parser.add_argument("--equal", action="store_true", help="fail where an answer differs")
     asyncio.run(measure(parser.parse_args()))
 
 

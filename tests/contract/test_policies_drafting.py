@@ -8,9 +8,11 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.setups import generate_statistics, make_limits, words
+from vsched.measured import Measurements, StepTime
 from vsched.policy import Draft, DraftingPolicy, DraftingView
 from vsched.testing import ModelCluster, default_policies, make_request
-from vsched_policies.drafting import ForcedTokens, NoDrafts, PromptLookup
+from vsched_policies.drafting import ForcedTokens, ModelDrafts, NoDrafts, PromptLookup
+from vsched_policies.drafting.trials import Trials, TriedDrafts
 
 FREE = DraftingView(now_ns=0, held=False, outputs=1, outputs_max=100, running=1, rows_free=20)
 TRIAL = Draft(4, 4, 3)
@@ -19,7 +21,7 @@ PAUSE = Draft(0, 128, 0)
 
 
 def view(**changes: Any) -> DraftingView:
-    return msgspec.structs.replace(FREE, **changes)
+    return msgspec.structs.replace(FREE, **{"state": Trials(), **changes})
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -37,11 +39,11 @@ def test_forced_tokens_grants_what_is_held_to_a_form_drafts_without_lookup() -> 
     ("changes", "granted"),
     [
         ({}, TRIAL),
-        ({"last": TRIAL, "drafted": 12, "accepted": 4}, ALL),  # three steps brought four
-        ({"last": TRIAL, "drafted": 12, "accepted": 3}, PAUSE),
+        ({"last": TRIAL, "drafted": 12, "accepted": 3}, ALL),  # three steps brought three
+        ({"last": TRIAL, "drafted": 12, "accepted": 2}, PAUSE),
         ({"last": TRIAL}, ALL),  # nothing was found, and nothing paid
-        ({"last": ALL, "drafted": 64, "accepted": 10}, ALL),
-        ({"last": ALL, "drafted": 64, "accepted": 9}, PAUSE),
+        ({"last": ALL, "drafted": 64, "accepted": 8}, ALL),
+        ({"last": ALL, "drafted": 64, "accepted": 7}, PAUSE),
         ({"last": PAUSE}, TRIAL),
         ({"last": Draft(0, 64, 3)}, ALL),  # it found no free row, which says nothing of drafts
     ],
@@ -71,3 +73,74 @@ def steps_of(policy: DraftingPolicy) -> int:
 def test_prompt_lookup_takes_fewer_steps_where_half_of_the_drafts_prove_right() -> None:
     """As they do in model ranks."""
     assert steps_of(NoDrafts()) > 400 > 250 > steps_of(PromptLookup())
+
+
+# --- what both policies judge by ---
+
+GUESSES = [PromptLookup(), ModelDrafts()]
+
+
+def steps(*busy_ns: int, drafted: int = 0, accepted: int = 0, start: int = 1) -> list[StepTime]:
+    return [
+        StepTime(start + at, busy_ns=each, decodes=1, drafted=drafted, accepted=accepted)
+        for at, each in enumerate(busy_ns)
+    ]
+
+
+@pytest.mark.parametrize("policy", GUESSES)
+@pytest.mark.parametrize(("drafted_ns", "goes_on"), [(1900, True), (2000, False)])
+def test_drafts_go_on_while_tokens_come_faster_by_what_was_measured(
+    policy: TriedDrafts, drafted_ns: int, goes_on: bool
+) -> None:
+    """Twice the tokens in less than twice the time."""
+    state = Trials()
+    told = steps(*[1000] * 5) + steps(*[drafted_ns] * 5, drafted=4, accepted=1, start=9)
+    asked = view(
+        last=policy.guess,
+        drafted=5 * policy.tokens,
+        accepted=5,
+        state=state,
+        measured=Measurements(steps=told),
+    )
+    found = policy.grant(asked)
+    assert (found == policy.guess) == goes_on
+    assert state.failed == (0 if goes_on else 1)
+    assert state.speedup(1) == pytest.approx(2000 / drafted_ns)
+    assert state.speedup(9) is None
+
+
+def test_drafts_are_not_judged_by_steps_with_prefill_or_seen_before() -> None:
+    state = Trials()
+    told = [*steps(1000), StepTime(2, busy_ns=9000, decodes=1, prefill_tokens=50, drafted=4)]
+    for _ in range(2):
+        PromptLookup().grant(view(state=state, measured=Measurements(steps=told)))
+    assert state.seen_ns == 2
+    assert state.kinds[1].plain_ns == 1000
+    assert state.speedup(1) is None
+
+
+def test_drafts_are_tried_by_ever_fewer_requests_while_trials_fail() -> None:
+    policy, state = ModelDrafts(), Trials()
+    trial = policy.grant(view(state=state))
+    assert (trial.tokens, trial.steps, trial.model) == (2, 4, True)
+    failing = view(state=state, last=policy.guess, drafted=32, accepted=0)
+    tried = []
+    for _ in range(60):
+        found = policy.grant(view(state=state))
+        tried.append(found.model)
+        if found.model:
+            assert policy.grant(failing) == Draft(0, 128)
+    assert [at for at, one in enumerate(tried) if one] == [0, 1, 3, 7, 15, 31, 47]
+    right = view(state=state, last=policy.guess, drafted=32, accepted=32)
+    assert policy.grant(right) == policy.guess
+    assert policy.grant(view(state=state)).model
+
+
+def test_model_drafts_only_while_few_requests_run() -> None:
+    policy = ModelDrafts(running_max=2, ngram=3)
+    assert policy.guess == Draft(4, 8, 3, model=True)
+    assert policy.grant(view(running=2)).model
+    assert policy.grant(view(running=3)) == Draft(0, 8)
+    assert policy.grant(view(running=3, held=True)) == Draft(4, 8)
+    resumed = policy.grant(view(running=2, last=Draft(0, 8)))
+    assert (resumed.tokens, resumed.ngram, resumed.model) == (2, 3, True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,11 +19,13 @@ from tests.patience import until
 from vsched import Config, Engine, SamplingParams
 from vsched.api.bodies.constraints import constraint_from_schema
 from vsched.errors import ConfigError
+from vsched_workers.checkpoint.random_init import make_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 NONE = 'generate.drafting={use="none"}'
 LOOKUP = 'generate.drafting={use="prompt-lookup", ngram=1, gain_min=0.01, pause_steps=4}'
+MODEL = 'generate.drafting={use="draft-model", tokens=3, gain_min=0, speedup_min=0, running_max=64}'
 SCHEMA = {
     "type": "array",
     "items": {
@@ -61,20 +66,37 @@ async def ask_all(engine: Engine) -> list[Answer]:
     return list(await asyncio.gather(*(answer(engine, *each) for each in ASKS)))
 
 
+def by_model(path: Path) -> tuple[str, ...]:
+    return f"generate.draft_model={path}", MODEL
+
+
 @pytest.mark.slow
-async def test_drafts_change_no_answer(configure: Callable[..., Config]) -> None:
+@pytest.mark.parametrize("way", ["lookup", "its own model", "another model"])
+async def test_drafts_change_no_answer(
+    configure: Callable[..., Config],
+    checkpoints: Callable[[str], Path],
+    tmp_path: Path,
+    way: str,
+) -> None:
     """Side by side with too few blocks for all, and through the loss of the ranks; in fewer steps than tokens."""
+    settings: tuple[str, ...] = (LOOKUP,)
+    if way == "its own model":
+        settings = by_model(checkpoints("nano25"))
+    elif way == "another model":
+        make_checkpoint(str(tmp_path / "other"), "nano25", dtype="float32", seed=1)
+        settings = by_model(tmp_path / "other")
     async with Engine(configure("nano25", NONE)) as engine:
         plain = await ask_all(engine)
         assert engine.statistics()["generate"]["tokens_drafted"] == 0
-    async with Engine(configure("nano25", LOOKUP)) as engine:
+    async with Engine(configure("nano25", *settings)) as engine:
         found = await ask_all(engine)
         counts = engine.statistics()["generate"]
         assert said(found) == said(plain)
         told = [[one.logprob for one in each[1].logprobs] for each in (found, plain)]
         assert told[0] == pytest.approx(told[1], abs=1e-4)
         assert len(told[0]) == 90
-        assert counts["drafts_accepted"] > 30, "hardly any draft proved right"
+        least = 0 if way == "another model" else 30
+        assert counts["drafts_accepted"] > least, "hardly any draft proved right"
         assert counts["drafts_accepted"] < counts["tokens_drafted"]
         begun = [await begin(engine, *each) for each in ASKS]
         await until(lambda: all(one.output_tokens > 4 for one in begun), "answers are under way")
@@ -99,8 +121,12 @@ async def test_what_a_grammar_forces_takes_no_steps(configure: Callable[..., Con
 
 
 @pytest.mark.slow
-async def test_ranks_of_a_group_draft_the_same(configure: Callable[..., Config]) -> None:
-    async with Engine(configure("nano25", LOOKUP, "generate.tensor_parallel=2")) as engine:
+@pytest.mark.parametrize("way", ["lookup", "model"])
+async def test_ranks_of_a_group_draft_the_same(
+    configure: Callable[..., Config], checkpoints: Callable[[str], Path], way: str
+) -> None:
+    settings = (LOOKUP,) if way == "lookup" else by_model(checkpoints("nano25"))
+    async with Engine(configure("nano25", *settings, "generate.tensor_parallel=2")) as engine:
         await ask_all(engine)
         assert engine.statistics()["generate"]["drafts_accepted"] > 0
         assert not any(group["restarts"] for group in engine.groups())
@@ -112,4 +138,51 @@ async def test_drafts_are_refused_where_ranks_cannot_verify_them(
     monkeypatch.setattr("vsched_workers.plugin.plugin.verifies_drafts", lambda *_, **__: False)
     with pytest.raises(ConfigError, match=r"generate\.drafting: .* cannot verify drafts"):
         async with Engine(configure("nano25", LOOKUP)):
+            pass
+
+
+async def test_a_draft_model_has_its_lines_in_the_ledger(
+    configure: Callable[..., Config], checkpoints: Callable[[str], Path]
+) -> None:
+    """Its weights have a line of their own, and its KV is among the KV."""
+    lines: list[dict[str, int]] = []
+    pinned = 'generate.memory={use="pinned", tokens=2048}'
+    for settings in ((), by_model(checkpoints("nano25"))):
+        async with Engine(configure("nano25", *settings, pinned)) as engine:
+            ledger = engine.ledger
+            assert ledger is not None
+            lines.append({one.line: one.bytes for one in ledger.lines if "generate" in one.owner})
+    plain, drafting = lines
+    assert "draft model" not in plain
+    assert drafting["draft model"] == drafting["weights"] == plain["weights"]
+    assert drafting["kv"] == 2 * plain["kv"]
+
+
+async def test_a_draft_model_is_refused_where_it_cannot_draft(
+    configure: Callable[..., Config],
+    checkpoints: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match=r"drafts with a model, and there is none"):
+        async with Engine(configure("nano25", MODEL)):
+            pass
+    settings = by_model(checkpoints("nano25"))
+    monkeypatch.setattr("vsched_workers.plugin.plugin.verifies_drafts", lambda *_, **__: False)
+    with pytest.raises(ConfigError, match=r"generate\.draft_model: ranks cannot run drafts"):
+        async with Engine(configure("nano25", *settings)):
+            pass
+
+
+async def test_a_draft_model_of_another_vocabulary_is_refused(
+    configure: Callable[..., Config], checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(checkpoints("nano25"), other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, another = [key for key in vocabulary if len(key) == 1][5:7]
+    vocabulary[one], vocabulary[another] = vocabulary[another], vocabulary[one]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"generate\.draft_model: it has another vocabulary"):
+        async with Engine(configure("nano25", *by_model(other))):
             pass

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from tests.parity.architectures import make_checkpoint
-from tests.unit.worker.drafted_runs import Heard, run_drafted
+from tests.unit.worker.drafting.drafted_runs import Heard, run_drafted
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, SLOTS, Stage
 from vsched.kernel.decisions import DraftGrant
 from vsched.types import SamplingParams
 from vsched.worker import generate_rank
 from vsched.worker.capabilities import VerifiesDrafts
 from vsched.worker.contract import SequenceState
-from vsched.worker.drafting import SlotDraft
+from vsched.worker.drafting.drafts import SlotDraft
 from vsched.worker.generate_rank import GenerateRank
 from vsched_workers.plugin import plugin
 

@@ -11,6 +11,7 @@ import msgspec
 
 from vsched.aio.adapters.table import AdapterHold, AdapterTable, with_adapter
 from vsched.aio.answers import LastEnd, further_answers
+from vsched.aio.draft_checks import check_vocabulary
 from vsched.aio.grammar_checks import GrammarChecks
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.request_bounds import (
@@ -189,4 +190,7 @@ def load_front_end(plugin: WorkerPlugin, info: ModelInfo, *, ranks: int) -> Fron
     """Load what a checkpoint's requests are prepared with, and ask what so many ranks can do."""
     grammars = plugin.load_grammars(info) if isinstance(plugin, ConstrainsOutput) else None
     tells = isinstance(plugin, TellsPrompts) and plugin.tells_prompts(info, ranks=ranks)
-    return plugin.load_preprocessor(info), grammars, tells
+    preprocessor = plugin.load_preprocessor(info)
+    if info.draft is not None:
+        check_vocabulary(info, preprocessor, plugin.load_preprocessor(info.draft))
+    return preprocessor, grammars, tells

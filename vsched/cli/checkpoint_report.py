@@ -8,9 +8,9 @@ import msgspec
 
 from vsched.assembly import (
     as_served,
+    cached_bytes_per_token,
     inspect_checkpoint,
     memory_limit,
-    rank_kv_bytes_per_token,
     state_bytes,
     worker_group_plans,
 )
@@ -140,7 +140,7 @@ def _memory(
     description: CheckpointDescription,
 ) -> dict[str, StageMemory]:
     """Return what a rank of each stage needs."""
-    kv_bytes = rank_kv_bytes_per_token(config, info)
+    kv_bytes = cached_bytes_per_token(config, info)
     found: dict[str, StageMemory] = {}
     for plan in worker_group_plans(config, info, policies):
         limit = memory_limit(config, plan)

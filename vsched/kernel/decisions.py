@@ -78,12 +78,14 @@ class ChunkPlan(msgspec.Struct, frozen=True, array_like=True):
 class DraftGrant(msgspec.Struct, frozen=True, array_like=True):
     """From this step on ranks may draft `tokens` tokens a step for a slot that decodes, until another grant or a leave.
 
-    `ngram` is that of `vsched.policy.Draft`. What is drafted, each rank finds by itself, from what all of them know.
+    `ngram` and `model` are those of `vsched.policy.Draft`. What is drafted, each rank finds by itself, from what all of
+    them know.
     """
 
     slot: int
     tokens: int
     ngram: int
+    model: bool = False
 
 
 class SwapCopies(msgspec.Struct, frozen=True, array_like=True):

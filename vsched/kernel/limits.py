@@ -46,6 +46,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         item_atomic: One chunk holds each run of an item whole, however long it is: its positions see each other.
         prompt_atomic: One chunk holds a prompt whole.
         drafts: Ranks can verify drafted tokens.
+        draft_model: They have a model that drafts.
         swap_blocks: Places of a KV block each in the host memory of each generate group, for preempted requests.
     """
 
@@ -72,6 +73,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     item_atomic: bool = False
     prompt_atomic: bool = False
     drafts: bool = False
+    draft_model: bool = False
     swap_blocks: int = 0
 
     def __post_init__(self) -> None:

@@ -159,7 +159,9 @@ def ask_drafting(seat: PolicySeat[DraftingPolicy], view: DraftingView) -> Draft:
     """Return what may be drafted for a request, or nothing any more where the policy fails."""
     try:
         answer = seat.ask(view)
-        found = Draft(whole(answer.tokens), whole(answer.steps), whole(answer.ngram))
+        found = Draft(
+            whole(answer.tokens), whole(answer.steps), whole(answer.ngram), bool(answer.model)
+        )
         if not 0 <= found.tokens <= DRAFT_TOKENS_MAX:
             raise ValueError(f"{found.tokens} tokens are outside 0 to {DRAFT_TOKENS_MAX}")
         if found.steps < 0 or found.ngram < 0:

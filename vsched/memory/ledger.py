@@ -14,6 +14,7 @@ from vsched.policy import Attempt, MemoryView, RankMemory, Reservation
 LineName = Literal[
     "weights",
     "adapters",
+    "draft model",
     "encoder activations",
     "language activations",
     "embeddings in flight",
@@ -202,11 +203,13 @@ def _pool_lines(
     for rank in pool.ranks:
         owner = rank.owner or f"{group} rank {rank.rank}"
         peak_bytes = max(rank.peak_bytes, rank.reserved_bytes)
-        kept_bytes = rank.kv_bytes + rank.state_bytes + rank.adapter_bytes
+        kept_bytes = rank.kv_bytes + rank.state_bytes + rank.adapter_bytes + rank.draft_bytes
         rest_bytes = peak_bytes - rank.weights_bytes - kept_bytes - headroom_bytes - held_bytes
         held_bytes = 0
         yield LedgerLine(pool.name, owner, "weights", rank.weights_bytes)
         yield from _adapter_line(rank, owner)
+        if rank.draft_bytes:
+            yield LedgerLine(pool.name, owner, "draft model", rank.draft_bytes)
         yield LedgerLine(pool.name, owner, "kv", rank.kv_bytes)
         if rank.state_bytes:
             yield LedgerLine(pool.name, owner, "state", rank.state_bytes)

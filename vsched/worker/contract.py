@@ -151,7 +151,7 @@ class TokenMatcher(Protocol):
         """Return up to `count` tokens that may come next, and the mask after each; nothing is followed.
 
         They are those that must come, and in between those of `wanted` that may; see
-        `vsched.worker.drafting.foresee_with`.
+        `vsched.worker.drafting.drafts.foresee_with`.
         """
         ...
 

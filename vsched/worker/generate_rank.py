@@ -33,7 +33,8 @@ from vsched.worker.contract import (
     Sampled,
     SequenceState,
 )
-from vsched.worker.drafting import SlotDraft, draft
+from vsched.worker.drafting.drafts import SlotDraft, draft, verifiable
+from vsched.worker.drafting.model import DraftModel
 from vsched.worker.slots import STOP_TOKENS_MAX, SlotTable
 
 Int32s = npt.NDArray[np.int32]
@@ -57,12 +58,13 @@ class GenerateRank:
         keeps_state: bool = False,
         grammars: Grammars | None = None,
         swap_blocks: int = 0,
+        draft_model: DraftModel | None = None,
         now_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """Start with empty slots; with `keeps_state`, KV blocks are not all that a worker needs to go on from.
 
         `grammars` compile those of requests, where the engine accepts any. `swap_blocks` are the places that the worker
-        has for blocks in host memory; copies to them are timed by `now_ns`.
+        has for blocks in host memory; copies to them are timed by `now_ns`. `draft_model` drafts where grants say so.
         """
         self._swap_blocks = swap_blocks
         self._now_ns = now_ns
@@ -70,6 +72,7 @@ class GenerateRank:
         self._keeps_state = keeps_state
         self._restored: list[tuple[int, int]] = []
         self._worker = worker
+        self._draft_model = draft_model
         self.adapters: set[int] = set()
         self._embeddings = embeddings
         self._block_size = block_size
@@ -132,6 +135,7 @@ class GenerateRank:
             )
         start_ns = self._now_ns()
         self._worker.swap(out, back)
+        self._renew(back[:, 1])
         return self._now_ns() - start_ns
 
     def _leave(self, leave: Leave) -> None:
@@ -146,6 +150,8 @@ class GenerateRank:
             del self._sequences[leave.number]
         self._special.pop(leave.slot, None)
         self._grants.pop(leave.slot, None)
+        if self._draft_model is not None:
+            self._draft_model.leave(leave.slot)
         self._table.reset(leave.slot)
 
     def _join(self, join: Join) -> None:
@@ -184,6 +190,7 @@ class GenerateRank:
         table.stop_tokens[slot, : len(stops)] = stops
         table.block_table[slot, : len(join.blocks)] = join.blocks
         table.block_count[slot] = len(join.blocks)
+        self._renew(join.blocks[join.computed // self._block_size :])
         self._in_slot[slot] = sequence
         if sequence.is_special:
             self._special[slot] = sequence
@@ -211,6 +218,12 @@ class GenerateRank:
         slots, blocks = pairs[:, 0], pairs[:, 1]
         self._table.block_table[slots, self._table.block_count[slots]] = blocks
         self._table.block_count[slots] += 1
+        self._renew(blocks)
+
+    def _renew(self, blocks: Sequence[int] | Int32s) -> None:
+        """Tell the draft model that other tokens lie in these blocks from now on."""
+        if self._draft_model is not None and len(blocks):
+            self._draft_model.renew(blocks)
 
     def _allow(self, grant: DraftGrant) -> None:
         if grant.slot not in self._in_slot:
@@ -242,7 +255,9 @@ class GenerateRank:
 
     def _draft(self) -> dict[int, SlotDraft]:
         """Draft for the slots with a grant, within their blocks and what they may still yield."""
-        table, drafts = self._table, {}
+        table = self._table
+        drafts: dict[int, SlotDraft] = {}
+        asked: dict[int, int] = {}
         for slot, grant in self._grants.items():
             if not table.decoding[slot]:
                 continue
@@ -252,7 +267,17 @@ class GenerateRank:
             found = draft(self._in_slot[slot], length, grant, room)
             if found is not None:
                 drafts[slot] = found
-                table.tokens[slot, length : length + len(found.tokens)] = found.tokens
+            elif grant.model and room > 0:
+                asked[slot] = min(grant.tokens, room)
+        if asked and self._draft_model is not None:
+            proposed = self._draft_model.propose(asked, self._in_slot, table)
+            for slot, wanted in proposed.items():
+                found = verifiable(self._in_slot[slot], wanted, asked[slot])
+                if found is not None:
+                    drafts[slot] = found
+        for slot, one in drafts.items():
+            length = int(table.length[slot])
+            table.tokens[slot, length : length + len(one.tokens)] = one.tokens
         return drafts
 
     def _with_drafts(

@@ -18,6 +18,7 @@ from vsched.types import ModelInfo
 from vsched.wire import Sized, SizeKv
 from vsched.worker.capabilities import CollectiveWorker, adapter_bytes, trial_adapter
 from vsched.worker.contract import GenerateWorker, ImagePlan
+from vsched.worker.drafting.model import DraftWorker
 from vsched.worker.memory import KV_REMEDY, measure_rank, memory_errors
 from vsched.worker.profiling_run import StepLimits, run_profile
 
@@ -26,7 +27,7 @@ LEAK_SLACK_BYTES = 1 << 20
 
 
 class KvSizing:
-    """The KV cache of one generate rank, until it is accepted.
+    """The KV cache of one generate rank, until it is accepted; with a draft model, the caches of both.
 
     Attributes:
         blocks: Blocks of the KV cache that stands; 0 when none does.
@@ -40,10 +41,15 @@ class KvSizing:
         *,
         rank: int = 0,
         image: ImagePlan | None = None,
+        draft: DraftWorker | None = None,
         collect: Callable[[], object] = gc.collect,
     ) -> None:
-        """Prepare; the weights are loaded. `image` is what the rows of the profiling run carry, None for text alone."""
+        """Prepare; the weights are loaded. `image` is what the rows of the profiling run carry, None for text alone.
+
+        `draft` has a KV cache of as many blocks, and a profiling run of its own: its steps are among those of a step.
+        """
         self.blocks = 0
+        self._draft = draft
         self._collect = collect
         self._worker = worker
         self._info = info
@@ -55,7 +61,8 @@ class KvSizing:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the KV cache that stands."""
-        return self.blocks * self._limits.block_size * self._info.kv_bytes_per_token
+        draft = 0 if self._draft is None else self._draft.info.kv_bytes_per_token
+        return self.blocks * self._limits.block_size * (self._info.kv_bytes_per_token + draft)
 
     @property
     def state_bytes(self) -> int:
@@ -115,8 +122,13 @@ class KvSizing:
 
     def _abort(self) -> None:
         """Have the steps of peers fail, too: they may wait for this rank in one."""
-        if isinstance(self._worker, CollectiveWorker):
-            self._worker.abort()
+        for worker in self._workers:
+            if isinstance(worker, CollectiveWorker):
+                worker.abort()
+
+    @property
+    def _workers(self) -> list[GenerateWorker]:
+        return [self._worker] if self._draft is None else [self._worker, self._draft.worker]
 
     def _tear_down(self) -> int:
         """Drop what stands; return the bytes that came back.
@@ -126,8 +138,9 @@ class KvSizing:
         """
         self._collect()
         before = self._memory.allocated()
-        self._worker.drop_graphs()
-        self._worker.drop_kv()
+        for worker in self._workers:
+            worker.drop_graphs()
+            worker.drop_kv()
         self.blocks = 0
         self._collect()
         released = before - self._memory.allocated()
@@ -137,7 +150,8 @@ class KvSizing:
     def _build(self, tokens: int, *, touch: bool) -> None:
         blocks = tokens // self._limits.block_size
         assert blocks, "the engine orders at least one block"
-        self._worker.build_kv(blocks=blocks, block_size=self._limits.block_size, touch=touch)
+        for worker in self._workers:
+            worker.build_kv(blocks=blocks, block_size=self._limits.block_size, touch=touch)
         self.blocks = blocks
 
     def _run_profile(self, *, probe: bool) -> None:
@@ -157,6 +171,11 @@ class KvSizing:
                 image=self._image,
                 adapter=adapter,
             )
+        if self._draft is not None:
+            worker, info = self._draft
+            context = min(limits.context_tokens, info.context_tokens)
+            own = msgspec.structs.replace(limits, context_tokens=context)
+            run_profile(worker, info, own, blocks=self.blocks, image=None)
 
     def _attempted(self, released_bytes: int) -> RankMemory:
         return self._measured(peak_bytes=self._memory.peak(), released_bytes=released_bytes)
@@ -170,6 +189,7 @@ class KvSizing:
         )
         return msgspec.structs.replace(
             measured,
+            draft_bytes=0 if self._draft is None else self._draft.worker.weights_bytes,
             peak_bytes=peak_bytes,
             kv_bytes=self.kv_bytes,
             state_bytes=self.state_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, Protocol
@@ -10,10 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import ConfigError, RankDesync
-from vsched.types import Extent
+from vsched.types import Extent, ModelInfo
 from vsched.wire import AcceptKv, Heartbeat, Loaded, Ready, Reserved, SizeKv
 from vsched.worker.capabilities import ConstrainsOutput, Grammars, ServesAdapters, SwapsBlocks
-from vsched.worker.contract import EncodeWorker, GenerateWorker, WorkerSettings
+from vsched.worker.contract import (
+    EncodeWorker,
+    GenerateWorker,
+    Progress,
+    WorkerPlugin,
+    WorkerSettings,
+)
+from vsched.worker.drafting.model import DraftModel, DraftWorker
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.kv_sizing import KvSizing
@@ -133,11 +141,20 @@ class RankLoading(Generic[Link]):
         # Before memory is measured: the tokens of a large vocabulary take some.
         grammars = plugin.load_grammars(spec.info) if isinstance(plugin, ConstrainsOutput) else None
         image = image_for(plugin, spec.info, role.limits, pixels_max=role.pixels_max)
+        draft = _load_draft(plugin, role, member.progress)
         sizing = KvSizing(
-            worker, spec.info, role.limits, rank=spec.rank, image=image, collect=host.collect
+            worker,
+            spec.info,
+            role.limits,
+            rank=spec.rank,
+            image=image,
+            draft=draft,
+            collect=host.collect,
         )
         member.report(Loaded(sizing.measure()))
-        finish = partial(self._finish_generator, role.limits, member, worker, grammars, adapters)
+        finish = partial(
+            self._finish_generator, role.limits, member, worker, grammars, adapters, draft
+        )
         self.orders = KvCacheOrders(member, sizing, on_accepted=finish)
 
     def _finish_generator(
@@ -147,8 +164,11 @@ class RankLoading(Generic[Link]):
         worker: GenerateWorker,
         grammars: Grammars | None,
         adapters: dict[str, int],
+        draft: DraftWorker | None,
         blocks: int,
     ) -> None:
+        info = self._spec.info
+        block_bytes = limits.block_size * info.kv_bytes_per_token
         if limits.swap_blocks:
             _build_swap(worker, limits.swap_blocks)
         rank = GenerateRank(
@@ -157,21 +177,23 @@ class RankLoading(Generic[Link]):
             slots=limits.slots,
             context_tokens=limits.context_tokens,
             block_size=limits.block_size,
-            keeps_state=self._spec.info.state_bytes > 0,
+            keeps_state=info.state_bytes > 0,
             grammars=grammars,
             swap_blocks=limits.swap_blocks,
+            draft_model=None if draft is None else _draft_model(draft, info, limits, blocks),
             now_ns=self._host.now_ns,
         )
         member.executor = GenerateExecutor(worker, rank)
-        kv_bytes = blocks * limits.block_size * self._spec.info.kv_bytes_per_token
-        memory = {"weights": worker.weights_bytes, "kv": kv_bytes, **adapters}
+        memory = {"weights": worker.weights_bytes, "kv": blocks * block_bytes, **adapters}
         memory |= self._host.memory()
+        if draft is not None:
+            memory["draft model"] = draft.worker.weights_bytes
+            memory["kv"] += blocks * limits.block_size * draft.info.kv_bytes_per_token
         if limits.swap_blocks:
-            block_bytes = limits.block_size * self._spec.info.kv_bytes_per_token
             memory["swap"] = limits.swap_blocks * block_bytes
-        if self._spec.info.state_bytes:
+        if info.state_bytes:
             count = limits.slots + limits.state_snapshots
-            memory["state"] = count * self._spec.info.state_bytes
+            memory["state"] = count * info.state_bytes
         self._ready.append(Ready(blocks, memory, member.executor.hooks()))
         self._report_ready()
 
@@ -179,6 +201,35 @@ class RankLoading(Generic[Link]):
         self.orders = None
         for member, report in zip(self._members, self._ready, strict=True):
             member.report(report)
+
+
+def _load_draft(plugin: WorkerPlugin, role: GenerateRole, progress: Progress) -> DraftWorker | None:
+    """Load the model that drafts, where there is one.
+
+    It takes no adapters, and need not be deterministic: its ranks agree, and nobody is given what it says unverified.
+    """
+    if role.draft is None:
+        return None
+    meeting = role.settings.rendezvous
+    settings = dataclasses.replace(
+        role.settings,
+        adapters=0,
+        deterministic=False,
+        rendezvous=f"{meeting}-draft" if meeting else "",
+    )
+    return DraftWorker(plugin.load_generator(role.draft, settings, progress), role.draft)
+
+
+def _draft_model(
+    draft: DraftWorker, info: ModelInfo, limits: StepLimits, blocks: int
+) -> DraftModel:
+    return DraftModel(
+        draft,
+        vocabulary=info.vocab_size,
+        blocks=blocks,
+        block_size=limits.block_size,
+        chunk_tokens=min(limits.chunk_tokens, limits.batch_tokens),
+    )
 
 
 def _build_swap(worker: GenerateWorker, blocks: int) -> None:

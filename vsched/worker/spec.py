@@ -28,7 +28,8 @@ class EncodeRole(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRole(msgspec.Struct, frozen=True, kw_only=True):
     """The rank belongs to a generate group.
 
-    `limits` are the most that a step may be; `pixels_max` is the largest image that is let in, 0 for no images.
+    `limits` are the most that a step may be; `pixels_max` is the largest image that is let in, 0 for no images. `draft`
+    is the model that drafts, with this rank's share of its KV, where there is one.
     """
 
     address: str
@@ -36,6 +37,7 @@ class GenerateRole(msgspec.Struct, frozen=True, kw_only=True):
     settings: WorkerSettings
     limits: StepLimits
     pixels_max: int = 0
+    draft: ModelInfo | None = None
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """What ranks may draft for a request, for how long."""
 
+from vsched_policies.drafting.draft_model import ModelDrafts
 from vsched_policies.drafting.forced_tokens import ForcedTokens
 from vsched_policies.drafting.no_drafts import NoDrafts
 from vsched_policies.drafting.prompt_lookup import PromptLookup
 
-__all__ = ["ForcedTokens", "NoDrafts", "PromptLookup"]
+__all__ = ["ForcedTokens", "ModelDrafts", "NoDrafts", "PromptLookup"]

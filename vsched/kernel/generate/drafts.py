@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from vsched.kernel.decisions import DraftGrant
 from vsched.kernel.events import Drafted
@@ -34,6 +35,14 @@ from vsched.policy import Draft, DraftingPolicy, DraftingView
 
 RETRY_STEPS = 64
 """After so many steps a policy is asked again whose grant without an end found no free rows."""
+
+
+NO_DRAFTS = 0, 0
+
+
+def count_drafts(drafted: Sequence[Drafted]) -> tuple[int, int]:
+    """Return how many drafts a step ran, and how many of them proved right."""
+    return sum(one.drafts for one in drafted), sum(len(one.tokens) for one in drafted)
 
 
 class DraftGrantsState(msgspec.Struct):
@@ -125,7 +134,7 @@ class DraftGrants:
         for state in reversed(list(self._bounded.values())) if excess > 0 and self.tokens else ():
             if excess > 0 and state.granted is not None and state.granted.tokens:
                 excess -= state.granted.tokens
-                self._allow(state, Draft(0, RETRY_STEPS, state.granted.ngram), step)
+                self._allow(state, replace(state.granted, tokens=0, steps=RETRY_STEPS), step)
         noted = [
             (number, state.granted.tokens)
             for number, state in self._bounded.items()
@@ -165,21 +174,23 @@ class DraftGrants:
             last=last,
             drafted=state.drafted,
             accepted=state.accepted,
+            model=self._limits.draft_model,
             tenant=state.request.tenant,
             measured=self._measured(),
             state=self._seat.state,
         )
         found = ask_drafting(self._seat, view)
         if found.tokens > free:
-            found = Draft(free, found.steps or RETRY_STEPS, found.ngram)
+            found = replace(found, tokens=free, steps=found.steps or RETRY_STEPS)
         self._allow(state, found, step)
 
     def _allow(self, state: RequestState, draft: Draft, step: int) -> None:
         before = state.granted or Draft()
         state.granted, state.drafted, state.accepted = draft, 0, 0
         self.tokens += draft.tokens - before.tokens
-        if draft.tokens != before.tokens or (draft.tokens and draft.ngram != before.ngram):
-            self._changes[state.slot] = DraftGrant(state.slot, draft.tokens, draft.ngram)
+        sources, other = (draft.ngram, draft.model), (before.ngram, before.model)
+        if draft.tokens != before.tokens or (draft.tokens and sources != other):
+            self._changes[state.slot] = DraftGrant(state.slot, draft.tokens, *sources)
         if draft.tokens and state.bucket >= 0:
             self._running.leave_bucket(state)
             self._bounded[state.number] = state
@@ -209,10 +220,10 @@ class DraftGrants:
                 state.drafted += found.drafts
                 state.accepted += len(found.tokens)
                 self._running.gain(state, len(found.tokens))
-        for one in drafted:
-            counts["tokens_drafted"] += one.drafts
-            counts["drafts_accepted"] += len(one.tokens)
-            counts["tokens_decoded"] += len(one.tokens)
+        drafts, accepted = count_drafts(drafted)
+        counts["tokens_drafted"] += drafts
+        counts["drafts_accepted"] += accepted
+        counts["tokens_decoded"] += accepted
 
     def drop(self, state: RequestState) -> None:
         """A request leaves its slot."""

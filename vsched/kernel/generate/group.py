@@ -30,7 +30,7 @@ from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.events import Stepped
 from vsched.kernel.generate.blocks import BlockPool, PrefixInsertion
 from vsched.kernel.generate.chunks import chunk_stop, drop_claims_before, pin_items
-from vsched.kernel.generate.drafts import DraftGrants
+from vsched.kernel.generate.drafts import NO_DRAFTS, DraftGrants, count_drafts
 from vsched.kernel.generate.group_state import COUNTED, GenerateGroupState
 from vsched.kernel.generate.group_views import GroupViews
 from vsched.kernel.generate.in_flight import ChunkRead, InFlightSteps
@@ -412,10 +412,10 @@ class GenerateGroup(GroupViews):
     def complete_step(self, event: Stepped, now_ns: int) -> list[RequestState]:
         """Take the result of the oldest step in flight; return preempted requests whose last step it was."""
         step, busy_ns, drafted = event.step, event.busy_ns - event.swap_ns, event.drafted
-        rows = sum(one.drafts for one in drafted) if drafted else 0
-        composition = self.step_times.learn(step, busy_ns, rows)
+        drafts = count_drafts(drafted) if drafted else NO_DRAFTS
+        composition = self.step_times.learn(step, busy_ns, drafts[0])
         measures, in_flight = self.measures, self._in_flight
-        measures.steps.append((now_ns, busy_ns, now_ns - measures.since_ns, composition))
+        measures.steps.append((now_ns, busy_ns, now_ns - measures.since_ns, composition, drafts))
         measures.since_ns = now_ns
         if event.swap_ns:
             measures.swaps.append(SwapTime(now_ns, event.swap_ns, event.swap_blocks))

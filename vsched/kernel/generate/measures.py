@@ -16,8 +16,8 @@ from vsched.kernel.request import RequestState
 from vsched.measured import WINDOW, EncodeTime, EndTime, FirstTokenTime, StepTime, SwapTime
 from vsched.types import FinishReason
 
-NotedStep = tuple[int, int, int, tuple[int, int, float]]
-"""The first fields of a `StepTime`, and its composition: decodes, prefill tokens and pairs."""
+NotedStep = tuple[int, int, int, tuple[int, int, float], tuple[int, int]]
+"""The first fields of a `StepTime`; its composition: decodes, prefill tokens and pairs; drafts, and those accepted."""
 
 
 class MeasuresState(msgspec.Struct):
@@ -125,7 +125,10 @@ class MeasuredGroups:
         """The latest generate steps."""
         noted = (group.measures.steps for group in self._groups)
         return _latest(
-            [StepTime(ended_ns, busy_ns, gap_ns, *of) for ended_ns, busy_ns, gap_ns, of in steps]
+            [
+                StepTime(ended_ns, busy_ns, gap_ns, *of, *drafts)
+                for ended_ns, busy_ns, gap_ns, of, drafts in steps
+            ]
             for steps in noted
         )
 

@@ -23,7 +23,7 @@ from vsched.sim.ranks.symbolic_model import (
     fingerprints,
 )
 from vsched.types import FinishReason, MediaItem
-from vsched.worker.drafting import foresee_with
+from vsched.worker.drafting.drafts import foresee_with
 
 Choices = Sequence[Sequence[int]]
 _WORDS = -(-(FIRST_TOKEN + TOKENS) // 32)

@@ -31,11 +31,12 @@ def run_drafted(
     rng: random.Random | None,
     *,
     stops: tuple[int, ...] = (),
+    model: bool = False,
     blocks: Callable[[int], list[int]],
 ) -> tuple[list[Heard], list[Drafted]]:
     """Run requests side by side to their ends, with grants that change at random where there is a generator.
 
-    `blocks` are those of a slot: all that it can need.
+    `blocks` are those of a slot: all that it can need. With `model` a draft model is asked, too.
     """
     heard = [Heard() for _ in prompts]
     joins = [
@@ -63,7 +64,7 @@ def run_drafted(
         granted = []
         if rng is not None:
             granted = [
-                DraftGrant(slot, rng.randint(0, 6), rng.randint(0, 2))
+                DraftGrant(slot, rng.randint(0, 6), rng.randint(0, 2), model)
                 for slot in range(len(prompts))
                 if rng.random() < 0.4
             ]

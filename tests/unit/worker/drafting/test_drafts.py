@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.unit.worker.drafted_runs import run_drafted
+from tests.unit.worker.drafting.drafted_runs import run_drafted
 from tests.unit.worker.test_generate_rank import GREEDY, Script, join, tokens_of, whole
 from vsched.errors import RankDesync
 from vsched.kernel.decisions import DraftGrant, GenerateDecision, Leave
@@ -20,7 +20,7 @@ from vsched.sim.ranks.symbolic_grammars import SymbolicGrammars
 from vsched.types import FinishReason, ItemPlace, SamplingParams
 from vsched.wire import GenerateResult, check_of
 from vsched.worker.contract import Batch, Sampled, SequenceState, TokenLogprobs
-from vsched.worker.drafting import allows, draft, lookup, only_token
+from vsched.worker.drafting.drafts import allows, draft, lookup, only_token
 from vsched.worker.generate_rank import GenerateRank
 
 BLOCK_SIZE = 4

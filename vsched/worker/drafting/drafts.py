@@ -5,8 +5,8 @@ after it. A row's token depends on the tokens before it, seed and position alone
 that the row before it yields, all of these are the very tokens that steps of one row would have brought.
 
 All ranks of a group must draft the same: a draft follows from the grant, the tokens and the grammar of a sequence, and
-from nothing else. A small model that drafts would be another source beside `lookup`, with a field of the grant that
-names it.
+from nothing else. There are two sources: `lookup`, and a small model (`vsched.worker.drafting.model`), which is asked
+where the first has nothing.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ class SlotDraft:
 
 
 def draft(sequence: SequenceState, length: int, grant: DraftGrant, room: int) -> SlotDraft | None:
-    """Return what is drafted behind `length` tokens, at most `room` of them; None for nothing."""
+    """Return what is drafted behind `length` tokens without a model, at most `room` of them; None for nothing."""
     count = min(grant.tokens, room)
     if count <= 0:
         return None
-    wanted: list[int] = []
-    if grant.ngram:
-        wanted = lookup(sequence.tokens[:length], count, grant.ngram)
-        if sequence.items:
-            wanted = _before_items(sequence, wanted)
+    wanted = lookup(sequence.tokens[:length], count, grant.ngram) if grant.ngram else []
+    return verifiable(sequence, wanted, count)
+
+
+def verifiable(sequence: SequenceState, wanted: list[int], count: int) -> SlotDraft | None:
+    """Return what of the tokens that are wanted next may come, and what must, at most `count`; None for nothing."""
+    if sequence.items:
+        wanted = _before_items(sequence, wanted)
     if sequence.matcher is not None:
         foreseen = sequence.matcher.foresee(wanted, count)
         if not foreseen:

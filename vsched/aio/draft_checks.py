@@ -1,0 +1,104 @@
+"""Whether drafts can be had as they are configured: ranks that verify them, and a model that drafts."""
+
+from __future__ import annotations
+
+import msgspec
+
+from vsched.config import Config, ConfiguredPolicies
+from vsched.errors import ConfigError, limit_message
+from vsched.kernel.policy_calls import ask_drafting
+from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
+from vsched.policy import DRAFT_TOKENS_MAX, DraftingView
+from vsched.types import ModelInfo
+from vsched.worker.capabilities import VerifiesDrafts
+from vsched.worker.contract import Preprocessor, WorkerPlugin
+from vsched.worker.registry import load_worker
+
+SAMPLES = 1000
+"""So many tokens of two vocabularies are compared, spread over all."""
+
+
+def verifies_drafts(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> bool:
+    """Return whether ranks can verify drafted tokens; where they cannot, `generate.drafting` is never asked.
+
+    Raises:
+        ConfigError: When they cannot, and the policy drafts for a request that is held to nothing; or when it asks for
+            a draft model, and there is none.
+    """
+    plugin = load_worker(config.generate.plugin, path="generate.plugin")
+    device = config.generate.device
+    verifies = isinstance(plugin, VerifiesDrafts) and plugin.verifies_drafts(info, device=device)
+    view = DraftingView(
+        now_ns=0,
+        held=False,
+        outputs=1,
+        outputs_max=256,
+        running=1,
+        rows_free=DRAFT_TOKENS_MAX,
+        model=info.draft is not None,
+    )
+    seat = PolicySeat(policies.drafting, PolicyFaults())
+    draft = ask_drafting(seat, msgspec.structs.replace(view, state=seat.state))
+    if draft.tokens and not verifies:
+        raise ConfigError(
+            limit_message(
+                f"generate.drafting: the ranks of a model of type {info.family!r} cannot verify drafts on {device}",
+                value=f"{draft.tokens} tokens a step",
+                limit="none: drafts are for CPUs, and for models whose layers keep no state",
+                remedy='set generate.drafting to {use = "none"}, or leave it out',
+            )
+        )
+    if draft.tokens and draft.model and info.draft is None:
+        raise ConfigError(
+            "generate.drafting: the policy drafts with a model, and there is none. Remedy: set generate.draft_model to "
+            "the folder of a smaller checkpoint of the same vocabulary, or choose another policy."
+        )
+    return verifies
+
+
+def inspect_draft(config: Config, plugin: WorkerPlugin, info: ModelInfo) -> ModelInfo | None:
+    """Return the facts of the draft model, as far as it drafts for this one: of text alone; None where none is set.
+
+    Raises:
+        CheckpointError: When there is no checkpoint, or as many ranks cannot share it.
+        ConfigError: When it cannot draft.
+    """
+    path, generate = config.generate.draft_model, config.generate
+    if not path:
+        return None
+    draft = plugin.inspect(path, dtype=config.model.dtype, item_tokens_max=0).text_alone
+    if generate.tensor_parallel > 1:
+        plugin.check_parallel(draft, stage="generate", ranks=generate.tensor_parallel)
+    for model, key in ((info, "model.path"), (draft, "generate.draft_model")):
+        if not isinstance(plugin, VerifiesDrafts) or not plugin.verifies_drafts(
+            model, device=generate.device
+        ):
+            raise ConfigError(
+                limit_message(
+                    f"generate.draft_model: ranks cannot run drafts with the model of {key} on {generate.device}",
+                    value=f"model_type {model.family!r}",
+                    limit="drafts are for CPUs, and for models whose layers keep no state",
+                    remedy="leave generate.draft_model out",
+                )
+            )
+    return draft
+
+
+def check_vocabulary(info: ModelInfo, own: Preprocessor, other: Preprocessor) -> None:
+    """Check that a draft model has the vocabulary of the model that it drafts for; sizes may differ by padding.
+
+    Raises:
+        ConfigError: When a token means something else to it.
+    """
+    size = min(own.info.vocab_size, other.info.vocab_size)
+    for token in range(0, size, max(size // SAMPLES, 1)):
+        one, drafted = own.token_bytes(token), other.token_bytes(token)
+        if one != drafted:
+            raise ConfigError(
+                limit_message(
+                    "generate.draft_model: it has another vocabulary",
+                    value=f"token {token} is {drafted!r} there",
+                    limit=f"{one!r}, as in {info.path}",
+                    remedy="choose a smaller model of the same family, or leave it out",
+                )
+            )

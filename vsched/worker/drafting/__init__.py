@@ -1,0 +1,1 @@
+"""What a rank drafts, and where it takes it from."""
