@@ -1,0 +1,301 @@
+"""Streams, events and graphs in the place of `torch.cuda`'s, and a detector of races between them.
+
+Everything runs at once, on the host. But each access to memory is noted with who makes it, the host or a stream, and
+with what that one knows of the others (a vector clock): a stream knows what the host had done when it was told to do
+something, and what was before an event that it waits for; the host knows what it has waited for. Two accesses to the
+same bytes, one of which writes, must be known to each other, or a device that is late may do them in the other order.
+
+An operation is a stream's if any of its memory is the device's: what is made for a device that is named, what such
+operations give, and what `Machine.own` was told. All other memory is the host's. `Tensor.numpy` counts as a write by
+the host, for what is done with the array is not seen. Memory that is freed is not checked: torch looks after that.
+
+The clocks are those of Lamport and Mattern; FastTrack (Flanagan and Freund, 2009) finds races by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+HOST = "the host"
+
+Known = dict[str, int]
+"""How much of what each has done is known to somebody."""
+
+
+class RaceError(AssertionError):
+    """Two accesses to the same memory of which neither knows of the other."""
+
+
+class _Access(NamedTuple):
+    first: int
+    stop: int
+    writes: bool
+    who: str
+    when: int
+    what: str
+
+
+class Stream:
+    """A stream; who waits for it, or has it wait, knows what was before."""
+
+    def __init__(self, machine: Machine, name: str) -> None:
+        self.machine, self.name = machine, name
+
+    def wait_event(self, event: Event) -> None:
+        self.machine.learn(self.name, event.known)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.machine.learn(self.name, self.machine.known_to(other.name))
+
+    def synchronize(self) -> None:
+        self.machine.learn(HOST, self.machine.known_to(self.name))
+
+
+class Event:
+    """What a stream knew when it was recorded."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.known: Known = {}
+
+    def record(self, stream: Stream) -> None:
+        self.known = dict(self._machine.told(stream.name))
+
+    def synchronize(self) -> None:
+        self._machine.learn(HOST, self.known)
+
+
+class Graph:
+    """Operations that were recorded, and are done again on the same memory."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.recorded: list[tuple[Any, Any, Any, Any]] = []
+
+    def replay(self) -> None:
+        for func, args, kwargs, made in self.recorded:
+            self._machine.again(func, args, kwargs, made)
+
+    def reset(self) -> None:
+        self.recorded.clear()
+
+
+class Machine(TorchDispatchMode):
+    """Notes what operations do to memory, as the host or the current stream.
+
+    Attributes:
+        current: The stream that operations run on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[str, Known] = {HOST: {}}
+        self._accesses: dict[int, list[_Access]] = {}
+        self._device: set[int] = set()
+        self._kept: list[torch.Tensor] = []
+        self._recording: list[tuple[Any, Any, Any, Any]] | None = None
+        self._streams = 0
+        self.current = self.stream()
+
+    # --- what stands in for torch.cuda ---
+
+    def stream(self, *_: object, **__: object) -> Stream:
+        self._streams += 1
+        name = f"stream {self._streams}"
+        self._known[name] = {}
+        return Stream(self, name)
+
+    def event(self, *_: object, **__: object) -> Event:
+        return Event(self)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def record(self, graph: Graph, *, stream: Stream, **_: object) -> Iterator[None]:
+        self._recording = graph.recorded
+        try:
+            with self.on(stream):
+                yield
+        finally:
+            self._recording = None
+
+    def stand_in(self, patch: pytest.MonkeyPatch) -> None:
+        """Take the place of `torch.cuda`, and see what becomes of memory outside of torch."""
+        for name, value in {
+            "Stream": self.stream,
+            "Event": self.event,
+            "stream": self.on,
+            "current_stream": lambda *_: self.current,
+            "graph_pool_handle": lambda: 0,
+            "CUDAGraph": lambda: Graph(self),
+            "graph": self.record,
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+        numpy = torch.Tensor.numpy
+
+        def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.note(HOST, tensor, writes=True, what="numpy")
+            return numpy(tensor, *args, **kwargs)
+
+        def to_host(tensor: torch.Tensor) -> torch.Tensor:
+            if _place(tensor) not in self._device:
+                return tensor
+            self.note(self.current.name, tensor, writes=False, what="cpu")
+            self.learn(HOST, self.known_to(self.current.name))
+            with _disable_current_modes():
+                return tensor.clone()
+
+        patch.setattr(torch.Tensor, "numpy", noted)
+        patch.setattr(torch.Tensor, "cpu", to_host)
+        patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+
+    def own(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take memory for the device's."""
+        for tensor in tensors:
+            self._keep(tensor)
+            self._device.add(_place(tensor))
+
+    def unseen(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs without being looked at: what the host does by itself, with torch on no device."""
+
+        def ran(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return run(*args, **kwargs)
+
+        return ran
+
+    # --- who knows what ---
+
+    def known_to(self, who: str) -> Known:
+        return self._known[who]
+
+    def learn(self, who: str, known: Known) -> None:
+        mine = self._known[who]
+        for other, when in known.items():
+            mine[other] = max(mine.get(other, 0), when)
+
+    def told(self, who: str) -> Known:
+        """Return what a stream knows once the host has told it something now."""
+        self.learn(who, self._known[HOST])
+        return self._known[who]
+
+    # --- accesses ---
+
+    def note(self, who: str, tensor: torch.Tensor, *, writes: bool, what: str) -> None:
+        """Note an access.
+
+        Raises:
+            RaceError: When an earlier one is not known to whoever makes it.
+        """
+        if not tensor.numel():
+            return
+        self._keep(tensor)
+        known = self._known[who]
+        known[who] = known.get(who, 0) + 1
+        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        stop = first + (int(reach) + 1) * tensor.itemsize
+        mine = _Access(first, stop, writes, who, known[who], what)
+        earlier = self._accesses.setdefault(_place(tensor), [])
+        for each in earlier:
+            apart = each.stop <= first or stop <= each.first
+            if apart or not (writes or each.writes) or each.when <= known.get(each.who, 0):
+                continue
+            raise RaceError(
+                f"{what} of {who} and {each.what} of {each.who}: the same memory, in no order"
+            )
+        if writes:  # whoever knows of this knows of those before
+            earlier[:] = [each for each in earlier if each.first < first or stop < each.stop]
+        earlier.append(mine)
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        if _place(tensor) not in self._accesses:
+            self._accesses[_place(tensor)] = []
+            self._kept.append(tensor)  # or another would get its address
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        pinned = options.pop("pin_memory", False)
+        made = self._run(func, args, options, pinned=bool(pinned))
+        if self._recording is not None:
+            self._recording.append((func, args, options, made))
+        return made
+
+    def again(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        """Do an operation of a graph again: what it gives goes where it went."""
+        found = self._run(func, args, kwargs)
+        with _disable_current_modes():
+            for old, new in zip(tree_leaves(made), tree_leaves(found), strict=True):
+                if isinstance(old, torch.Tensor) and _place(old) != _place(new):
+                    old.copy_(new)
+        self._note_made(self.current.name, func, args, kwargs, made)
+
+    def _run(self, func: Any, args: Any, kwargs: Any, *, pinned: bool = False) -> Any:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        on_device = any(_place(each) in self._device for each in given)
+        makes = not given and not pinned and kwargs.get("device") is not None
+        who = self.current.name if on_device or makes else HOST
+        if who != HOST:
+            self.told(who)
+        found = func(*args, **kwargs)
+        places = {_place(each) for each in given}
+        made = [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
+        writes = any(
+            each.alias_info and each.alias_info.is_write for each in func._schema.arguments
+        )
+        # What gives no memory of its own, and writes to none, is a view.
+        fresh = [each for each in made if _place(each) not in places]
+        if self._recording is not None:  # on a GPU nothing is done yet
+            self.own(fresh)
+        elif writes or fresh:
+            self._note_given(who, func, args, kwargs)
+            self._note_made(who, func, args, kwargs, found)
+        if who != HOST and self._waits(func, args, kwargs, given):
+            self.learn(HOST, self._known[who])
+        return found
+
+    def _note_given(self, who: str, func: Any, args: Any, kwargs: Any) -> None:
+        names = func._schema.arguments
+        for at, each in enumerate(names):
+            value = args[at] if at < len(args) else kwargs.get(each.name)
+            writes = each.alias_info is not None and each.alias_info.is_write
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, torch.Tensor):
+                    self.note(who, tensor, writes=writes, what=str(func))
+
+    def _note_made(self, who: str, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        given = {
+            _place(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+        }
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and _place(tensor) not in given:
+                if who != HOST:
+                    self._device.add(_place(tensor))
+                self.note(who, tensor, writes=True, what=str(func))
+
+    def _waits(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:
+        """Return whether the host waits for an operation: one that gives it a value, or copies from or to it."""
+        name = func._schema.name
+        if name == "aten::_local_scalar_dense":
+            return True
+        if name not in {"aten::copy_", "aten::_to_copy"}:
+            return False
+        non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        return not non_blocking and any(_place(each) not in self._device for each in given)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,260 @@
+"""No two accesses to memory on a GPU are in no order, whatever is late; orders that are left out are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.workers.backends.cuda.races import Event, Machine, RaceError, Stream
+from tests.workers.batching.test_swap_area import NOTHING, make_cache, pairs
+from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Stage
+from tests.workers.test_language import mixed_questions, outputs
+from vsched.types import SamplingParams
+from vsched.worker.contract import WorkerSettings
+from vsched_workers import language
+from vsched_workers.backends.base import RunModel
+from vsched_workers.backends.cuda import graphs
+from vsched_workers.backends.cuda.backend import CudaBackend
+from vsched_workers.backends.cuda.copies import RowCopies, pinned
+from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
+from vsched_workers.backends.cuda.graphs import DecodeGraphs
+from vsched_workers.backends.cuda.swapping import CudaSwapArea
+from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    made = Machine()
+    made.stand_in(monkeypatch)
+    with torch.inference_mode(), made:
+        yield made
+
+
+def nothing(*_: object, **__: object) -> None:
+    """In the place of a wait."""
+
+
+# --- the detector itself ---
+
+
+def test_what_waits_for_each_other_is_no_race(machine: Machine) -> None:
+    rows, other = torch.zeros(8, device="cpu"), machine.stream()
+    ready = machine.event()
+    ready.record(machine.current)
+    with machine.on(other):
+        other.wait_event(ready)
+        rows.add_(1)
+    machine.current.wait_stream(other)
+    assert rows.sum().item() == 8
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_two_streams_that_do_not_wait_are_a_race(machine: Machine, writes: bool) -> None:
+    rows = torch.zeros(8, device="cpu")
+    machine.current.synchronize()  # all know of the zeros
+    with machine.on(machine.stream()):
+        rows[:4].add_(1)
+    rows[4:].add_(1)  # other bytes
+    with pytest.raises(RaceError, match="in no order"):
+        rows[3:].add_(1) if writes else rows[3:].clone()
+
+
+def test_host_must_wait_for_what_it_reads_and_for_what_reads_it(machine: Machine) -> None:
+    there = torch.zeros(8, pin_memory=True)
+    rows = torch.ones(8, device="cpu")
+    there.copy_(rows, non_blocking=True)
+    with pytest.raises(RaceError):
+        there.numpy()
+    machine.current.synchronize()
+    there.numpy()
+    rows.copy_(there, non_blocking=True)
+    with pytest.raises(RaceError):
+        there.numpy()
+    rows.copy_(there)  # which waits
+    there.numpy()
+
+
+# --- copies of rows, swapping ---
+
+
+def fetch_and_use(machine: Machine) -> None:
+    """Fetch rows again and again, and compute with them."""
+    copies = RowCopies("cpu", cuda=torch.cuda, allocate=pinned)
+    source = np.arange(40 * 8, dtype=np.uint8).reshape(40, 8)
+    total = torch.zeros(8, dtype=torch.int64, device="cpu")
+    for turn in range(6):
+        rows = copies.fetch(source, np.arange(turn, turn + 9))
+        total.add_(rows.sum(0))
+    machine.current.synchronize()
+
+
+def swap_and_use(machine: Machine) -> None:
+    """Swap blocks out and back while steps write to the cache."""
+    cache = make_cache()
+    machine.own([*cache.keys, *cache.values])
+    area = CudaSwapArea(cache, 4, device="cpu", cuda=torch.cuda, allocate=pinned)
+    for turn in range(4):
+        cache.keys[0][turn * 4 : turn * 4 + 8].add_(1)
+        area.copy(pairs((turn, 0), (turn + 1, 1)), NOTHING)
+        cache.values[1].add_(1)
+        area.copy(NOTHING, pairs((0, turn), (1, turn + 2)))
+    machine.current.synchronize()
+
+
+@pytest.mark.parametrize("subject", [fetch_and_use, swap_and_use])
+def test_copies_are_no_race(machine: Machine, subject: Callable[[Machine], None]) -> None:
+    subject(machine)
+
+
+@pytest.mark.parametrize(
+    ("subject", "kind", "wait"),
+    [
+        (fetch_and_use, Stream, "wait_event"),
+        (fetch_and_use, Event, "synchronize"),
+        (fetch_and_use, Event, "record"),
+        (swap_and_use, Stream, "wait_event"),
+        (swap_and_use, Event, "record"),
+    ],
+)
+def test_copies_without_a_wait_are_a_race(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    subject: Callable[[Machine], None],
+    kind: type,
+    wait: str,
+) -> None:
+    monkeypatch.setattr(kind, wait, nothing)
+    with pytest.raises(RaceError):
+        subject(machine)
+
+
+# --- captured steps that run ahead, prefill and encoding beside them ---
+
+
+class TensorDecode:
+    """Attention of decode rows by what a graph may hold: operations on the device alone."""
+
+    capturable = True
+
+    def __call__(
+        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
+    ) -> torch.Tensor:
+        if step.on_device is None:
+            step.on_device = (torch.from_numpy(step.tables), torch.from_numpy(step.contexts))
+        tables, contexts = step.on_device
+        size = step.cache.block_size
+        device = query.device
+        slots = (tables.long()[:, :, None] * size + torch.arange(size, device=device)).flatten(1)
+        groups = query.shape[1] // step.cache.keys[layer].shape[1]
+        keys, values = (
+            each[layer][slots].repeat_interleave(groups, 2)
+            for each in (step.cache.keys, step.cache.values)
+        )
+        scores = torch.einsum("rhd,rthd->rht", query, keys) * scaling
+        unseen = torch.arange(slots.shape[1], device=device)[None] >= contexts[:, None]
+        weights = scores.masked_fill(unseen[:, None], -torch.inf).softmax(-1)
+        return torch.einsum("rht,rthd->rhd", weights, values)
+
+
+class GraphBackend(ReferenceBackend):
+    """A host with the graph stream of a GPU, and what tells tokens from logits."""
+
+    spare_blocks = 1
+    argmax = CudaBackend.argmax
+    draw = CudaBackend.draw
+
+    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+        return super().choose_attention(cache, heads)._replace(decode=TensorDecode())
+
+    def capture_steps(
+        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+    ) -> DecodeGraphs:
+        stream, reserved = CudaGraphStream("cpu"), self.memory.reserved
+        return DecodeGraphs(stream, cache, attention, run, reserved=reserved)
+
+
+def questions(sampling: SamplingParams) -> list[Question]:
+    alone = Question("How many objects are there?", count=22, sampling=sampling)
+    return [*mixed_questions(sampling)[:2], alone]
+
+
+def run_ahead(machine: Machine, stage: Stage, sampling: SamplingParams) -> list[list[int]]:
+    """Serve requests that begin and end among each other, and return their tokens."""
+    worker: Any = stage.generator
+    worker.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
+    cache = worker._cache
+    machine.own([*cache.keys, *cache.values, *worker._model.parameters()])
+    if stage.vision is not None:
+        machine.own(stage.encoder._tower.module.parameters())  # type: ignore[attr-defined]
+    worker.prepare = machine.unseen(worker.prepare)
+    return outputs(Driver(stage, chunk=48, seed=1).run(questions(sampling), arrivals=5))
+
+
+@pytest.fixture
+def stage(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], Stage]:
+    path = str(checkpoints("nano25"))
+    settings = WorkerSettings(threads=1)
+
+    def load() -> Stage:
+        with monkeypatch.context() as patched:
+            patched.setattr(language, "choose_backend", GraphBackend)
+            return Stage.load(path, attention="exact", dtype="float32", settings=settings)
+
+    return load
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(seed=3, temperature=0.8, top_p=0.9)])
+def test_captured_steps_are_no_race(
+    stage: Callable[[], Stage],
+    stages: Callable[..., Stage],
+    machine: Machine,
+    sampling: SamplingParams,
+) -> None:
+    """Steps run ahead, are used or dropped; the tokens are those of eager steps."""
+    found = run_ahead(machine, machine.unseen(stage)(), sampling)
+    plain = Driver(machine.unseen(stages)("nano25"), chunk=48, seed=1)
+    assert found == outputs(machine.unseen(plain.run)(questions(sampling), arrivals=5))
+
+
+KV, NUMPY = "index_copy_.* of stream .*index_copy_", "numpy of the host and aten.copy_"
+LEFT_OUT: dict[str, tuple[object, str, str]] = {
+    "what steps are told before they read it": (CudaGraphStream, "wait_for_others", "zeros"),
+    "steps before the prefill after them": (CudaGraphStream, "let_others_wait", KV),
+    "what is sent before it is overwritten": (Event, "synchronize", NUMPY),
+    "tokens before they are read": (Event, "record", NUMPY),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", LEFT_OUT)
+def test_captured_steps_without_a_wait_are_a_race(
+    stage: Callable[[], Stage],
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    order: str,
+) -> None:
+    kind, wait, message = LEFT_OUT[order]
+    monkeypatch.setattr(kind, wait, nothing)
+    with pytest.raises(RaceError, match=message):
+        run_ahead(machine, machine.unseen(stage)(), GREEDY)
+
+
+@pytest.mark.slow
+def test_one_buffer_for_tokens_is_a_race(
+    stage: Callable[[], Stage], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step's tokens would be written over those that the host has yet to read."""
+    monkeypatch.setattr(graphs, "_HOST_BUFFERS", 1)
+    with pytest.raises(RaceError, match=NUMPY):
+        run_ahead(machine, machine.unseen(stage)(), GREEDY)
