@@ -25,6 +25,7 @@ from vsched_workers.backends.base import Backend
 from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.batching.device_copies import fetched
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
@@ -195,7 +196,7 @@ class VisionWorker(AdaptedWorker):
         with typed_out_of_memory("encoding images"), torch.inference_mode():
             with self.adapted_images(jobs[0].adapter):
                 rows = self._tower(jobs)
-            raw = rows.contiguous().cpu().view(torch.uint8).numpy()
+            raw = fetched(rows.contiguous()).view(torch.uint8).numpy()
         expected = (sum(job.tokens for job in jobs), self._info.embedding_row_bytes)
         if raw.shape != expected:
             raise ValueError(f"the encoder yields rows of shape {raw.shape}, expected {expected}")

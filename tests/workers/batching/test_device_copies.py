@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vsched_workers.batching.device_copies import sent
+from vsched_workers.batching.device_copies import fetched, sent
 
 
 def test_arrays_are_copied_from_pinned_memory_and_nobody_waits(
@@ -33,3 +33,19 @@ def test_arrays_are_copied_from_pinned_memory_and_nobody_waits(
     assert torch.equal(pinned[0], torch.arange(3))
     assert sent(array, torch.device("cpu")).data_ptr() == array.ctypes.data
     assert len(pinned) == 1
+
+
+def test_what_a_device_made_is_fetched_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, pinned = torch.empty, []
+
+    def noted(*shape: object, pin_memory: bool = False, **options: object) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty(*shape, **options)  # type: ignore[call-overload,no-any-return]
+
+    there = torch.zeros(3, 2, device="meta")
+    here = torch.zeros(3)
+    monkeypatch.setattr(torch, "empty", noted)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda kept, _: kept)
+    found = fetched(there)
+    assert (found.shape, found.device.type, pinned) == ((3, 2), "cpu", [True])
+    assert fetched(here) is here

@@ -17,3 +17,10 @@ def sent(array: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
     if torch.device(device).type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def fetched(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a device on the host, once it is there; into pinned memory, which is twice as fast or more."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
