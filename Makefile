@@ -16,9 +16,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 DEMO_STAMP := $(VENV)/.installed-demo
 TEST_STAMP := $(VENV)/.installed-test
 DOCS_STAMP := $(VENV)/.installed-docs
+TRITON_STAMP := $(VENV)/.installed-triton
 SOURCES := vsched policies workers tests
 
-.PHONY: demo test install format format-check lint types layers unit wheel coverage docs clean
+.PHONY: demo test install format format-check lint types layers unit kernels wheel coverage docs clean
 .NOTPARALLEL:
 
 demo: $(DEMO_STAMP)
@@ -48,6 +49,11 @@ $(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[docs]'
 	@touch $@
 
+$(TRITON_STAMP): $(TEST_STAMP)
+	@echo "Installing Triton into $(VENV): 250 MB."
+	$(INSTALL) -e '.[kernels]'
+	@touch $@
+
 format: $(TEST_STAMP)
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
@@ -67,6 +73,10 @@ layers: $(TEST_STAMP)
 # Two at a time, also where there are more cores: some tests start eight ranks. No test minds what else the machine does.
 unit: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# What of the path for a GPU wants Triton: its interpreter, and its compiler for an H100. `make unit` skips these.
+kernels: $(TRITON_STAMP)
+	$(BIN)/python -m pytest tests/workers/backends/cuda
 
 wheel: $(TEST_STAMP)
 	rm -rf dist
