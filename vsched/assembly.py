@@ -57,6 +57,9 @@ def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInf
         item_tokens_max=policies.item_tokens_max or 0,
     )
     config, info = as_served(config, info)
+    if config.generate.kv_dtype == "int8":
+        _check_kv_heads(config, info)
+        info = info.with_int8_kv
     check_parallel(config, info)
     arena_layout(config, info)
     _check_atoms(config, info)
@@ -68,6 +71,19 @@ def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInf
         sampling=info.sampling if config.model.sampling_defaults else SamplingDefaults(),
         chat_template=config.model.chat_template,
     )
+
+
+def _check_kv_heads(config: Config, info: ModelInfo) -> None:
+    if not info.kv_heads_per_token:
+        raise ConfigError(
+            limit_message(
+                f"generate.kv_dtype: {config.generate.plugin} does not tell the heads of model_type {info.family!r}, "
+                "each of which would have a scale",
+                value=config.generate.kv_dtype,
+                limit="auto",
+                remedy="set it to auto, or leave it out",
+            )
+        )
 
 
 def as_served(config: Config, info: ModelInfo) -> tuple[Config, ModelInfo]:

@@ -208,14 +208,21 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
 
 
+KV_SCALE_BYTES = 2
+"""Bytes of the scale, a bfloat16, of a head of K or V that is kept in 8 bits."""
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the rest of the system must know of a checkpoint without loading it.
 
     Attributes:
         family: The model family's name, such as `qwen2_5_vl`.
-        dtype: `float32`, `bfloat16` or `float16`: weights, KV cache and embeddings alike.
+        dtype: `float32`, `bfloat16` or `float16`: weights and embeddings alike, and the KV cache unless `kv_dtype` says
+            otherwise.
         embedding_levels: Rows that the encoder yields a token: 1, plus one for each deepstack level.
         kv_bytes_per_token: Bytes of K and V of one token over all layers.
+        kv_heads_per_token: Heads of K and of V of one token over all layers; 0 where they cannot be kept in 8 bits.
+        kv_dtype: `int8` where the KV cache has K and V in 8 bits, with a scale for each head of a token; or `auto`.
         shares_kv: Of several ranks each has a part of them, and not all.
         state_bytes: Bytes of what layers keep of a sequence besides, however long it is; 0 where they keep nothing.
             Such a state is of the last token alone, so the blocks of an earlier request are of no use without it.
@@ -238,6 +245,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     context_tokens: int
     kv_bytes_per_token: int
+    kv_heads_per_token: int = 0
+    kv_dtype: str = "auto"
     shares_kv: bool = True
     state_bytes: int = 0
     item_tokens_max: int = 0
@@ -253,6 +262,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     def takes_images(self) -> bool:
         """Whether prompts may hold images."""
         return self.image_token_id is not None
+
+    @property
+    def with_int8_kv(self) -> ModelInfo:
+        """The same model, its KV cache in 8 bits."""
+        assert self.kv_heads_per_token, "it cannot be kept so"
+        values = self.kv_bytes_per_token // self.itemsize
+        size = values + KV_SCALE_BYTES * self.kv_heads_per_token
+        return msgspec.structs.replace(self, kv_dtype="int8", kv_bytes_per_token=size)
 
     @property
     def text_alone(self) -> ModelInfo:

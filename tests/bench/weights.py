@@ -6,7 +6,8 @@
 The first measures, in one run, the rate at which memory is read; what one row takes beside the time that the weights'
 bytes take at that rate; and what more rows take beside the same rows in bfloat16. Weights are used in turn, so that
 none is left in a cache. Products of torch that are made for such weights stand beside. The second runs the questions
-of the exam on a checkpoint and on the same with weights made into fewer bits, fed the same tokens.
+of the exam on a checkpoint and on the same with weights made into fewer bits, or with its KV cache in 8 bits, fed the
+same tokens.
 """
 
 from __future__ import annotations
@@ -131,9 +132,14 @@ def logits_table(path: str) -> Table:
     from tests.bench.weights_logits import ask
 
     table = Table("weights", "logits apart", "same first choice", "right answers", title=path)
-    for kind, group in [("auto", 0), *FORMATS[1:]]:
-        told = ask(path, kind, group)
+    for kind, group, kv_dtype in [
+        ("auto", 0, "auto"),
+        ("auto", 0, "int8"),
+        *((*each, "auto") for each in FORMATS[1:]),
+    ]:
+        told = ask(path, kind, group, kv_dtype)
         name = f"{kind}, {group}" if group else "as they are"
+        name += ", KV int8" * (kv_dtype == "int8")
         row = (
             f"{100 * told.apart:.2f} %",
             f"{100 * told.same:.2f} %",

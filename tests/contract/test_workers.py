@@ -305,8 +305,8 @@ def test_check_worker_names_everything_that_is_missing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["nano25", "nano3"])
-def test_transformers_plugin_keeps_the_contract(size: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "kv_dtype"), [("nano25", "auto"), ("nano3", "int8")])
+def test_transformers_plugin_keeps_the_contract(size: str, kv_dtype: str, tmp_path: Path) -> None:
     """The plug-in that comes with vsched, with attention that does not depend on the batch."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -316,4 +316,6 @@ def test_transformers_plugin_keeps_the_contract(size: str, tmp_path: Path) -> No
     torch.set_num_threads(1)
     make_checkpoint(str(tmp_path / size), size, dtype="float32")
     settings = WorkerSettings(threads=1, attention="exact")
-    check_worker(plugin, str(tmp_path / size), settings=settings, seeds=range(3))
+    info = plugin.inspect(str(tmp_path / size), dtype="float32", item_tokens_max=0)
+    info = info.with_int8_kv if kv_dtype == "int8" else info
+    check_worker(plugin, info, settings=settings, seeds=range(3))

@@ -39,7 +39,7 @@ from vsched.types import ArraySpec, ModelInfo, Spans
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.checkpoint.description import describe_checkpoint
-from vsched_workers.families.generic import context_tokens, kv_values
+from vsched_workers.families.generic import context_tokens, kept_values
 from vsched_workers.families.generic_vision import pack_metadata, unpack_metadata, vision_facts
 from vsched_workers.families.recurrent import state_bytes
 from vsched_workers.plugin import plugin
@@ -194,7 +194,7 @@ def _info(path: Path, family: str) -> ModelInfo:
         embedding_levels=facts.embedding_levels,
         vocab_size=facts.text.vocab_size,
         context_tokens=context_tokens(facts.text, family),
-        kv_bytes_per_token=kv_values(facts.text) * 4,
+        kv_bytes_per_token=kept_values(facts.text).values * 4,
         state_bytes=kept,
         item_tokens_max=WHOLE,
         image_token_id=facts.image_token_id,

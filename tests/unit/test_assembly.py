@@ -286,6 +286,22 @@ def test_swap_memory_that_is_of_no_use_is_refused(
         scheduler_limits(config, info, resolve_policies(config), blocks=9)
 
 
+def test_kv_cache_in_8_bits_is_what_everybody_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte for a value and two for the scale of a head; a plug-in that tells no heads is refused."""
+    plugin = FakePlugin()
+    found = msgspec.structs.replace(INFO, dtype="bfloat16", kv_bytes_per_token=256)
+    monkeypatch.setattr("vsched.assembly.load_worker", lambda *_, **__: plugin)
+    monkeypatch.setattr(plugin, "inspect", lambda *_, **__: found, raising=False)
+    config = config_of("generate.kv_dtype=int8", "model.path=x")
+    with pytest.raises(ConfigError, match=r"generate\.kv_dtype: .* heads of .*set it to auto"):
+        inspect_checkpoint(config, resolve_policies(config))
+    found = msgspec.structs.replace(found, kv_heads_per_token=8)
+    info = inspect_checkpoint(config, resolve_policies(config))
+    assert (info.kv_dtype, rank_kv_bytes_per_token(config, info)) == ("int8", 128 + 16)
+    plain = config_of("model.path=x")
+    assert inspect_checkpoint(plain, resolve_policies(plain)).kv_bytes_per_token == 256
+
+
 def test_swap_memory_of_a_plugin_that_cannot_swap_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

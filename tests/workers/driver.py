@@ -91,9 +91,17 @@ class Stage:
 
     @classmethod
     def load(
-        cls, path: str, *, attention: str, dtype: str, settings: WorkerSettings | None = None
+        cls,
+        path: str,
+        *,
+        attention: str,
+        dtype: str,
+        settings: WorkerSettings | None = None,
+        kv_dtype: str = "auto",
     ) -> Stage:
         info = plugin.inspect(path, dtype=dtype, item_tokens_max=0)
+        if kv_dtype == "int8":
+            info = info.with_int8_kv
         settings = settings or WorkerSettings(threads=1)
         settings = dataclasses.replace(
             settings, attention=attention, slots=SLOTS, state_snapshots=SLOTS

@@ -170,6 +170,13 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
             "see docs/memory.md."
         ),
     ] = "on_use"
+    kv_dtype: Annotated[
+        Literal["auto", "int8"],
+        Meta(
+            description="What the KV cache keeps keys and values in: `int8`, with a scale for each head of a token, "
+            "on a CPU, about half of the memory of bfloat16; see docs/memory.md. `auto` is the type of the model."
+        ),
+    ] = "auto"
     prefix_cache: Annotated[
         bool,
         Meta(description="Whether KV blocks of finished requests are kept for later prompts."),

@@ -44,13 +44,9 @@ from vsched_workers.backends.reference.whole_model import (
     first_run_of_share,
 )
 from vsched_workers.batching import paged_attention
+from vsched_workers.batching.kv_cache import KvCache, KvShape, kept_dim
 from vsched_workers.batching.packed_step import Images, fetch_images, pack
-from vsched_workers.batching.paged_attention import (
-    AttentionKernels,
-    KvCache,
-    KvShape,
-    PagedStep,
-)
+from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
 from vsched_workers.batching.prompt_logprobs import prompt_logprobs, tells_prompts
 from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import choose_tokens
@@ -195,7 +191,7 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
                 self._language.kv,
                 blocks=blocks,
                 block_size=block_size,
-                dtype=self._dtype,
+                dtype=self._backend.kv_dtype,
                 allocate=allocate,
                 spare_blocks=self._backend.spare_blocks,
             )
@@ -342,7 +338,7 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     """
     torch.set_num_threads(torch_threads(settings))
     dtype: torch.dtype = getattr(torch, info.dtype)
-    backend = choose_backend(settings, dtype)
+    backend = choose_backend(settings, dtype, info.kv_dtype)
     family = language_family(info.family, info.path, settings)
     if settings.ranks > 1 and family is not None and not family.language_sharing.sizes:
         family = None  # only its plan tells how to share it
@@ -450,7 +446,8 @@ def family_language(
     text = config.get_text_config()
     kinds = family.decoder.kinds(text)
     kv_heads = text.num_key_value_heads // ranks
-    values = info.kv_bytes_per_token // (text.num_hidden_layers * kv_heads * info.itemsize)
+    head_bytes = info.kv_bytes_per_token // (text.num_hidden_layers * kv_heads * 2)
+    head_dim = kept_dim(head_bytes // backend.kv_dtype.itemsize, backend.kv_dtype)
     runnable = backend.prepare_language(model, head, family.decoder)
     rule = family.decoder.logit_rule(text)
     if rule is not None:
@@ -458,7 +455,7 @@ def family_language(
     return LanguageModel(
         module=model,
         runnable=runnable,
-        kv=[KvShape(kv_heads, values // 2, values // 2)] * text.num_hidden_layers,
+        kv=[KvShape(kv_heads, head_dim, head_dim)] * text.num_hidden_layers,
         heads=text.num_attention_heads // ranks,
         positions=functools.partial(family.positions, config),
         first_layers=functools.partial(_cut_layers, model, kinds),

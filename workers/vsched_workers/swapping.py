@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vsched_workers.backends.base import Backend
-from vsched_workers.batching.paged_attention import KvCache
+from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.swap_area import SWAP_REMEDY, Pairs, SwapArea
 from vsched_workers.memory.out_of_memory import typed_out_of_memory
 from vsched_workers.parallel.rank_group import RankGroup

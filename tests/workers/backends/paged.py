@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -9,12 +11,8 @@ import numpy as np
 import torch
 
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
-from vsched_workers.batching.paged_attention import (
-    KvCache,
-    KvShape,
-    PagedStep,
-    context_slots,
-)
+from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv, to_int8
+from vsched_workers.batching.paged_attention import PagedStep, context_slots
 
 
 def filled_cache(
@@ -38,7 +36,8 @@ def filled_cache(
     )
     generator = torch.Generator().manual_seed(0)
     for tensor in (*cache.keys, *cache.values):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        drawn = torch.randn(*tensor.shape[:2], head_dim, generator=generator)
+        tensor.copy_(to_int8(drawn) if dtype == torch.int8 else drawn)
     shuffled = np.random.default_rng(0).permutation(blocks).astype(np.int32)
     tables = np.zeros((len(contexts), width), dtype=np.int32)
     for row, context in enumerate(contexts):
@@ -55,6 +54,16 @@ def filled_cache(
         segments=[],
     )
     return cache, step
+
+
+def dequantized(step: PagedStep, dtype: torch.dtype) -> PagedStep:
+    """Return a step over a cache of a type with what that of the given one has."""
+    cache = copy.copy(step.cache)
+    slots = torch.arange(len(cache.keys[0]))
+    cache.layers = [LayerKv(*each.read(slots, dtype)) for each in cache.layers]
+    cache.keys = [each.keys for each in cache.layers]
+    cache.values = [each.values for each in cache.layers]
+    return dataclasses.replace(step, cache=cache, scratch={})
 
 
 def written_out(query: torch.Tensor, step: PagedStep, layer: int, scaling: float) -> torch.Tensor:

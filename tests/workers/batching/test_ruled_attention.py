@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from vsched_workers.batching import ruled_attention
-from vsched_workers.batching.paged_attention import KvCache, KvShape, context_slots
+from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv
+from vsched_workers.batching.paged_attention import context_slots
 from vsched_workers.batching.ruled_attention import (
     ContextIndex,
     ScoreRule,
@@ -75,7 +76,7 @@ def test_decode_is_the_rule_written_out(rule: ScoreRule) -> None:
     )
     if rule.window is not None:
         assert index.slots.shape[1] <= rule.window, "what lies before the window is not read"
-    found = decode_by_rule(query, cache.keys[1], cache.values[1], index, rule)
+    found = decode_by_rule(query, cache.layers[1], index, rule)
     for row, context in enumerate(CONTEXTS):
         slots = context_slots(tables[row], context, BLOCK)
         wanted = expected(query[row], cache.keys[1][slots], cache.values[1][slots], rule)
@@ -89,7 +90,7 @@ def test_prefill_is_the_rule_written_out(rule: ScoreRule, rows: int) -> None:
     query = torch.randn(HEADS, rows, KEY_DIM, generator=torch.Generator().manual_seed(1))
     slots = torch.from_numpy(context_slots(tables[2], 30, BLOCK))
     keys, values = cache.keys[0], cache.values[0]
-    found = prefill_by_rule(query, keys, values, slots, rule)
+    found = prefill_by_rule(query, LayerKv(keys, values), slots, rule)
     for row in range(rows):
         seen = slots[: 30 - rows + row + 1]
         wanted = expected(query[:, row], keys[seen], values[seen], rule)

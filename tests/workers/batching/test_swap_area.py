@@ -11,7 +11,7 @@ import torch
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.memory import status_bytes
 from vsched_workers.batching import swap_area
-from vsched_workers.batching.paged_attention import KvCache, KvShape
+from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.swap_area import RUN_MAX, Pairs, SwapArea, runs, shared_pages
 
 SHAPES = (KvShape(2, 4, 4), KvShape(1, 8, 2))

@@ -82,8 +82,10 @@ def shared_embeddings(settings: WorkerSettings, info: ModelInfo) -> npt.NDArray[
     return np.memmap(path, dtype=np.uint8, mode="r+", shape=shape)
 
 
-def load(settings: WorkerSettings, path: str, dtype: str = "float32") -> Stage:
-    return Stage.load(path, attention="exact", dtype=dtype, settings=settings)
+def load(
+    settings: WorkerSettings, path: str, dtype: str = "float32", kv_dtype: str = "auto"
+) -> Stage:
+    return Stage.load(path, attention="exact", dtype=dtype, settings=settings, kv_dtype=kv_dtype)
 
 
 def driver_of(settings: WorkerSettings, stage: Stage, chunk: int) -> Driver:
@@ -92,10 +94,14 @@ def driver_of(settings: WorkerSettings, stage: Stage, chunk: int) -> Driver:
 
 
 def answer(
-    settings: WorkerSettings, path: str, questions: Sequence[Question], dtype: str = "float32"
+    settings: WorkerSettings,
+    path: str,
+    questions: Sequence[Question],
+    dtype: str = "float32",
+    kv_dtype: str = "auto",
 ) -> tuple[list[list[int]], npt.NDArray[np.uint8], dict[str, int]]:
     """Run questions to their end; return the tokens, all embeddings, and the bytes of both stages' weights."""
-    stage = load(settings, path, dtype)
+    stage = load(settings, path, dtype, kv_dtype)
     driver = driver_of(settings, stage, 40)
     running = driver.run(questions, arrivals=2, preempts=7)
     held = {

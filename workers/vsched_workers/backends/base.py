@@ -20,7 +20,8 @@ import torch
 from vsched.worker.contract import Batch, Sampled, WorkerSettings
 from vsched.worker.memory import DeviceMemory
 from vsched_workers.adapters.sums import MakeSums, TorchSums
-from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep
+from vsched_workers.batching.kv_cache import KvCache
+from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
 from vsched_workers.batching.sampling import SpecialRow, draw_in_numpy
 from vsched_workers.batching.swap_area import SwapArea
 from vsched_workers.parallel.rank_group import Collectives
@@ -94,6 +95,7 @@ class Backend(ABC):
 
     Attributes:
         device: As torch names it.
+        dtype: The type of models, and `kv_dtype` that of KV caches: the same, or int8.
         memory: The memory of the device.
         collectives: How ranks on devices of this kind talk with each other.
         synchronous: Whether a call of a module returns when the device is done, so that a layer can be timed and
@@ -115,11 +117,13 @@ class Backend(ABC):
         settings: WorkerSettings,
         dtype: torch.dtype,
         *,
+        kv_dtype: torch.dtype | None = None,
         memory: DeviceMemory,
         collectives: Collectives,
     ) -> None:
         self.settings = settings
         self.dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
         self.device = settings.device
         self.memory = memory
         self.collectives = collectives

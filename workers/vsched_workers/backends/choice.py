@@ -53,8 +53,10 @@ def torch_threads(settings: WorkerSettings) -> int:
     return 1 if settings.deterministic else settings.threads
 
 
-def choose_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
+def choose_backend(settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str = "auto") -> Backend:
     """Return the backend for a device, a type of weights and the attention that the configuration asks for.
+
+    `kv_dtype` is that of `ModelInfo`.
 
     Raises:
         ConfigError: When there is no such attention, or it cannot run with this device and type.
@@ -65,6 +67,9 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
             settings, dtype, what=f"generate.weights, encode.weights: {settings.weights}"
         )
     _check_attention(settings, dtype, on_cuda=on_cuda)
+    kept = torch.int8 if kv_dtype == "int8" else dtype
+    if kept != dtype:
+        _check_int8_kv(settings)
     if settings.deterministic:
         return _deterministic_backend(settings, dtype)
     if on_cuda:
@@ -72,7 +77,7 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
 
         return CudaBackend(settings, dtype)
     if settings.attention == "exact" or dtype not in {torch.float32, torch.bfloat16}:
-        return ReferenceBackend(settings, dtype)
+        return ReferenceBackend(settings, dtype, kept)
     try:
         from vsched_workers.backends.cpu.backend import CpuBackend
     except ImportError as error:
@@ -81,8 +86,26 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
                 f"generate.attention: {settings.attention!r} is not installed. "
                 "Remedy: install it, or use `auto`."
             ) from error
-        return ReferenceBackend(settings, dtype)
-    return CpuBackend(settings, dtype)
+        return ReferenceBackend(settings, dtype, kept)
+    return CpuBackend(settings, dtype, kept)
+
+
+def _check_int8_kv(settings: WorkerSettings) -> None:
+    """Refuse a KV cache in 8 bits where attention cannot read one.
+
+    Raises:
+        ConfigError: With what can.
+    """
+    if settings.device != "cpu":
+        raise ConfigError(
+            f"generate.kv_dtype: 'int8' runs on cpu only, not on {settings.device}. "
+            "Remedy: set it to auto, or generate.device to cpu."
+        )
+    if settings.deterministic:
+        raise ConfigError(
+            "generate.kv_dtype: the attention of model.deterministic reads no 'int8'. "
+            "Remedy: set it to auto, or model.deterministic to false."
+        )
 
 
 def check_quantized(settings: WorkerSettings, dtype: torch.dtype, *, what: str) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from vsched.types import Spans
 from vsched.worker.contract import Batch, SequenceState
-from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep, Segment
+from vsched_workers.batching.kv_cache import KvCache
+from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep, Segment
 from vsched_workers.batching.step_rows import chunk_positions
 
 

@@ -18,8 +18,7 @@ What some layers add to plain attention (windows, soft caps, sinks, keys and val
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ import torch
 
 from vsched.types import Spans
 from vsched_workers.batching.device_copies import sent
+from vsched_workers.batching.kv_cache import KvCache, LayerKv
 from vsched_workers.batching.ruled_attention import (
     ContextIndex,
     ScoreRule,
@@ -107,65 +107,6 @@ class PatchKernel(Protocol):
     ) -> None:
         """Take [heads, sequences, rows, head dim] each; write to [sequences, rows, heads, head dim]."""
         ...
-
-
-class Allocate(Protocol):
-    """Allocates memory of a device that reads as zeros."""
-
-    def __call__(self, shape: tuple[int, ...], /, *, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of this shape and type."""
-        ...
-
-
-class KvShape(NamedTuple):
-    """What one layer keeps of a token: so many heads, of so many values of the key and of the value each."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def values(self) -> int:
-        """Values of key and value together."""
-        return self.kv_heads * (self.key_dim + self.value_dim)
-
-
-class KvCache:
-    """Keys and values of every layer, [blocks * block_size, kv heads, head dim] each."""
-
-    def __init__(
-        self,
-        shapes: Sequence[KvShape],
-        *,
-        blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        allocate: Allocate,
-        spare_blocks: int = 0,
-    ) -> None:
-        """Allocate for layers of these shapes; `spare_blocks` come after the others, for writes that nobody reads."""
-        self.block_size = block_size
-        self.blocks = blocks
-        slots = (blocks + spare_blocks) * block_size
-        rows = [(each.kv_heads, each.key_dim) for each in shapes]
-        rows += [(each.kv_heads, each.value_dim) for each in shapes]
-        sizes = [slots * heads * dim for heads, dim in rows]
-        whole = allocate((sum(sizes),), dtype=dtype)
-        parts = [part.view(slots, *row) for part, row in zip(whole.split(sizes), rows, strict=True)]
-        self.keys, self.values = parts[: len(shapes)], parts[len(shapes) :]
-
-    @functools.cached_property
-    def arrays(self) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-        """The same memory as numpy arrays; bfloat16, which numpy does not know, as uint16."""
-
-        def array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-            half = tensor.dtype == torch.bfloat16
-            found: npt.NDArray[Any] = (tensor.view(torch.uint16) if half else tensor).numpy()
-            return found
-
-        return [
-            (array(key), array(value)) for key, value in zip(self.keys, self.values, strict=True)
-        ]
 
 
 class Segment:
@@ -348,18 +289,17 @@ def attend(
     """
     layer: Any = module.layer_idx
     step = _RUNNING.get()
-    keys, values = step.cache.keys[layer], step.cache.values[layer]
-    keys.index_copy_(0, step.slots, key[0].transpose(0, 1))
-    values.index_copy_(0, step.slots, value[0].transpose(0, 1))
+    kept = step.cache.layers[layer]
+    key, value = kept.put(step.slots, key[0], value[0])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if sliding_window is not None and step.longest <= sliding_window:
         sliding_window = None
     plain = sliding_window is None and softcap is None and s_aux is None
     plain = plain and not any(segment.mutual for segment in step.segments)
-    if plain and keys.shape[-1] == values.shape[-1]:
-        return attend_plainly(query[0], key[0], value[0], layer, step, scale)[None], None
+    if plain and key.shape[-1] == value.shape[-1]:
+        return attend_plainly(query[0], key, value, layer, step, scale)[None], None
     rule = ScoreRule(scale, sliding_window, softcap, s_aux)
-    return attend_by_rule(query[0], keys, values, step, rule)[None], None
+    return attend_by_rule(query[0], kept, step, rule)[None], None
 
 
 def attend_plainly(
@@ -394,18 +334,14 @@ def attend_plainly(
 
 
 def attend_by_rule(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    step: PagedStep,
-    rule: ScoreRule,
+    query: torch.Tensor, kept: LayerKv, step: PagedStep, rule: ScoreRule
 ) -> torch.Tensor:
     """Attend by a rule for the rows of a step, whose keys and values are in the cache already.
 
-    Shape: query [heads, rows, key dim]; keys and values [slots, kv heads, dim]. Returns [rows, heads, value dim], of
-    which only decode rows and those of segments are written.
+    Shape: query [heads, rows, key dim]. Returns [rows, heads, value dim], of which only decode rows and those of
+    segments are written.
     """
-    out = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
+    out = query.new_empty(query.shape[1], query.shape[0], kept.value_dim)
     rows = step.decode_rows
     if rows:
         name = f"index of {rule.window}"
@@ -418,12 +354,10 @@ def attend_by_rule(
                 device=query.device,
             )
         decoding = query[:, :rows].transpose(0, 1)
-        out[:rows] = decode_by_rule(decoding, keys, values, step.scratch[name], rule)
+        out[:rows] = decode_by_rule(decoding, kept, step.scratch[name], rule)
     for segment in step.segments:
         part = slice(segment.start, segment.stop)
-        out[part] = prefill_by_rule(
-            query[:, part], keys, values, segment.slots(), rule, segment.mutual
-        )
+        out[part] = prefill_by_rule(query[:, part], kept, segment.slots(), rule, segment.mutual)
     return out
 
 

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from vsched.worker.contract import Batch
+from vsched_workers.batching.kv_cache import Allocate
 from vsched_workers.batching.paged_attention import (
-    Allocate,
     PagedStep,
     StatesOfStep,
     running_step,

@@ -15,6 +15,7 @@ import torch
 
 from vsched.types import Spans
 from vsched_workers.batching.device_copies import sent
+from vsched_workers.batching.kv_cache import LayerKv
 
 PART_BYTES = 64 << 20
 """Bytes of scores, or of gathered keys and values, at a time; one row may take more."""
@@ -63,35 +64,31 @@ class ContextIndex(NamedTuple):
 
 
 def decode_by_rule(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    index: ContextIndex,
-    rule: ScoreRule,
+    query: torch.Tensor, kept: LayerKv, index: ContextIndex, rule: ScoreRule
 ) -> torch.Tensor:
     """Attend for rows of one token each.
 
-    Shape: query [rows, heads, key dim]; keys and values [slots, kv heads, dim]. Returns [rows, heads, value dim].
+    Shape: query [rows, heads, key dim]. Returns [rows, heads, value dim].
     """
-    rows, heads, _ = query.shape
-    kv_heads = keys.shape[1]
-    width = kv_heads * (keys.shape[2] + values.shape[2]) * keys.itemsize
+    rows, heads, key_dim = query.shape
+    kv_heads = kept.keys.shape[1]
+    width = kv_heads * (key_dim + kept.value_dim) * query.itemsize
     count = max(1, PART_BYTES // max(1, index.slots.shape[1] * width))
-    out = query.new_empty(rows, heads, values.shape[2])
+    out = query.new_empty(rows, heads, kept.value_dim)
     for start in range(0, rows, count):
         part = slice(start, start + count)
         slots, seen = index.slots[part], index.seen[part]
         grouped = query[part].reshape(len(slots), kv_heads, heads // kv_heads, -1)
-        scores = grouped @ keys[slots].permute(0, 2, 3, 1)
+        keys, values = kept.read(slots, query.dtype)
+        scores = grouped @ keys.permute(0, 2, 3, 1)
         weights = _weights(scores, seen[:, None, None], rule, (kv_heads, -1, 1))
-        out[part] = (weights @ values[slots].transpose(1, 2)).flatten(1, 2)
+        out[part] = (weights @ values.transpose(1, 2)).flatten(1, 2)
     return out
 
 
 def prefill_by_rule(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    kept: LayerKv,
     slots: torch.Tensor,
     rule: ScoreRule,
     mutual: Spans = (),
@@ -100,19 +97,18 @@ def prefill_by_rule(
 
     The tokens of each span of `mutual` see each other, too; all of them are in the context.
 
-    Shape: query [heads, rows, key dim]; keys and values [slots, kv heads, dim]; `slots` int64 [context]. Returns
-    [rows, heads, value dim].
+    Shape: query [heads, rows, key dim]; `slots` int64 [context]. Returns [rows, heads, value dim].
     """
     heads, rows, _ = query.shape
-    kv_heads = keys.shape[1]
-    out = query.new_empty(rows, heads, values.shape[2])
+    kv_heads = kept.keys.shape[1]
+    out = query.new_empty(rows, heads, kept.value_dim)
     before = len(slots) - rows
     for first, last, low, causal in _parts(rows, len(slots), heads, rule.window):
         spans = [each for each in mutual if each[0] < causal and each[1] > before + first]
         high = max([causal, *(end for _, end in spans)])
-        places = slots[low:high]
+        keys, values = kept.read(slots[low:high], query.dtype)
         grouped = query[:, first:last].reshape(kv_heads, heads // kv_heads, last - first, -1)
-        scores = grouped @ keys[places].permute(1, 2, 0)[:, None]
+        scores = grouped @ keys.permute(1, 2, 0)[:, None]
         position = torch.arange(before + first, before + last, device=query.device)[:, None]
         other = torch.arange(low, high, device=query.device)
         seen = other <= position
@@ -121,7 +117,7 @@ def prefill_by_rule(
         if rule.window is not None:
             seen &= other > position - rule.window
         weights = _weights(scores, seen, rule, (kv_heads, -1, 1, 1))
-        attended = weights @ values[places].transpose(0, 1)[:, None]
+        attended = weights @ values.transpose(0, 1)[:, None]
         out[first:last] = attended.permute(2, 0, 1, 3).flatten(1, 2)
     return out
 

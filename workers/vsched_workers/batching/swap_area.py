@@ -19,7 +19,7 @@ import torch
 
 from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.worker.memory import host_available
-from vsched_workers.batching.paged_attention import KvCache
+from vsched_workers.batching.kv_cache import KvCache
 
 Pairs = npt.NDArray[np.int32]
 """Copies, [copies, 2]: from where, and to where."""

@@ -23,7 +23,7 @@ from vsched_workers.checkpoint.weights import WeightIndex
 from vsched_workers.families import FAMILIES, Family, family_of, language_family, model_type_of
 from vsched_workers.families.generic import (
     context_tokens,
-    kv_values,
+    kept_values,
     read_config,
     refusal,
     text_config,
@@ -146,7 +146,7 @@ def _inspect(
     limits = image_limits(family, config, settings, item_tokens_max)
     worst = worst_tokens(limits, factor=image_factor(family, config)) or context
     kv_heads = int(family.text(config, "num_key_value_heads"))
-    values = int(family.text(config, "num_hidden_layers")) * kv_heads * family.head_dim(config)
+    layers = int(family.text(config, "num_hidden_layers"))
     image_token = config.get("image_token_id")
     if not isinstance(image_token, int):
         raise CheckpointError(
@@ -160,7 +160,8 @@ def _inspect(
         embedding_levels=family.embedding_levels(config),
         vocab_size=int(family.text(config, "vocab_size")),
         context_tokens=context,
-        kv_bytes_per_token=2 * values * itemsize,
+        kv_bytes_per_token=2 * layers * kv_heads * family.head_dim(config) * itemsize,
+        kv_heads_per_token=2 * layers * kv_heads,
         item_tokens_max=min(worst, item_tokens_max) if item_tokens_max else worst,
         image_token_id=image_token,
         stop_token_ids=stop_token_ids(directory, config),
@@ -184,8 +185,8 @@ def _inspect_any(
         raise refusal(family, "quantised weights, which the generic path does not read")
     chosen = choose_dtype(config, dtype)
     itemsize = 4 if chosen == "float32" else 2
-    kept = state_bytes(text, itemsize)
-    if kept is None:
+    states, kept = state_bytes(text, itemsize), kept_values(text)
+    if states is None:
         raise refusal(family, "layers with a state of a kind that is not known")
     info = ModelInfo(
         family=family,
@@ -194,9 +195,10 @@ def _inspect_any(
         hidden_size=int(text.hidden_size),
         vocab_size=int(text.vocab_size),
         context_tokens=context_tokens(text, family),
-        kv_bytes_per_token=kv_values(text) * itemsize,
+        kv_bytes_per_token=kept.values * itemsize,
+        kv_heads_per_token=kept.heads,
         shares_kv=bool(_usual_sizes(family, str(directory))) or shares_heads(text),
-        state_bytes=kept,
+        state_bytes=states,
         stop_token_ids=stop_token_ids(directory, config),
         sampling=sampling_defaults(directory),
     )

@@ -7,7 +7,7 @@ is refused, here where the configuration tells, else when the model is built (`b
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vsched.errors import CheckpointError
 from vsched_workers.families.recurrent import ATTENDING, NEITHER, STATEFUL, layer_kinds
@@ -121,23 +121,31 @@ def context_tokens(config: Any, family: str) -> int:
     return longest
 
 
-def kv_values(config: Any) -> int:
-    """Return the values of keys and values of a token over all layers.
+class KeptValues(NamedTuple):
+    """Values of keys and values of a token, and the heads that they are of."""
+
+    values: int
+    heads: int
+
+
+def kept_values(config: Any) -> KeptValues:
+    """Return what all layers keep of a token.
 
     A rank compares it with what the layers really write, before it serves.
     """
     count = sum(kind in ATTENDING for kind in layer_kinds(config)) or config.num_hidden_layers
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else ()
-    return sum(map(_layer_values, layers)) if layers else count * _layer_values(config)
+    each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else ()
+    layers = [_kept_by_layer(layer) for layer in each] or [_kept_by_layer(config)] * count
+    return KeptValues(sum(one.values for one in layers), sum(one.heads for one in layers))
 
 
-def _layer_values(config: Any) -> int:
+def _kept_by_layer(config: Any) -> KeptValues:
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):  # multi-head latent attention, written out
         key = config.qk_nope_head_dim + config.qk_rope_head_dim
-        return int(heads * (key + config.v_head_dim))
+        return KeptValues(int(heads * (key + config.v_head_dim)), 2 * int(heads))
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if getattr(config, "multi_query", False):
         kv_heads = 1
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(2 * kv_heads * size)
+    return KeptValues(int(2 * kv_heads * size), 2 * int(kv_heads))

@@ -23,10 +23,9 @@ from vsched_workers.backends.cpu.kernels.softmax import SCORE_MIN, OnlineSoftmax
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
 from vsched_workers.backends.cuda.backend import CudaBackend
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv
 from vsched_workers.batching.paged_attention import (
     DecodeKernel,
-    KvCache,
-    KvShape,
     PagedStep,
     PatchKernel,
     PrefillKernel,
@@ -266,7 +265,7 @@ def test_tiled_prefill_multiplies_few_shapes(monkeypatch: pytest.MonkeyPatch, he
     for rows in range(1, 400, 3):
         query = torch.zeros(heads, rows, 8, dtype=torch.bfloat16)
         earlier = torch.arange(1 + 5 * rows)
-        tiled_attention.attend_chunk(query, query[:1], query[:1], keys, keys, earlier, 1.0)
+        tiled_attention.attend_chunk(query, query[:1], query[:1], LayerKv(keys, keys), earlier, 1.0)
         seen.append(len(shapes))
     assert seen[-1] <= 2 * len(tiled_attention.FEW_ROWS) * (3 + tiled_attention.TILE_PARTS)
     assert seen[-1] < 134, "fewer than chunks"

@@ -24,7 +24,7 @@ from vsched_workers.backends.cpu import operand_choice, prefill_attention, produ
 from vsched_workers.backends.cpu.kernels import simd
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
-from vsched_workers.batching.paged_attention import KvCache, KvShape
+from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.plugin import TRAINED
 
 needs_bf16_dot = pytest.mark.skipif(not has_bf16_dot(), reason="needs avx512_bf16")

@@ -26,12 +26,6 @@ pytestmark = pytest.mark.slow
 SETTINGS = [("int8", 0), ("int8", 32), ("int4", 0), ("int4", 16)]
 
 
-def apart(twins: Twins) -> float:
-    """Return how far the logits of twins are apart, as a share of their size, both as root mean squares."""
-    one, other = (torch.cat(each).float() for each in twins.logits)
-    return float((one - other).square().mean().sqrt() / one.square().mean().sqrt())
-
-
 @pytest.mark.parametrize(("kind", "group"), SETTINGS)
 def test_quantized_model_equals_its_dequantized_twin(
     checkpoints: Callable[[str], Path], tmp_path: Path, size: str, kind: str, group: int
@@ -70,7 +64,7 @@ def test_quantized_fused_layers_equal_their_dequantized_twin(
     stage = dataclasses.replace(quantized, generator=twins)
     questions = [Question(range(300, 300 + length), count=12) for length in (5, 40, 70)]
     Driver(stage, chunk=30).run(questions, arrivals=2)
-    assert apart(twins) < WITHIN
+    assert twins.apart < WITHIN
 
 
 def test_quantized_weights_weigh_less(checkpoints: Callable[[str], Path], size: str) -> None:
@@ -100,7 +94,7 @@ def test_quantized_models_of_any_architecture_answer_as_their_twins(
     twins = Twins(plain.generator, stage.generator)
     questions = [Question(range(3, 3 + length), count=4) for length in (5, 21)]
     Driver(dataclasses.replace(plain, generator=twins), chunk=30).run(questions)
-    assert 0 < apart(twins) < 0.1
+    assert 0 < twins.apart < 0.1
     assert stage.generator.weights_bytes < plain.generator.weights_bytes
 
 

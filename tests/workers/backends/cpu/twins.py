@@ -42,6 +42,12 @@ class Twins:
                 kept[-1] = kept[-1][:rows]
         return sampled[0]
 
+    @property
+    def apart(self) -> float:
+        """How far the logits are apart, as a share of their size, both as root mean squares."""
+        one, other = (torch.cat(each).float() for each in self.logits)
+        return float((one - other).square().mean().sqrt() / one.square().mean().sqrt())
+
     def check(self) -> None:
         """Check that the logits are the same but for rounding, and so the choice wherever it is clear."""
         wanted, found = (torch.cat(each).float() for each in self.logits)

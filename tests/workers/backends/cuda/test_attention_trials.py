@@ -18,13 +18,8 @@ from vsched_workers.backends.cuda import attention
 from vsched_workers.backends.cuda.attention import FlashPrefill, VarlenDecode
 from vsched_workers.backends.cuda.attention_trials import AttentionTrial, fastest, require_right
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
-from vsched_workers.batching.paged_attention import (
-    KvCache,
-    KvShape,
-    PagedStep,
-    Segment,
-    attend_plainly,
-)
+from vsched_workers.batching.kv_cache import KvCache, KvShape
+from vsched_workers.batching.paged_attention import PagedStep, Segment, attend_plainly
 
 
 class Right:

@@ -33,13 +33,8 @@ from vsched_workers.backends.reference.gather_attention import prefill_by_gather
 from vsched_workers.backends.reference.module_layers import ModuleLayers
 from vsched_workers.backends.reference.packed_weights import replace_linears
 from vsched_workers.batching import paged_attention
-from vsched_workers.batching.paged_attention import (
-    AttentionKernels,
-    DecodeKernel,
-    KvCache,
-    KvShape,
-    PagedStep,
-)
+from vsched_workers.batching.kv_cache import KvCache, KvShape
+from vsched_workers.batching.paged_attention import AttentionKernels, DecodeKernel, PagedStep
 from vsched_workers.families import FAMILIES
 from vsched_workers.quantized.weights import quantize
 

@@ -25,11 +25,8 @@ from vsched_workers.backends.cuda.graph_stream import row_counts
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.gather_attention import decode_by_gather
-from vsched_workers.batching.paged_attention import (
-    AttentionKernels,
-    KvCache,
-    PagedStep,
-)
+from vsched_workers.batching.kv_cache import KvCache
+from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
 
 Stages = Callable[..., Stage]
 GREEDY = SamplingParams(temperature=0.0)

@@ -25,7 +25,8 @@ from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
 from vsched_workers.backends.cuda.swapping import CudaSwapArea
 from vsched_workers.backends.reference.backend import ReferenceBackend
-from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep
+from vsched_workers.batching.kv_cache import KvCache
+from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
 
 GREEDY = SamplingParams(temperature=0.0)
 

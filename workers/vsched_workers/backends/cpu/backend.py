@@ -37,7 +37,8 @@ from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.gather_attention import prefill_by_gather
 from vsched_workers.backends.reference.merged_layers import fuse
 from vsched_workers.backends.reference.packed_weights import PackedLinear, packed_names
-from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
+from vsched_workers.batching.kv_cache import KvCache
+from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.sampling import SpecialRow
 from vsched_workers.memory import sparse_runs
 from vsched_workers.quantized.layers import QuantizedLinear
@@ -57,8 +58,10 @@ _COMPILED_S = 1.0
 class CpuBackend(ReferenceBackend):
     """The host with compiled kernels, for float32 and bfloat16."""
 
-    def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
-        super().__init__(settings, dtype)
+    def __init__(
+        self, settings: WorkerSettings, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(settings, dtype, kv_dtype)
         self.compiles = True
         self._fuses = dtype == torch.bfloat16
         self._packs = (
@@ -103,7 +106,13 @@ class CpuBackend(ReferenceBackend):
                 "model.deterministic: layers of this model have sliding windows, or bend scores, for which there is no "
                 "such kernel. Remedy: set it to false."
             )
-        layers = FusedLanguage(model, decoder, self._threads, deterministic=self._deterministic)
+        layers = FusedLanguage(
+            model,
+            decoder,
+            self._threads,
+            kv_dtype=self.kv_dtype,
+            deterministic=self._deterministic,
+        )
         return dataclasses.replace(packed, layers=layers)
 
     def prepare_whole(self, model: Any, inputs: ImageInputs | None = None) -> RunnableLanguage:
@@ -175,7 +184,9 @@ class CpuBackend(ReferenceBackend):
         prefill = (
             choose_prefill(self._threads) if self.dtype == torch.bfloat16 else prefill_by_gather
         )
-        self._attention = AttentionKernels(NumbaDecode(self.dtype, self._threads), prefill)
+        self._attention = AttentionKernels(
+            NumbaDecode(self.dtype, self.kv_dtype, self._threads), prefill
+        )
 
     def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
         if self._deterministic:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from vsched_workers.backends.cpu.kernels.decode_attention import decode_queries
+from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.memory.sparse_runs import attended_contexts
 
 if TYPE_CHECKING:
@@ -31,11 +32,20 @@ def use_threads(threads: int) -> None:
         numba.set_num_threads(min(threads, config.NUMBA_NUM_THREADS))
 
 
-class NumbaDecode:
-    """The decode kernel, compiled for one type."""
+def kept_heads(kv_dtype: torch.dtype, *, slots: int) -> npt.NDArray[Any]:
+    """Return the keys of a cache with heads of two values, to compile with: zeros."""
+    cache = KvCache(
+        [KvShape(1, 2, 2)], blocks=slots, block_size=1, dtype=kv_dtype, allocate=torch.zeros
+    )
+    return cache.arrays[0][0]
 
-    def __init__(self, dtype: torch.dtype, threads: int) -> None:
+
+class NumbaDecode:
+    """The decode kernel, compiled for one type of the model and one of the KV cache."""
+
+    def __init__(self, dtype: torch.dtype, kv_dtype: torch.dtype, threads: int) -> None:
         self._dtype = dtype
+        self._kv_dtype = kv_dtype
         self._threads = threads
         self._attend = decode_queries.serial if threads == 1 else decode_queries.parallel
         use_threads(threads)
@@ -43,8 +53,7 @@ class NumbaDecode:
 
     def _warm_up(self) -> None:
         """Compile now, so that the first request does not wait for it."""
-        is_bf16 = self._dtype == torch.bfloat16
-        cached = np.zeros((2, 1, 2), dtype=np.uint16 if is_bf16 else np.float32)
+        cached = kept_heads(self._kv_dtype, slots=2)
         query = np.zeros((1, 1, 2), dtype=np.float32)
         self._attend(
             query,

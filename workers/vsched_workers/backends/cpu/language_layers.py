@@ -25,7 +25,7 @@ from torch.nn import functional
 from vsched_workers.adapters.places import LayerPlace
 from vsched_workers.adapters.rows import AdapterPass
 from vsched_workers.backends.base import Product
-from vsched_workers.backends.cpu.decode_attention import shares_of, use_threads
+from vsched_workers.backends.cpu.decode_attention import kept_heads, shares_of, use_threads
 from vsched_workers.backends.cpu.decoder_norms import Norm
 from vsched_workers.backends.cpu.kernels import (
     activation,
@@ -149,7 +149,13 @@ class FusedLanguage:
     """
 
     def __init__(
-        self, model: Any, decoder: Decoder, threads: int, *, deterministic: bool = False
+        self,
+        model: Any,
+        decoder: Decoder,
+        threads: int,
+        *,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        deterministic: bool = False,
     ) -> None:
         """Take the model.
 
@@ -157,6 +163,7 @@ class FusedLanguage:
             model: With its layers fused and its linear layers packed.
             decoder: Its make.
             threads: Threads of the kernels.
+            kv_dtype: The type of the KV cache: bfloat16, or int8.
             deterministic: Whether a row is computed by the same code whatever rows are beside it: decode rows and rows
                 of prefill by one kernel for attention, and kernels on all threads for any number of values.
         """
@@ -188,8 +195,10 @@ class FusedLanguage:
         packed = [each.packed for each in model.modules() if isinstance(each, PackedLinear)]
         self._custom = min((weight.custom_rows_max for weight in packed), default=0)
         use_threads(threads)
-        for kernels in (norm, rope):
-            kernels.warm_up(threads=threads)
+        cached = kept_heads(kv_dtype, slots=1)
+        self._kept = cached.dtype
+        norm.warm_up(threads=threads)
+        rope.warm_up(cached, threads=threads)
         if not self._adds_plainly or self._norms_all_heads:
             norm.warm_up_normed(threads=threads)
         activation.warm_up(self._gated, threads=threads)
@@ -199,7 +208,8 @@ class FusedLanguage:
             return
         head_dim = self._layers[0].attention.head_dim
         self._prefill_by_rule = choose_ruled_prefill(threads, head_dim)
-        decode_attention.warm_up(score_tag(head_dim, USUAL_BLOCK), threads=threads)
+        tag = score_tag(head_dim, USUAL_BLOCK, self._kept)
+        decode_attention.warm_up(tag, cached, threads=threads)
 
     def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
         """Return where adapters go; see `Fused`."""
@@ -281,7 +291,7 @@ class FusedLanguage:
                     decode=kernel.parallel if many else kernel.serial,
                     decode_threads=self._threads if many else 1,
                     rope=self._pick(rope_prefill, room.numel()),
-                    tag=score_tag(attention.head_dim, step.cache.block_size),
+                    tag=score_tag(attention.head_dim, step.cache.block_size, self._kept),
                 )
             )
         return found

@@ -53,11 +53,15 @@ def prefill_by_rule(
     """Attend as `prefill` by a rule without sinks, for heads that fit; what lies before all windows is not read."""
     heads, rows, head_dim = query.shape
     out = query.new_empty(rows, heads, head_dim)
-    keys, values = step.cache.keys[layer].transpose(0, 1), step.cache.values[layer].transpose(0, 1)
-    slots = segment.slots().numpy()
+    kept, slots = step.cache.layers[layer], segment.slots()
     if rule.window is not None:
         slots = slots[max(segment.first + 1 - rule.window, 0) :]
-    _attend(query[:, None], keys, values, slots, rule, out[None], causal=True)
+    keys, values = kept.keys, kept.values
+    if keys.dtype != query.dtype:
+        keys, values = kept.read(slots, query.dtype)
+        slots = torch.arange(len(slots))
+    keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+    _attend(query[:, None], keys, values, slots.numpy(), rule, out[None], causal=True)
     return out.transpose(0, 1)
 
 

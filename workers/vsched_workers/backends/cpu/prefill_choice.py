@@ -71,8 +71,8 @@ def choose_ruled_prefill(threads: int, head_dim: int) -> RuledPrefillKernel:
 def _prefill_by_torch(
     query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
 ) -> torch.Tensor:
-    keys, values = step.cache.keys[layer], step.cache.values[layer]
-    return prefill_by_rule(query, keys, values, segment.slots(), rule).transpose(0, 1)
+    kept = step.cache.layers[layer]
+    return prefill_by_rule(query, kept, segment.slots(), rule).transpose(0, 1)
 
 
 def choose_patches(

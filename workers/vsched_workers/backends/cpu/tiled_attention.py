@@ -34,6 +34,7 @@ from vsched_workers.backends.cpu.kernels.softmax import (
     softmax_tile,
 )
 from vsched_workers.backends.reference.packed_weights import packs
+from vsched_workers.batching.kv_cache import LayerKv
 from vsched_workers.memory.sparse_runs import pieces
 
 if TYPE_CHECKING:
@@ -124,25 +125,22 @@ def prefill(
     scaling: float,
 ) -> torch.Tensor:
     """Attend block by block of the chunk, and tile by tile of the context before it."""
-    keys, values = step.cache.keys[layer], step.cache.values[layer]
     earlier = segment.slots()[: segment.first] if segment.first else None
-    return attend_chunk(query, key, value, keys, values, earlier, scaling)
+    return attend_chunk(query, key, value, step.cache.layers[layer], earlier, scaling)
 
 
 def attend_chunk(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cached_keys: torch.Tensor,
-    cached_values: torch.Tensor,
+    kept: LayerKv,
     slots: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
     """Attend for the rows of one chunk to what came before them and, causally, to one another.
 
-    Shape: query [heads, rows, head dim]; key and value of the chunk [kv heads, rows, head dim]; the cache
-    [slots, kv heads, head dim]; `slots` int64 says where the tokens before the chunk lie, if there are any.
-    Returns [heads, rows, head dim].
+    Shape: query [heads, rows, head dim]; key and value of the chunk [kv heads, rows, head dim]; `slots` int64 says
+    where the tokens before the chunk lie, if there are any. Returns [heads, rows, head dim].
     """
     heads, rows, head_dim = query.shape
     kv_heads = key.shape[0]
@@ -163,8 +161,7 @@ def attend_chunk(
     for tile in () if slots is None else pieces(slots.split(size)):
         missing = -len(tile) % max(size // TILE_PARTS, 1)
         whole = torch.cat([tile, tile[-1:].expand(missing)]) if missing else tile
-        keys = cached_keys.index_select(0, whole).transpose(0, 1)
-        values = cached_values.index_select(0, whole).transpose(0, 1)
+        keys, values = (each.transpose(0, 1) for each in kept.read(whole, query.dtype))
         for block in blocks:
             block.add(keys, values, len(tile))
     parts = [one.attended().view(heads, -1, head_dim) for one in blocks]

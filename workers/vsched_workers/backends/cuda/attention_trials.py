@@ -26,10 +26,10 @@ from vsched_workers.backends.cuda.attention import (
     VarlenDecode,
 )
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import (
     AttentionKernels,
     DecodeKernel,
-    KvCache,
     PagedStep,
     PrefillKernel,
     Segment,

@@ -37,7 +37,8 @@ from vsched_workers.backends.reference.module_layers import ModuleLayers, stored
 from vsched_workers.backends.reference.packed_weights import packed_names, replace_linears
 from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.device_sampling import StagedDraw
-from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
+from vsched_workers.batching.kv_cache import KvCache
+from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.sampling import SpecialRow
 from vsched_workers.batching.swap_area import SwapArea
 from vsched_workers.quantized.layers import QuantizedLinear

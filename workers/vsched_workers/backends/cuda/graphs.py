@@ -44,7 +44,8 @@ from vsched.worker.contract import Batch, Sampled, SequenceState
 from vsched_workers.backends.base import RunModel
 from vsched_workers.backends.cuda.graph_stream import Act, GraphStream, row_counts
 from vsched_workers.batching.device_sampling import StagedDraw, is_foreseeable
-from vsched_workers.batching.paged_attention import AttentionKernels, KvCache, PagedStep
+from vsched_workers.batching.kv_cache import KvCache
+from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
 from vsched_workers.batching.sampling import SpecialRow, with_logprobs
 from vsched_workers.batching.step_rows import special_rows
 from vsched_workers.memory.out_of_memory import typed_out_of_memory

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vsched_workers.backends.cuda.copies import pinned
-from vsched_workers.batching.paged_attention import KvCache
+from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.swap_area import AllocateBytes, Pairs, SwapArea, runs
 
 

@@ -31,7 +31,8 @@ from vsched_workers.backends.reference.packed_weights import (
     warm_up,
 )
 from vsched_workers.backends.reference.whole_model import WholeModel
-from vsched_workers.batching.paged_attention import AttentionKernels, KvCache
+from vsched_workers.batching.kv_cache import KvCache
+from vsched_workers.batching.paged_attention import AttentionKernels
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,9 +52,13 @@ class ReferenceBackend(Backend):
     _make_head: MakeCustom | None = None
     _make_plain: MakeCustom | None = None
 
-    def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
+    def __init__(
+        self, settings: WorkerSettings, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> None:
         self._host = memory = HostMemory(settings.device, promises=settings.promises)
-        super().__init__(settings, dtype, memory=memory, collectives=GlooCollectives())
+        super().__init__(
+            settings, dtype, kv_dtype=kv_dtype, memory=memory, collectives=GlooCollectives()
+        )
         self.compiles = self._packs = packs(dtype)
 
     def prepare_language(

@@ -24,9 +24,9 @@ def prefill_by_gather(
     """Attend for the rows of one chunk."""
     mask = None
     if not segment.whole:
-        slots, mask = segment.slots(), segment.mask(query.dtype)
-        key = step.cache.keys[layer].index_select(0, slots).transpose(0, 1)
-        value = step.cache.values[layer].index_select(0, slots).transpose(0, 1)
+        mask = segment.mask(query.dtype)
+        keys, values = step.cache.layers[layer].read(segment.slots(), query.dtype)
+        key, value = keys.transpose(0, 1), values.transpose(0, 1)
     return functional.scaled_dot_product_attention(
         query[None],
         key[None],
@@ -45,14 +45,14 @@ def decode_by_gather(
 
     The query heads that share a key head are laid out as its query rows, so that no key is repeated.
     """
-    keys, values = step.cache.keys[layer], step.cache.values[layer]
     gather, mask = _gather_index(step, query.device)
+    keys, values = step.cache.layers[layer].read(gather, query.dtype)
     rows, heads, head_dim = query.shape
-    kv_heads = keys.shape[1]
+    kv_heads = keys.shape[2]
     attended = functional.scaled_dot_product_attention(
         query.reshape(rows, kv_heads, heads // kv_heads, head_dim),
-        keys[gather].transpose(1, 2),
-        values[gather].transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
         attn_mask=mask,
         scale=scaling,
     )

@@ -20,8 +20,9 @@ from torch import nn
 
 from vsched.types import ModelInfo
 from vsched_workers.backends.base import LanguageLayers, Product
+from vsched_workers.batching.kv_cache import KvShape
 from vsched_workers.batching.packed_step import Images
-from vsched_workers.batching.paged_attention import NAME, KvShape, PagedStep, running
+from vsched_workers.batching.paged_attention import NAME, PagedStep, running
 from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.families.generic import NO_ATTENTION, OWN_ATTENTION, refusal
 from vsched_workers.families.recurrent import NEITHER, layer_kinds
@@ -282,7 +283,8 @@ def check_kept(found: FirstRun, info: ModelInfo) -> None:
     Raises:
         CheckpointError: When they do not.
     """
-    per_token = sum(each.values for each in found.kv) * info.itemsize
+    kept = torch.int8 if info.kv_dtype == "int8" else getattr(torch, info.dtype)
+    per_token = sum(each.kept_bytes(kept) for each in found.kv)
     for written, told, what in (
         (per_token, info.kv_bytes_per_token, "token"),
         (found.states.size_bytes, info.state_bytes, "sequence"),

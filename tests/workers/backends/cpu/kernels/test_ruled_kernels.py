@@ -22,7 +22,8 @@ from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import add_layer_norm, add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
-from vsched_workers.batching.paged_attention import KvCache, KvShape, Segment, context_slots
+from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv
+from vsched_workers.batching.paged_attention import Segment, context_slots
 from vsched_workers.batching.ruled_attention import ScoreRule, prefill_by_rule
 from vsched_workers.families.decoder import NormWeights
 
@@ -125,9 +126,8 @@ def test_prefill_by_rule_is_that_of_torch(
     rule = ScoreRule(SCALING, window, softcap)
     step: Any = SimpleNamespace(cache=cache)
     found = prefill_attention.prefill_by_rule(query, 0, segment, step, rule)
-    wanted = prefill_by_rule(
-        query.float(), cache.keys[0].float(), cache.values[0].float(), segment.slots(), rule
-    )
+    exact = LayerKv(cache.keys[0].float(), cache.values[0].float())
+    wanted = prefill_by_rule(query.float(), exact, segment.slots(), rule)
     torch.testing.assert_close(found.float(), wanted.transpose(0, 1), rtol=4e-2, atol=4e-2)
 
 

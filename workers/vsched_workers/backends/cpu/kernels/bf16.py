@@ -3,7 +3,7 @@
 A bfloat16 is the upper half of a float32. It travels as uint16, is widened by a shift, and rounded to the nearest, ties
 to even:
 
-    widen(b)  = float32 with the bits  b << 16
+    widen(b)  = float32 with the bits  b << 16; of a whole number of 8 bits, that number
     narrow(x) = (bits(x) + 0x7FFF + (bits(x) >> 16 & 1)) >> 16
 
 numba widens whole numbers of less than 64 bits as soon as anything is done with them, which takes half the lanes of a
@@ -45,9 +45,15 @@ def _narrow(builder: Any, value: Any) -> Any:
 
 
 def _widening(_context: Any, kind: Any) -> Any:
-    """Return float32: the value itself, or the upper half of its bits where it is a bfloat16."""
+    """Return float32: the value itself, of a bfloat16 the upper half of its bits, or a whole number of 8 bits."""
     if isinstance(kind, numba.types.Float):
         return numba.float32(kind), lambda _context, _builder, _signature, values: values[0]
+    if kind == numba.int8:
+
+        def convert(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            return builder.sitofp(values[0], ir.FloatType())
+
+        return numba.float32(kind), convert
 
     def widen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         shifted = builder.shl(builder.zext(values[0], _WORD), ir.Constant(_WORD, 16))

@@ -19,17 +19,27 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32, bf16_array, copy, narrow, widen
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32, bf16_array, narrow, widen
 from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
 from vsched_workers.backends.cpu.kernels.decode_attention_bf16 import COLUMNS, KEYS, attend_bf16
 from vsched_workers.backends.cpu.kernels.decode_attention_float import RowContext, attend_float
-from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, no_rows, rope_head
+from vsched_workers.backends.cpu.kernels.rope import (
+    RopeRows,
+    heads_of,
+    keep_head,
+    no_rows,
+    rope_head,
+)
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 
 
-def score_tag(head_dim: int, block_size: int) -> npt.NDArray[Any]:
-    """Return the dtype tag that keys are scored in: bfloat16 where the processor and the sizes suit, or float32."""
+def score_tag(head_dim: int, block_size: int, kept: npt.DTypeLike = np.uint16) -> npt.NDArray[Any]:
+    """Return the dtype tag that keys are scored in: bfloat16 where processor and sizes suit, or float32.
+
+    `kept` is the type of the cache as numpy has it; of 8 bits, keys are scored in float32.
+    """
     suits = has_bf16_dot() and not head_dim % COLUMNS and not block_size % KEYS
+    suits = suits and kept == np.uint16
     return BF16 if suits else FLOAT32
 
 
@@ -63,15 +73,15 @@ def _choose(tag: Any, query_at: Any, context: Any, scaling: Any, summed: Any) ->
 @compiled()
 def _write_row(qkv_at: int, heads: Any, rows: RopeRows, row: int, context: RowContext) -> None:
     """Write a row's keys and values, of the key heads of its context, into the cache."""
-    keys, values = context.keys, context.values
-    kv_heads, head_dim = keys.shape[1], keys.shape[2]
-    size = 2 * head_dim
+    kv_heads, head_dim = context.keys.shape[1], 2 * rows.cos.shape[1]
+    slot, size = rows.slots[row], 2 * head_dim
     row_at = qkv_at + row * (heads.queries + 2 * kv_heads) * size
+    turned = np.empty(head_dim, dtype=np.uint16)
     for kv_head in range(context.kv_first, context.kv_stop):
         at = row_at + (heads.queries + kv_head) * size
-        place = (rows.slots[row] * kv_heads + kv_head) * size
-        rope_head(at, keys.ctypes.data + place, rows, row, heads.key_norm_at, heads)
-        copy(at + kv_heads * size, values.ctypes.data + place, head_dim)
+        rope_head(at, turned.ctypes.data, rows, row, heads.key_norm_at, heads)
+        keep_head(turned.ctypes.data, context.keys, slot, kv_head)
+        keep_head(at + kv_heads * size, context.values, slot, kv_head)
 
 
 @compiled()
@@ -85,7 +95,7 @@ def _decode_task(
     tag: Any,
 ) -> None:
     """Attend for the queries of a row that share some of the key heads."""
-    kv_heads, head_dim = context.keys.shape[1], context.keys.shape[2]
+    kv_heads, head_dim = context.keys.shape[1], 2 * rows.cos.shape[1]
     size, group = 2 * head_dim, heads.queries // kv_heads
     row_at = qkv_at + row * (heads.queries + 2 * kv_heads) * size
     first, count = context.kv_first * group, (context.kv_stop - context.kv_first) * group
@@ -126,7 +136,7 @@ def decode(
         out_at: The attended rows, bfloat16 [rows, heads, head dim].
         heads: The record of the layer's heads (`rope.heads_of`).
         rows: The positions of the rows.
-        keys: The layer's keys, [slots, kv heads, head dim]; `values` as well.
+        keys: The layer's keys, [slots, kv heads, places of a head]; `values` as well.
         values: The layer's values.
         tables: The block tables of the rows' sequences, int32 [rows, blocks].
         contexts: The tokens that a row attends to, itself included, int32 [rows].
@@ -184,8 +194,8 @@ def decode_queries(
 ) -> None:
     """Attend for query rows whose keys and values are in the cache already.
 
-    Shape: query, out float32 [rows, heads, head dim]; keys, values float32 or bfloat16 [slots, kv heads, head dim];
-    tables int32 [rows, blocks]; contexts int32 [rows]. `shares` as in `decode`.
+    Shape: query, out float32 [rows, heads, head dim]; keys, values float32, bfloat16 or int8
+    [slots, kv heads, places of a head]; tables int32 [rows, blocks]; contexts int32 [rows]. `shares` as in `decode`.
     """
     size = keys.shape[1] // shares
     for task in numba.prange(query.shape[0] * shares):
@@ -204,9 +214,9 @@ def decode_queries(
         _attend_task(query, row, context, scaling, out)
 
 
-def warm_up(tag: npt.NDArray[Any], *, threads: int) -> None:
-    """Compile `decode` for a dtype tag, so that the first request does not wait for it."""
-    cached, heads = np.empty((1, 1, 2), dtype=np.uint16), heads_of(1, 0, 0, 0.0, 1.0)
+def warm_up(tag: npt.NDArray[Any], cached: npt.NDArray[Any], *, threads: int) -> None:
+    """Compile `decode` for a dtype tag and such a cache, so that the first request does not wait for it."""
+    heads = heads_of(1, 0, 0, 0.0, 1.0)
     tables, contexts = np.empty((0, 1), dtype=np.int32), np.empty(0, dtype=np.int32)
     for kernel in decode.needed(threads):
         kernel(0, 0, heads, no_rows(), cached, cached, tables, contexts, 1, 1, tag)

@@ -1,11 +1,12 @@
-"""Decode attention of one row in float32, over a paged cache of float32 or bfloat16.
+"""Decode attention of one row in float32, over a paged cache of float32, bfloat16 or 8 bits.
 
 For the query heads q_h that share a key head, over the tokens t of the row's blocks,
 
     s_t = q_h . k_t,    w = softmax(s),    out_h = sum_t w_t v_t          (all float32)
 
 The inner loops run over the values of one head, which lie together, so that LLVM vectorises them. A key or value is
-widened once for two heads.
+widened once for two heads. Where they are in 8 bits, scores are multiplied with the scales of keys, and weights with
+those of values; elsewhere that is 1, and LLVM leaves it out.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023).
 """
@@ -17,10 +18,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E, exp, exp2, larger, widen
+from vsched.types import KV_SCALE_BYTES
+from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E, bf16_array, exp, exp2, larger, widen
 from vsched_workers.backends.cpu.kernels.compilation import compiled
 from vsched_workers.backends.cpu.kernels.simd import prefetch
 
@@ -29,7 +32,7 @@ class RowContext(NamedTuple):
     """What the query heads of one row attend to.
 
     Attributes:
-        keys: The keys of a layer, [slots, kv heads, head dim], float32 or bfloat16.
+        keys: The keys of a layer, [slots, kv heads, places of a head], float32, bfloat16 or int8.
         values: The values, as the keys.
         table: The blocks of the row's sequence, int32, from that of the first token on that the row sees.
         first: That token, counted as all tokens here from the beginning of that block.
@@ -89,6 +92,33 @@ def prefetch_heads(cached: Any, slot: int, kv_first: int, kv_stop: int) -> None:
         prefetch(start + line)
 
 
+def scale_of(cached: Any, slot: int, kv_head: int) -> Any:
+    """Return what the values of a head in the cache are multiplied with."""
+    raise NotImplementedError
+
+
+@numba.extending.overload(scale_of, inline="always")
+def _choose_scale(cached: Any, slot: Any, kv_head: Any) -> Any:
+    chosen = _scale_of_int8 if cached.dtype == numba.int8 else _no_scale
+
+    def scale(cached: Any, slot: Any, kv_head: Any) -> Any:
+        return chosen(cached, slot, kv_head)
+
+    return scale
+
+
+@compiled()
+def _no_scale(cached: Any, slot: int, kv_head: int) -> Any:
+    return np.float32(1.0)
+
+
+@compiled()
+def _scale_of_int8(cached: Any, slot: int, kv_head: int) -> Any:
+    _, kv_heads, width = cached.shape
+    at = cached.ctypes.data + (slot * kv_heads + kv_head + 1) * width - KV_SCALE_BYTES
+    return widen(bf16_array(at, 1)[0])
+
+
 # Every array below is indexed whole: a slice of one would lose that its last axis is contiguous, and with it the
 # vectors. All heads of a slot lie together, so they are read together.
 
@@ -100,7 +130,7 @@ def _score_one(
     total = np.float32(0.0)
     for value in range(query.shape[1]):
         total += query[head, value] * widen(keys[at, kv_head, value])
-    scores[head, index] = total
+    scores[head, index] = total * scale_of(keys, at, kv_head)
 
 
 @compiled()
@@ -115,8 +145,11 @@ def _score_two_by_two(
         two += query[head, value] * second
         next_one += query[head + 1, value] * first
         next_two += query[head + 1, value] * second
-    scores[head, index], scores[head, index + 1] = one, two
-    scores[head + 1, index], scores[head + 1, index + 1] = next_one, next_two
+    first_scale, second_scale = scale_of(keys, at, kv_head), scale_of(keys, at + 1, kv_head)
+    scores[head, index] = one * first_scale
+    scores[head, index + 1] = two * second_scale
+    scores[head + 1, index] = next_one * first_scale
+    scores[head + 1, index + 1] = next_two * second_scale
 
 
 @compiled()
@@ -151,12 +184,24 @@ def _score(query: Any, context: RowContext, scores: Any) -> None:
 
 
 @compiled()
+def _weights_of_four(
+    weights: Any, head: int, index: int, values: Any, at: int, kv_head: int
+) -> tuple[Any, Any, Any, Any]:
+    """Return what four values are multiplied with for one head, their scales included."""
+    return (
+        weights[head, index] * scale_of(values, at, kv_head),
+        weights[head, index + 1] * scale_of(values, at + 1, kv_head),
+        weights[head, index + 2] * scale_of(values, at + 2, kv_head),
+        weights[head, index + 3] * scale_of(values, at + 3, kv_head),
+    )
+
+
+@compiled()
 def _add_four(
     weights: Any, index: int, values: Any, at: int, kv_head: int, head: int, summed: Any
 ) -> None:
     """Add four values to what one head has summed: the sums are read and written once for all of them."""
-    one, two = weights[head, index], weights[head, index + 1]
-    three, four = weights[head, index + 2], weights[head, index + 3]
+    one, two, three, four = _weights_of_four(weights, head, index, values, at, kv_head)
     for value in range(summed.shape[1]):
         summed[head, value] += (
             one * widen(values[at, kv_head, value])
@@ -171,10 +216,10 @@ def _add_four_to_two(
     weights: Any, index: int, values: Any, at: int, kv_head: int, head: int, summed: Any
 ) -> None:
     """As `_add_four`, for this head and the next, which shares its values: they are widened once."""
-    one, two = weights[head, index], weights[head, index + 1]
-    three, four = weights[head, index + 2], weights[head, index + 3]
-    next_one, next_two = weights[head + 1, index], weights[head + 1, index + 1]
-    next_three, next_four = weights[head + 1, index + 2], weights[head + 1, index + 3]
+    one, two, three, four = _weights_of_four(weights, head, index, values, at, kv_head)
+    next_one, next_two, next_three, next_four = _weights_of_four(
+        weights, head + 1, index, values, at, kv_head
+    )
     for value in range(summed.shape[1]):
         first = widen(values[at, kv_head, value])
         second = widen(values[at + 1, kv_head, value])
@@ -212,7 +257,7 @@ def _combine(weights: Any, context: RowContext, summed: Any) -> None:
         for index in range(stop - (stop - first) % 4, stop):
             for head in range(heads):
                 kv_head = kv_first + head // group
-                weight = weights[head, index]
+                weight = weights[head, index] * scale_of(values, slot + index, kv_head)
                 for value in range(head_dim):
                     summed[head, value] += weight * widen(values[slot + index, kv_head, value])
 

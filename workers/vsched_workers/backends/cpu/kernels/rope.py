@@ -23,15 +23,18 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from vsched.types import KV_SCALE_BYTES
 from vsched_workers.backends.cpu.kernels.bf16 import (
     bf16_array,
     copy,
     float32_array,
+    larger,
     narrow,
     through_bf16,
     widen,
 )
 from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
+from vsched_workers.batching.kv_cache import LEVELS, SCALE_MIN
 
 Bf16Array = npt.NDArray[np.uint16]
 
@@ -141,6 +144,48 @@ def rope_head(
         upper_out[index] = narrow(through_bf16(second * cos) + through_bf16(first * sin))
 
 
+def keep_head(head_at: int, cached: Any, slot: int, kv_head: int) -> None:
+    """Write a head of bfloat16 to its slot of the cache; what lies at the address becomes what the cache has of it."""
+    raise NotImplementedError
+
+
+@numba.extending.overload(keep_head, inline="always")
+def _choose_keep(head_at: Any, cached: Any, slot: Any, kv_head: Any) -> Any:
+    chosen = _keep_int8 if cached.dtype == numba.int8 else _keep_bf16
+
+    def keep(head_at: Any, cached: Any, slot: Any, kv_head: Any) -> None:
+        chosen(head_at, cached, slot, kv_head)
+
+    return keep
+
+
+@compiled()
+def _keep_bf16(head_at: int, cached: Any, slot: int, kv_head: int) -> None:
+    _, kv_heads, head_dim = cached.shape
+    copy(head_at, cached.ctypes.data + (slot * kv_heads + kv_head) * 2 * head_dim, head_dim)
+
+
+@compiled()
+def _keep_int8(head_at: int, cached: Any, slot: int, kv_head: int) -> None:
+    """See `batching/kv_cache.py`, which does the same with torch, to the bit."""
+    _, kv_heads, width = cached.shape
+    head_dim = width - KV_SCALE_BYTES
+    head = bf16_array(head_at, head_dim)
+    largest = np.float32(0.0)
+    for index in range(head_dim):
+        largest = larger(largest, np.abs(widen(head[index])))
+    scale = through_bf16(largest * np.float32(1 / LEVELS))
+    at = cached.ctypes.data + (slot * kv_heads + kv_head) * width + head_dim
+    bf16_array(at, 1)[0] = narrow(scale)
+    inverse = np.float32(0.0) if scale < np.float32(SCALE_MIN) else np.float32(1.0) / scale
+    highest = np.float32(LEVELS)
+    for index in range(head_dim):
+        level = np.rint(widen(head[index]) * inverse)
+        level = min(max(level, -highest), highest)
+        cached[slot, kv_head, index] = np.int8(level)
+        head[index] = narrow(level * scale)
+
+
 @compiled()
 def _rope_row(
     qkv_at: int,
@@ -152,7 +197,7 @@ def _rope_row(
     keys: Any,
     values: Any,
 ) -> None:
-    kv_heads, head_dim = keys.shape[1], keys.shape[2]
+    kv_heads, head_dim = keys.shape[1], 2 * rows.cos.shape[1]
     query_heads, size = heads.queries, 2 * head_dim
     head_bytes = out_rows * size
     source_at = qkv_at + row * (query_heads + 2 * kv_heads) * size
@@ -162,14 +207,13 @@ def _rope_row(
         rope_head(source_at + head * size, to, rows, row, heads.query_norm_at, heads)
     source_at += query_heads * size
     target_at += query_heads * head_bytes
-    place = rows.slots[row] * kv_heads * size
     for head in range(kv_heads):
         to = target_at + head * head_bytes
         rope_head(source_at + head * size, to, rows, row, heads.key_norm_at, heads)
-        copy(to, keys.ctypes.data + place + head * size, head_dim)
-        value_at = source_at + (kv_heads + head) * size
-        copy(value_at, to + kv_heads * head_bytes, head_dim)
-        copy(value_at, values.ctypes.data + place + head * size, head_dim)
+        keep_head(to, keys, rows.slots[row], head)
+        to += kv_heads * head_bytes
+        copy(source_at + (kv_heads + head) * size, to, head_dim)
+        keep_head(to, values, rows.slots[row], head)
 
 
 @threaded
@@ -185,7 +229,7 @@ def rope_prefill(
     """Write the heads of prefill rows to `out`, and keys and values into their slots of the cache, too.
 
     Shape: qkv [rows, heads + 2 * kv heads, head dim]; out [heads + 2 * kv heads, out_rows, head dim], of which `out_at`
-    is the place of the first of these rows; keys, values [slots, kv heads, head dim]; `heads` as of `heads_of`.
+    is the place of the first of these rows; keys, values [slots, kv heads, places of a head]; `heads` as of `heads_of`.
     """
     for row in numba.prange(len(rows.slots)):
         _rope_row(qkv_at, out_at, out_rows, heads[0], rows, row, keys, values)
@@ -228,9 +272,8 @@ def no_rows() -> RopeRows:
     return RopeRows(angles, angles, np.empty(0, dtype=np.int64))
 
 
-def warm_up(*, threads: int) -> None:
-    """Compile what a language model needs, so that the first request does not wait for it."""
-    cached = np.empty((1, 1, 2), dtype=np.uint16)
+def warm_up(cached: npt.NDArray[Any], *, threads: int) -> None:
+    """Compile what a language model needs for such a cache, so that the first request does not wait for it."""
     for kernel in rope_prefill.needed(threads):
         kernel(0, 0, 0, heads_of(1, 0, 0, 0.0, 1.0), no_rows(), cached, cached)
 

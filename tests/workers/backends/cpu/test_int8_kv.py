@@ -1,0 +1,205 @@
+"""KV caches in 8 bits: kernels beside attention over what the cache has, and models beside themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from tests.parity.architectures import make_checkpoint
+from tests.workers.backends.cpu.twins import Twins
+from tests.workers.backends.paged import dequantized, filled_cache, written_out
+from tests.workers.driver import Driver, Question, Stage
+from tests.workers.parallel import ranks as on_rank
+from tests.workers.parallel.ranks import Ranks
+from tests.workers.test_language import mixed_questions, outputs
+from vsched.errors import ConfigError
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.choice import choose_backend
+from vsched_workers.backends.cpu import tiled_attention
+from vsched_workers.backends.cpu.decode_attention import NumbaDecode
+from vsched_workers.backends.cpu.kernels.decode_attention import decode
+from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
+from vsched_workers.backends.cpu.prefill_choice import choose_ruled_prefill
+from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.batching.kv_cache import from_int8, to_int8
+from vsched_workers.batching.paged_attention import Segment
+from vsched_workers.batching.ruled_attention import ScoreRule
+
+CONTEXTS = [1, 4, 5, 37]
+SHAPES = [(4, 2, 16), (3, 3, 8), (7, 1, 128), (9, 3, 64)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_decode_over_int8_equals_attention_written_out(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, threads: int
+) -> None:
+    """By gather (0 threads) and by the kernel: over the dequantised cache, but for the order of sums."""
+    _, step = filled_cache(torch.int8, kv_heads, head_dim, contexts=CONTEXTS, block_size=4)
+    attend = NumbaDecode(dtype, torch.int8, threads) if threads else decode_by_gather
+    query = torch.randn(len(CONTEXTS), heads, head_dim).to(dtype)
+    found = attend(query, 1, step, 0.3)
+    wanted = written_out(query, dequantized(step, torch.float32), 1, 0.3)
+    within = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.double(), wanted, rtol=within, atol=within)
+
+
+@pytest.mark.parametrize(
+    "attend", [prefill_by_gather, tiled_attention.prefill, choose_ruled_prefill(1, 16)]
+)
+@pytest.mark.parametrize(("first", "rows"), [(0, 9), (31, 6), (36, 1)])
+def test_prefill_over_int8_equals_that_over_the_dequantised_cache(
+    attend: Any, first: int, rows: int
+) -> None:
+    """A chunk's own keys and values are given as the cache has them."""
+    heads, kv_heads, head_dim = 4, 2, 16
+    _, step = filled_cache(torch.int8, kv_heads, head_dim, contexts=CONTEXTS, block_size=4)
+    plain = dequantized(step, torch.bfloat16)
+    last = first + rows
+    segment = Segment(step.tables[3], start=0, first=first, last=last, block_size=4, device="cpu")
+    query = torch.randn(heads, rows, head_dim).bfloat16()
+    own = [
+        each.transpose(0, 1) for each in plain.cache.layers[1].read(segment.slots(), query.dtype)
+    ]
+    key, value = (each[:, first:] for each in own)
+
+    def attended(step: Any) -> torch.Tensor:
+        if attend in (prefill_by_gather, tiled_attention.prefill):
+            found: torch.Tensor = attend(query, key, value, 1, segment, step, 0.3)
+        else:
+            found = attend(query, 1, segment, step, ScoreRule(0.3, window=20))
+        return found
+
+    assert torch.equal(attended(step), attended(plain))
+
+
+def bits(tensor: torch.Tensor) -> Any:
+    return tensor.view(torch.uint16).numpy()
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80])
+def test_kernels_keep_heads_as_torch_does(dim: int) -> None:
+    """To the bit, of prefill and of decode rows; the room of prefill has what the cache has, rounded to bfloat16."""
+    rows, heads, kv_heads = 37, 4, 2
+    qkv = torch.randn(rows, heads + 2 * kv_heads, dim) * 10.0 ** torch.randint(-3, 4, (rows, 1, 1))
+    qkv[5] = 0.0
+    qkv = qkv.bfloat16()
+    one, zero = (torch.full((rows, dim // 2), each).bfloat16() for each in (1.0, 0.0))
+    slots = torch.randperm(48)[:rows].numpy()
+    turned = RopeRows(bits(one), bits(zero), slots)
+    record = heads_of(heads, 0, 0, 0.0, 1.0)
+    kept = [to_int8(qkv[:, heads + first : heads + first + kv_heads]) for first in (0, kv_heads)]
+    room = torch.zeros(heads + 2 * kv_heads, rows, dim, dtype=torch.bfloat16)
+    caches = [np.zeros((48, kv_heads, dim + 2), dtype=np.int8) for _ in range(4)]
+    rope_prefill.serial(qkv.data_ptr(), room.data_ptr(), rows, record, turned, *caches[:2])
+    for cached, wanted in zip(caches[:2], kept, strict=True):
+        assert (cached[slots] == wanted.numpy()).all()
+    assert torch.equal(room[:heads], qkv[:, :heads].transpose(0, 1))
+    of_keys, of_values = room[heads:].split(kv_heads)
+    for found, wanted in zip((of_keys, of_values), kept, strict=True):
+        assert torch.equal(found.transpose(0, 1), from_int8(wanted, torch.bfloat16))
+    out = torch.zeros(rows, heads, dim, dtype=torch.bfloat16)
+    tables = (slots // 4).astype(np.int32)[:, None]
+    contexts = (slots % 4 + 1).astype(np.int32)
+    tag = np.zeros(1, dtype=np.float32)
+    arguments = (record, turned, *caches[2:], tables, contexts, 4, 1, tag)
+    decode.serial(qkv.data_ptr(), out.data_ptr(), *arguments)
+    for cached, wanted in zip(caches[2:], kept, strict=True):
+        assert (cached[slots] == wanted.numpy()).all()
+
+
+def load(path: Path, dtype: str = "float32", attention: str = "auto", **given: Any) -> Stage:
+    return Stage.load(str(path), attention=attention, dtype=dtype, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["exact", "auto"])
+def test_int8_answers_do_not_depend_on_how_prompts_are_cut(
+    checkpoints: Callable[[str], Path], size: str, attention: str
+) -> None:
+    """Chunks, crowds and preemptions: in float32 a row sees the same whoever wrote it, and when."""
+    stage = load(checkpoints(size), attention=attention, kv_dtype="int8")
+    wanted = outputs(Driver(stage, chunk=1000).run(mixed_questions()))
+    for chunk, more in ((5, {"arrivals": 2}), (48, {"preempts": 5})):
+        assert (
+            outputs(Driver(stage, chunk=chunk, seed=chunk).run(mixed_questions(), **more)) == wanted
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_kernels_and_modules_agree(
+    checkpoints: Callable[[str], Path], size: str, dtype: str
+) -> None:
+    pair = [load(checkpoints(size), dtype, kind, kv_dtype="int8") for kind in ("exact", "auto")]
+    twins = Twins(*(each.generator for each in pair))
+    Driver(dataclasses.replace(pair[0], generator=twins), chunk=30).run(
+        mixed_questions(), arrivals=2, preempts=7
+    )
+    twins.check()
+
+
+@pytest.mark.slow
+def test_int8_moves_logits_a_little(checkpoints: Callable[[str], Path], size: str) -> None:
+    """Not at all would be a cache that is not in 8 bits."""
+    pair = [load(checkpoints(size), kv_dtype=kind) for kind in ("auto", "int8")]
+    twins = Twins(*(each.generator for each in pair))
+    Driver(dataclasses.replace(pair[0], generator=twins), chunk=30).run(mixed_questions())
+    assert 1e-5 < twins.apart < 0.03
+    plain, small = (each.generator._cache.keys[0] for each in pair)  # type: ignore[attr-defined]
+    assert small.nbytes * 2 < plain.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next"]
+)
+def test_int8_models_of_any_architecture(tmp_path: Path, name: str) -> None:
+    """On the generic path too: values of another size than keys, windows, and states beside, which stay as they are."""
+    source = tmp_path / name
+    make_checkpoint(name, source)
+    plain = load(source)
+    if not plain.info.kv_heads_per_token:
+        pytest.skip("nothing is kept of a token")
+    twins = Twins(plain.generator, load(source, kv_dtype="int8").generator)
+    questions = [Question(range(3, 3 + length), count=4) for length in (5, 21)]
+    Driver(dataclasses.replace(plain, generator=twins), chunk=30).run(questions)
+    assert 1e-5 < twins.apart < 0.05
+
+
+@pytest.mark.slow
+def test_ranks_keep_int8_heads_as_one_rank_does(
+    checkpoints: Callable[[str], Path], size: str, tmp_path: Path
+) -> None:
+    """A scale is of a head, and a head of one rank."""
+    stage = load(checkpoints(size), kv_dtype="int8")
+    wanted = outputs(Driver(stage, chunk=40, seed=40).run(mixed_questions()))
+    ranks = Ranks(2, tmp_path)
+    try:
+        found = ranks.run(
+            on_rank.answer, str(checkpoints(size)), mixed_questions(), "float32", "int8"
+        )
+    finally:
+        ranks.stop()
+    assert [tokens for tokens, _, _ in found] == [wanted, wanted]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"device": "cuda"}, "'int8' runs on cpu only, not on cuda. Remedy"),
+        ({"deterministic": True}, "model.deterministic reads no 'int8'. Remedy"),
+    ],
+)
+def test_int8_is_refused_where_nothing_reads_it(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"generate.kv_dtype: .*{said}"):
+        choose_backend(WorkerSettings(**given), torch.bfloat16, "int8")

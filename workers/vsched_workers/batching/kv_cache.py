@@ -1,0 +1,161 @@
+"""The paged KV cache: keys and values of every layer, as the model computes them or in 8 bits.
+
+In 8 bits a head of a token is its values, int8, and behind them the scale that they are multiplied with, a bfloat16:
+
+    head [x_0 .. x_n-1]  ->  [round(x_0 / s) .. round(x_n-1 / s), s],   s = max |x_i| / 127
+
+A head has all that it needs to be read: a token is written without a look at others of its block, and blocks are
+copied, shared and swapped as blocks of any other type are. Whoever attends sees what the cache has of a token, never
+what the model had computed: else an answer would depend on where a prompt was cut.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy.typing as npt
+import torch
+
+from vsched.types import KV_SCALE_BYTES
+
+LEVELS = 127
+"""The largest value in 8 bits; -128 is not used."""
+SCALE_MIN = 1e-37
+"""A head whose scale would be smaller is zeros: the inverse of the scale must be a number, too."""
+
+
+class Allocate(Protocol):
+    """Allocates memory of a device that reads as zeros."""
+
+    def __call__(self, shape: tuple[int, ...], /, *, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of this shape and type."""
+        ...
+
+
+class KvShape(NamedTuple):
+    """What one layer keeps of a token: so many heads, of so many values of the key and of the value each."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def kept_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of keys and values of a token in a cache of this type."""
+        widths = kept_width(self.key_dim, dtype) + kept_width(self.value_dim, dtype)
+        return self.kv_heads * widths * dtype.itemsize
+
+
+def kept_width(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the places that a head takes in a cache of this type, its scale included."""
+    return head_dim + KV_SCALE_BYTES if dtype == torch.int8 else head_dim
+
+
+def kept_dim(width: int, dtype: torch.dtype) -> int:
+    """Return the values of a head that takes so many places."""
+    return width - KV_SCALE_BYTES if dtype == torch.int8 else width
+
+
+def to_int8(heads: torch.Tensor) -> torch.Tensor:
+    """Return heads [..., head dim] in 8 bits, [..., head dim + bytes of the scale]."""
+    exact = heads.float()
+    scale = (exact.abs().amax(-1, keepdim=True) * (1 / LEVELS)).bfloat16()
+    inverse = scale.float().reciprocal().masked_fill(scale < SCALE_MIN, 0.0)
+    levels: torch.Tensor = (exact * inverse).round_().clamp_(-LEVELS, LEVELS)
+    return torch.cat([levels.to(torch.int8), scale.view(torch.int8)], dim=-1)
+
+
+def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the heads [..., head dim] of a type that are kept in 8 bits."""
+    levels, scale = kept.split((kept.shape[-1] - KV_SCALE_BYTES, KV_SCALE_BYTES), dim=-1)
+    heads: torch.Tensor = levels.float() * scale.contiguous().view(torch.bfloat16).float()
+    return heads.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """Keys and values of one layer, [slots, kv heads, places of a head] each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def value_dim(self) -> int:
+        """Values of a head of values."""
+        return kept_dim(self.values.shape[2], self.values.dtype)
+
+    def put(
+        self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the keys and values of some rows to their slots; return what is kept of them, in the same shape.
+
+        Shape: slots int64 [rows]; key and value [kv heads, rows, head dim].
+        """
+        return _put(self.keys, slots, key), _put(self.values, slots, value)
+
+    def read(self, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of some slots in a type, [*slots, kv heads, head dim] each."""
+        return _read(self.keys, slots, dtype), _read(self.values, slots, dtype)
+
+
+def _put(kept: torch.Tensor, slots: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    rows = given.transpose(0, 1)
+    if kept.dtype != torch.int8:
+        kept.index_copy_(0, slots, rows)
+        return given
+    packed = to_int8(rows)
+    kept.index_copy_(0, slots, packed)
+    return from_int8(packed, given.dtype).transpose(0, 1)
+
+
+def _read(kept: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    found = kept.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+    return from_int8(found, dtype) if kept.dtype == torch.int8 else found
+
+
+class KvCache:
+    """Keys and values of every layer, [blocks * block_size, kv heads, places of a head] each."""
+
+    def __init__(
+        self,
+        shapes: Sequence[KvShape],
+        *,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        allocate: Allocate,
+        spare_blocks: int = 0,
+    ) -> None:
+        """Allocate for layers of these shapes.
+
+        Args:
+            shapes: What the layers keep.
+            blocks: The blocks that requests are given.
+            block_size: Slots of a block.
+            dtype: The type of the model, or int8.
+            allocate: Allocates the memory.
+            spare_blocks: Blocks that come after the others, for writes that nobody reads.
+        """
+        self.block_size = block_size
+        self.blocks = blocks
+        slots = (blocks + spare_blocks) * block_size
+        rows = [(each.kv_heads, kept_width(each.key_dim, dtype)) for each in shapes]
+        rows += [(each.kv_heads, kept_width(each.value_dim, dtype)) for each in shapes]
+        sizes = [slots * heads * width for heads, width in rows]
+        whole = allocate((sum(sizes),), dtype=dtype)
+        parts = [part.view(slots, *row) for part, row in zip(whole.split(sizes), rows, strict=True)]
+        self.keys, self.values = parts[: len(shapes)], parts[len(shapes) :]
+        self.layers = [LayerKv(*each) for each in zip(self.keys, self.values, strict=True)]
+
+    @functools.cached_property
+    def arrays(self) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+        """The same memory as numpy arrays; bfloat16, which numpy does not know, as uint16."""
+
+        def array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+            half = tensor.dtype == torch.bfloat16
+            found: npt.NDArray[Any] = (tensor.view(torch.uint16) if half else tensor).numpy()
+            return found
+
+        return [(array(each.keys), array(each.values)) for each in self.layers]
