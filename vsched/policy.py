@@ -485,7 +485,7 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
     """What a step policy sees of a step that can prefill.
 
     Attributes:
-        prefilling: The requests that are prefilled, oldest first.
+        prefilling: The requests that can be prefilled now, oldest first; those that wait for an embedding are not here.
         waiting: Requests that wait for a slot; what the step has left is theirs.
         decodes: Requests that decode beside, and wait for the step.
         tokens_free: Tokens that the step has room for.
@@ -532,7 +532,7 @@ class StepPolicy(Policy, frozen=True, kw_only=True):
     method: ClassVar[str] = "share"
 
     def share(self, view: StepView) -> StepShares:
-        """Return who advances; asked for every step in which a request is prefilled, or could join while others decode.
+        """Return who advances; asked for every step in which a request can be prefilled, or join while others decode.
 
         Each gets a chunk of what fits: of its tokens, of the room and the time left, and of what embeddings are ready.
         Nobody is left out for over a minute, and where nobody else would do anything, all advance in order.

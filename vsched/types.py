@@ -131,7 +131,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def end(self) -> int:
         """Index just past its last placeholder."""
-        return self.runs[-1][1]
+        return self.spans[-1][1] if self.spans else self.offset + self.tokens
 
     @property
     def runs(self) -> Spans:

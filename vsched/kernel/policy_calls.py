@@ -317,18 +317,19 @@ class GuardedOrder(Generic[Key]):
     def add_all(self, keys: Sequence[Key], size: int = 1) -> list[Key]:
         """Take entries of this size each, one after the other; return those that the policy does not keep."""
         refused: list[Key] = []
-        released = self._released
-        for key in keys:
-            order = self._order
-            if order is not None:
-                try:
-                    if order.add(key, size) is False:
+        order, rest = self._order, iter(keys)
+        if order is not None:
+            released = self._released
+            try:
+                add = order.add
+                for key in rest:
+                    released[key] = None
+                    if add(key, size) is False:
+                        del released[key]
                         refused.append(key)
-                        continue
-                except Exception as error:  # noqa: BLE001
-                    self._give_up(error)
-                    released = self._released
-            released[key] = None
+            except Exception as error:  # noqa: BLE001
+                self._give_up(error)
+        self._released.update(dict.fromkeys(rest))
         return refused
 
     def reuse(self, key: Key) -> None:
@@ -354,22 +355,24 @@ class GuardedOrder(Generic[Key]):
     def take_victims(self, count: int) -> list[Key]:
         """Take the next entries to go out of the order; they are always among those that were added."""
         victims: list[Key] = []
-        while len(victims) < count:
-            order, released = self._order, self._released
-            if order is None:
-                key = next(iter(released))
-                del released[key]
-                victims.append(key)
-                continue
+        order = self._order
+        if order is not None:
+            released = self._released
             try:
-                key = order.victim()
-                if key not in released:
-                    raise KeyError(f"victim {key!r} is not evictable")
-                del released[key]
-                victims.append(key)
-                order.drop(key)
+                victim, drop = order.victim, order.drop
+                for _ in range(count):
+                    key = victim()
+                    if key not in released:
+                        raise KeyError(f"victim {key!r} is not evictable")
+                    del released[key]
+                    victims.append(key)
+                    drop(key)
             except Exception as error:  # noqa: BLE001
                 self._give_up(error)
+        while len(victims) < count:
+            key = next(iter(self._released))  # an OrderedDict by now
+            del self._released[key]
+            victims.append(key)
         return victims
 
     def _give_up(self, error: Exception) -> None:

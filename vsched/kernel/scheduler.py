@@ -350,8 +350,10 @@ class Scheduler:
                 if planned.decision is not None:
                     sent = True
                     more = more or planned.more
-            if more or (self.embeddings.queue.entries and self._plan_encode(commands, now_ns)):
+            if more:
                 continue
+            while self.embeddings.queue.entries and self._plan_encode(commands, now_ns):
+                pass  # a batch that is sent lets no generate group do more
             if moves.ended_answers:
                 continue
             if sent or not self._break_stall(commands, now_ns):

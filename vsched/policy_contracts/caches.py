@@ -76,6 +76,7 @@ class DispatchPolicy(Policy, frozen=True, kw_only=True):
     def dispatch(self, view: DispatchView) -> Dispatch:
         """Return the group and the images; asked again until no group is free or nothing comes of it.
 
+        Not asked where there is one answer: of one group that is free, about one image.
         While nothing is being encoded, something must be. No image waits for it for over a minute: then it is first.
         """
         raise NotImplementedError

@@ -223,7 +223,12 @@ class EncodeStage:
         self, now_ns: int, hosts: Mapping[str, Host]
     ) -> tuple[EncodeGroup | None, Sequence[EmbeddingEntry]]:
         """Return the group that is to have the next batch, None for none, and of which entries it can be."""
-        groups, waiting = [group for group in self.groups if group.open], self._queue.entries
+        waiting = self._queue.entries
+        if len(self.groups) == len(waiting) == 1:
+            # There is one answer: what is free while nothing is being encoded must have what waits.
+            only = self.groups[0]
+            return (only if only.open and only.idle else None), waiting
+        groups = [group for group in self.groups if group.open]
         if not any(group.idle for group in groups):
             return None, ()
         view = DispatchView(

@@ -113,9 +113,9 @@ class BlockPool:
                 hash_of[block] = None
         idle: list[int] = []
         for block in reversed(blocks):
-            holders[block] -= 1
-            if holders[block] <= 0:
-                assert holders[block] == 0, f"block {block} was released twice"
+            holders[block] = left = holders[block] - 1
+            if left <= 0:
+                assert left == 0, f"block {block} was released twice"
                 idle.append(block)
         refused = self._order.add_all(
             [one for block in idle if (one := hash_of[block]) is not None]

@@ -185,26 +185,30 @@ class GenerateGroup(GroupViews):
         if self._drafts.active:
             self._drafts.begin(step, now_ns)
         grown = self._grow(step, now_ns)
-        if not (running.prefilling or entries):
+        able = self._able() if running.prefilling else ()
+        if not (able or entries):
             # The steady case: nothing but decodes, and no budget to share out.
             decodes = len(running.decoding)
             sent = self._send(step, decodes, grown) if decodes else None
             return PlannedStep(sent, self._take_requeued() if self._requeued else (), (), more)
-        plan = self._fill(step, now_ns)
+        plan = self._fill(step, able, now_ns)
         decodes = len(running.decoding) - self._in_flight.firsts(step)
         sent = self._send(step, decodes, grown, plan) if decodes or plan.chunks else None
         return PlannedStep(sent, self._take_requeued(), plan.prefilled, more)
 
-    def _fill(self, step: int, now_ns: int) -> StepPlan:
+    def _able(self) -> Sequence[RequestState]:
+        """Return who could be prefilled in a step of its own, oldest first: others wait for their embeddings."""
+        return [s for s in self._running.prefilling_in_order() if self.can_start(s, s.computed)]
+
+    def _fill(self, step: int, able: Sequence[RequestState], now_ns: int) -> StepPlan:
         """Share out what a step has beside its decodes: to those that are prefilled, then to those that join."""
         running, joins = self._running, bool(self.queue.entries) and not self.queue.blocked
         rows = len(running.decoding) + self._drafts.tokens
         budget = self.step_times.start_step(self._limits.batch_tokens - rows, decodes=rows)
         plan = StepPlan(step, budget)
-        if running.prefilling or (joins and budget.time_ns is not None):
-            everybody, waiting = running.prefilling_in_order(), len(self.queue)
+        if able or (joins and budget.time_ns is not None):
             shares = self._sharing.shares(
-                everybody, plan, now_ns, decodes=rows, waiting=waiting, measured=self.measured
+                able, plan, now_ns, decodes=rows, waiting=len(self.queue), measured=self.measured
             )
             for state, tokens in shares:
                 self._chunk(state, plan, now_ns, tokens)
@@ -336,9 +340,7 @@ class GenerateGroup(GroupViews):
             measured=self.measured,
             state=self._admission.state,
         )
-        admission = Admission((0,))
-        if not self._front_first:
-            admission = ask_admission(self._admission, view)
+        admission = Admission((0,)) if self._front_first else ask_admission(self._admission, view)
         queue.hold_until_ns = admission.hold_until_ns
         for state in [waiting[index].state for index in admission.indices]:
             if plan.budget.spent or not running.slots_free:

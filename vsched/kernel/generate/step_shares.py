@@ -32,8 +32,8 @@ class StepSharing:
         """Yield who advances in a step, with the most tokens of each; None for as many as fit.
 
         `prefilling` are in order of arrival. Who was left out for too long comes first. Where nobody decodes, and
-        nothing came of the policy's answer, all follow: a request that waits for an embedding must not keep those from
-        going on that could.
+        nothing came of the policy's answer, all follow: a share that ends short of an embedding must not keep those
+        from going on that could.
         """
         token_ns, pair_ns = self._times.costs()
         view = StepView(

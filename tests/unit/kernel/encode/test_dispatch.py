@@ -64,6 +64,20 @@ def test_dispatch_policy_names_the_group_and_sees_what_the_groups_do() -> None:
     assert_served(cluster, "r")
 
 
+def test_dispatch_policy_is_not_asked_where_there_is_one_answer() -> None:
+    Watched.views.clear()
+    Watched.waiting.clear()
+    limits = make_limits(encode_items=1)
+    cluster = ModelCluster(limits, default_policies(dispatch=Watched()))
+    cluster.submit(image_request("one", (b"a", 8)))
+    cluster.drain()
+    assert not Watched.views
+    cluster.submit(image_request("two", (b"b", 8), (b"c", 8), (b"d", 8)))
+    cluster.drain()
+    assert [len(waiting) for waiting in Watched.waiting] == [3, 2]
+    assert_served(cluster, "one", "two")
+
+
 def test_dispatch_policy_is_told_who_is_held_up_in_the_same_processes() -> None:
     Watched.views.clear()
     limits = make_limits(encoders=2, generators=2, encode_pauses=True)

@@ -109,6 +109,23 @@ def test_step_default_is_all_in_order(answer: Any) -> None:
     assert "Input: StepView(" in cluster.notices[0]
 
 
+def test_step_policy_is_asked_about_requests_that_can_go_on() -> None:
+    """Before its image is encoded, there is nothing to say of the rest of a prompt."""
+    SEEN.clear()
+    ANSWERS.clear()
+    limits = make_limits(chunk_tokens=4)
+    cluster = ModelCluster(limits, default_policies(step=Scripted()))
+    cluster.submit(image_request("image", (b"one", 8), max_tokens=4))
+    cluster.submit(make_request("text", words(40), max_tokens=4))
+    while cluster.kernel.generators[0].steps_in_flight:
+        cluster.run_generate()
+    assert {len(view.prefilling) for view in SEEN} <= {0, 1}, "the image is not encoded"
+    asked = len(SEEN)
+    cluster.drain()
+    assert len(SEEN) > asked
+    assert_served(cluster, "image", "text")
+
+
 def test_request_that_waits_for_an_embedding_holds_up_nobody() -> None:
     """The policy lets only that one go on."""
 
