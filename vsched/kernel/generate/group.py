@@ -13,8 +13,7 @@ token coming in the step in flight: it waits until that came, then returns to th
 decoding grows. When blocks run out, a victim leaves (`PreemptionPolicy`), never one older than the request that needs
 the block, so the oldest always goes on. It is recomputed, or goes on from what `SwapSpace` kept of it.
 
-**Several tokens a step.** Where a policy lets ranks draft for a request, its length is known as a bound only, until the
-step is done: `DraftGrants` keeps those requests. The others do not notice.
+**Several tokens a step.** Of a request that ranks draft for, steps in flight bring up to so many: see `DraftGrants`.
 
 Prior art: iteration-level scheduling (Orca, OSDI 2022), paged KV (vLLM, SOSP 2023), chunked prefill (Sarathi-Serve,
 OSDI 2024). Rejected: planning every running request in every step, which takes 12 ms at 1,024 requests.
