@@ -92,6 +92,33 @@ def test_deadline_shed_looks_at_those_ahead() -> None:
     assert late(away, waiting=31) == Redirect("http://b")
 
 
+def test_deadline_shed_by_priority_counts_those_that_are_served_before() -> None:
+    """First tokens come every 100 ms; every fifth is one of priority 0, the others are urgent."""
+    policy = DeadlineShed(ttft_target_ms=1000, wait_share=1.0, by_priority=True)
+    firsts = [
+        FirstTokenTime(at * 100 * MS, 9000 * MS, 0, 0, prompt_tokens=1, priority=5 * (at % 5 > 0))
+        for at in range(1, 41)
+    ]
+
+    def answer(priority: int, as_urgent: int, shown: list[FirstTokenTime]) -> FrontDoorAnswer:
+        now_ns = 5000 * MS
+        request = ArrivalView(arrived_ns=now_ns, priority=priority)
+        measured = Measurements(first_tokens=shown)
+        return policy.receive(
+            FrontDoorView(
+                now_ns=now_ns, request=request, waiting=99, as_urgent=as_urgent, measured=measured
+            )
+        )
+
+    assert answer(5, 10, firsts) == LetIn()
+    assert isinstance(answer(5, 11, firsts), Shed)
+    assert answer(0, 2, firsts) == LetIn()
+    assert isinstance(answer(0, 3, firsts), Shed), "a first token in 500 ms is left for it"
+    urgent = [one for one in firsts if one.priority]
+    assert isinstance(answer(0, 1, urgent), Shed), "none is left for it"
+    assert answer(0, 1, []) == LetIn()
+
+
 def test_deadline_shed_lets_everybody_in_before_anything_was_measured() -> None:
     request = ArrivalView(arrived_ns=0)
     view = FrontDoorView(now_ns=0, request=request, waiting=1000)

@@ -1,4 +1,7 @@
-"""Requests that are swapped to host memory and back get the tokens that they get undisturbed, also over a loss."""
+"""Requests that are swapped to host memory and back get the tokens that they get undisturbed, also over a loss.
+
+What the server decided is recorded, and replayed byte for byte.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,7 @@ from tests.e2e.asking import answers, mixed_asks
 from tests.e2e.conftest import assert_idle
 from tests.patience import until
 from vsched import Config, Engine
+from vsched.record import replay
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 
@@ -25,10 +30,15 @@ SWAPPED = (
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_swapped_requests_get_the_tokens_of_generate(
-    ranks: int, configure: Callable[..., Config], expected: Callable[[str], list[list[int]]]
+    ranks: int,
+    configure: Callable[..., Config],
+    expected: Callable[[str], list[list[int]]],
+    tmp_path: Path,
 ) -> None:
     """24 requests of 0 to 4 images, 8 at a time; then again, and a rank is killed while some are swapped out."""
-    config = configure("nano25", *SWAPPED, f"generate.tensor_parallel={ranks}")
+    record = tmp_path / "run.vlog"
+    sets = (f"generate.tensor_parallel={ranks}", f"record.path={record}")
+    config = configure("nano25", *SWAPPED, *sets)
     wanted = expected("nano25")
     async with Engine(config) as engine:
         found = await answers(engine, mixed_asks(), at_once=8)
@@ -43,3 +53,6 @@ async def test_swapped_requests_get_the_tokens_of_generate(
         assert [each.token_ids for each in again] == wanted
         assert engine.statistics()["generate"]["swapped_out"] > counts["swapped_out"]
         await assert_idle(engine)
+    report = replay(record)
+    assert report.difference is None
+    assert report.events > 100

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import TypeVar
 
 import msgspec
 
 from vsched.kernel.commands import RefusalCode
 from vsched.kernel.request import Phase, RequestState
 from vsched.types import FinishReason, Request
+
+Counted = TypeVar("Counted", bound=Hashable)
 
 
 class RequestTableState(msgspec.Struct):
@@ -30,7 +33,7 @@ class RequestTable:
         live_bytes: Host memory that they keep occupied together.
         finished: How many ended, by reason.
         refused: How many were refused, by code.
-        tenants: Live requests by tenant.
+        tenants: Live requests by tenant, and `priorities` by priority.
         expiries: When `take_expired` must be called next, and for which request.
     """
 
@@ -41,6 +44,7 @@ class RequestTable:
         self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
         self.refused: dict[str, int] = {}
         self.tenants: dict[str, int] = {}
+        self.priorities: dict[int, int] = {}
         self._numbers: dict[str, int] = {}
         self._arrivals = 0
         self._waiting_ns = waiting_ns
@@ -72,7 +76,7 @@ class RequestTable:
         self.live[state.number] = state
         self.live_bytes += state.host_bytes
         self._numbers[request.request_id] = state.number
-        self._count(request.tenant, 1)
+        self._count(request, 1)
         if self._waiting_ns:
             self.expiries.append((now_ns + self._waiting_ns, state.number))
         return state
@@ -92,13 +96,12 @@ class RequestTable:
         self.live_bytes -= state.host_bytes
         del self.live[state.number]
         del self._numbers[state.request.request_id]
-        self._count(state.request.tenant, -1)
+        self._count(state.request, -1)
         self.finished[reason.value] += 1
 
-    def _count(self, tenant: str, change: int) -> None:
-        count = self.tenants.pop(tenant, 0) + change
-        if count:
-            self.tenants[tenant] = count
+    def _count(self, request: Request, change: int) -> None:
+        add_to(self.tenants, request.tenant, change)
+        add_to(self.priorities, request.priority, change)
 
     def count_refusal(self, code: RefusalCode) -> None:
         """Count a request that was refused."""
@@ -146,7 +149,21 @@ class RequestTable:
             self.live[one.number] = one
             self._numbers[one.request.request_id] = one.number
             self.live_bytes += one.host_bytes
-            self._count(one.request.tenant, 1)
+            self._count(one.request, 1)
         self.finished, self.refused = state.finished, state.refused
         self._arrivals = state.arrivals
         self.expiries = deque(state.expiries)
+
+
+def add_to(counts: dict[Counted, int], key: Counted, change: int) -> None:
+    """Change the count of a key; what is counted 0 times is not there."""
+    count = counts.get(key, 0) + change
+    if count:
+        counts[key] = count
+    else:
+        del counts[key]
+
+
+def at_least(counts: dict[int, int], priority: int) -> int:
+    """Return how many are counted under this priority or a higher one."""
+    return sum(count for one, count in counts.items() if one >= priority)

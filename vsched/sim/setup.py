@@ -22,10 +22,13 @@ from vsched.worker.registry import load_worker
 FIELDS = {
     "encode.admission": "encode_admission",
     "encode.encoding": "encoding",
+    "encode.dispatch": "dispatch",
     "encode.eviction": "encode_eviction",
+    "encode.reclaim": "reclaim",
     "generate.admission": "generate_admission",
     "generate.preemption": "preemption",
     "generate.eviction": "generate_eviction",
+    "generate.insertion": "insertion",
     "generate.drafting": "drafting",
     "generate.step": "step",
     "routing": "routing",

@@ -44,6 +44,7 @@ class FrontDoorView(msgspec.Struct, frozen=True, kw_only=True):
         held: Requests that are held at the door.
         preparing: Requests that were let in, and whose prompt and images are being prepared.
         waiting: Requests that wait for their first step.
+        as_urgent: Those of the held, the prepared and the waiting whose priority is that of the request or higher.
         running: Requests that hold a slot.
         waiting_max: Most requests that may wait; further ones are refused after their preparation
             (`generate.max_waiting`).
@@ -58,6 +59,7 @@ class FrontDoorView(msgspec.Struct, frozen=True, kw_only=True):
     held: int = 0
     preparing: int = 0
     waiting: int = 0
+    as_urgent: int = 0
     running: int = 0
     waiting_max: int = 0
     tenant_requests: int = 0

@@ -27,12 +27,15 @@ class DeadlineShed(FrontDoorPolicy, frozen=True, kw_only=True):
     overload the requests that are served are served in time, and no work goes into others.
 
     Attributes:
+        by_priority: Whether the more urgent are served first, as by `priority` in `generate.admission`: then those of a
+            lower priority are not ahead, and the time between first tokens is what the more urgent leave.
         ttft_target_ms: Target of requests without one of their own; None lets these in.
         wait_share: Share of the time until the target that the estimate may take; the rest is for the request's own
             images and prompt.
         redirect_to: Base URL of a server that the client is sent to instead; empty for none.
     """
 
+    by_priority: bool = False
     ttft_target_ms: PositiveCount | None = 2000
     wait_share: Fraction = 0.7
     redirect_to: str = ""
@@ -44,8 +47,12 @@ class DeadlineShed(FrontDoorPolicy, frozen=True, kw_only=True):
             target_ns = view.request.arrived_ns + self.ttft_target_ms * 1_000_000
         if target_ns is None:
             return LetIn()
-        ahead = view.held + view.preparing + view.waiting
-        wait_ns = ahead * busy_gap_ns(view.measured.first_tokens)
+        ahead, firsts = view.held + view.preparing + view.waiting, view.measured.first_tokens
+        gap_ns = busy_gap_ns(firsts)
+        if self.by_priority:
+            ahead = view.as_urgent
+            gap_ns = gap_from_ns(firsts, view.request.priority)
+        wait_ns = ahead * gap_ns
         late_ns = wait_ns - self.wait_share * (target_ns - view.now_ns)
         if late_ns <= 0:
             return LetIn()
@@ -69,3 +76,14 @@ def busy_gap_ns(firsts: Sequence[FirstTokenTime]) -> float:
         if this.ended_ns - this.ttft_ns <= last.ended_ns
     ]
     return sum(gaps) / len(gaps) if gaps else 0.0
+
+
+def gap_from_ns(firsts: Sequence[FirstTokenTime], priority: int) -> float:
+    """Return that time for requests of this priority and lower ones: others pass, also those that are yet to come.
+
+    Where none of them got a first token lately, the next may be as far as all that are remembered.
+    """
+    passed = [one for one in firsts if one.priority <= priority]
+    if passed or not firsts:
+        return busy_gap_ns(passed)
+    return float(firsts[-1].ended_ns - firsts[0].ended_ns)

@@ -19,7 +19,7 @@ from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import ask_front_door
 from vsched.kernel.policy_seats import PolicySeat
-from vsched.kernel.request_table import RequestTable
+from vsched.kernel.request_table import RequestTable, add_to, at_least
 from vsched.measured import Measured
 from vsched.policy import ArrivalView, FrontDoorPolicy, FrontDoorView, Hold, LetIn, Redirect
 
@@ -36,10 +36,10 @@ class HeldRequest(msgspec.Struct):
 
 
 class FrontDoorState(msgspec.Struct):
-    """The state of a `FrontDoor`; `preparing` has the tenant of each request in preparation, by its knock."""
+    """The state of a `FrontDoor`; `preparing` are the requests in preparation."""
 
     held: list[HeldRequest]
-    preparing: dict[int, str]
+    preparing: list[Knocked]
     counts: dict[str, int]
 
 
@@ -65,8 +65,9 @@ class FrontDoor:
         self._groups = groups
         self._measured = measured
         self._held: dict[int, HeldRequest] = {}
-        self._preparing: dict[int, str] = {}
+        self._preparing: dict[int, Knocked] = {}
         self._tenants: dict[str, int] = {}
+        self._priorities: dict[int, int] = {}
         self._due: list[tuple[int, int]] = []
         self.due_ns: int | None = None
         self.counts = dict.fromkeys(OUTCOMES, 0)
@@ -84,25 +85,24 @@ class FrontDoor:
         while self.due_ns is not None and self.due_ns <= now_ns:
             _, knock = heappop(self._due)
             request = self._held.pop(knock)
-            self._count(request.knocked.tenant, -1)
+            self._count(request.knocked, -1)
             commands += self._ask(request, now_ns)
             self._look_ahead()
         return commands
 
     def leave(self, knock: int) -> None:
         """Forget a request: it is submitted, or its client has left."""
-        tenant = self._preparing.pop(knock, None)
+        knocked = self._preparing.pop(knock, None)
         held = self._held.pop(knock, None)
         if held is not None:
-            tenant = held.knocked.tenant
+            knocked = held.knocked
             self._look_ahead()
-        if tenant is not None:
-            self._count(tenant, -1)
+        if knocked is not None:
+            self._count(knocked, -1)
 
-    def _count(self, tenant: str, change: int) -> None:
-        count = self._tenants.pop(tenant, 0) + change
-        if count:
-            self._tenants[tenant] = count
+    def _count(self, knocked: Knocked, change: int) -> None:
+        add_to(self._tenants, knocked.tenant, change)
+        add_to(self._priorities, knocked.priority, change)
 
     def _look_ahead(self) -> None:
         while self._due and self._due[0][1] not in self._held:
@@ -125,7 +125,7 @@ class FrontDoor:
                 request.asks += 1
                 request.until_ns = until_ns
                 self._held[knock] = request
-                self._count(request.knocked.tenant, 1)
+                self._count(request.knocked, 1)
                 heappush(self._due, (until_ns, knock))
                 self._look_ahead()
                 return []
@@ -134,8 +134,8 @@ class FrontDoor:
 
     def _let_in(self, request: HeldRequest) -> Enter:
         self.counts["let_in"] += 1
-        self._preparing[request.knocked.knock] = request.knocked.tenant
-        self._count(request.knocked.tenant, 1)
+        self._preparing[request.knocked.knock] = request.knocked
+        self._count(request.knocked, 1)
         return Enter(request.knocked.knock)
 
     def _turn_away_full(self, knock: int) -> TurnAway:
@@ -165,6 +165,7 @@ class FrontDoor:
             held=len(self._held),
             preparing=len(self._preparing),
             waiting=len(table.live) - running,
+            as_urgent=self._as_urgent(knocked.priority, running),
             running=running,
             waiting_max=self._limits.waiting,
             tenant_requests=table.tenants.get(tenant, 0) + self._tenants.get(tenant, 0),
@@ -173,6 +174,15 @@ class FrontDoor:
             measured=self._measured,
             state=self._seat.state,
         )
+
+    def _as_urgent(self, priority: int, running: int) -> int:
+        """Return how many that hold no slot yet have this priority or a higher one; `running` hold one."""
+        live = self._table.priorities
+        if len(live) > 1:  # else all that run are alike
+            running = sum(group.slots_held_from(priority) for group in self._groups)
+        elif max(live, default=priority) < priority:
+            running = 0
+        return at_least(live, priority) - running + at_least(self._priorities, priority)
 
     def statistics(self) -> dict[str, int]:
         """Return how often each answer was given, and how many requests are held and prepared now."""
@@ -190,19 +200,23 @@ class FrontDoor:
         assert not self._held.keys() & self._preparing.keys(), "a request is held and let in"
         inside = len(self._held) + len(self._preparing)
         assert sum(self._tenants.values()) == inside, "requests of tenants are counted wrongly"
+        assert sum(self._priorities.values()) == inside, "priorities are counted wrongly"
+        assert self._as_urgent(-(2**62), sum(group.slots_held for group in self._groups)) == (
+            inside + len(self._table.live) - sum(group.slots_held for group in self._groups)
+        ), "those of any priority are not all"
 
     def state(self) -> FrontDoorState:
         """Return the state."""
-        return FrontDoorState(list(self._held.values()), self._preparing, self.counts)
+        preparing = list(self._preparing.values())
+        return FrontDoorState(list(self._held.values()), preparing, self.counts)
 
     def restore(self, state: FrontDoorState) -> None:
         """Take over a state."""
         self._held = {one.knocked.knock: one for one in state.held}
-        self._preparing, self.counts = state.preparing, state.counts
-        for one in state.held:
-            self._count(one.knocked.tenant, 1)
-        for tenant in state.preparing.values():
-            self._count(tenant, 1)
+        self._preparing = {one.knock: one for one in state.preparing}
+        self.counts = state.counts
+        for one in (*self._preparing.values(), *(held.knocked for held in state.held)):
+            self._count(one, 1)
         self._due = [(one.until_ns, knock) for knock, one in self._held.items()]
         heapify(self._due)
         self._look_ahead()

@@ -54,6 +54,12 @@ class GroupViews(Group):
         """Slots that requests hold."""
         return len(self._running)
 
+    def slots_held_from(self, priority: int) -> int:
+        """Return how many slots requests of this priority or a higher one hold."""
+        running = self._running
+        held = (*running.prefilling.values(), *running.decoding.values())
+        return sum(one.request.priority >= priority for one in held)
+
     @property
     def load_tokens(self) -> int:
         """Tokens of all its requests, prompts and outputs, waiting and running."""

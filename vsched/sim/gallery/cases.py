@@ -1,17 +1,13 @@
 """The cases of the gallery: small workloads, and the policies that somebody would choose between on each.
 
-The requests of a case belong to tenants, which only name what is looked at apart: texts and images, chats and long
-documents. Everything is a function of the case: the same figures come out on every machine.
+Everything is a function of the case: the same figures come out on every machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any
-
-import msgspec
 
 from vsched.config import load_config
 from vsched.config.sections import POLICY_TABLES
@@ -19,8 +15,16 @@ from vsched.plugins import resolve_policy
 from vsched.sim.cost.model import load_cost_model
 from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.run import simulate
-from vsched.sim.workload.generators import poisson
-from vsched.sim.workload.requests import Arrival, Image, Text, Workload, workload_of
+from vsched.sim.gallery.workloads import (
+    albums,
+    conversations,
+    image_burst,
+    long_answers,
+    long_context,
+    overload,
+    scan,
+)
+from vsched.sim.workload.requests import Workload
 
 COST = "h100-7b"
 SETTINGS = (
@@ -29,7 +33,6 @@ SETTINGS = (
     "generate.max_waiting_bytes=8000000000",
 )
 TARGETS = Targets(ttft_ms=2000.0, tpot_ms=50.0)
-SECOND_NS = 1_000_000_000
 PolicyChange = tuple[str, Mapping[str, Any]]
 """A policy table, and what stands in it."""
 
@@ -44,6 +47,8 @@ class GalleryCase:
         settings: Keys of the configuration beside those of all cases.
         choices: By label; the first is the default.
         shown: Tenants that figures show, in order.
+        kv_tokens: Tokens of a replica's KV cache, where they are not the cost model's.
+        in_time: Whether nearly all requests are within the targets under every choice.
     """
 
     name: str
@@ -52,68 +57,8 @@ class GalleryCase:
     settings: tuple[str, ...] = ()
     choices: Mapping[str, tuple[PolicyChange, ...]]
     shown: tuple[str, ...]
-
-
-def _arrivals(
-    tenant: str, times: Iterator[float], sizes: Callable[[Random, int], tuple[int, int, int]]
-) -> Iterator[Arrival]:
-    """Yield arrivals at times in seconds; `sizes` draws prompt, image and output tokens."""
-    rng = Random(tenant)  # noqa: S311 - a workload that is the same every time
-    for number, at_s in enumerate(times):
-        text, image, outputs = sizes(rng, number)
-        name = f"{tenant}-{number}"
-        images = (Image(name, image),) if image else ()
-        content = sum(ord(letter) for letter in tenant) << 20 | number
-        yield Arrival(
-            at_ns=int(at_s * SECOND_NS),
-            request_id=name,
-            prompt=(*images, Text((1 << 42) + content, text)),
-            output_tokens=outputs,
-            tenant=tenant,
-        )
-
-
-def _poisson(seed: str, rate: float, until_s: float) -> Iterator[float]:
-    rng, gap, at_s = Random(seed), poisson(rate), 0.0  # noqa: S311 - a seeded workload
-    while (at_s := at_s + gap(rng)) < until_s:
-        yield at_s
-
-
-def image_burst() -> Workload:
-    """Return chats for half a minute, and 40 requests with a large image at 10 s."""
-    texts = _arrivals(
-        "texts", _poisson("texts", 8.0, 30.0), lambda rng, _: (300, 0, rng.randint(60, 180))
-    )
-    images = _arrivals("images", iter([10.0] * 40), lambda rng, _: (50, 2500, rng.randint(40, 120)))
-    return workload_of("a burst of images", [*texts, *images])
-
-
-def long_context() -> Workload:
-    """Return chats for 40 s beside a tenant who sends 12,000 tokens every second or so."""
-    chats = _arrivals(
-        "chat",
-        _poisson("chat", 5.0, 40.0),
-        lambda rng, _: (rng.randint(100, 500), 0, rng.randint(60, 180)),
-    )
-    long = _arrivals(
-        "long", _poisson("long", 1.2, 40.0), lambda rng, _: (rng.randint(9000, 15000), 0, 60)
-    )
-    return workload_of("a long-context tenant", [*chats, *long])
-
-
-def overload() -> Workload:
-    """Return twice as much as can be served, for 30 s; a third is urgent and has a target of 1 s."""
-
-    def urgent(arrival: Arrival) -> Arrival:
-        return msgspec.structs.replace(arrival, priority=5, ttft_target_ms=1000)
-
-    hurried = _arrivals("urgent", _poisson("urgent", 7.0, 30.0), _overload_sizes)
-    batch = _arrivals("batch", _poisson("batch", 14.0, 30.0), _overload_sizes)
-    return workload_of("an overload of 2x", [*map(urgent, hurried), *batch])
-
-
-def _overload_sizes(rng: Random, _: int) -> tuple[int, int, int]:
-    return rng.randint(200, 1400), 0, rng.randint(80, 240)
+    kv_tokens: int | None = None
+    in_time: bool = False
 
 
 CASES: dict[str, GalleryCase] = {
@@ -156,6 +101,10 @@ CASES: dict[str, GalleryCase] = {
                 "priority": (("generate.admission", {"use": "priority"}),),
                 "deadline": (("generate.admission", {"use": "deadline"}),),
                 "deadline-shed": (("front_door", {"use": "deadline-shed"}),),
+                "deadline-shed + priority": (
+                    ("front_door", {"use": "deadline-shed", "by_priority": True}),
+                    ("generate.admission", {"use": "priority"}),
+                ),
                 "token-bucket": (
                     (
                         "front_door",
@@ -164,6 +113,64 @@ CASES: dict[str, GalleryCase] = {
                 ),
             },
             shown=("urgent", "batch"),
+        ),
+        GalleryCase(
+            name="conversations",
+            title="Conversations of six turns, half of them about an image, on three replicas",
+            workload=conversations,
+            settings=("generate.replicas=3",),
+            kv_tokens=120_000,
+            in_time=True,
+            choices={
+                "least-loaded": (),
+                "round-robin": (("routing", {"use": "round-robin"}),),
+                "image-affinity": (("routing", {"use": "image-affinity"}),),
+            },
+            shown=("texts", "images"),
+        ),
+        GalleryCase(
+            name="scan",
+            title="Conversations beside a tenant whose long documents never come again",
+            workload=scan,
+            kv_tokens=48_000,
+            in_time=True,
+            choices={
+                "lru": (),
+                "s3-fifo": (("generate.eviction", {"use": "s3-fifo"}),),
+                "none": (("generate.eviction", {"use": "none"}),),
+                "prompts": (("generate.insertion", {"use": "prompts"}),),
+                "matching": (("generate.insertion", {"use": "matching", "tenants": ["chat"]}),),
+                "second-touch": (("generate.insertion", {"use": "second-touch"}),),
+            },
+            shown=("chat", "scan"),
+        ),
+        GalleryCase(
+            name="long-answers",
+            title="Answers that outgrow a KV cache of 24,000 tokens",
+            workload=long_answers,
+            settings=("generate.swap_memory=4GiB",),
+            kv_tokens=24_000,
+            choices={
+                "youngest": (),
+                "cheapest": (("generate.preemption", {"use": "cheapest"}),),
+                "youngest, swap": (("generate.preemption", {"use": "youngest", "manner": "swap"}),),
+                "swap-long": (("generate.preemption", {"use": "swap-long"}),),
+            },
+            shown=("talks", "documents"),
+        ),
+        GalleryCase(
+            name="albums",
+            title="Albums of eight large images beside single small ones, on two encode replicas",
+            workload=albums,
+            settings=("encode.replicas=2",),
+            choices={
+                "chunk-aware": (),
+                "eager": (("encode.encoding", {"use": "eager"}),),
+                "combined": (("encode.encoding", {"use": "combined"}),),
+                "least-loaded": (("encode.dispatch", {"use": "least-loaded"}),),
+                "size-classes": (("encode.dispatch", {"use": "size-classes"}),),
+            },
+            shown=("single", "albums"),
         ),
     )
 }
@@ -182,13 +189,30 @@ def run_case(case: GalleryCase, labels: tuple[str, ...] = ()) -> list[Simulation
             for table, fields in changes
         }
         outcomes.append(
-            simulate(config, workload, cost=cost, label=label, policies=policies, targets=TARGETS)
+            simulate(
+                config,
+                workload,
+                cost=cost,
+                label=label,
+                policies=policies,
+                targets=TARGETS,
+                kv_tokens=case.kv_tokens,
+            )
         )
     return outcomes
 
 
-DEFAULTS = {("admission", "fifo"), ("step", "in-order"), ("front_door", "open")}
-"""The policies of the choice that changes nothing, which every case has."""
+DEFAULTS = {
+    ("admission", "fifo"): "long-context",
+    ("step", "in-order"): "long-context",
+    ("front_door", "open"): "overload",
+    ("routing", "least-loaded"): "conversations",
+    ("eviction", "lru"): "scan",
+    ("insertion", "everything"): "scan",
+    ("encoding", "chunk-aware"): "albums",
+    ("dispatch", "fewest-held-up"): "albums",
+}
+"""The cases that show policies of the choice that changes nothing."""
 
 
 def case_of(kind: str, name: str) -> GalleryCase | None:
@@ -199,4 +223,5 @@ def case_of(kind: str, name: str) -> GalleryCase | None:
                 POLICY_TABLES[table] == kind and fields["use"] == name for table, fields in changes
             ):
                 return case
-    return CASES["long-context"] if (kind, name) in DEFAULTS else None
+    default = DEFAULTS.get((kind, name))
+    return None if default is None else CASES[default]

@@ -69,6 +69,39 @@ def test_who_is_let_in_is_submitted_and_served() -> None:
     assert one.ended.keys() == {"a"}
 
 
+class Urgent(FrontDoorPolicy, frozen=True, kw_only=True):
+    """Lets everybody in who is served, and tells the others how many are as urgent."""
+
+    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+        if view.request.tenant == "asks":
+            return Shed(f"{view.as_urgent} of {view.held + view.preparing + view.waiting}")
+        return LetIn() if view.request.tenant else Hold(view.now_ns + SECOND_NS)
+
+
+def test_policy_sees_how_many_before_the_slots_are_as_urgent() -> None:
+    """Those that run are in nobody's way to a slot: here two of priority 5 and 0."""
+    one = cluster(Urgent())
+    for name, tenant, priority in (
+        ("runs-5", "served", 5),
+        ("runs-0", "served", 0),
+        ("waits-5", "served", 5),
+        ("waits-0", "served", 0),
+        ("held-7", "", 7),
+        ("held-1", "", 1),
+    ):
+        request = make_request(name, [1, 2, 3], max_tokens=50)
+        one.knock(msgspec.structs.replace(request, tenant=tenant, priority=priority))
+        one.run_generate()
+    assert one.kernel.statistics()["running"] == 2
+    told = []
+    for priority in (9, 6, 5, 1, 0):
+        request = make_request(f"asks-{priority}", [1])
+        one.knock(msgspec.structs.replace(request, tenant="asks", priority=priority))
+        told.append(one.turned_away[-1].reason)
+    assert told == ["0 of 4", "1 of 4", "2 of 4", "3 of 4", "4 of 4"]
+    one.kernel.check_invariants()
+
+
 def test_who_is_shed_or_redirected_is_told_why() -> None:
     one = cluster()
     shed, away = knock(one, "a", "shed"), knock(one, "b", "elsewhere")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from vsched.plugins import list_policies
 from vsched.sim.fast.metrics import SimulationOutcome, TenantFigures
-from vsched.sim.gallery.cases import CASES, case_of, run_case
+from vsched.sim.gallery.cases import CASES, DEFAULTS, case_of, run_case
 from vsched.sim.gallery.figures import draw_case, lines_of
 
 
@@ -52,8 +53,46 @@ def test_an_overload_is_decided_at_the_door_or_by_priority() -> None:
     }
     assert max(*good["fifo"], *good["deadline"]) < 0.2
     assert good["priority"][0] > 0.95 > 0.1 > good["priority"][1]
-    assert good["deadline-shed"][1] > 0.6
+    assert good["deadline-shed"][1] > 0.6 > 0.1 > good["deadline-shed"][0]
+    assert good["deadline-shed + priority"][0] > 0.95
+    assert good["deadline-shed + priority"][1] > 3 * good["priority"][1]
     assert good["token-bucket"][0] > 0.6 > good["token-bucket"][1]
+
+
+def test_images_are_encoded_once_where_conversations_stay_at_a_replica() -> None:
+    loaded, affine = (
+        outcome("conversations", one).figures for one in ("least-loaded", "image-affinity")
+    )
+    assert affine.prefix_hits > 1.8 * loaded.prefix_hits
+    assert affine.images_encoded < 0.9 * loaded.images_encoded
+
+
+def test_a_cache_for_those_who_come_again_halves_their_wait() -> None:
+    lru, none, matching = (tenant("scan", one, "chat") for one in ("lru", "none", "matching"))
+    assert matching.ttft_ms.p50 < 0.6 * lru.ttft_ms.p50 < 0.6 * none.ttft_ms.p50
+
+
+def test_small_victims_cost_least_where_computing_is_fast() -> None:
+    youngest, cheapest, swapped = (
+        tenant("long-answers", one, "talks").ttft_ms.p95
+        for one in ("youngest", "cheapest", "youngest, swap")
+    )
+    assert cheapest < youngest < swapped
+
+
+def test_small_images_wait_for_albums_that_are_encoded_early() -> None:
+    aware, eager = (tenant("albums", one, "single") for one in ("chunk-aware", "eager"))
+    assert aware.ttft_ms.p95 < 0.7 * eager.ttft_ms.p95
+
+
+def test_every_case_is_on_the_page_with_its_figure() -> None:
+    page = Path("docs/policies.md").read_text()
+    for case in CASES.values():
+        assert f"images/policies-{case.name}.png" in page
+        assert Path(f"docs/images/policies-{case.name}.png").exists()
+        for label in case.choices:
+            for name in label.replace(" + ", ", ").split(", "):
+                assert f"`{name}" in page, (case.name, label)
 
 
 def test_a_case_is_the_same_every_time() -> None:
@@ -65,8 +104,9 @@ def test_every_registered_choice_is_found_by_its_name() -> None:
     found = case_of("front_door", "token-bucket")
     assert found is not None
     assert found.name == "overload"
-    default = case_of("step", "in-order")
-    assert default is not None
+    for kind, name in DEFAULTS:
+        assert case_of(kind, name) is not None
+        assert name in {one.name for one in list_policies() if one.kind == kind}
     assert case_of("memory", "pinned") is None
 
 
