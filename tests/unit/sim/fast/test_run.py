@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, TINY, arrival, config, scarce
+from vsched.config.policies import ConfiguredPolicies
+from vsched.config.sections import POLICY_TABLES
 from vsched.errors import ConfigError, PolicyError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Finish
@@ -18,7 +20,7 @@ from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
 from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.run import simulate
 from vsched.sim.fast.simulation import START_NS
-from vsched.sim.setup import prepare
+from vsched.sim.setup import FIELDS, prepare
 from vsched.sim.workload.generators import conversations
 from vsched.sim.workload.requests import Image, Text, Workload, workload_of
 
@@ -357,3 +359,8 @@ def test_run_of_nothing() -> None:
     outcome = simulate(config(), workload_of("none", []), cost=COST)
     assert outcome.figures.requests == 0
     assert outcome.figures.ttft_ms.p99 == 0
+
+
+def test_simulations_take_policies_of_every_table_that_the_kernel_asks() -> None:
+    assert FIELDS.keys() == POLICY_TABLES.keys() - {"generate.memory"}
+    assert set(FIELDS.values()) <= set(ConfiguredPolicies.__struct_fields__)
