@@ -32,6 +32,7 @@ from vsched.sim.faults.plan import (
 from vsched.sim.invariants import SimulationFailed
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.network.channel import LinkProfile
+from vsched.sim.ranks.symbolic_model import DRAFT
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text
 from vsched.sim.world import QUICK
 
@@ -108,7 +109,33 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
         return _with_adapters(drawn)
     if seed % 10 == 1:
         return _with_swapping(drawn)
+    if seed % 10 == 5:
+        return _with_drafts(drawn)
     return drawn
+
+
+def _with_drafts(drawn: Scenario) -> Scenario:
+    """Have a draft model guess, which is right now and then, or lookup; some requests are swapped out meanwhile."""
+    rng = random.Random(f"drafts {drawn.seed}")  # noqa: S311
+    ngram = rng.choice([0, 0, 1])
+    drafting = {
+        "use": "draft-model",
+        "tokens": rng.choice([1, 3, 8]),
+        "steps": rng.choice([1, 4]),
+        "pause_steps": rng.choice([1, 5]),
+        "gain_min": rng.choice([0.0, 1.0]),
+        "speedup_min": 0.0,
+        "ngram": ngram,
+        "running_max": 64,
+    }
+    generate = msgspec.structs.replace(
+        drawn.config.generate,
+        draft_model=f"{DRAFT} {rng.choice([0.1, 0.7, 1.0])}",
+        drafting=drafting,
+    )
+    config = msgspec.structs.replace(drawn.config, generate=generate)
+    drafts = msgspec.structs.replace(drawn, config=config)
+    return _with_swapping(drafts) if rng.random() < 0.3 else drafts
 
 
 def _with_swapping(drawn: Scenario) -> Scenario:

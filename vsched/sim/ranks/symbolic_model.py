@@ -28,6 +28,8 @@ FIRST_TOKEN = 16
 TOKENS = 97
 """The model answers with tokens from `FIRST_TOKEN` on, so few that stop tokens are met by chance."""
 ROOT = 0x9E3779B97F4A7C15
+DRAFT = "simulated-draft"
+"""Path of a checkpoint that drafts, with the share of its tokens that are right behind it, such as `… 0.7`."""
 _MASK = (1 << 64) - 1
 _ROW = 3
 PIXELS = "pixels"
@@ -49,6 +51,12 @@ def root_of(adapter: int) -> int:
 def next_token(fingerprint: int) -> int:
     """Return the token that follows a position."""
     return FIRST_TOKEN + (fingerprint >> 7) % TOKENS
+
+
+def drafted_token(fingerprint: int, acceptance: float) -> int:
+    """Return what a draft model says follows a position: with a chance of `acceptance` what does follow."""
+    right = (extend(fingerprint, 1) >> 11) % 1000 < 1000 * acceptance
+    return next_token(fingerprint if right else fingerprint + (1 << 7))
 
 
 class Content:

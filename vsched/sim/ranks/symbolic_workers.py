@@ -19,8 +19,10 @@ from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator
 from vsched.sim.ranks.symbolic_grammars import SymbolicGrammars, allowed_tokens, chosen_token
 from vsched.sim.ranks.symbolic_model import (
+    DRAFT,
     PIXELS,
     Content,
+    drafted_token,
     embedding_rows,
     extend,
     image_metadata,
@@ -327,10 +329,13 @@ class SymbolicGenerator(StandInGenerator):
             self._states[slot] = int(known.fingerprints[stop - 1])
         positions = np.arange(start, stop)
         self._blocks[blocks[positions // size], positions % size] = known.fingerprints[start:stop]
-        following = int(known.fingerprints[stop - 1])
+        return self._following(sequence, int(known.fingerprints[stop - 1]))
+
+    def _following(self, sequence: SequenceState, seen: int) -> int:
+        """Return the token that follows a position."""
         if sequence.token_mask is not None:
-            return chosen_token(following, allowed_tokens(sequence.token_mask))
-        return next_token(following)
+            return chosen_token(seen, allowed_tokens(sequence.token_mask))
+        return next_token(seen)
 
     def _seen(self, known: _Known) -> int:
         return int(known.fingerprints[known.length - 1]) if known.length else known.root
@@ -372,6 +377,31 @@ class SymbolicGenerator(StandInGenerator):
         )
 
 
+class SymbolicDraft(SymbolicGenerator):
+    """A draft model: it takes a part of the time, sees no images, and is right now and then."""
+
+    TIME = 0.2
+    """Of a step of the model that it drafts for."""
+
+    def __init__(
+        self, world: World, process: Process, info: ModelInfo, settings: WorkerSettings, root: int
+    ) -> None:
+        super().__init__(world, process, info, settings, root)
+        self._who += ", drafting"
+        self._acceptance = float(info.path.removeprefix(DRAFT))
+
+    def prepare(self, sequence: SequenceState) -> None:
+        """Begin to follow a request."""
+        positions = sequence.prompt_length + sequence.sampling.max_tokens + 1
+        sequence.state = _Known((), positions, self._root)
+
+    def _following(self, sequence: SequenceState, seen: int) -> int:
+        return drafted_token(seen, self._acceptance)
+
+    def _cost_ns(self, batch: Batch) -> float:
+        return self.TIME * super()._cost_ns(batch)
+
+
 class RankPlugin:
     """The worker plug-in of one simulated rank."""
 
@@ -393,7 +423,8 @@ class RankPlugin:
     ) -> SymbolicGenerator:
         """Load the language model."""
         progress("weights", 0.0)
-        return SymbolicGenerator(self._world, self._process, info, settings, self._root)
+        kind = SymbolicDraft if info.path.startswith(DRAFT) else SymbolicGenerator
+        return kind(self._world, self._process, info, settings, self._root)
 
     def load_grammars(self, info: ModelInfo) -> SymbolicGrammars:
         """Return what compiles choices of tokens."""
