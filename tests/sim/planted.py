@@ -65,7 +65,7 @@ PLANTS = (
     Plant(
         "a cache view pinning its buffer",
         "vsched.worker.kv_sizing:KvSizing._tear_down",
-        "self._worker.drop_kv()",
+        "worker.drop_kv()",
         "pass",
     ),
     Plant(

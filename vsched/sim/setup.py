@@ -37,6 +37,18 @@ FIELDS = {
 """Where `ConfiguredPolicies` keeps the policy of each table that a simulation consults."""
 
 
+class DraftLuck(msgspec.Struct, frozen=True):
+    """What comes of drafts in a simulation, which has no tokens.
+
+    Attributes:
+        acceptance: How likely a draft proves right, where those before it did; with 0 nobody drafts.
+        model_time: What a token of the draft model takes, as a share of a step that decodes.
+    """
+
+    acceptance: float = 0.0
+    model_time: float = 0.2
+
+
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """A configuration, ready to be simulated."""
 
@@ -44,6 +56,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     info: ModelInfo
     limits: SchedulerLimits
     policies: ConfiguredPolicies
+    drafts: DraftLuck = DraftLuck()
 
     @property
     def item_tokens_max(self) -> int:
@@ -64,6 +77,7 @@ def prepare(
     policies: Mapping[str, Policy] | None = None,
     info: ModelInfo | None = None,
     kv_tokens: int | None = None,
+    drafts: DraftLuck | None = None,
 ) -> Setup:
     """Return what a simulation of a configuration consists of.
 
@@ -73,6 +87,7 @@ def prepare(
         policies: Policies that take the place of configured ones, by table, such as `encode.encoding`.
         info: The model's shape; by default the cost model's, else that of the checkpoint at `model.path`.
         kv_tokens: The KV cache of a replica; by default what `generate.memory` pins, else the cost model's.
+        drafts: What comes of drafts; without it nobody drafts.
 
     Raises:
         ConfigError: When the shape or the size of the KV cache is not known, or something does not fit.
@@ -96,8 +111,13 @@ def prepare(
             )
         )
     arena_layout(config, info)  # refuses what has no room for a page
-    limits = scheduler_limits(config, info, configured, blocks=blocks)
-    return Setup(config=config, info=info, limits=limits, policies=configured)
+    drafts = drafts or DraftLuck()
+    limits = msgspec.structs.replace(
+        scheduler_limits(config, info, configured, blocks=blocks),
+        drafts=drafts.acceptance > 0,
+        draft_model=bool(config.generate.draft_model),
+    )
+    return Setup(config=config, info=info, limits=limits, policies=configured, drafts=drafts)
 
 
 def _replace(configured: ConfiguredPolicies, policies: Mapping[str, Policy]) -> ConfiguredPolicies:

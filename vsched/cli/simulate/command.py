@@ -41,6 +41,8 @@ def simulate(
     kv_tokens: options.KvTokensOption = None,
     ttft_target_ms: options.TargetOption = 2000.0,
     tpot_target_ms: options.TargetOption = 100.0,
+    draft_acceptance: options.DraftAcceptanceOption = 0.0,
+    draft_model_time: options.DraftModelTimeOption = 0.2,
     outage: options.OutagesOption = None,
     swarm: options.SwarmOption = None,
     probes: options.ProbesOption = False,
@@ -62,7 +64,7 @@ def simulate(
         return
     from vsched.sim.cost.model import load_cost_model
     from vsched.sim.fast.metrics import Targets
-    from vsched.sim.setup import inspect_checkpoint
+    from vsched.sim.setup import DraftLuck, inspect_checkpoint
 
     named = _configs(config, assignments)
     costs = load_cost_model(cost)
@@ -80,6 +82,7 @@ def simulate(
         targets=Targets(ttft_ms=ttft_target_ms, tpot_ms=tpot_target_ms),
         info=info,
         kv_tokens=kv_tokens,
+        drafts=DraftLuck(draft_acceptance, draft_model_time),
     )
     _say(load_of, outcomes, costs)
     _write(outcomes, html=html, csv=csv, json=json, plot=plot)

@@ -39,6 +39,19 @@ KvTokensOption = Annotated[
     int | None, typer.Option(min=1, help="KV cache of a replica.", show_default="generate.memory")
 ]
 
+DraftAcceptanceOption = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=1,
+        help="How likely a draft proves right behind others that did; 0 for no drafts.",
+    ),
+]
+DraftModelTimeOption = Annotated[
+    float,
+    typer.Option(min=0, help="A token of the draft model, as a share of a step that decodes."),
+]
+
 # What goes wrong, and what is checked.
 OutagesOption = Annotated[
     list[str] | None,

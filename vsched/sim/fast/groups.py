@@ -3,7 +3,8 @@
 A sequence yields a token in every step from the one with its last chunk until it is done, and a decision says only
 what changes. So when a sequence begins to decode, the step in which it ends is known, and nobody looks at it before: a
 steady step costs the same however many sequences run. Contexts need no counting either: they all grow by one each step,
-so their sum is a constant plus the number of sequences times the number of the step.
+so their sum is a constant plus the number of sequences times the number of the step. Drafts that prove right move the
+end of their sequence, and only those with a grant are looked at.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from random import Random
 
 from vsched.failures import EncodeErrorKind
-from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision, Join
-from vsched.kernel.events import Encoded, EncodeFailed, Event, Finished, Stepped
+from vsched.kernel.decisions import Decision, DraftGrant, EncodeDecision, GenerateDecision, Join
+from vsched.kernel.events import Drafted, Encoded, EncodeFailed, Event, Finished, Stepped
 from vsched.kernel.generate.step_budget import pairs_of
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.metrics import LiveRequest, Sketch
+from vsched.sim.setup import DraftLuck
 from vsched.sim.workload.requests import OUTPUT_TOKEN
 from vsched.types import FinishReason
 
@@ -171,9 +173,12 @@ class TimedEncodeGroup(SimulatedGroup):
 
 
 class _Sequence:
-    """A request in a slot; `first_step` is -1 until it decodes."""
+    """A request in a slot; `first_step` is -1 until it decodes.
 
-    __slots__ = ("first_step", "length", "live", "number", "slot")
+    `last` is the step in which it ends, `gained` are tokens that drafts brought, and `blocks` its KV blocks.
+    """
+
+    __slots__ = ("blocks", "first_step", "gained", "last", "length", "live", "number", "slot")
 
     def __init__(self, join: Join, live: LiveRequest) -> None:
         self.number = join.number
@@ -181,6 +186,8 @@ class _Sequence:
         self.length = join.length
         self.live = live
         self.first_step = -1
+        self.last = self.gained = 0
+        self.blocks = len(join.blocks)
 
 
 class TimedGenerateGroup(SimulatedGroup):
@@ -204,11 +211,13 @@ class TimedGenerateGroup(SimulatedGroup):
         itl: Sketch,
         block_bytes: int = 0,
         exact_tokens: bool = False,
+        drafts: DraftLuck | None = None,
+        block_size: int = 16,
     ) -> None:
         """Prepare an empty group.
 
         `exact_tokens` makes the token batch of each step tell which slots yielded; else one batch serves for all steps,
-        because the scheduler reads those of slots that yielded only.
+        because the scheduler reads those of slots that yielded only. `drafts` says what comes of drafts.
         """
         super().__init__(name, cost, device, rng)
         self.decoded = 0
@@ -218,6 +227,8 @@ class TimedGenerateGroup(SimulatedGroup):
         self._itl = itl
         self._exact_tokens = exact_tokens
         self._block_bytes = block_bytes
+        self._block_size = block_size
+        self._luck = drafts or DraftLuck()
         self._tokens = array("i", [OUTPUT_TOKEN]) * slots
         costs = cost.generate
         self._costs = costs.step_ns, costs.decode_ns, costs.context_ns
@@ -232,6 +243,8 @@ class TimedGenerateGroup(SimulatedGroup):
         self._started: list[_Sequence] = []
         self._stepped_ns = 0
         self._swapped = NOTHING_SWAPPED
+        self._grants: dict[int, DraftGrant] = {}
+        self._drafts: list[tuple[_Sequence, int]] = []
 
     def lose(self) -> None:
         """Forget everything; tokens that were yielded stay where they are."""
@@ -250,6 +263,7 @@ class TimedGenerateGroup(SimulatedGroup):
             self._swapped = int(swap_ns), decision.swaps.blocks
         if decision.left:
             for leave in decision.left:
+                self._grants.pop(leave.slot, None)
                 self._leave(self._slots.pop(leave.slot))
         if decision.joined:
             for join in decision.joined:
@@ -261,7 +275,48 @@ class TimedGenerateGroup(SimulatedGroup):
             prefill_ns = self._prefill(decision)
         elif not yielding:
             return EMPTY_STEP_NS + swap_ns  # all requests finished in the step before
+        if self._luck.acceptance:
+            prefill_ns += self._draft(decision)
         return step_ns + decode_ns * yielding + context_ns * context + prefill_ns + swap_ns
+
+    def _draft(self, decision: GenerateDecision) -> float:
+        """Draft for the slots with a grant, within their blocks and up to their ends; return the time of that."""
+        for slot in decision.grown[::2]:
+            self._slots[slot].blocks += 1
+        self._grants |= {grant.slot: grant for grant in decision.granted}
+        step, rows, deepest = decision.step, 0, 0
+        for slot, grant in self._grants.items():
+            sequence = self._slots[slot]
+            if not 0 <= sequence.first_step < step:
+                continue
+            known = sequence.length + step - sequence.first_step + sequence.gained
+            room = min(sequence.blocks * self._block_size - known, sequence.last - step)
+            drafts = min(grant.tokens, room)
+            if drafts > 0:
+                self._drafts.append((sequence, drafts))
+                rows += drafts
+                deepest = max(deepest, drafts if grant.model else 0)
+        step_ns, decode_ns, _ = self._costs
+        model_ns = self._luck.model_time * (step_ns + decode_ns * len(self._drafts))
+        return decode_ns * rows + deepest * model_ns
+
+    def _verify(self) -> list[Drafted]:
+        """Say which drafts prove right, and move the ends of their sequences."""
+        told: list[Drafted] = []
+        for sequence, drafts in self._drafts:
+            right = 0
+            while right < drafts and self._rng.random() < self._luck.acceptance:
+                right += 1
+            told.append(Drafted(sequence.slot, drafts, [OUTPUT_TOKEN] * right))
+            if right:
+                self._ends[sequence.last].remove(sequence)
+                sequence.last -= right
+                self._ends.setdefault(sequence.last, []).append(sequence)
+                sequence.gained += right
+                self._offset += right
+                self.decoded += right
+        self._drafts = []
+        return told
 
     def _prefill(self, decision: GenerateDecision) -> float:
         """Take the chunks of a step; return their time."""
@@ -277,8 +332,8 @@ class TimedGenerateGroup(SimulatedGroup):
                 self._started.append(sequence)
                 self._decoding += 1
                 self._offset += sequence.length - step
-                last = step + sequence.live.total - sequence.length - 1
-                self._ends.setdefault(last, []).append(sequence)
+                sequence.last = step + sequence.live.total - sequence.length - 1
+                self._ends.setdefault(sequence.last, []).append(sequence)
         self.prefilled += tokens
         cost = self._cost.generate
         return cost.prefill_ns * tokens + cost.pair_ns * pairs
@@ -291,7 +346,7 @@ class TimedGenerateGroup(SimulatedGroup):
 
     def _stop(self, sequence: _Sequence) -> None:
         self._decoding -= 1
-        self._offset -= sequence.length - sequence.first_step
+        self._offset -= sequence.length + sequence.gained - sequence.first_step
         sequence.first_step = -1
 
     def _finish(self, decision: Decision, now_ns: int) -> Event:
@@ -306,9 +361,10 @@ class TimedGenerateGroup(SimulatedGroup):
                 if sequence.live.last_token_ns:  # from an earlier incarnation
                     self._itl.add(now_ns - sequence.live.last_token_ns)
             self._started.clear()
+        drafted = self._verify() if self._drafts else _NONE_DRAFTED
         ending = self._ends.pop(step, None)
         if ending is None:
-            return self._stepped(step, tokens, _NONE_FINISHED)
+            return self._stepped(step, tokens, _NONE_FINISHED, drafted)
         finished = []
         if len(ending) > 1:
             # As ranks do: those that decoded by slot, then the chunks in their order.
@@ -317,15 +373,17 @@ class TimedGenerateGroup(SimulatedGroup):
             if sequence.first_step >= 0:  # else it left before its time
                 self._stop(sequence)
                 finished.append(Finished(sequence.slot, sequence.number, FinishReason.LENGTH))
-        return self._stepped(step, tokens, finished)
+        return self._stepped(step, tokens, finished, drafted)
 
-    def _stepped(self, step: int, tokens: array[int], finished: list[Finished]) -> Stepped:
+    def _stepped(
+        self, step: int, tokens: array[int], finished: list[Finished], drafted: list[Drafted]
+    ) -> Stepped:
         if self._swapped is NOTHING_SWAPPED:
-            return Stepped(step, tokens, finished, self._took_ns, self.name)
+            return Stepped(step, tokens, finished, self._took_ns, self.name, drafted)
         swap_ns, blocks = self._swapped
         self._swapped = NOTHING_SWAPPED
         swap_ns = min(swap_ns, self._took_ns)
-        return Stepped(step, tokens, finished, self._took_ns, self.name, [], swap_ns, blocks)
+        return Stepped(step, tokens, finished, self._took_ns, self.name, drafted, swap_ns, blocks)
 
     def _yielded(self) -> array[int]:
         tokens = array("i", [-1]) * self._slots_max
@@ -337,3 +395,5 @@ class TimedGenerateGroup(SimulatedGroup):
 
 _NONE_FINISHED: list[Finished] = []
 """Shared by all steps in which no request finished; never changed."""
+_NONE_DRAFTED: list[Drafted] = []
+"""Likewise by those in which nobody drafted."""

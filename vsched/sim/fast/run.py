@@ -22,7 +22,7 @@ from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.simulation import EventObserver, OnRequests, Simulation
 from vsched.sim.faults.plan import FaultPlan
 from vsched.sim.invariants import Oracles
-from vsched.sim.setup import prepare
+from vsched.sim.setup import DraftLuck, prepare
 from vsched.sim.workload.requests import Workload
 from vsched.types import ModelInfo
 
@@ -42,6 +42,7 @@ def simulate(
     targets: Targets | None = None,
     info: ModelInfo | None = None,
     kv_tokens: int | None = None,
+    drafts: DraftLuck | None = None,
     observers: Sequence[EventObserver] = (),
     check_every: int | None = None,
 ) -> SimulationOutcome:
@@ -61,6 +62,7 @@ def simulate(
         targets: What counts as goodput.
         info: The model's shape, where it is not the cost model's.
         kv_tokens: Tokens of a replica's KV cache, where they are not what `generate.memory` pins.
+        drafts: What comes of drafts; without it nobody drafts.
         observers: See every event; with them the tokens of a step tell which slots yielded.
         check_every: Events between two checks of the kernel's whole state, with `oracles`; by default as many as keep
             them affordable.
@@ -69,7 +71,7 @@ def simulate(
         ConfigError: When the configuration, the model and the faults do not go together.
         SimulationFailed: When the kernel or an oracle found something wrong.
     """
-    setup = prepare(config, cost, policies=policies, info=info, kv_tokens=kv_tokens)
+    setup = prepare(config, cost, policies=policies, info=info, kv_tokens=kv_tokens, drafts=drafts)
     simulation = Simulation(
         setup, cost, seed=seed, targets=targets or Targets(), observers=observers
     )

@@ -152,6 +152,8 @@ class Simulation:
                 itl=self.collector.itl,
                 block_bytes=block_bytes,
                 exact_tokens=exact_tokens,
+                drafts=self.setup.drafts,
+                block_size=limits.block_size,
             )
             for name in generators
         ]

@@ -95,7 +95,10 @@ class ModelGenerator:
 
     Attributes:
         log: Decisions that are out.
+        luck: Says how many of the drafts of a slot prove right; by default they are some function of the sequence.
     """
+
+    luck: Callable[[int, int], int] | None = None
 
     def __init__(
         self,
@@ -195,7 +198,10 @@ class ModelGenerator:
         self, slot: int, sequence: ModelSequence, drafts: int, finished: list[Finished]
     ) -> Drafted:
         """Take as many of the drafts as luck has it, none past the end."""
-        right = output_token(sequence.seed ^ DRAFTED, len(sequence.tokens)) % (drafts + 1)
+        if self.luck is None:
+            right = output_token(sequence.seed ^ DRAFTED, len(sequence.tokens)) % (drafts + 1)
+        else:
+            right = self.luck(slot, drafts)
         taken: list[int] = []
         while sequence.decoding and len(taken) < right:
             self._compute(sequence, len(sequence.tokens) - 1, len(sequence.tokens))

@@ -7,7 +7,8 @@ must come to the same result; then its own kernel, which hears that result, must
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Decide
 from vsched.kernel.decisions import GenerateDecision
 from vsched.kernel.events import (
+    Drafted,
     Encoded,
     EncodeFailed,
     Event,
@@ -29,12 +31,15 @@ from vsched.kernel.events import (
 )
 from vsched.sim.fast.run import simulate
 from vsched.sim.faults.plan import EncodeFailure, FaultPlan, GroupOutage
-from vsched.sim.setup import Setup, prepare
+from vsched.sim.setup import DraftLuck, Setup, prepare
 from vsched.testing.model_ranks.cluster import TICK_NS, ModelCluster
 
 MS = 1_000_000
 
 SWAPPED = ("generate.preemption={use='swap-long',tokens_min=0}", "generate.swap_memory=4MiB")
+
+
+DRAFTING = "generate.drafting={use='prompt-lookup',tokens=3,gain_min=0,speedup_min=0,pause_steps=4}"
 
 
 class Shadow:
@@ -45,6 +50,7 @@ class Shadow:
         self.steps = 0
         self.preempted = 0
         self.swapped = 0
+        self.drafted = 0
 
     def see(
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
@@ -64,7 +70,11 @@ class Shadow:
             case Submitted():
                 return cluster.hand_in(event)
             case Stepped(step, tokens, finished, busy_ns, group):
+                told = {one.slot: one for one in event.drafted}
+                cluster.generators[group].luck = partial(luck, told)
                 result, _ = cluster.generators[group].step()
+                assert [one.slot for one in result.drafted] == sorted(told)
+                self.drafted += sum(len(one.tokens) for one in result.drafted)
                 assert result.step == step
                 assert [token >= 0 for token in result.tokens] == [token >= 0 for token in tokens]
                 assert result.finished == finished
@@ -99,6 +109,12 @@ class Shadow:
         return cluster.send(Encoded(decision.step, group))
 
 
+def luck(told: Mapping[int, Drafted], slot: int, drafts: int) -> int:
+    """Return how many drafts proved right in the simulation; there were as many."""
+    assert told[slot].drafts == drafts
+    return len(told[slot].tokens)
+
+
 def plain(commands: Sequence[Command]) -> list[Command]:
     """Return commands without the tokens that ranks are sent: the simulated groups all yield the same one."""
     found: list[Command] = []
@@ -129,6 +145,20 @@ def test_run_agrees_with_model_cluster(seed: int, sets: tuple[str, ...]) -> None
     assert outcome.figures.finished == outcome.figures.requests == 40
     assert shadow.steps == outcome.figures.generate_steps > 100
     assert (shadow.swapped > 0) == (sets == SWAPPED)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("sets", [(), SWAPPED], ids=["recomputed", "swapped"])
+def test_run_agrees_with_model_cluster_in_drafts(seed: int, sets: tuple[str, ...]) -> None:
+    settings = config(*SCARCE, *sets, DRAFTING)
+    drafts = DraftLuck(acceptance=0.6)
+    shadow = Shadow(prepare(settings, COST, drafts=drafts))
+    outcome = simulate(
+        settings, scarce(seed), cost=COST, observers=[shadow], oracles=True, drafts=drafts
+    )
+    assert outcome.figures.finished == outcome.figures.requests == 40
+    assert shadow.steps == outcome.figures.generate_steps > 60
+    assert shadow.drafted > 20
 
 
 @pytest.mark.parametrize("seed", range(8))
