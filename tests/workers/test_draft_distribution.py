@@ -67,7 +67,8 @@ def answers(target: Markov, draft: Markov) -> tuple[Counter[tuple[int, ...]], li
     )
     counts: Counter[tuple[int, ...]] = Counter()
     drafted: list[Drafted] = []
-    step, left = 0, []
+    step = 0
+    left: list[Leave] = []
     known = np.asarray(PROMPT, np.int32).tobytes()
     for seed in range(ANSWERS):
         sampling = SamplingParams(
