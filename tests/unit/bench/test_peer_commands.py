@@ -6,7 +6,6 @@ import argparse
 import io
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from rich.console import Console
 from tests.bench import compare, growth, options, scheduler
 from tests.bench.options import CASES
 from tests.bench.records import Key, Run, Store
-from tests.bench.servers import llamacpp, processes, setup, sides, torchvision
+from tests.bench.servers import processes, setup, sides, torchvision
 from tests.bench.servers.peers import PEERS, PeerStart
 from tests.bench.servers.server import HOST, Server, ServerError, Spec
 from tests.bench.servers.session import Session
@@ -180,8 +179,9 @@ def test_peers_have_names_and_ports_of_their_own() -> None:
 def test_a_peer_that_is_not_installed_is_told(tmp_path: Path, name: str) -> None:
     write_config(tmp_path)
     sizes = sides.ServerSizes(threads=2)
-    start = PeerStart(checkpoint=tmp_path, sizes=sizes, folder=tmp_path / name)
-    with pytest.raises(ConfigError, match=f"setup --peer {name} --peers {tmp_path}"):
+    folder = PEERS[name].folder(tmp_path)
+    start = PeerStart(checkpoint=tmp_path, sizes=sizes, folder=folder)
+    with pytest.raises(ConfigError, match=f"setup --peer {folder.name} --peers {tmp_path}"):
         PEERS[name].spec(start)
 
 
@@ -193,75 +193,13 @@ def test_answers_of_peers_are_exactly_so_long(name: str) -> None:
     assert (body["max_tokens"], body["temperature"], body["stream"]) == (7, 0, True)
     field = {"transformers": "generation_config"}.get(name, "min_tokens")
     assert "7" in str(body[field])
-    if name == "llamacpp":
+    if name.startswith("llamacpp"):
         assert body["ignore_eos"], "it does not know min_tokens"
 
 
 def write_config(folder: Path) -> None:
     content = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     (folder / "config.json").write_bytes(msgspec.json.encode({**content, "hidden_size": 32}))
-
-
-def llamacpp_folder(tmp_path: Path) -> Path:
-    binary = tmp_path / "llamacpp" / "build" / "bin" / llamacpp.TARGET
-    binary.parent.mkdir(parents=True)
-    binary.touch()
-    return tmp_path / "llamacpp"
-
-
-def test_slots_of_llamacpp_share_the_kv_cache_of_the_other_side(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "model"
-    checkpoint.mkdir()
-    write_config(checkpoint)
-    assert llamacpp.token_bytes(checkpoint) == 3 * 2 * 2 * 8 * 2
-    sizes = sides.ServerSizes(threads=2, slots=4, context=1000, kv_bytes=192 * 4 * 600)
-    folder = llamacpp_folder(tmp_path)
-    start = PeerStart(checkpoint=checkpoint, sizes=sizes, folder=folder, arguments=["--more"])
-    spec = PEERS["llamacpp"].spec(start)
-    words = " ".join(spec.command)
-    for part in ("--parallel 4", f"--ctx-size {4 * 512}", "--threads 2", "--more"):
-        assert part in words
-    assert spec.pausable
-    assert spec.spins
-    assert spec.budget == 0, "there is none to sweep"
-    args = {"slots": 4, "kv_bytes": 1 << 30}
-    assert llamacpp.context_of(checkpoint, context=800, **args) == 768, "as it rounds up itself"
-    assert llamacpp.context_of(checkpoint, context=100, **args) == 256, "the least that it makes"
-
-
-def test_a_checkpoint_is_converted_once_and_again_when_it_was_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint, folder = tmp_path / "model", llamacpp_folder(tmp_path)
-    checkpoint.mkdir()
-    write_config(checkpoint)
-    (folder / "sdist" / "x" / "vendor" / "llama.cpp").mkdir(parents=True)
-    made: list[str] = []
-
-    def convert(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        made.append(command[-1])
-        Path(command[-1]).touch()
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(subprocess, "run", convert)
-    for _ in range(2):
-        llamacpp.convert_when_missing(folder, checkpoint)
-    assert len(made) == 1
-    assert llamacpp.model_of(folder, checkpoint).exists()
-    (checkpoint / "model.safetensors").write_text("other weights")
-    llamacpp.convert_when_missing(folder, checkpoint)
-    assert len(made) == 2
-
-
-def test_a_conversion_that_fails_leaves_nothing_to_be_taken_for_a_model(tmp_path: Path) -> None:
-    checkpoint, folder = tmp_path / "model", llamacpp_folder(tmp_path)
-    checkpoint.mkdir()
-    source = folder / "sdist" / "x" / "vendor" / "llama.cpp"
-    source.mkdir(parents=True)
-    (source / "convert_hf_to_gguf.py").write_text("raise SystemExit('no such model')")
-    with pytest.raises(ConfigError, match="no such model"):
-        llamacpp.convert_when_missing(folder, checkpoint)
-    assert not llamacpp.model_of(folder, checkpoint).exists()
 
 
 # --- what is sent ---
@@ -448,7 +386,23 @@ def test_an_installed_peer_is_left_alone(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
     setup.install(PEERS["vllm"], tmp_path, pip_arguments="", console=console)
     assert [path.name for path in tmp_path.iterdir()] == [setup.STAMP]
-    assert len({setup.mark(peer) for peer in PEERS.values()}) == len(PEERS)
+    homes = {peer.folder(tmp_path): setup.mark(peer) for peer in PEERS.values()}
+    assert len(set(homes.values())) == len(homes)
+    for peer in PEERS.values():
+        assert setup.mark(peer) == homes[peer.folder(tmp_path)], "whoever shares it agrees on it"
+        assert peer.folder(tmp_path).name in PEERS, "a name that setup can be told"
+
+
+def test_an_index_out_of_reach_is_told_before_anything_is_installed(tmp_path: Path) -> None:
+    """Pip asks it again and again, for each package: a stall of half an hour."""
+    with socket.socket() as closed:
+        closed.bind((HOST, 0))
+        url = f"http://{HOST}:{closed.getsockname()[1]}/whl"
+    for arguments in (f"--extra-index-url {url}", f"--index-url={url}"):
+        with pytest.raises(ConfigError, match=f"{url}: no answer(.|\n)*leave it out"):
+            setup.install(PEERS["vllm"], tmp_path, pip_arguments=arguments, console=Console())
+    assert not list(tmp_path.iterdir())
+    setup.check_indexes("--find-links /wheels --retries 1")
 
 
 def test_server_of_an_earlier_run_is_not_taken_for_the_new_one(tmp_path: Path) -> None:
