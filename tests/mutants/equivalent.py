@@ -10,6 +10,7 @@ _QUARANTINE = f"{_KERNEL}.generate.quarantine:Quarantine"
 _QUEUE = f"{_KERNEL}.waiting_queue:OrderedQueue"
 _STAGE = f"{_KERNEL}.encode.stage:EncodeStage"
 _CACHE = f"{_KERNEL}.encode.embedding_cache:EmbeddingCache"
+_SWAP = f"{_KERNEL}.generate.swap_space:SwapSpace"
 
 _SMALL_INTEGERS = (
     "a set of small integers happens to have them in order; the kernel may not count on it"
@@ -17,6 +18,7 @@ _SMALL_INTEGERS = (
 _STEPS_FROM_ONE = "steps count from 1, and a negative number stands for none"
 _QUICKER = "it is the quicker of two ways to the same result"
 _UNREACHED = "no state leads there: at rest, a front joins where no prefill is stalled, and stalled ones are younger"
+_EVEN = "both have the same length"
 _PER_ENTRY = "no two entries have the same place"
 
 EQUIVALENT: dict[str, str] = {
@@ -53,6 +55,8 @@ EQUIVALENT: dict[str, str] = {
     f"{_QUARANTINE}.review: 0 <= state.first_step <= done + 1 - QUARANTINE_TOKENS -> "
     "0 < state.first_step <= done + 1 - QUARANTINE_TOKENS #1": _STEPS_FROM_ONE,
     f"{_QUARANTINE}.review: 0 -> 1 #1": _STEPS_FROM_ONE,
+    f"{_SWAP}.keep: True -> False #2": _EVEN,
+    f"{_SWAP}.drop: True -> False #2": _EVEN,
     f"{_STAGE}.complete: sorted -> list #1": _SMALL_INTEGERS,
     f"{_STAGE}._retry: sorted -> list #1": _SMALL_INTEGERS,
     f"{_STAGE}._set_apart: 1 -> 2 #1": "a number that no other batch has, whichever it is",

@@ -33,6 +33,7 @@ _FUNCTIONS: dict[str, str] = {
     "vsched.kernel.generate.in_flight:TokenLog": "append gather forget_before",
     "vsched.kernel.generate.quarantine:Quarantine": "admits begin end review blame",
     "vsched.kernel.generate.quarantine:": "is_suspect",
+    "vsched.kernel.generate.swap_space:SwapSpace": "keep reach restore drop take_copies",
     "vsched.kernel.generate.chunks:": "chunk_stop pin_items drop_claims_before",
     "vsched.kernel.encode.stage:EncodeGroup": "complete lose",
     "vsched.kernel.encode.stage:EncodeStage": """

@@ -1,0 +1,131 @@
+"""The places of swapped requests, one call at a time: what is kept, how far it reaches, what is copied and let go."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.setups import make_limits, words
+from vsched.kernel.decisions import SwapCopies
+from vsched.kernel.generate.blocks import BlockPool
+from vsched.kernel.generate.swap_space import SwapSpace
+from vsched.kernel.policy_calls import GuardedOrder
+from vsched.kernel.policy_seats import PolicyFaults
+from vsched.kernel.request import RequestState
+from vsched.testing import make_request
+from vsched.types import SamplingParams
+from vsched_policies.eviction import Lru
+
+BLOCK = 4
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    return BlockPool(32, GuardedOrder(Lru(), PolicyFaults()))
+
+
+def space(places: int) -> SwapSpace:
+    return SwapSpace(make_limits(block_size=BLOCK, swap_blocks=places))
+
+
+def running(
+    number: int, pool: BlockPool, blocks: int, *, prompt_logprobs: int | None = None
+) -> RequestState:
+    """Return a request of so many blocks, whose last token is not computed."""
+    request = make_request(f"r{number}", words(BLOCK * blocks))
+    sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
+    request = msgspec.structs.replace(request, sampling=sampling)
+    state = RequestState.arrived(
+        request, number, (), 0, scope="item", root=None, first=number, answers=1
+    )
+    state.blocks = pool.take(blocks)
+    return state
+
+
+def pairs(flat: list[int]) -> list[tuple[int, int]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def test_nothing_is_kept_of_what_computed_nothing_or_must_tell_of_its_prompt(
+    pool: BlockPool,
+) -> None:
+    swap = space(8)
+    assert swap.keep(running(1, pool, 2), 0, pool) is False
+    assert swap.keep(running(2, pool, 2, prompt_logprobs=1), 7, pool) is False
+    assert (len(swap), swap.free, swap.pending) == (0, 8, False)
+
+
+def test_a_request_is_kept_where_its_own_blocks_just_fit(pool: BlockPool) -> None:
+    """Of four blocks, another request holds the first."""
+    one = running(1, pool, 4)
+    pool.hold(one.blocks[:1])
+    assert space(2).keep(one, 15, pool) is False
+    swap = space(3)
+    assert swap.keep(one, 15, pool) is True
+    assert (len(swap), swap.free, swap.pending) == (1, 0, True)
+    copies = swap.take_copies()
+    assert [block for block, _ in pairs(copies.out)] == one.blocks[1:]
+    assert sorted(place for _, place in pairs(copies.out)) == [0, 1, 2]
+
+
+def test_copies_wait_for_the_next_decision_whatever_else_is_kept(pool: BlockPool) -> None:
+    swap = space(4)
+    assert swap.keep(running(1, pool, 2), 7, pool)
+    shared = running(2, pool, 2)
+    pool.hold(shared.blocks)
+    assert swap.keep(shared, 7, pool)
+    assert swap.pending
+    assert swap.restore(shared, pool.take(2), cached=2, computed=8) == 0
+    assert swap.pending
+    assert len(swap.take_copies().out) == 4
+    assert not swap.pending
+    assert swap.take_copies() == SwapCopies([], [])
+
+
+def test_what_is_kept_reaches_as_far_as_the_cache_has_what_is_before_it(pool: BlockPool) -> None:
+    swap, one = space(8), running(1, pool, 4)
+    pool.hold(one.blocks[:2])
+    assert swap.reach(one, 1) == 4
+    assert swap.keep(one, 14, pool)
+    assert [swap.reach(one, cached) for cached in range(5)] == [0, 4, 14, 14, 16]
+    assert swap.keep(running(2, pool, 1), 3, pool)
+    assert swap.reach(running(3, pool, 1), 1) == 4
+
+
+def test_a_token_is_left_to_compute(pool: BlockPool) -> None:
+    swap, one = space(8), running(1, pool, 3)
+    assert swap.keep(one, 12, pool)
+    assert swap.reach(one, 0) == 11
+
+
+def test_what_comes_back_is_what_the_cache_has_not(pool: BlockPool) -> None:
+    swap, one = space(8), running(1, pool, 4)
+    assert swap.keep(one, 15, pool)
+    place = dict(pairs(swap.take_copies().out))
+    blocks = pool.take(4)
+    assert swap.restore(one, blocks, cached=1, computed=15) == 3
+    assert swap.pending
+    back = pairs(swap.take_copies().back)
+    assert back == [(place[one.blocks[index]], blocks[index]) for index in (1, 2, 3)]
+    assert (len(swap), swap.free) == (0, 8)
+    assert swap.restore(one, blocks, cached=1, computed=15) == 0
+
+
+def test_what_is_dropped_is_copied_no_more_and_what_others_keep_is(pool: BlockPool) -> None:
+    """The places of the first go to a third in the same decision, whose copies stay."""
+    swap = space(5)
+    one, two, three = (running(number, pool, blocks) for number, blocks in ((1, 3), (2, 2), (3, 3)))
+    assert swap.keep(one, 11, pool)
+    assert swap.keep(two, 7, pool)
+    assert swap.free == 0
+    assert swap.drop(9) is False
+    assert swap.drop(1) is True
+    assert swap.free == 3
+    assert swap.keep(three, 11, pool)
+    out = pairs(swap.take_copies().out)
+    assert [block for block, _ in out] == [*two.blocks, *three.blocks]
+    assert len({place for _, place in out}) == 5
+    assert swap.drop(3) is True
+    assert swap.drop(3) is False
+    assert (len(swap), swap.free) == (1, 3)
+    swap.check([2])
