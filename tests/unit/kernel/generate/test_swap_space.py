@@ -46,6 +46,11 @@ def pairs(flat: list[int]) -> list[tuple[int, int]]:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
+def waits(swap: SwapSpace) -> bool:
+    """Return whether there are copies for the next decision."""
+    return swap.pending
+
+
 def test_nothing_is_kept_of_what_computed_nothing_or_must_tell_of_its_prompt(
     pool: BlockPool,
 ) -> None:
@@ -74,11 +79,11 @@ def test_copies_wait_for_the_next_decision_whatever_else_is_kept(pool: BlockPool
     shared = running(2, pool, 2)
     pool.hold(shared.blocks)
     assert swap.keep(shared, 7, pool)
-    assert swap.pending
+    assert waits(swap)
     assert swap.restore(shared, pool.take(2), cached=2, computed=8) == 0
-    assert swap.pending
+    assert waits(swap)
     assert len(swap.take_copies().out) == 4
-    assert not swap.pending
+    assert not waits(swap)
     assert swap.take_copies() == SwapCopies([], [])
 
 
