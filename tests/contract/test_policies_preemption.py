@@ -6,7 +6,7 @@ import pytest
 
 from vsched.measured import Measurements, StepTime, SwapTime
 from vsched.policy import Preemption, PreemptionView, RunningView
-from vsched_policies.preemption import Cheapest, SwapLong, Youngest
+from vsched_policies.preemption import Cheapest, ReaderPace, SwapLong, Youngest
 
 
 def running(*tokens: int, blocks: int = 1) -> PreemptionView:
@@ -33,6 +33,27 @@ def test_cheapest_takes_the_fewest_tokens_of_several_the_youngest(
     assert Cheapest().victim(running(*tokens)) == Preemption(victim)
     swapping = Cheapest(manner="swap")
     assert swapping.victim(running(*tokens)) == Preemption(victim, "swap")
+
+
+@pytest.mark.parametrize(
+    ("now_s", "victim"),
+    [
+        (1, 1),  # nobody reads yet: leads are 20, 40, 30 and 10
+        (2, 2),  # 20 - 10, 40 - 10, 30 and 10: of equals the youngest
+        (4, 2),  # 20 - 30, 40 - 30, 30 - 10 and 10
+        (7, 3),  # 20 - 60, 40 - 60, 30 - 40 and 10 - 10
+    ],
+)
+def test_reader_pace_takes_who_is_furthest_ahead(now_s: int, victim: int) -> None:
+    """At 10 tokens a second from a second after the arrival on."""
+    second = 1_000_000_000
+    requests = [
+        RunningView(tokens=outputs, blocks=1, outputs=outputs, priority=0, arrived_ns=at * second)
+        for outputs, at in ((20, 0), (40, 0), (30, 2), (10, 5))
+    ]
+    view = PreemptionView(now_ns=now_s * second, running=requests)
+    assert ReaderPace(tokens_s=10).victim(view) == Preemption(victim)
+    assert ReaderPace(tokens_s=10, manner="swap").victim(view).manner == "swap"
 
 
 def long_view(

@@ -1,7 +1,8 @@
 """Which running request gives way when KV blocks run out, and how it comes back."""
 
 from vsched_policies.preemption.cheapest import Cheapest
+from vsched_policies.preemption.reader_pace import ReaderPace
 from vsched_policies.preemption.swap_long import SwapLong
 from vsched_policies.preemption.youngest import Youngest
 
-__all__ = ["Cheapest", "SwapLong", "Youngest"]
+__all__ = ["Cheapest", "ReaderPace", "SwapLong", "Youngest"]

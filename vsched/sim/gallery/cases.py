@@ -153,6 +153,7 @@ CASES: dict[str, GalleryCase] = {
             choices={
                 "youngest": (),
                 "cheapest": (("generate.preemption", {"use": "cheapest"}),),
+                "reader-pace": (("generate.preemption", {"use": "reader-pace"}),),
                 "youngest, swap": (("generate.preemption", {"use": "youngest", "manner": "swap"}),),
                 "swap-long": (("generate.preemption", {"use": "swap-long"}),),
             },

@@ -59,7 +59,8 @@ def draw_case(case: GalleryCase, outcomes: Sequence[SimulationOutcome], path: Pa
             axes.set_title(measure.title, size=9)
             axes.margins(x=0.15)
         panels[0].invert_yaxis()
-        panels[0].legend(loc="best")
+        handles, names = panels[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
         figure.savefig(path, dpi=90)
 
 
