@@ -39,7 +39,9 @@ ADAPTERS = ("one", "two")
 NAMES = ("base", *ADAPTERS)
 OUTPUTS = 24
 RANKS = "generate.tensor_parallel=2"
-LOOKUP = 'generate.drafting={use="prompt-lookup", ngram=1, gain_min=0.01, pause_steps=4}'
+LOOKUP = (
+    'generate.drafting={use="prompt-lookup", ngram=1, gain_min=0.01, speedup_min=0, pause_steps=4}'
+)
 CLOSE, FAR = 0.06, 0.5
 """How far logarithms of probabilities are from PEFT's in float32, at the mean: in bfloat16 at most, with another
 adapter at least."""

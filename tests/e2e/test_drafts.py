@@ -24,7 +24,9 @@ from vsched_workers.checkpoint.random_init import make_checkpoint
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 NONE = 'generate.drafting={use="none"}'
-LOOKUP = 'generate.drafting={use="prompt-lookup", ngram=1, gain_min=0.01, pause_steps=4}'
+LOOKUP = (
+    'generate.drafting={use="prompt-lookup", ngram=1, gain_min=0.01, speedup_min=0, pause_steps=4}'
+)
 MODEL = 'generate.drafting={use="draft-model", tokens=3, gain_min=0, speedup_min=0, running_max=64}'
 SCHEMA = {
     "type": "array",
@@ -171,6 +173,16 @@ async def test_a_draft_model_is_refused_where_it_cannot_draft(
     with pytest.raises(ConfigError, match=r"generate\.draft_model: ranks cannot run drafts"):
         async with Engine(configure("nano25", *settings)):
             pass
+
+
+async def test_a_draft_model_that_nobody_asks_is_warned_of(
+    configure: Callable[..., Config],
+    checkpoints: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, _ = by_model(checkpoints("nano25"))
+    async with Engine(configure("nano25", model)):
+        assert "generate.draft_model is loaded, and generate.drafting does not ask" in caplog.text
 
 
 async def test_a_draft_model_of_another_vocabulary_is_refused(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
 from vsched.config import Config, ConfiguredPolicies
@@ -14,6 +16,7 @@ from vsched.worker.capabilities import VerifiesDrafts
 from vsched.worker.contract import Preprocessor, WorkerPlugin
 from vsched.worker.registry import load_worker
 
+logger = logging.getLogger(__name__)
 SAMPLES = 1000
 """So many tokens of two vocabularies are compared, spread over all."""
 
@@ -52,6 +55,11 @@ def verifies_drafts(config: Config, info: ModelInfo, policies: ConfiguredPolicie
         raise ConfigError(
             "generate.drafting: the policy drafts with a model, and there is none. Remedy: set generate.draft_model to "
             "the folder of a smaller checkpoint of the same vocabulary, or choose another policy."
+        )
+    if info.draft is not None and not draft.model:
+        logger.warning(
+            "generate.draft_model is loaded, and generate.drafting does not ask it for a request that runs alone; "
+            'the policy that does is {use = "draft-model"}'
         )
     return verifies
 

@@ -94,7 +94,8 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
     except VschedError as error:
         problems.append(str(error))
     if info is not None:
-        memory = _memory(config, loaded.policies, info, description)
+        draft = plugin.describe(info.draft.path) if info.draft is not None else None
+        memory = _memory(config, loaded.policies, info, description, draft)
         problems += [
             limit_message(
                 f"{stage}.memory_limit: no room beside the weights",
@@ -138,8 +139,9 @@ def _memory(
     policies: ConfiguredPolicies,
     info: ModelInfo,
     description: CheckpointDescription,
+    draft: CheckpointDescription | None,
 ) -> dict[str, StageMemory]:
-    """Return what a rank of each stage needs."""
+    """Return what a rank of each stage needs; `draft` is the model that drafts, where there is one."""
     kv_bytes = cached_bytes_per_token(config, info)
     found: dict[str, StageMemory] = {}
     for plan in worker_group_plans(config, info, policies):
@@ -154,6 +156,9 @@ def _memory(
             )
             if role is not None
         }
+        if draft is not None and plan.generate:
+            own = _weights_bytes(draft, "language", config.generate.weights, info)
+            weights["generate"] += own // plan.ranks
         states = state_bytes(config, info) if plan.generate else 0
         room = max(limit - sum(weights.values()) - states, 0)
         for stage, size in weights.items():

@@ -11,7 +11,7 @@ from vsched.policy import DRAFT_TOKENS_MAX, Draft, DraftingPolicy, DraftingView,
 
 WEIGHT = 0.25
 """Of a new step among those like it."""
-SKIPPED_MAX = 16
+SKIPPED_MAX = 8
 """Where no drafts pay, at least every so many-th request tries some."""
 
 

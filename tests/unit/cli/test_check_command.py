@@ -177,6 +177,16 @@ def test_check_compares_the_weights_with_the_limit() -> None:
     assert report["problems"][0].startswith("generate.memory_limit: no room beside the weights")
 
 
+def test_check_counts_the_draft_model() -> None:
+    """Its weights are among those of the stage, and its KV among that of a token."""
+    plain, both = (
+        check_json(DEMO, *words)[1]["memory"]["generate"]
+        for words in ((), ("--set", f"generate.draft_model={DEMO}"))
+    )
+    assert both["weights_bytes"] == 2 * plain["weights_bytes"]
+    assert both["kv_bytes_per_token"] == 2 * plain["kv_bytes_per_token"]
+
+
 def test_check_counts_shards_and_names_what_is_missing(copy: Callable[..., Path]) -> None:
     path = copy()
     (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")

@@ -337,7 +337,10 @@ class AnyGrant(DraftingPolicy, frozen=True, kw_only=True):
         if self.wrong and view.outputs % 3 == 0:
             return Draft(self.wrong)
         return Draft(
-            (view.outputs * 7 + self.tokens) % (self.tokens + 1), view.outputs % (self.steps + 1), 1
+            (view.outputs * 7 + self.tokens) % (self.tokens + 1),
+            view.outputs % (self.steps + 1),
+            1,
+            model=view.outputs % 2 == 0,
         )
 
 
