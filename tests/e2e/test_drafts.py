@@ -175,16 +175,6 @@ async def test_a_draft_model_is_refused_where_it_cannot_draft(
             pass
 
 
-async def test_a_draft_model_that_nobody_asks_is_warned_of(
-    configure: Callable[..., Config],
-    checkpoints: Callable[[str], Path],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model, _ = by_model(checkpoints("nano25"))
-    async with Engine(configure("nano25", model)):
-        assert "generate.draft_model is loaded, and generate.drafting does not ask" in caplog.text
-
-
 async def test_a_draft_model_of_another_vocabulary_is_refused(
     configure: Callable[..., Config], checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:

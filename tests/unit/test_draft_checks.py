@@ -1,0 +1,45 @@
+"""What is said before anything starts of drafts that cannot be had as they are configured, or that nobody asks for."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from vsched.aio.draft_checks import verifies_drafts
+from vsched.config import Config, load_config, resolve_policies
+from vsched.errors import ConfigError
+from vsched.sim.cluster.plugin import HYBRID, NAME, plugin
+
+INFO = plugin.inspect("model", dtype="auto", item_tokens_max=0)
+STATEFUL = plugin.inspect(HYBRID, dtype="auto", item_tokens_max=0)
+WITH_DRAFT = msgspec.structs.replace(INFO, draft=INFO.text_alone)
+UNASKED = "generate.draft_model is loaded, and generate.drafting does not ask it"
+
+
+def config_of(policy: str) -> Config:
+    sets = [f"generate.plugin={NAME}", f'generate.drafting={{use="{policy}"}}']
+    return load_config(None, sets=sets, environ={}).config
+
+
+@pytest.mark.parametrize(
+    ("policy", "warned"),
+    [("draft-model", False), ("prompt-lookup", True), ("forced-tokens", True), ("none", True)],
+)
+def test_a_draft_model_that_nobody_asks_is_warned_of(
+    policy: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(policy)
+    assert verifies_drafts(config, WITH_DRAFT, resolve_policies(config))
+    assert (UNASKED in caplog.text) == warned
+
+
+def test_drafts_are_refused_without_what_they_need() -> None:
+    asks = config_of("draft-model")
+    with pytest.raises(ConfigError, match=r"drafts with a model, and there is none"):
+        verifies_drafts(asks, INFO, resolve_policies(asks))
+    looks = config_of("prompt-lookup")
+    assert verifies_drafts(looks, INFO, resolve_policies(looks))
+    with pytest.raises(ConfigError, match=r"cannot verify drafts"):
+        verifies_drafts(looks, STATEFUL, resolve_policies(looks))
+    nothing = config_of("none")
+    assert not verifies_drafts(nothing, STATEFUL, resolve_policies(nothing))
