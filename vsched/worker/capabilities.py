@@ -452,7 +452,9 @@ class CheckpointConverter(Protocol):
         """
         ...
 
-    def convert_gguf(self, file: str, path: str, *, dtype: str, progress: Progress) -> int:
+    def convert_gguf(
+        self, file: str, path: str, *, dtype: str, progress: Progress, keeps_levels: bool = False
+    ) -> int:
         """Write the checkpoint to `path`, all of it or nothing; return its number of parameters.
 
         Raises:

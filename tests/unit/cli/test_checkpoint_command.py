@@ -88,3 +88,6 @@ def test_make_checkpoint_takes_one_source() -> None:
         CliRunner().invoke(app, words, catch_exceptions=False)
     with pytest.raises(ConfigError, match="PATH is missing"):
         CliRunner().invoke(app, ["make-checkpoint", "--smollm2"], catch_exceptions=False)
+    words = ["make-checkpoint", "made", "--size", "tiny25", "--quantized"]
+    with pytest.raises(ConfigError, match="no file whose bits to keep. Remedy"):
+        CliRunner().invoke(app, words, catch_exceptions=False)

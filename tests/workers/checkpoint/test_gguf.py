@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from tokenizers import pre_tokenizers
 
+from tests.workers.backends.cpu.twins import Twins
+from tests.workers.driver import Driver, Question, Stage
 from vsched.errors import CheckpointError
+from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.checkpoint.gguf import check_conversion, convert_gguf
 from vsched_workers.checkpoint.random_init import SMALL_TEXT, learnt_tokenizer
 
@@ -29,7 +35,7 @@ TEXTS = [
     " two  spaces\n\nand naïve café",
     "<|im_start|>user\nhi",
 ]
-QUANTISED = "blk.0.ffn_down.weight"
+QUANTISED = {"blk.0.ffn_down.weight": "Q4_1"}
 
 Make = Callable[..., Path]
 
@@ -101,9 +107,9 @@ def gguf_tensors(model: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
-    """Write a GGUF file of the model, one tensor quantised; `pre` names how words are split."""
+    """Write a GGUF file of the model; `pre` names how words are split, `kinds` the formats of quantised tensors."""
 
-    def write(pre: str = "smollm") -> Path:
+    def write(pre: str = "smollm", kinds: Mapping[str, str] = QUANTISED) -> Path:
         path = tmp_path / "source" / "tiny.gguf"
         path.parent.mkdir()
         writer = gguf.GGUFWriter(path, "llama")
@@ -129,9 +135,9 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
         writer.add_bos_token_id(vocabulary["<|im_start|>"])
         writer.add_eos_token_id(vocabulary["<|im_end|>"])
         writer.add_chat_template(TEMPLATE)
-        kind = gguf.GGMLQuantizationType.Q4_1
         for name, value in gguf_tensors(model).items():
-            if name == QUANTISED:
+            if name in kinds:
+                kind = gguf.GGMLQuantizationType[kinds[name]]
                 writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
             else:
                 writer.add_tensor(name, np.ascontiguousarray(value))
@@ -144,8 +150,42 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
     return write
 
 
-def convert(file: Path, path: Path, dtype: str = "float32") -> int:
-    return convert_gguf(str(file), str(path), dtype=dtype, progress=lambda _what, _fraction: None)
+def convert(file: Path, path: Path, dtype: str = "float32", *, keeps_levels: bool = False) -> int:
+    return convert_gguf(
+        str(file),
+        str(path),
+        dtype=dtype,
+        progress=lambda _what, _fraction: None,
+        keeps_levels=keeps_levels,
+    )
+
+
+@pytest.mark.slow
+def test_gguf_that_stays_quantised_computes_what_its_dequantised_weights_do(
+    make: Make, tmp_path: Path, model: Any
+) -> None:
+    """Every format that `gguf` writes, side by side, in projections whose rows lie in another order, too."""
+    names = [name for name in gguf_tensors(model) if "attn" in name or "ffn" in name]
+    names = [name for name in names if "norm" not in name]
+    formats = itertools.cycle(("Q8_0", "Q4_0", "Q4_1"))
+    kinds = dict(zip([*names, "token_embd.weight"], formats, strict=False))
+    file = make(kinds=kinds)
+    for path, keeps in (("plain", False), ("kept", True)):
+        convert(file, tmp_path / path, keeps_levels=keeps)
+    with safe_open(tmp_path / "kept" / "model.safetensors", framework="np") as written:
+        kept = {name for name in written.keys() if name.endswith("weight_levels")}  # noqa: SIM118
+    assert len(kept) == len(names) == 7 * LAYERS
+    pair = [
+        Stage.load(str(tmp_path / path), attention="auto", dtype="float32")
+        for path in ("plain", "kept")
+    ]
+    twins = Twins(*(each.generator for each in pair))
+    questions = [Question(range(3, 3 + length), count=6) for length in (5, 40)]
+    Driver(dataclasses.replace(pair[0], generator=twins), chunk=30).run(questions)
+    assert twins.apart < 1e-5
+    plain, small = (describe_checkpoint(str(tmp_path / path)) for path in ("plain", "kept"))
+    assert small.file_bytes < 0.75 * plain.file_bytes
+    assert small.weights_bytes["language"]["auto"] < 0.75 * plain.file_bytes
 
 
 @pytest.mark.slow

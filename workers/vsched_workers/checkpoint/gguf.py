@@ -1,7 +1,8 @@
 """Makes a checkpoint from a GGUF file: weights as safetensors, tokenizer, chat template and generation settings.
 
-Transformers reads the file and undoes its quantisation. What it does not take over is added here: how SmolLM splits
-words, the end token as a generation setting, and a tokenizer that is loaded as it was saved.
+Transformers reads the file and undoes its quantisation, unless that is to be kept (`gguf_levels.py`). What it does not
+take over is added here: how SmolLM splits words, the end token as a generation setting, and a tokenizer that is loaded
+as it was saved.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from vsched.errors import CheckpointError
 from vsched.worker.contract import Progress
 from vsched_workers.checkpoint.facts import DTYPES
 from vsched_workers.checkpoint.files import check_new, new_checkpoint
+from vsched_workers.checkpoint.gguf_levels import write_levels
 
 PACKAGES = ("gguf", "accelerate")
 """What transformers needs to read a GGUF file, beside what it always needs."""
@@ -40,8 +42,12 @@ def check_conversion(path: str, *, dtype: str) -> None:
     check_new(path)
 
 
-def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress) -> int:
+def convert_gguf(
+    file: str, path: str, *, dtype: str, progress: Progress, keeps_levels: bool = False
+) -> int:
     """Write the checkpoint of a GGUF file to a directory; return its number of parameters.
+
+    With `keeps_levels`, weights of linear layers stay in the file's few bits, where their format is known.
 
     Raises:
         CheckpointError: When the file cannot be read or converted, or the directory cannot be written.
@@ -60,7 +66,10 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress) -> int
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         progress("writing the weights", 0.0)
         with _quiet():
-            model.save_pretrained(folder)
+            if keeps_levels:
+                write_levels(source, folder, model)
+            else:
+                model.save_pretrained(folder)
         return sum(parameter.numel() for parameter in model.parameters())
 
 

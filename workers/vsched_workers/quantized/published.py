@@ -9,12 +9,15 @@ out anew, and nothing is rounded: the weight is to the bit the one that the form
 - *gptq*: `qweight` [in / n, out], `qzeros` [groups, out / n], `scales` [groups, out]; zeros are one more than they say,
   but for `gptq_v2`.
 - *awq*: `qweight` [in, out / 8], in whose int32 outputs lie in the order 0, 2, 4, 6, 1, 3, 5, 7; `qzeros` alike.
+- *gguf*, as `vsched make-checkpoint --gguf` writes it: `weight_levels`, int8 or two of 4 bits in a byte, and
+  `weight_scale` and maybe `weight_offset` [out, groups].
 
 Activations stay as they are, also where a checkpoint asks for them to be quantised: that only rounds less.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,6 +55,7 @@ def read_quantized(
         "fp8": _fp8,
         "gptq": _gptq,
         "awq": _awq,
+        "gguf": functools.partial(_gguf, read),
     }
 
     def reads(end: str) -> torch.Tensor:
@@ -70,7 +74,7 @@ def read_quantized(
     scales, offsets = exact_scales(given["scales"], given.get("offsets"))
     values = given["values"]
     groups = scales.shape[1]
-    group = inputs if groups == 1 else scheme.group
+    group = inputs if groups == 1 else given.get("group", scheme.group)
     _require(-(-inputs // group) == groups, "scales", f"{groups} groups", f"groups of {group}")
     kind = given["kind"]
     return QuantizedWeight(
@@ -124,6 +128,20 @@ def _awq(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
     packed = _of_shape(read("qweight"), "qweight", (shape[1], shape[0] // 8))
     values, zeros = (_in_order(_unpacked(each, 4)).T for each in (packed, read("qzeros")))
     return _centred(4, values, read("scales").float().T, zeros)
+
+
+def _gguf(maybe: Read, _scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
+    levels, scales = read("weight_levels"), read("weight_scale")
+    kind = "int8" if levels.dtype == torch.int8 else "int4"
+    if kind == "int4":
+        levels = torch.stack((levels & 15, levels >> 4), -1).flatten(1)
+    return {
+        "kind": kind,
+        "values": _of_shape(levels, "weight_levels", shape),
+        "scales": scales,
+        "offsets": maybe("weight_offset"),
+        "group": shape[1] // scales.shape[1],
+    }
 
 
 def _in_order(values: torch.Tensor) -> torch.Tensor:

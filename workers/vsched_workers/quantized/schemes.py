@@ -19,7 +19,10 @@ SUPPORTED = (
     "4 bits, gptq of 8"
 )
 _GROUP_MULTIPLE = 16
+GGUF_TENSORS = ("weight_levels", "weight_scale", "weight_offset")
+"""The tensors of a layer of a checkpoint that was made of a GGUF file."""
 _TENSORS = {
+    "gguf": GGUF_TENSORS[:1],
     "compressed-tensors": ("weight_packed", "weight_scale"),
     "fp8": ("weight_scale_inv",),
     "gptq": ("qweight",),
@@ -33,7 +36,7 @@ class Scheme:
     """How the linear layers of a checkpoint are quantised.
 
     Attributes:
-        method: `compressed-tensors`, `fp8`, `gptq` or `awq`.
+        method: `compressed-tensors`, `fp8`, `gptq`, `awq`, or `gguf`, where each layer tells the rest by itself.
         kind: `int8`, `int4` or `fp8`.
         bits: Of a value.
         group: Inputs of a group; 0 where a row or a whole weight has one scale.
@@ -83,6 +86,8 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
         if not isinstance(block, list) or len(block) != 2:
             raise _refused("fp8 without weight_block_size")
         return Scheme("fp8", "fp8", 8, _group(block[1]), block=(int(block[0]), int(block[1])))
+    if method == "gguf":
+        return Scheme("gguf", "int8", 8, 0)
     if method in {"gptq", "awq"}:
         return _gptq_or_awq(method, given)
     raise _refused(f"quant_method {method!r}")

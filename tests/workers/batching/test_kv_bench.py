@@ -1,0 +1,21 @@
+"""`python -m tests.bench.kv`: the same memory holds more tokens in 8 bits, and nobody is preempted for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.bench.kv.__main__ import main
+
+
+@pytest.mark.slow
+def test_kv_bench_tells_what_8_bits_buy(checkpoints: Callable[[str], Path]) -> None:
+    words = [str(checkpoints("nano25")), "--mib", "1", "--requests", "12"]
+    load = ["--prompt", "100", "--output", "60", "--set", "model.dtype=bfloat16"]
+    plain, small = main([*words, *load, "--set", "generate.context_tokens=256"])
+    assert small.bytes_per_token < 0.6 * plain.bytes_per_token
+    assert small.tokens > 1.7 * plain.tokens
+    assert small.at_once >= plain.at_once
+    assert small.preemptions <= plain.preemptions

@@ -1,0 +1,123 @@
+"""Writes the checkpoint of a GGUF file with its quantised weights as they are.
+
+Which tensor of the file is which of the model, and in which order its rows lie there, only transformers knows: names
+are mapped, and the rows of some projections are put in another order. So it is asked: it reads the file once more, and
+instead of values it is given the number of each tensor and row. Where what comes out is whole rows of one tensor, its
+blocks are laid out in that order, and compared with the weight that transformers made of the same tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vsched_workers.quantized.gguf_blocks import READERS, Levels, read_blocks
+from vsched_workers.quantized.schemes import GGUF_TENSORS
+
+_TENSOR = float(1 << 32)
+"""Numbers of tensors are multiples of this, to which that of a row is added: float64 holds both."""
+
+
+def write_levels(source: Path, folder: Path, model: Any) -> int:
+    """Write the weights of a loaded model, and its settings; return how many of its weights are in few bits."""
+    import torch
+    from gguf import GGUFReader
+    from safetensors.torch import save_file
+
+    from vsched_workers.quantized.weights import packed_int4
+
+    tensors = list(GGUFReader(source).tensors)
+    places = _places(source, model, tensors)
+    linears = {
+        f"{name}.weight" for name, each in model.named_modules() if type(each) is torch.nn.Linear
+    }
+    tied = bool(model.config.get_text_config().tie_word_embeddings)
+    written: dict[str, Any] = {}
+    kept = 0
+    for name, weight in model.state_dict().items():
+        if tied and name == "lm_head.weight":
+            continue
+        levels = None
+        if name in places and name in linears and name != "lm_head.weight":
+            levels = _levels(places[name], tensors, weight)
+        if levels is None:
+            written[name] = weight.contiguous()
+            continue
+        kept += 1
+        end, scale, offset = (f"{name.removesuffix('weight')}{each}" for each in GGUF_TENSORS)
+        values = torch.from_numpy(levels.values)
+        written[end] = values if values.dtype == torch.int8 else packed_int4(values)
+        written[scale] = torch.from_numpy(levels.scales)
+        if levels.offsets is not None:
+            written[offset] = torch.from_numpy(levels.offsets)
+    save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    if kept:
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "gguf"}
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return kept
+
+
+def _places(source: Path, model: Any, tensors: list[Any]) -> dict[str, npt.NDArray[np.float64]]:
+    """Return for each tensor of the model the numbers of the file's tensor and rows, as they lie in it."""
+    import gguf
+    import torch
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    library: Any = gguf
+    numbers = iter(range(len(tensors)))
+    real = library.dequantize
+
+    def numbered(data: Any, kind: Any) -> Any:
+        number = next(numbers)
+        shape = tuple(int(size) for size in reversed(tensors[number].shape))
+        if len(shape) != 2 or kind.name not in READERS:
+            return real(data, kind)
+        rows = number * _TENSOR + np.arange(shape[0], dtype=np.float64)
+        return np.broadcast_to(rows[:, None], shape)
+
+    library.dequantize = numbered
+    try:
+        with torch.device("meta"):
+            empty = type(model)(model.config)
+        found = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=empty)
+    finally:
+        library.dequantize = real
+    return {
+        name: tensor.numpy()
+        for name, tensor in found["tensors"].items()
+        if tensor.dtype == torch.float64 and tensor.dim() == 2
+    }
+
+
+def _levels(places: npt.NDArray[np.float64], tensors: list[Any], weight: Any) -> Levels | None:
+    """Return the levels of a weight by where its rows lie in the file; None where it is not whole rows of a tensor."""
+    import torch
+
+    first = places[:, :1]
+    number = int(first[0, 0] // _TENSOR)
+    rows = first[:, 0] - number * _TENSOR
+    if (places != first).any() or not 0 <= rows.min() <= rows.max() < len(tensors[number].data):
+        return None
+    order = rows.astype(np.int64)
+    if (order != rows).any() or places.shape != tuple(weight.shape):
+        return None
+    tensor = tensors[number]
+    found = read_blocks(tensor.tensor_type.name, np.ascontiguousarray(tensor.data[order]))
+    exact = torch.from_numpy(dequantized(found)).to(weight.dtype)
+    return found if torch.allclose(exact.float(), weight.float(), rtol=2**-7, atol=1e-6) else None
+
+
+def dequantized(levels: Levels) -> npt.NDArray[np.float32]:
+    """Return what levels stand for, [out, in]."""
+    centre = 8 if levels.values.dtype == np.uint8 else 0
+    group = levels.values.shape[1] // levels.scales.shape[1]
+    values = levels.values.astype(np.float32) - np.float32(centre)
+    values *= levels.scales.repeat(group, 1)
+    return values if levels.offsets is None else values + levels.offsets.repeat(group, 1)
