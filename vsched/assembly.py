@@ -24,13 +24,14 @@ from vsched.media.pipeline import MediaStatistics
 from vsched.media.settings import MediaSettings
 from vsched.memory import LedgerLine
 from vsched.transport.arena import Arena
-from vsched.types import ArenaLayout, ModelInfo, SamplingDefaults, group_names
+from vsched.types import ArenaLayout, ModelInfo, SamplingDefaults, group_names, replica_of, stage_of
 from vsched.worker.capabilities import SwapsKv, TakesAdapters
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.memory import host_available, status_bytes
 from vsched.worker.profiling_run import StepLimits
 from vsched.worker.registry import load_worker
-from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+from vsched.worker.shares import default_limit
+from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec
 
 PAGE_ROWS = 64
 """Embedding rows of an arena page: small enough to waste little, large enough to keep lists short."""
@@ -446,6 +447,7 @@ def rank_spec(
         info=_share_of(config, info),
         timeout_s=config.deadlines.rank_timeout_s,
         memory_limit_bytes=memory_limit(config, plan),
+        share=host_share(config, plan),
         encode=plan.encode,
         generate=plan.generate,
     )
@@ -479,29 +481,34 @@ def make_worker_groups(
 
 def memory_limit(config: Config, plan: WorkerGroupPlan) -> int:
     """Return the limit on the memory of a process with these roles, in bytes; 0 for none."""
-    limits = []
-    for role, section, path in (
-        (plan.encode, config.encode, "encode.memory_limit"),
-        (plan.generate, config.generate, "generate.memory_limit"),
-    ):
-        if role is None:
-            continue
-        if section.memory_limit != "auto":
-            limits.append(size_bytes(section.memory_limit, path=path))
-        elif not section.on_cpu:
-            limits.append(0)
-        else:
-            limits.append(default_limit(host_available(), ranks=config.ranks))
+    limits = [
+        default_limit(host_available(), ranks=config.ranks) if limit is None else limit
+        for limit in _memory_limits(config, plan)
+    ]
     return sum(limits) if all(limits) else 0
 
 
-def default_limit(available_bytes: int, *, ranks: int) -> int:
-    """Return the share of a host's free memory that a rank may take unless the operator says.
+def _memory_limits(config: Config, plan: WorkerGroupPlan) -> list[int | None]:
+    roles = (("encode", plan.encode), ("generate", plan.generate))
+    return [config.memory_limit(stage) for stage, role in roles if role is not None]
 
-    An eighth, or 2 GiB where an eighth is less; but never above a quarter, nor so much that all `ranks` together would
-    leave nothing: there are other programs.
-    """
-    return min(max(available_bytes // 8, 2 << 30), available_bytes // max(4, ranks + 1))
+
+def host_share(config: Config, plan: WorkerGroupPlan) -> HostShare:
+    """Return what of a process with these roles another host says."""
+    group = plan.groups[-1]
+    limits = _memory_limits(config, plan)
+    unlimited = any(limit == 0 for limit in limits)
+    stages = (("encode", plan.encode, config.encode), ("generate", plan.generate, config.generate))
+    return HostShare(
+        processes=config.processes_on(
+            config.cluster.first_host(stage_of(group), replica_of(group))
+        ),
+        threads=tuple(
+            name for name, role, section in stages if role is not None and section.threads is None
+        ),
+        memory=0 if unlimited else limits.count(None),
+        memory_bytes=sum(limit for limit in limits if limit is not None),
+    )
 
 
 def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> Sizing:

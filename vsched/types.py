@@ -184,6 +184,12 @@ def group_names(stage: str, replicas: int) -> list[str]:
     return [stage] if replicas == 1 else [f"{stage}-{index}" for index in range(replicas)]
 
 
+def replica_of(group: str) -> int:
+    """Return the number of a group among those of its stage."""
+    number = group.rpartition("-")[2]
+    return int(number) if number.isdigit() else 0
+
+
 def stage_of(group: str) -> str:
     """Return the stage, `encode` or `generate`, of a group."""
     return group.partition("-")[0]

@@ -73,7 +73,7 @@ def test_model_of_text_alone_is_served_without_anything_for_images() -> None:
     policies = resolve_policies(config)
     assert [plan.groups for plan in worker_group_plans(config, info, policies)] == [["generate"]]
     assert not config.encode_pauses
-    assert (config.ranks, config.processes) == (1, 1)
+    assert (config.ranks, config.processes_on("local")) == (1, 1)
     layout = arena_layout(config, info)
     assert layout.total_bytes == 0
     limits = scheduler_limits(config, info, policies, blocks=7)

@@ -42,3 +42,25 @@ def test_cluster_of_no_use_is_refused(sets: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         load_config(None, sets=sets, environ={})
     assert str(refusal.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("sets", "here", "there"),
+    [
+        ([], 2, 0),
+        ([HOSTS, KEY, 'cluster.encode=["far"]'], 1, 1),
+        ([HOSTS, KEY, THERE, "generate.replicas=3", "generate.tensor_parallel=2"], 3, 4),
+        ([HOSTS, KEY, THERE, "placement=together"], 0, 1),
+    ],
+)
+def test_cluster_shares_cores_out_among_those_that_start_there(
+    sets: list[str], here: int, there: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank on another host takes none of the cores of this one."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(12)))
+    config = load_config(None, sets=sets, environ={}).config
+    assert (config.processes_on("local"), config.processes_on("far")) == (here, there)
+    assert config.threads("generate") == 12 // max(here, 1)
+    assert not config.oversubscribed
+    more = load_config(None, sets=[*sets, "generate.threads=13"], environ={}).config
+    assert more.oversubscribed == bool(here)

@@ -7,10 +7,11 @@ import pytest
 
 from tests.unit.rank.fake_plugin import model_info
 from vsched import assembly
-from vsched.assembly import WorkerGroupPlan, default_limit, memory_limit, worker_group_plans
+from vsched.assembly import WorkerGroupPlan, memory_limit, worker_group_plans
 from vsched.config import Config, load_config, resolve_policies
 from vsched.config.byte_sizes import size_bytes
 from vsched.errors import ConfigError
+from vsched.worker.shares import default_limit, shared_out, threads_of
 
 GIB = 1 << 30
 INFO = model_info()
@@ -111,3 +112,40 @@ def test_reserved_size_goes_to_the_encode_rank() -> None:
         encode = plans(config)[0].encode
         assert encode is not None
         assert encode.reserved_bytes == expected
+
+
+def shared(*sets: str, cores: int = 16, available_bytes: int = 32 * GIB) -> list[tuple[int, int]]:
+    """Return threads and memory of the process of each plan, on a host with so much of both."""
+    config = config_of(*sets)
+    layout = assembly.arena_layout(config, INFO)
+    specs = [assembly.rank_spec(config, INFO, plan, layout) for plan in plans(config)]
+    there = [shared_out(spec, cores=cores, available_bytes=available_bytes) for spec in specs]
+    return [(threads_of(spec), spec.memory_limit_bytes) for spec in there]
+
+
+HOSTS = ('cluster.hosts={a="tcp://h:1", b="tcp://i:1"}', "cluster.key_file=k")
+SPREAD = (*HOSTS, "encode.replicas=3", 'cluster.encode=["a", "b"]')
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        # Two encoders on a, one on b, which has the cores of a host for itself.
+        (SPREAD, [(8, 4 * GIB), (16, 4 * GIB), (8, 4 * GIB), (16, 4 * GIB)]),
+        (
+            (*SPREAD, "encode.threads=3", "encode.memory_limit=1GiB"),
+            [(3, GIB)] * 3 + [(16, 4 * GIB)],
+        ),
+        ((*SPREAD, "encode.memory_limit=0"), [(8, 0), (16, 0), (8, 0), (16, 4 * GIB)]),
+        (
+            (*HOSTS, "placement=together", 'cluster.generate=["a"]', "encode.memory_limit=1GiB"),
+            [(16, 5 * GIB)],
+        ),
+    ],
+)
+def test_what_is_left_open_follows_from_the_host_of_a_rank(
+    sets: tuple[str, ...], expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the engine's own machine has."""
+    monkeypatch.setattr(assembly, "host_available", lambda: 5 * GIB)
+    assert shared(*sets) == expected

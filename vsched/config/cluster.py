@@ -53,6 +53,11 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         ),
     ] = 10.0
 
+    def first_host(self, stage: str, replica: int) -> str:
+        """Return where a replica of a stage starts first; with both stages in one process, ask for `generate`."""
+        names = self.encode if stage == "encode" else self.generate
+        return names[replica % len(names)] if names else OWN_HOST
+
     @property
     def elsewhere(self) -> bool:
         """Whether ranks run on another host."""

@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from vsched.config.adapters import AdaptersConfig
-from vsched.config.cluster import ClusterConfig
+from vsched.config.byte_sizes import size_bytes
+from vsched.config.cluster import OWN_HOST, ClusterConfig
 from vsched.config.section import PolicyTable, Section
 from vsched.config.stages import EncodeConfig, GenerateConfig
 
@@ -366,15 +367,35 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The ranks of both stages, all replicas counted; one that serves both counts twice."""
         return sum(self._ranks)
 
-    @property
-    def processes(self) -> int:
-        """The processes that the ranks of both stages run in."""
-        return self._all(*self._ranks)
+    def processes_on(self, host: str) -> int:
+        """Return the processes of ranks that start on a host, as long as none is lost."""
+        return sum(self._processes_on(host).values())
+
+    def _processes_on(self, host: str) -> dict[Literal["encode", "generate"], int]:
+        """Return them by stage; those that serve both stages count as `generate`."""
+        found: dict[Literal["encode", "generate"], int] = {
+            "generate": self._starts("generate", self.generate, host)
+        }
+        if self.placement != "together":
+            found["encode"] = self._starts("encode", self.encode, host)
+        return found
+
+    def _starts(self, stage: str, section: EncodeConfig | GenerateConfig, host: str) -> int:
+        first = [self.cluster.first_host(stage, replica) for replica in range(section.replicas)]
+        return section.tensor_parallel * first.count(host)
 
     def threads(self, stage: Literal["encode", "generate"]) -> int:
         """Return the threads that a rank of a stage computes with."""
         given = self.encode.threads if stage == "encode" else self.generate.threads
-        return given or max(len(os.sched_getaffinity(0)) // self.processes, 1)
+        processes = self.processes_on(OWN_HOST)
+        return given or max(len(os.sched_getaffinity(0)) // max(processes, 1), 1)
+
+    def memory_limit(self, stage: str) -> int | None:
+        """Return the limit on the memory of a rank for a stage, in bytes; 0 for none, None where its host says."""
+        section = self.encode if stage == "encode" else self.generate
+        if section.memory_limit == "auto":
+            return None if section.on_cpu else 0
+        return size_bytes(section.memory_limit, path=f"{stage}.memory_limit")
 
     @property
     def encode_pauses(self) -> bool:
@@ -395,10 +416,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def oversubscribed(self) -> bool:
-        """Whether the ranks compute with more threads, all together, than there are cores."""
-        encode, generate = self._ranks
-        threads = self._all(encode * self.threads("encode"), generate * self.threads("generate"))
-        return threads > len(os.sched_getaffinity(0))
+        """Whether the ranks of this host compute with more threads, all together, than there are cores."""
+        here = self._processes_on(OWN_HOST)
+        threads: dict[str, int] = {stage: self.threads(stage) for stage in ("encode", "generate")}
+        if self.placement == "together":
+            threads["generate"] = max(threads.values())
+        return sum(count * threads[stage] for stage, count in here.items()) > len(
+            os.sched_getaffinity(0)
+        )
 
     @property
     def _ranks(self) -> tuple[int, int]:
@@ -408,10 +433,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             encode.replicas * encode.tensor_parallel,
             generate.replicas * generate.tensor_parallel,
         )
-
-    def _all(self, encode: int, generate: int) -> int:
-        """Return what the processes of both stages amount to; where they are the same, it counts once."""
-        return max(encode, generate) if self.placement == "together" else encode + generate
 
 
 POLICY_TABLES = {

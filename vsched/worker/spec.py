@@ -40,6 +40,22 @@ class GenerateRole(msgspec.Struct, frozen=True, kw_only=True):
     draft: ModelInfo | None = None
 
 
+class HostShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a rank follows from the machine that it runs on, because the configuration leaves it open.
+
+    The engine fills in what follows from its own machine, and another host what follows from that one
+    (`vsched.worker.shares`).
+
+    `processes` are those of the engine's that share the host. `threads` are the stages whose threads are open;
+    `memory` is how many stages of the process have an open limit, and `memory_bytes` what the others are given.
+    """
+
+    processes: int = 1
+    threads: tuple[str, ...] = ()
+    memory: int = 0
+    memory_bytes: int = 0
+
+
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One rank: its roles (two where the stages share a process) and what they share.
 
@@ -47,7 +63,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     in (`vsched.aio.replicas.launcher.at_home`).
 
     `name` is the groups and the number, such as `generate-0 rank 1`. `memory_limit_bytes` bounds the private memory of
-    the process; 0 is no limit.
+    the process; 0 is no limit. `share` says what of it and of the threads another host has to say.
     """
 
     rank: int
@@ -59,6 +75,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     info: ModelInfo
     timeout_s: float
     memory_limit_bytes: int = 0
+    share: HostShare = HostShare()
     encode: EncodeRole | None = None
     generate: GenerateRole | None = None
 

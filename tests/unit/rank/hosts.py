@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Self
 
 import zmq
 
+from tests.host_process import HostProcess
 from tests.unit.rank.worker_groups import Place
 from vsched.aio.hosts.keys import curve_keys, make_secret
 from vsched.aio.hosts.placement import PlacedLauncher, connect_by
@@ -90,41 +87,19 @@ class Hosts:
         self._context.destroy(linger=0)
 
 
-class HostProcess:
-    """`vsched host` as a process, under the name `far`."""
-
-    def __init__(self, hosts: Hosts) -> None:
-        handle, self._key = tempfile.mkstemp()
-        with os.fdopen(handle, "w") as file:
-            file.write(hosts.shared.hex())
-        with socket.socket() as free:
-            free.bind(("127.0.0.2", 0))
-            self._address = f"tcp://127.0.0.2:{free.getsockname()[1]}"
-        hosts.know("far", self._address)
-        self.start()
-
-    def start(self) -> None:
-        """Start it."""
-        options = ["--listen", self._address, "--key-file", self._key, "--name", "far"]
-        self._process = subprocess.Popen([sys.executable, "-m", "vsched", "host", *options])
-
-    def kill(self) -> None:
-        """Kill it, as the system does."""
-        self._process.kill()
-        self._process.wait()
-
-    def close(self) -> None:
-        """Kill it, for good."""
-        self.kill()
-        os.unlink(self._key)
-
-    def stop(self) -> None:
-        """Have it stand still."""
-        self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """Have it go on."""
-        self._process.send_signal(signal.SIGCONT)
+@contextmanager
+def host_process(hosts: Hosts) -> Iterator[HostProcess]:
+    """Yield `vsched host` as a process, under the name `far`."""
+    with tempfile.TemporaryDirectory() as folder:
+        key = Path(folder) / "hosts.key"
+        key.touch(0o600)
+        key.write_text(hosts.shared.hex())
+        process = HostProcess("far", "127.0.0.2", key)
+        hosts.know("far", process.address)
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 class Cable:

@@ -6,17 +6,22 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 
 from tests.patience import until
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
-from tests.unit.rank.hosts import PATIENT, Cable, HostProcess, hosts_of
+from tests.unit.rank.hosts import PATIENT, Cable, host_process, hosts_of
 from tests.unit.rank.worker_groups import Place, generate, read, shell_of
+from vsched.aio.hosts import server
+from vsched.aio.replicas.launcher import LocalLauncher
+from vsched.aio.replicas.process import RankProcess
 from vsched.aio.shell import Shell
 from vsched.errors import GroupLostError, StartFailedError
 from vsched.testing import make_request
+from vsched.worker.spec import HostShare, RankSpec
 
 pytestmark = pytest.mark.slow
 SEPARATE = (("encode",), ("generate",))
@@ -95,29 +100,23 @@ async def test_hosts_stream_goes_on_when_a_host_is_killed_and_comes_back(
 ) -> None:
     """SIGKILL: its connection breaks, its ranks end with it, and it is waited for."""
     async with hosts_of() as hosts:
-        process = HostProcess(hosts)
-        encode, generators = (["far"] if stage == one else [] for one in ("encode", "generate"))
-        hosts.launcher(place, encode=encode, generate=generators)
-        try:
+        with host_process(hosts) as process:
+            encode, generators = (["far"] if stage == one else [] for one in ("encode", "generate"))
+            hosts.launcher(place, encode=encode, generate=generators)
             async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:
                 await check_stream_goes_on(shell, process.kill, process.start)
                 (row,) = (row for row in shell.groups() if row["name"] == stage)
                 assert row["losses"] == {"HostLost": 1}
                 assert "host far" in row["last_loss"]["reason"]
-        finally:
-            process.close()
 
 
 async def test_hosts_stream_goes_on_when_a_host_stands_still(place: Place) -> None:
     """SIGSTOP: no connection breaks, so the deadline finds it; what it ran is replaced when it goes on."""
     async with hosts_of() as hosts:
-        process = HostProcess(hosts)
-        hosts.launcher(place, encode=["far"], generate=["far"], patience=QUICK)
-        try:
+        with host_process(hosts) as process:
+            hosts.launcher(place, encode=["far"], generate=["far"], patience=QUICK)
             async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:
                 await check_stream_goes_on(shell, process.stop, process.go_on)
-        finally:
-            process.close()
 
 
 async def test_hosts_stream_goes_on_when_a_cable_is_pulled(place: Place) -> None:
@@ -163,3 +162,25 @@ async def test_hosts_first_start_fails_without_its_host(
         with pytest.raises((GroupLostError, StartFailedError), match=f"host far .*{said}"):
             async with shell_of(place):
                 pass
+
+
+async def test_hosts_say_what_a_rank_may_take_of_them(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the configuration leaves open follows from the host that starts a rank, and not from the engine's."""
+    launched: list[tuple[int, int]] = []
+    launch = LocalLauncher.launch
+
+    def spied(launcher: LocalLauncher, spec: RankSpec, **options: Any) -> RankProcess:
+        launched.append((options["threads"], spec.memory_limit_bytes))
+        return launch(launcher, spec, **options)
+
+    monkeypatch.setattr(LocalLauncher, "launch", spied)
+    monkeypatch.setattr(server, "host_available", lambda: 400 << 30)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(12)))
+    place.share = HostShare(processes=3, threads=("generate",), memory=1, memory_bytes=1 << 30)
+    async with hosts_of("far") as hosts:
+        hosts.launcher(place, generate=["far"])
+        async with shell_of(place, groups=(("generate",),)):
+            pass
+    assert launched == [(4, 51 << 30)]

@@ -40,10 +40,9 @@ class OpenGroups(msgspec.Struct, frozen=True, tag=True):
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """Start a rank."""
+    """Start a rank; what its specification leaves open follows from the host that hears this."""
 
     spec: RankSpec
-    threads: int
 
 
 class ToRank(msgspec.Struct, frozen=True, tag=True):

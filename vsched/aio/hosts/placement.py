@@ -16,7 +16,7 @@ from vsched.aio.hosts.sockets import Context, EngineSocket
 from vsched.aio.replicas.launcher import Host, Launcher
 from vsched.config.cluster import OWN_HOST
 from vsched.transport.arena import Arena
-from vsched.types import stage_of
+from vsched.types import replica_of, stage_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class PlacedLauncher:
         """Return the host whose turn it is."""
         group = groups[-1]
         names = self._stages.get(stage_of(group)) or (OWN_HOST,)
-        name = names[(_replica(group) + self._lost[group]) % len(names)]
+        name = names[(replica_of(group) + self._lost[group]) % len(names)]
         if name == OWN_HOST:
             return self._own.place(groups, arena, on_lost)
         waited_for = len(names) == 1 and group in self._served
@@ -93,11 +93,6 @@ def connect_by(context: Context, address: str, keys: CurveKeys) -> Connect:
         return EngineSocket(context, address, keys, on_frame, on_cut)
 
     return connect
-
-
-def _replica(group: str) -> int:
-    number = group.rpartition("-")[2]
-    return int(number) if number.isdigit() else 0
 
 
 def hosts_at(

@@ -138,7 +138,8 @@ class RemoteHost:
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RemoteRank:
         """Have a rank started."""
         rank = self._ranks[spec.rank] = RemoteRank(self, spec.rank, on_exit)
-        self._stream.put(Launch(spec, threads))
+        del threads  # the host says, where the configuration does not
+        self._stream.put(Launch(spec))
         return rank
 
     def kill(self, rank: int) -> None:

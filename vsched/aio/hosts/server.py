@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -57,6 +58,8 @@ from vsched.wire import (
     decode_report,
     encode_report,
 )
+from vsched.worker.memory import host_available
+from vsched.worker.shares import shared_out, threads_of
 
 logger = logging.getLogger(__name__)
 STARTS_MAX = 64
@@ -228,7 +231,9 @@ class HostedStart:
         rank = message.spec.rank
         try:
             on_exit = partial(self._exited, rank)
-            started = place.launch(message.spec, threads=message.threads, on_exit=on_exit)
+            cores = len(os.sched_getaffinity(0))
+            spec = shared_out(message.spec, cores=cores, available_bytes=host_available())
+            started = place.launch(spec, threads=threads_of(spec), on_exit=on_exit)
         except Exception:
             logger.exception("rank %d could not be started", rank)
             self._stream.put(Exited(rank, 1))

@@ -24,6 +24,7 @@ from vsched.failures import GroupFailure, HostLost, NotReady, ProcessExited
 from vsched.transport.arena import Arena
 from vsched.types import stage_of
 from vsched.wire import EncodeResult, GenerateResult, Ready
+from vsched.worker.shares import threads_of
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class WorkerGroup:
         self._arena = arena
         self._host: Host | None = None
         self._ranks = ranks
-        self._threads = max(role.settings.threads for role in roles.values() if role is not None)
+        self._threads = threads_of(template)
         self._deadlines = deadlines
         self._events = events
         self._sizing = sizing
@@ -250,6 +251,8 @@ class WorkerGroup:
             failure = ProcessExited(tuple(self.groups), rank, code)
             if not self._up:
                 limit_bytes, keys = self._template.memory_limit_bytes, self._template.memory_keys
+                if self._host is not None and self._host.name and self._template.share.memory:
+                    limit_bytes = 0  # that host has another
                 failure = msgspec.structs.replace(
                     failure,
                     doing=self._doing,
