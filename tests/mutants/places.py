@@ -24,7 +24,7 @@ _FUNCTIONS: dict[str, str] = {
     "vsched.kernel.waiting_queue:OrderedQueue": "held_until put_new put remove __contains__",
     "vsched.kernel.generate.request_queue:RequestQueue": "enqueue dequeue",
     "vsched.kernel.generate.group:GenerateGroup": """
-        _reset takes add dequeue let_go _drop_load _know_outputs complete_step remove _release_slot _preempt
+        _reset takes add dequeue let_go _know_outputs complete_step remove _release_slot _preempt
         favour_front lose
     """,
     "vsched.kernel.generate.in_flight:InFlightSteps": """

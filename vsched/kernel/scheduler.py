@@ -139,14 +139,13 @@ class Scheduler:
     def handle(self, event: Event, now_ns: int) -> list[Command]:
         """Apply an event and return what to do about it, in order."""
         self._now_ns = now_ns
-        commands: list[Command] = []
-        moves = self._moves
+        commands: list[Command]
         match event:
             case Stepped():
                 commands = self._on_stepped(event, now_ns)
             case Submitted():
                 self._door.leave(event.knock)
-                commands = moves.submit(event, now_ns)
+                commands = self._moves.submit(event, now_ns)
             case Knocked() | Withdrawn():
                 commands = self._door.hear(event, now_ns)
             case Encoded() | EncodeFailed():
@@ -340,7 +339,7 @@ class Scheduler:
         """Let every group plan until none has anything to send; append what comes of it."""
         if self.limits.waiting_ns:
             commands += self._moves.expire(now_ns)
-        moves = self._moves
+        moves, images = self._moves, self.embeddings.queue.entries
         while True:
             if moves.ended_answers:
                 commands += moves.release_prompts(now_ns)
@@ -352,7 +351,7 @@ class Scheduler:
                     more = more or planned.more
             if more:
                 continue
-            while self.embeddings.queue.entries and self._plan_encode(commands, now_ns):
+            while images and self._plan_encode(commands, now_ns):
                 pass  # a batch that is sent lets no generate group do more
             if moves.ended_answers:
                 continue

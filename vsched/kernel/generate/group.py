@@ -137,14 +137,11 @@ class GenerateGroup(GroupViews):
         if state.known:
             self._running.forget(state)
             state.known = False
-        self._drop_load(state)
-
-    def _drop_load(self, state: RequestState) -> None:
         self._known_tokens -= state.counted
 
     def _know_outputs(self, state: RequestState) -> None:
         """A request left its slot, and its outputs became known tokens."""
-        self._drop_load(state)
+        self._known_tokens -= state.counted
         self.add(state)
         state.extend_hashes(self._limits.block_size)
 
@@ -231,19 +228,21 @@ class GenerateGroup(GroupViews):
         if self._snapshots.written:
             self._snapshots.publish()
         self._counts["tokens_decoded"] += decodes
-        granted = self._drafts.send(step) if self._drafts.active else []
         forgotten, left = self._running.take_changes()
+        drafts, swap = self._drafts, self._swap
+        if plan is None and not (drafts.active or swap.pending):
+            return GenerateDecision(step, forgotten, left, [], grown)
+        granted = drafts.send(step) if drafts.active else []
+        swaps = swap.take_copies() if swap.pending else None
         joined, chunks = (plan.joined, plan.chunks) if plan is not None else ([], [])
-        swaps = self._swap.take_copies() if self._swap.pending else None
         return GenerateDecision(step, forgotten, left, joined, grown, chunks, granted, swaps)
 
     def _grow(self, step: int, now_ns: int) -> list[int]:
         """Give a block to every decoding request that writes its next token into a new one."""
         grown: list[int] = []
-        due, drafts = self._running.due(step), self._drafts
+        due, drafts, pool = self._running.due(step), self._drafts, self._pool
         if not (due or drafts.active):
             return grown
-        pool = self._pool
         preempted = self._counts["preemptions"]
         for state in due:
             if state.slot < 0:
@@ -460,7 +459,7 @@ class GenerateGroup(GroupViews):
             probe("generate.swap_ended")
         if self._in_flight.drop_preempted(state.number):
             probe("generate.settling_ended")
-        self._drop_load(state)
+        self._known_tokens -= state.counted
         self._trim_log()
 
     def _release_slot(

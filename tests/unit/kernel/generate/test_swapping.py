@@ -260,7 +260,7 @@ MISTAKES = {
     "copies after the block is given away": Mistake(
         GenerateGroup,
         "_send",
-        ("self._swap.take_copies() if self._swap.pending", "self._swap.late() if True"),
+        ("swap.take_copies() if swap.pending", "swap.late() if True"),
     ),
     "believes a prefix that is gone": Mistake(SwapSpace, "reach", ("or cached < kept.first", "")),
     "keeps a token that was not computed": Mistake(
