@@ -103,6 +103,7 @@ class Front:
         self.ready = False
         self._names = itertools.count(1)
         self._streams: dict[int, asyncio.Queue[tuple[str, Any]]] = {}
+        self._sending = asyncio.Lock()  # a pipe mixes up what several threads write at a time
         self._pipe, other = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=pipeline_process, args=(options, other), daemon=True)
@@ -116,7 +117,8 @@ class Front:
             self.ready = True
             while True:
                 name, kind, content = self._pipe.recv()
-                loop.call_soon_threadsafe(self._streams[name].put_nowait, (kind, content))
+                if stream := self._streams.get(name):  # else whoever asked is gone
+                    loop.call_soon_threadsafe(stream.put_nowait, (kind, content))
         except (EOFError, OSError):
             loop.call_soon_threadsafe(ended.set)
 
@@ -153,7 +155,8 @@ class Front:
         }
         stream = self._streams[name] = asyncio.Queue()
         try:
-            await asyncio.to_thread(self._pipe.send, request)
+            async with self._sending:
+                await asyncio.to_thread(self._pipe.send, request)
             head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
             writer.write(head.encode())
             await self._stream(stream, writer)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import subprocess
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
-from tests.bench.servers import llamacpp, sides
+from tests.bench.servers import llamacpp, openvino_server, sides
 from tests.bench.servers.conversion import make_when_missing
 from tests.bench.servers.peers import PEERS, PeerStart
 from vsched.errors import ConfigError
@@ -160,3 +163,50 @@ def test_a_conversion_that_fails_leaves_nothing_to_be_taken_for_a_model(tmp_path
     with pytest.raises(ConfigError, match="no such model"):
         llamacpp.convert_when_missing("bf16", folder, checkpoint)
     assert not llamacpp.model_of(folder, checkpoint).exists()
+
+
+class Pipe:
+    """Counts who writes at a time, and ends each request at once."""
+
+    def __init__(self, front: openvino_server.Front) -> None:
+        self.front, self.loop = front, asyncio.get_running_loop()
+        self.writing = self.most = 0
+
+    def send(self, request: dict[str, Any]) -> None:
+        self.writing += 1
+        self.most = max(self.most, self.writing)
+        time.sleep(0.002)
+        self.writing -= 1
+        stream = self.front._streams[request["id"]]
+        for said in (("prompt", 3), ("end", None)):
+            self.loop.call_soon_threadsafe(stream.put_nowait, said)
+
+
+class Writer:
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written = b""
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    async def drain(self) -> None:
+        pass
+
+
+async def test_requests_of_several_clients_are_written_one_by_one() -> None:
+    """A pipe mixes up what several threads write into it, and the pipeline ends."""
+    front = object.__new__(openvino_server.Front)
+    front.sees, front._names, front._streams = False, itertools.count(), {}
+    front._sending = asyncio.Lock()
+    pipe = Pipe(front)
+    front._pipe = cast("Any", pipe)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    writers = [Writer() for _ in range(4)]
+    await asyncio.gather(*(front._chat(body, cast("Any", each)) for each in writers))
+    assert pipe.most == 1
+    for each in writers:
+        assert b'"usage": {"prompt_tokens": 3, "completion_tokens": 0}' in each.written
+        assert each.written.endswith(b"0\r\n\r\n")
+    assert not front._streams
