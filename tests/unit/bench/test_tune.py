@@ -8,14 +8,18 @@ from typing import Literal
 import pytest
 
 from tests.unit.bench import idle_plugin
+from vsched.bench.load.client_process_main import LoadOrder
 from vsched.bench.load.shapes import Case
 from vsched.bench.tune.measure import (
     Placement,
     PlacementTrial,
+    RunPlan,
+    Tuning,
     choose,
-    measure_placement,
     orders_of,
     placements,
+    plan_runs,
+    served,
     shares,
 )
 from vsched.config import load_config
@@ -75,15 +79,92 @@ async def test_trial_serves_every_load_as_often_as_asked() -> None:
     sets += ["generate.memory.use=pinned", "generate.memory.tokens=65536"]
     config = load_config(None, sets=[*sets, *placement.assignments()], environ={}).config
     done: list[int] = []
-    found = await measure_placement(
-        placement,
-        config,
-        orders_of([Case.TEXT], 2),
-        repeats=2,
-        on_progress=lambda *_: None,
-        on_run=done.append,
-    )
+    tuning = Tuning(orders_of([Case.TEXT], 2), ways=1, repeats=2, limit_s=3600.0)
+    async with served(config, on_progress=lambda *_: None) as run:
+        plan = await tuning.probe(run, start_s=0.1)
+        found = await tuning.measure(placement, run, on_run=done.append)
+    assert (plan.requests, plan.repeats) == ({"text": 6}, 2)
     assert done == [1, 2]
     assert len(found.runs["text"]) == 2
     assert min(found.runs["text"]) <= found.requests_s["text"] <= max(found.runs["text"])
     assert min(found.runs["text"]) > 0
+
+
+def planned(text: float, image: float, *, limit_s: float, start_s: float = 10.0) -> RunPlan:
+    rates = {"text": text, "image": image}
+    return plan_runs(rates, start_s=start_s, ways=5, clients=16, repeats=3, limit_s=limit_s)
+
+
+def test_plan_has_runs_as_long_as_there_is_time_for() -> None:
+    """A fast model has all; a slow one fewer requests and repeats, and as many ways."""
+    fast = planned(40.0, 30.0, limit_s=300.0)
+    assert (fast.requests, fast.repeats) == ({"text": 48, "image": 48}, 3)
+    assert fast.seconds == pytest.approx(5 * (10 + 3 * (2 + 48 / 40 + 2 + 48 / 30)))
+    slow = planned(0.8, 0.6, limit_s=300.0, start_s=20.0)
+    assert slow.repeats == 1
+    assert slow.requests == {"text": 14, "image": 10}
+    assert 280 < slow.seconds <= 300
+    hopeless = planned(0.01, 0.01, limit_s=60.0)
+    assert (hopeless.requests, hopeless.repeats) == ({"text": 4, "image": 4}, 1)
+
+
+class FakeServer:
+    """Serves at rates that are given, on a clock of its own."""
+
+    def __init__(self, **rates: float) -> None:
+        self.rates = rates
+        self.now_s = 0.0
+        self.served: list[tuple[str, int, int]] = []
+
+    async def __call__(self, order: LoadOrder) -> float:
+        rate = self.rates[order.case.value]
+        self.now_s += order.requests / rate
+        self.served.append((order.case.value, order.clients, order.requests))
+        return rate
+
+
+async def begun(limit_s: float, **rates: float) -> tuple[Tuning, FakeServer]:
+    server = FakeServer(**rates)
+    orders = orders_of([Case.TEXT, Case.IMAGE], 8)
+    tuning = Tuning(orders, ways=3, repeats=3, limit_s=limit_s, clock=lambda: server.now_s)
+    await tuning.probe(server, start_s=5.0)
+    await tuning.measure(Placement(replicas=1, threads=1, encode_threads=1), server)
+    return tuning, server
+
+
+async def test_way_that_cannot_win_is_given_up() -> None:
+    """By its first case where that is enough, whatever the other would be; what was lost is never chosen."""
+    tuning, server = await begun(600.0, text=10.0, image=10.0)
+    assert [len(runs) for runs in tuning.trials[0].runs.values()] == [3, 3]
+    server.rates = {"text": 4.0, "image": 1000.0}
+    lost = await tuning.measure(Placement(replicas=2, threads=1, encode_threads=1), server)
+    assert lost.runs == {"text": [4.0], "image": []}
+    assert lost.ended == "given up: 71% of the best at most"
+    server.rates = {"text": 9.0, "image": 5.0}
+    late = await tuning.measure(Placement(replicas=3, threads=1, encode_threads=1), server)
+    assert late.runs == {"text": [9.0], "image": [5.0]}
+    server.rates = {"text": 9.0, "image": 14.0}
+    won = await tuning.measure(Placement(replicas=4, threads=1, encode_threads=1), server)
+    assert not won.ended
+    assert choose(tuning.trials) is won
+
+
+async def test_time_is_kept_and_every_way_that_was_begun_can_be_judged() -> None:
+    tuning, server = await begun(60.0, text=2.0, image=2.0)
+    assert tuning.plan is not None
+    assert tuning.plan.repeats == 1
+    assert tuning.has_time()
+    server.rates = {"text": 1.9, "image": 1.9}
+    server.now_s = 52.0
+    assert not tuning.has_time()
+    slower = await tuning.measure(Placement(replicas=2, threads=1, encode_threads=1), server)
+    assert slower.is_whole, "each load was served once"
+
+
+async def test_runs_end_when_time_is_up() -> None:
+    tuning, server = await begun(600.0, text=10.0, image=10.0)
+    server.now_s = 599.0
+    found = await tuning.measure(Placement(replicas=2, threads=1, encode_threads=1), server)
+    assert found.ended == "time was up"
+    assert [len(runs) for runs in found.runs.values()] == [1, 1]
+    assert found.is_whole

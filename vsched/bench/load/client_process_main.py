@@ -19,7 +19,7 @@ from vsched.bench.load.shapes import Case, shape_of
 
 
 class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The load, and where to."""
+    """The load, and where to; `warmup` requests of a few tokens come before, by default one of each client."""
 
     case: Case
     clients: int
@@ -29,6 +29,7 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int | None = None
     image_pixels: int = 448
     seed: int = 0
+    warmup: int | None = None
 
     def plan(self) -> LoadPlan:
         """Return it as the load generator takes it."""
@@ -57,7 +58,10 @@ async def run(order: LoadOrder) -> None:
     """Warm up, wait, and run."""
     client = BenchClient(order.url)
     warm = msgspec.structs.replace(
-        order, requests=order.clients, output_tokens=8, seed=order.seed + 1
+        order,
+        requests=order.clients if order.warmup is None else order.warmup,
+        output_tokens=8,
+        seed=order.seed + 1,
     )
     await run_load(client, draw(warm.plan()), warm.body, finished=lambda: None)
     sys.stdout.write("ready\n")

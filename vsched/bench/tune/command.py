@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,11 +15,13 @@ from vsched.bench.load.shapes import Case
 from vsched.terminal.options import ConfigOption, JsonOption, SetOption, load, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
-    from vsched.bench.tune.measure import PlacementTrial
+    from vsched.bench.tune.measure import Placement, PlacementTrial, Tuning
+    from vsched.config import Config
+    from vsched.engine import Progress
 
 CASES = (Case.TEXT, Case.IMAGE)
 
@@ -28,14 +32,20 @@ def tune(
     assignments: SetOption = None,
     *,
     clients: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 16,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each load.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each load, if there is time.")] = 3,
+    limit: Annotated[
+        float, typer.Option(min=10, help="Seconds that all of it may take; runs become shorter.")
+    ] = 300.0,
     write: Annotated[
         Path | None,
         typer.Option(help="Write the best as TOML, for --config.", show_default=False),
     ] = None,
     out: JsonOption = None,
 ) -> None:
-    """Serve text and images with several ways of sharing the cores, and say which serves most here."""
+    """Serve text and images with several ways of sharing the cores, and say which serves most here.
+
+    How long it takes is told after a few requests; ways that lose are given up.
+    """
     import uvloop
     from rich.console import Console
 
@@ -51,31 +61,61 @@ def tune(
     orders = bench.orders_of(CASES, clients)
     configs = [load(config, [*base, *way.assignments()]).config for way in ways]
     forgo_models(configs[0])
-    total = repeats * len(orders)
-    trials: list[PlacementTrial] = []
-    for way, settings in zip(ways, configs, strict=True):
-        console.print(f"{len(trials) + 1} of {len(ways)}: {' '.join(way.assignments())}")
+    tuning = bench.Tuning(orders, ways=len(ways), repeats=repeats, limit_s=limit)
+    left: list[Placement] = []
+    for number, (way, settings) in enumerate(zip(ways, configs, strict=True), start=1):
+        if not tuning.has_time():
+            left.append(way)
+            continue
+        console.print(f"{number} of {len(ways)}: {' '.join(way.assignments())}")
         with (
             loading_progress(console) as report,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            running = bench.measure_placement(
-                way,
-                settings,
-                orders,
-                repeats=repeats,
-                on_progress=report,
-                on_run=lambda done: report("serving", f"{done} of {total} runs", done / total),
-            )
-            trials.append(runner.run(running))
+            runner.run(_try(tuning, way, settings, report, console.print))
+    trials = tuning.trials
     best = bench.choose(trials)
     _show(trials, best, console)
+    for way in left:
+        console.print(
+            f"Not tried, for time was up (--limit {limit:g}): {' '.join(way.assignments())}"
+        )
+    sets = " ".join(f"--set {one}" for one in best.placement.assignments())
+    console.print(f"vsched serve {path} {sets}", soft_wrap=True)
     if write is not None:
         write.write_text(best.placement.toml(), encoding="utf-8")
         console.print(f"Written: {write}; use it with --config {write}")
     if out is not None:
         write_json(out, trials)
         console.print(f"JSON: {out}")
+
+
+async def _try(
+    tuning: Tuning,
+    way: Placement,
+    config: Config,
+    report: Progress,
+    say: Callable[[str], None],
+) -> None:
+    """Serve the loads with one way; the first tells how long all of it will take."""
+    from vsched.bench.tune.measure import served
+
+    began_s = time.monotonic()
+    async with served(config, on_progress=report) as run:
+        if tuning.plan is None:
+            report("serving", "a few requests", 0.0)
+            plan = await tuning.probe(run, start_s=time.monotonic() - began_s)
+            loads = ", ".join(f"{count} of {case}" for case, count in plan.requests.items())
+            say(f"All takes about {plan.seconds:.0f} s: runs of {loads}, {plan.repeats} of each.")
+        assert tuning.plan is not None
+        total = tuning.plan.repeats * len(tuning.plan.requests)
+
+        def on_run(done: int) -> None:
+            report("serving", f"{done} of {total} runs", done / total)
+
+        trial = await tuning.measure(way, run, on_run=on_run)
+    if trial.ended:
+        say(trial.ended)
 
 
 def _show(trials: Sequence[PlacementTrial], best: PlacementTrial, console: Console) -> None:
@@ -96,15 +136,21 @@ def _show(trials: Sequence[PlacementTrial], best: PlacementTrial, console: Conso
         table.add_column(name, justify="right")
     for one, share in zip(trials, shares(trials), strict=True):
         way = one.placement
-        rates = (
-            f"{one.requests_s[case]:.1f} ({min(one.runs[case]):.1f} to {max(one.runs[case]):.1f})"
-            for case in CASES
-        )
+        rates = (_rates(one.runs[case]) for case in CASES)
         table.add_row(
             *(str(way.replicas), str(way.threads), str(way.encode_threads)),
             way.placement,
             *rates,
             f"{share:.0%}",
-            "chosen" if one is best else "",
+            "chosen" if one is best else one.ended,
         )
     console.print(table)
+
+
+def _rates(runs: Sequence[float]) -> str:
+    """Return the median of some rates, and the least and the most."""
+    if not runs:
+        return ""
+    digits = 1 if min(runs) >= 10 else 2
+    middle, least, most = (f"{rate:.{digits}f}" for rate in (median(runs), min(runs), max(runs)))
+    return middle if len(runs) == 1 else f"{middle} ({least} to {most})"
