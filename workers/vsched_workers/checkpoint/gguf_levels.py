@@ -8,6 +8,7 @@ blocks are laid out in that order, and compared with the weight that transformer
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,11 @@ def _places(source: Path, model: Any, tensors: list[Any]) -> dict[str, npt.NDArr
     """Return for each tensor of the model the numbers of the file's tensor and rows, as they lie in it."""
     import gguf
     import torch
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+    reader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     library: Any = gguf
     numbers = iter(range(len(tensors)))
-    real = library.dequantize
+    real, bar = library.dequantize, reader.tqdm
 
     def numbered(data: Any, kind: Any) -> Any:
         number = next(numbers)
@@ -82,13 +83,13 @@ def _places(source: Path, model: Any, tensors: list[Any]) -> dict[str, npt.NDArr
         rows = number * _TENSOR + np.arange(shape[0], dtype=np.float64)
         return np.broadcast_to(rows[:, None], shape)
 
-    library.dequantize = numbered
+    library.dequantize, reader.tqdm = numbered, lambda held, **_: held
     try:
         with torch.device("meta"):
             empty = type(model)(model.config)
-        found = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=empty)
+        found = reader.load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=empty)
     finally:
-        library.dequantize = real
+        library.dequantize, reader.tqdm = real, bar
     return {
         name: tensor.numpy()
         for name, tensor in found["tensors"].items()
