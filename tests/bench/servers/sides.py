@@ -17,6 +17,8 @@ from vsched.errors import ConfigError, limit_message
 ROOT = Path(__file__).parents[3]
 VSCHED = "vsched"
 ENTRY = "from vsched.cli.main import main; main()"
+BESIDE_KV_BYTES = 4 << 30
+"""What a generate rank of vsched may take beside its KV cache; `--set generate.memory_limit` for larger models."""
 PORTS = {VSCHED: 8301, "before": 8302}
 
 
@@ -87,6 +89,7 @@ def vsched(
 ) -> Spec:
     """Return how vsched is started, from the tree of the harness or from another one."""
     port = PORTS[side]
+    kv_bytes = sizes.kv_bytes // _replicas(assignments)
     sets = [
         f"server.host={HOST}",
         f"server.port={port}",
@@ -95,9 +98,9 @@ def vsched(
         f"generate.slots={sizes.slots}",
         f"generate.context_tokens={sizes.context}",
         "generate.memory.use=pinned",
-        f"generate.memory.bytes={sizes.kv_bytes // _replicas(assignments)}",
-        "encode.memory_limit=0",
-        "generate.memory_limit=0",
+        f"generate.memory.bytes={kv_bytes}",
+        # A limit, as without settings there is one: without it the whole KV cache is touched at start.
+        f"generate.memory_limit={kv_bytes + BESIDE_KV_BYTES}",
         *thread_sets(sizes.threads, assignments),
         *assignments,
     ]

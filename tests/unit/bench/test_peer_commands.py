@@ -158,6 +158,8 @@ def test_both_sides_get_the_same_sizes(tmp_path: Path) -> None:
     for word in ("generate.slots=16", "generate.context_tokens=4096", "media.threads=1"):
         assert word in ours.command
     assert f"generate.memory.bytes={3 << 30}" in ours.command
+    limits = [word for word in ours.command if "memory_limit" in word]
+    assert limits == [f"generate.memory_limit={7 << 30}"], "no pages on use without one"
     words = " ".join(theirs.command)
     for part in ("--max-num-seqs 16", "--max-model-len 4096", "--more"):
         assert part in words
