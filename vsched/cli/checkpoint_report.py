@@ -15,6 +15,7 @@ from vsched.assembly import (
     worker_group_plans,
 )
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig
+from vsched.config.stages import StageConfig
 from vsched.errors import ConfigError, RequestRefused, VschedError, limit_message
 from vsched.types import ModelInfo
 from vsched.worker.capabilities import CheckpointDescriber, CheckpointDescription
@@ -149,7 +150,7 @@ def _memory(
         if not limit and config.generate.on_cpu:
             limit = host_available()
         weights = {
-            stage: _weights_bytes(description, part, section.weights, info) // plan.ranks
+            stage: _weights_bytes(description, part, section, info) // plan.ranks
             for stage, role, part, section in (
                 ("encode", plan.encode, "vision", config.encode),
                 ("generate", plan.generate, "language", config.generate),
@@ -157,7 +158,7 @@ def _memory(
             if role is not None
         }
         if draft is not None and plan.generate:
-            own = _weights_bytes(draft, "language", config.generate.weights, info)
+            own = _weights_bytes(draft, "language", config.generate, info)
             weights["generate"] += own // plan.ranks
         states = state_bytes(config, info) if plan.generate else 0
         room = max(limit - sum(weights.values()) - states, 0)
@@ -174,11 +175,13 @@ def _memory(
 
 
 def _weights_bytes(
-    description: CheckpointDescription, part: str, weights: str, info: ModelInfo
+    description: CheckpointDescription, part: str, section: StageConfig, info: ModelInfo
 ) -> int:
     """Return the bytes of a part's weights as they are served."""
     plain = description.parameters.get(part, 0) * info.itemsize
-    return description.weights_bytes.get(part, {}).get(weights, plain)
+    found = description.weights_bytes.get(part, {})
+    grouped = f"{section.weights}/{section.weights_group}"
+    return found.get(grouped, found.get(section.weights, plain))
 
 
 def as_json(report: CheckpointReport) -> Any:

@@ -479,8 +479,8 @@ class CheckpointDescription:
         chat_templates: The names of the chat templates.
         windows: Tokens of a sliding window, and how many layers have one; they keep KV for the whole context, too.
         unsupported: What the model could do elsewhere, and not here.
-        weights_bytes: About what the weights of a part take, by what they are made into on loading; `auto` only where
-            the checkpoint has them quantised.
+        weights_bytes: About what the weights of a part take, by what they are made into on loading: as `int4`, or as
+            `int4/64` with other groups than usual; `auto` only where the checkpoint has them quantised.
     """
 
     model_type: str

@@ -177,6 +177,22 @@ def test_check_compares_the_weights_with_the_limit() -> None:
     assert report["problems"][0].startswith("generate.memory_limit: no room beside the weights")
 
 
+@pytest.mark.parametrize("stage", ["encode", "generate"])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_check_counts_a_scale_for_each_group_of_inputs(stage: str, kind: str) -> None:
+    """Smaller groups are more scales, and groups of the usual size are what is counted without any."""
+    of = {
+        group: check_json(
+            DEMO,
+            *("--set", f'{stage}.weights="{kind}"'),
+            *("--set", f"{stage}.weights_group={group}"),
+        )[1]["memory"][stage]["weights_bytes"]
+        for group in (0, 16, 64, 128)
+    }
+    assert of[16] > of[64] > of[128]
+    assert of[0] == of[128] if kind == "int8" else of[16] > of[0] > of[64]
+
+
 def test_check_counts_the_draft_model() -> None:
     """Its weights are among those of the stage, and its KV among that of a token."""
     plain, both = (

@@ -24,6 +24,8 @@ _VISION = re.compile(
 )
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
+GROUP_SIZES = range(16, 129, 16)
+"""What `weights_group` may be but 0."""
 _ENDS = ("embed_tokens.weight", "lm_head.weight")
 _SIZES = (
     "num_hidden_layers",
@@ -62,6 +64,8 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
             bits[part]["auto"] += 8 * count * _BYTES.get(dtype, 2)
         for kind in FORMATS:
             bits[part][kind] += quantized_bits(name, shape, kind)
+            for group in GROUP_SIZES:
+                bits[part][f"{kind}/{group}"] += quantized_bits(name, shape, kind, group=group)
     try:
         tokenizer = tokenizer_files(directory)
         templates = tuple(sorted(chat_templates(directory)))
@@ -87,13 +91,18 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
     )
 
 
-def quantized_bits(name: str, shape: Sequence[int], kind: str) -> int:
-    """Return about how many bits a tensor takes where weights are made into this kind on loading."""
+def quantized_bits(name: str, shape: Sequence[int], kind: str, *, group: int = 0) -> int:
+    """Return about how many bits a tensor takes where weights are made into this kind on loading.
+
+    `group` inputs of an output have one scale, 0 for as many as is usual.
+    """
     count = prod(shape)
     if len(shape) != 2:
         return 16 * count
     kind = "int8" if name.endswith(_ENDS) else kind
-    return count * int(kind.removeprefix("int")) + 16 * count // GROUPS[kind]
+    outputs, inputs = shape
+    scales = outputs * -(-inputs // (group or GROUPS[kind]))
+    return count * int(kind.removeprefix("int")) + 16 * scales
 
 
 def _path_of(model_type: str, directory: Path) -> str:
