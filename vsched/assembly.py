@@ -18,6 +18,7 @@ from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents, rank_device
 from vsched.config import Config, ConfiguredPolicies
 from vsched.config.byte_sizes import size_bytes
+from vsched.config.placement import placed
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import SchedulerLimits
 from vsched.media.pipeline import MediaStatistics
@@ -88,9 +89,9 @@ def _check_kv_heads(config: Config, info: ModelInfo) -> None:
 
 
 def as_served(config: Config, info: ModelInfo) -> tuple[Config, ModelInfo]:
-    """Return both without images where the checkpoint takes none, or there is nobody to encode them."""
+    """Return both, the placement chosen; without images where the checkpoint takes none, or nobody encodes them."""
     if info.takes_images and config.encode.replicas:
-        return config, info
+        return placed(config), info
     return config.text_alone, info.text_alone
 
 

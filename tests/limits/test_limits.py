@@ -43,7 +43,7 @@ def test_judged_takes_no_traceback_for_an_error() -> None:
 def test_case_limits_its_stage_alone(stage: Stage) -> None:
     config = load_config(None, sets=Case(stage, True, 60).settings, environ={}).config
     limits = {config.encode.memory_limit, config.generate.memory_limit}
-    assert config.placement == ("together" if stage == "together" else "separate")
+    assert (config.placement == "together") == (stage == "together")
     assert limits == ({str(30 << 20)} if stage == "together" else {"60MiB", "2GiB"})
     assert (config.encode.memory_limit == "60MiB") == (stage == "encode")
 

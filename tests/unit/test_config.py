@@ -108,7 +108,7 @@ def test_config_later_set_wins() -> None:
         ),
         (
             "placement=apart",
-            "placement (from command line) is not valid: value 'apart', limit 'separate' or 'together'.",
+            "placement (from command line) is not valid: value 'apart', limit 'auto' or 'separate' or 'together'.",
         ),
         (
             "generate.chunk_token=1",

@@ -89,6 +89,8 @@ def _facts(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     for size, tokens in report.image_tokens.items():
         told = f"{tokens:,} tokens" if isinstance(tokens, int) else tokens
         yield "image", f"{size}: {told}"
+    if report.placement:
+        yield "stages", report.placement
     for stage, need in report.memory.items():
         yield f"{stage} rank", _memory(need, info)
     for thing in report.unsupported:

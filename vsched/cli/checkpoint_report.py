@@ -15,6 +15,7 @@ from vsched.assembly import (
     worker_group_plans,
 )
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig
+from vsched.config.placement import placement_here
 from vsched.config.stages import StageConfig
 from vsched.errors import ConfigError, RequestRefused, VschedError, limit_message
 from vsched.types import ModelInfo
@@ -52,6 +53,7 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         path: How it is computed: `fused`, `modules`, `generic`, or `refused`.
         problems: Why it cannot be served; empty where it can.
+        placement: Where the stages run, and why; empty where nothing encodes images.
         image_tokens: Tokens of an image by its size, or why it is refused.
     """
 
@@ -61,6 +63,7 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
     unsupported: list[str]
     description: CheckpointDescription
     info: ModelInfo | None
+    placement: str
     image_tokens: dict[str, int | str]
     memory: dict[str, StageMemory]
 
@@ -85,10 +88,13 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         unsupported.append(NO_CHAT_TEMPLATE)
     problems: list[str] = []
     info: ModelInfo | None = None
+    placement = ""
     images: dict[str, int | str] = {}
     memory: dict[str, StageMemory] = {}
     try:
         info = inspect_checkpoint(config, loaded.policies)
+        if info.takes_images and config.encode.replicas:
+            placement = str(placement_here(config))
         config, _ = as_served(config, info)
         images = _image_tokens(config, info, plugin.load_preprocessor(info))
         plugin.check_built(info)
@@ -114,6 +120,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         unsupported=unsupported,
         description=description,
         info=info,
+        placement=placement,
         image_tokens=images,
         memory=memory,
     )

@@ -83,6 +83,7 @@ def _serve(settings: Config, console: Console, begun: Mapping[frozenset[str], Fo
     from vsched.aio.environment import Environment, make_launcher
     from vsched.api.server import forgo_models
     from vsched.api.server import serve as serve_http
+    from vsched.config.placement import placement_here
     from vsched.terminal.progress import loading_progress
 
     forgo_models(settings)
@@ -100,6 +101,8 @@ def _serve(settings: Config, console: Console, begun: Mapping[frozenset[str], Fo
 
             def on_ready(server: RunningServer) -> None:
                 bars.close()
+                if settings.placement == "auto" and server.engine.config.encode.replicas:
+                    say(f"{placement_here(settings)}.")
                 where = ", and on every other address of this machine" * server.on_every_address
                 say(
                     f"{server.engine.model_name} is served at {server.url}/v1{where} "

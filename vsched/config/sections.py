@@ -340,9 +340,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The whole configuration."""
 
     placement: Annotated[
-        Literal["separate", "together"],
-        Meta(description="Whether the two stages run in processes of their own, or in one."),
-    ] = "separate"
+        Literal["auto", "separate", "together"],
+        Meta(
+            description="Whether the two stages run in processes of their own, or in one; `auto` is `together` on a "
+            "CPU of at most 8 cores with weights of 256 MiB or more, where both stages are configured alike and no "
+            "threads are set, else `separate`."
+        ),
+    ] = "auto"
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()
     media: MediaConfig = MediaConfig()

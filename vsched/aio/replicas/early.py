@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from vsched.aio.replicas.launcher import make_fork_server, modules_of
+from vsched.config.placement import placed
 from vsched.errors import VschedError
 from vsched.worker.capabilities import LeanPreprocessing
 from vsched.worker.registry import load_worker
@@ -32,7 +33,9 @@ def early_fork_servers(config: Config) -> Iterator[Mapping[frozenset[str], ForkS
     with suppress(VschedError):
         modules = _modules(config)
         if modules:
-            servers[modules] = make_fork_server(modules, oversubscribed=config.oversubscribed)
+            servers[modules] = make_fork_server(
+                modules, oversubscribed=placed(config).oversubscribed
+            )
             servers[modules].begin()
     try:
         yield servers

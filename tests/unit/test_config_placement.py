@@ -1,0 +1,60 @@
+"""`placement = "auto"`: the rule over many machines, and where it is used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from vsched.config import Config, load_config
+from vsched.config.placement import HEAVY_BYTES, choose_placement, placed, placement_here
+
+TINY, MID = 10 << 20, 800 << 20
+
+
+def config_of(*sets: str) -> Config:
+    return load_config(None, sets=sets, environ={}).config
+
+
+@pytest.mark.parametrize(
+    ("sets", "weights_bytes", "cores", "expected", "why"),
+    [
+        *(((), MID, cores, "together", f"share of {cores} cores") for cores in (1, 2, 4, 8)),
+        ((), MID, 64, "separate", "64 cores are enough"),
+        *(((), TINY, cores, "separate", "weights of 10 MiB are light") for cores in (1, 2, 8)),
+        ((), HEAVY_BYTES, 2, "together", "weights of 256 MiB"),
+        ((), HEAVY_BYTES - 1, 2, "separate", "light"),
+        (("placement=separate",), MID, 2, "separate", "configured"),
+        (("placement=together",), TINY, 64, "together", "configured"),
+        (("generate.threads=1",), MID, 2, "separate", "threads are configured"),
+        (("encode.threads=1",), MID, 2, "separate", "threads are configured"),
+        (("generate.replicas=2",), MID, 2, "separate", "stages differ"),
+        (("generate.tensor_parallel=2",), MID, 2, "separate", "stages differ"),
+        (("encode.device=cuda:0",), MID, 2, "separate", "device of its own"),
+        (("generate.device=cuda:0",), MID, 2, "separate", "device of its own"),
+        (("encode.replicas=0",), MID, 2, "separate", "nothing encodes"),
+    ],
+)
+def test_placement_follows_machine_checkpoint_and_settings(
+    sets: tuple[str, ...], weights_bytes: int, cores: int, expected: str, why: str
+) -> None:
+    found = choose_placement(config_of(*sets), weights_bytes=weights_bytes, cores=cores)
+    assert found.placement == expected
+    assert why in found.reason
+    assert str(found) == f"placement = {expected}, because {found.reason}"
+
+
+def test_placement_is_that_of_the_weights_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    config = config_of(f"model.path={tmp_path}")
+    assert placed(config).placement == "separate"
+    for part in range(2):
+        with (tmp_path / f"model-{part}.safetensors").open("wb") as file:
+            file.truncate(HEAVY_BYTES // 2)
+    assert placement_here(config).placement == "together"
+    served = placed(config)
+    assert (served.placement, served.processes, served.threads("generate")) == ("together", 1, 2)
+    assert placed(config_of(f"model.path={tmp_path}", "placement=separate")).processes == 2
