@@ -195,6 +195,13 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
             "blocks; by default as many as `slots`. 0: it has no prefix cache."
         ),
     ] = None
+    draft_model: Annotated[
+        str,
+        Meta(
+            description="Folder of a smaller checkpoint of the same vocabulary that drafts, where `generate.drafting` "
+            "says so; empty for none. See docs/drafts.md."
+        ),
+    ] = ""
     admission: Annotated[
         PolicyTable, Meta(description="Which waiting requests join the next step.")
     ] = msgspec.field(default_factory=partial(dict, use="fifo"))
@@ -215,13 +222,6 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
         PolicyTable,
         Meta(description="What of a request that ended the prefix cache keeps."),
     ] = msgspec.field(default_factory=partial(dict, use="everything"))
-    draft_model: Annotated[
-        str,
-        Meta(
-            description="Folder of a smaller checkpoint of the same vocabulary that drafts, where `generate.drafting` "
-            "says so; empty for none. See docs/drafts.md."
-        ),
-    ] = ""
     drafting: Annotated[
         PolicyTable,
         Meta(
