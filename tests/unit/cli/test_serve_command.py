@@ -46,7 +46,7 @@ class Served:
         if self.error is not None:
             raise self.error
         address = (config.server.host, config.server.port)
-        engine = cast("Engine", SimpleNamespace(model_name="demo"))
+        engine = cast("Engine", SimpleNamespace(model_name="demo", config=Config()))
         with socket.create_server(address) as listener:
             on_ready(RunningServer(listener, engine))
         on_drain()
@@ -80,8 +80,9 @@ def test_serve_without_a_terminal_tells_its_life_in_log_lines(
 ) -> None:
     done = serve("checkpoint", "--port", "0")
     assert done.output == ""
-    starting, ready, draining, stopped = caplog.messages
+    starting, placed, ready, draining, stopped = caplog.messages
     assert starting == "generate: starting"
+    assert placed.startswith("placement = separate, because weights of 0 MiB are light")
     assert ready.startswith("demo is served at http://127.0.0.1:")
     assert "/v1 (ready after " in ready
     assert draining == "Draining: running requests finish, new ones are refused."
