@@ -51,7 +51,9 @@ class FusedOnHost(ReferenceBackend):
 
 def twins_of(path: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, Twins]:
     exact = Stage.load(path, attention="exact", dtype="float32")
-    monkeypatch.setattr(language, "choose_backend", FusedOnHost)
+    monkeypatch.setattr(
+        language, "choose_backend", lambda settings, dtype, _: FusedOnHost(settings, dtype)
+    )
     fused = Stage.load(path, attention="exact", dtype="float32")
     twins = Twins(exact.generator, fused.generator)
     return dataclasses.replace(exact, generator=twins), twins

@@ -85,7 +85,11 @@ def captured(
         with (
             monkeypatch.context() as patched
         ):  # what is loaded later, to compare with, is not captured
-            patched.setattr(language, "choose_backend", CapturingBackend)
+            patched.setattr(
+                language,
+                "choose_backend",
+                lambda settings, dtype, _: CapturingBackend(settings, dtype),
+            )
             stage = Stage.load(
                 str(checkpoints(size)), attention="exact", dtype="float32", settings=SETTINGS
             )

@@ -16,7 +16,7 @@ from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Stage
 from tests.workers.test_language import mixed_questions, outputs
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
-from vsched_workers import language
+from vsched_workers import language, vision
 from vsched_workers.backends.base import RunModel
 from vsched_workers.backends.cuda import graphs
 from vsched_workers.backends.cuda.backend import CudaBackend
@@ -35,6 +35,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made = Machine()
     made.stand_in(monkeypatch)
+    monkeypatch.setattr(vision, "fetched", lambda rows: rows.cpu())
     with torch.inference_mode(), made:
         yield made
 
@@ -208,7 +209,9 @@ def stage(
 
     def load() -> Stage:
         with monkeypatch.context() as patched:
-            patched.setattr(language, "choose_backend", GraphBackend)
+            patched.setattr(
+                language, "choose_backend", lambda settings, dtype, _: GraphBackend(settings, dtype)
+            )
             return Stage.load(path, attention="exact", dtype="float32", settings=settings)
 
     return load
