@@ -50,7 +50,9 @@ async def served(config: Config) -> AsyncIterator[Engine]:
         await assert_idle(engine)
     report = replay(Path(config.record.path))
     assert report.difference is None
-    assert report.events > 100
+    assert report.events, (
+        "tests of this module may be shared out among processes, so there may be few"
+    )
 
 
 async def begin(engine: Engine, prompt: list[int], name: str) -> TokenStream:

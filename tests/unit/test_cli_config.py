@@ -89,7 +89,7 @@ def test_cli_policies_show_tells_of_one_and_its_effect() -> None:
     output = run("policies", "show", "fair-share")
     for expected in ("admission: fair-share", "output_weight = 2", "VTC", "p95", "chat"):
         assert expected in output
-    assert "compare with vsched simulate" in run("policies", "show", "round-robin")
+    assert "compare with vsched simulate" in run("policies", "show", "forced-tokens")
 
 
 def test_cli_refusal_is_one_line_and_exit_status_2(

@@ -74,6 +74,7 @@ def test_inspect_tells_the_facts(checkpoints: Checkpoints) -> None:
         vocab_size=384,
         context_tokens=32768,
         kv_bytes_per_token=2 * 3 * 2 * 16 * 4,
+        kv_heads_per_token=2 * 3 * 2,
         item_tokens_max=100,
         image_token_id=6,
         stop_token_ids=(2,),
