@@ -18,6 +18,7 @@ from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents, rank_device
 from vsched.config import Config, ConfiguredPolicies
 from vsched.config.byte_sizes import size_bytes
+from vsched.config.cluster import RAY_HOST
 from vsched.config.placement import placed
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import SchedulerLimits
@@ -497,13 +498,13 @@ def _memory_limits(config: Config, plan: WorkerGroupPlan) -> list[int | None]:
 def host_share(config: Config, plan: WorkerGroupPlan) -> HostShare:
     """Return what of a process with these roles another host says."""
     group = plan.groups[-1]
+    host = config.cluster.first_host(stage_of(group), replica_of(group))
     limits = _memory_limits(config, plan)
     unlimited = any(limit == 0 for limit in limits)
     stages = (("encode", plan.encode, config.encode), ("generate", plan.generate, config.generate))
     return HostShare(
-        processes=config.processes_on(
-            config.cluster.first_host(stage_of(group), replica_of(group))
-        ),
+        # Each replica on Ray has resources of its own.
+        processes=plan.ranks if host == RAY_HOST else config.processes_on(host),
         threads=tuple(
             name for name, role, section in stages if role is not None and section.threads is None
         ),

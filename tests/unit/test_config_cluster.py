@@ -24,6 +24,15 @@ def test_cluster_that_nothing_starts_on_needs_no_key(sets: list[str]) -> None:
     assert not load_config(None, sets=sets, environ={}).config.cluster.elsewhere
 
 
+@pytest.mark.parametrize("address", ["auto", "head:6379", "10.0.0.1:6379", "[fd00::1]:6379"])
+def test_cluster_on_ray_needs_no_key(address: str) -> None:
+    """And a stage whose list is empty starts there."""
+    sets = [f'cluster.ray="{address}"', 'cluster.encode=["local"]']
+    cluster = load_config(None, sets=sets, environ={}).config.cluster
+    assert cluster.elsewhere
+    assert (cluster.hosts_of("encode"), cluster.hosts_of("generate")) == (["local"], ["ray"])
+
+
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
@@ -36,6 +45,19 @@ def test_cluster_that_nothing_starts_on_needs_no_key(sets: list[str]) -> None:
             "cluster.encode: with placement = together",
         ),
         ([HOSTS, KEY, THERE, "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
+        (["cluster.ray=auto", "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
+        (['cluster.hosts={ray = "tcp://h:1"}'], "cluster.hosts: 'ray' is Ray's"),
+        (['cluster.encode=["ray"]'], "cluster.encode: there is no host 'ray'"),
+        (["cluster.ray=ray://head:10001"], "cluster.ray: no address of a Ray cluster: value 'ray:"),
+        (
+            ["cluster.ray=auto", 'cluster.encode=["ray", "local"]'],
+            "cluster.encode: ray, local: Ray",
+        ),
+        (
+            ["cluster.ray=auto", "cluster.encode_resources={CPU=0}"],
+            "cluster.encode_resources.CPU: no amount of a resource: value 0",
+        ),
+        (["cluster.ray=auto", HOSTS, 'cluster.encode=["far"]'], "cluster.key_file: not set"),
     ],
 )
 def test_cluster_of_no_use_is_refused(sets: list[str], said: str) -> None:

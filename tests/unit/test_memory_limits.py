@@ -136,6 +136,8 @@ SPREAD = (*HOSTS, "encode.replicas=3", 'cluster.encode=["a", "b"]')
             (*SPREAD, "encode.threads=3", "encode.memory_limit=1GiB"),
             [(3, GIB)] * 3 + [(16, 4 * GIB)],
         ),
+        # A bundle on Ray has its CPUs for its own ranks, however many bundles there are.
+        (("cluster.ray=auto", "encode.replicas=3"), [(16, 4 * GIB)] * 4),
         ((*SPREAD, "encode.memory_limit=0"), [(8, 0), (16, 0), (8, 0), (16, 4 * GIB)]),
         (
             (*HOSTS, "placement=together", 'cluster.generate=["a"]', "encode.memory_limit=1GiB"),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from vsched.aio.hosts.keys import curve_keys, read_key_file
-from vsched.aio.hosts.placement import PlacedLauncher, hosts_at
-from vsched.aio.hosts.remote import Patience
+from vsched.aio.hosts.keys import curve_keys, make_secret, read_key_file
+from vsched.aio.hosts.on_ray import RayCalls, RayHosts
+from vsched.aio.hosts.placement import PlacedLauncher, hosts_at, hosts_sought, ray_host
+from vsched.aio.hosts.ray_calls import InstalledRay
+from vsched.aio.hosts.remote import Connect, Patience
 from vsched.aio.replicas.fork_server import ForkServer
 from vsched.aio.replicas.launcher import Launcher, LocalLauncher
 from vsched.aio.replicas.process import RANK_COMMAND
 from vsched.aio.shell import Recorder
-from vsched.config import Config, DeadlinesConfig
-from vsched.config.cluster import ClusterConfig
+from vsched.config import Config
 from vsched.kernel import Scheduler
 from vsched.media import MediaPipeline, MediaSettings, PixelStore
 from vsched.record.recorder import open_recorder
@@ -40,28 +42,43 @@ def make_launcher(
     """Return what starts ranks where the configuration says: on this host, or on others, too.
 
     Raises:
-        ConfigError: When the key file of other hosts cannot be read.
+        ConfigError: When the key file of other hosts cannot be read, or Ray cannot be reached.
     """
-    cluster = config.cluster
     own = local_launcher(config, begun=begun)
     try:
-        return placed(cluster, own, config.deadlines) if cluster.elsewhere else own
+        return placed(config, own) if config.cluster.elsewhere else own
     except BaseException:
         own.close()
         raise
 
 
-def placed(cluster: ClusterConfig, own: Launcher, deadlines: DeadlinesConfig) -> PlacedLauncher:
+def placed(config: Config, own: Launcher, *, ray: RayCalls | None = None) -> PlacedLauncher:
     """Return what starts ranks on the hosts of a cluster."""
-    shared = read_key_file(cluster.key_file, key="cluster.key_file")
-    hosts, close = hosts_at(cluster.hosts, curve_keys(shared, "engine"))
+    cluster, deadlines = config.cluster, config.deadlines
+    hosts: dict[str, Connect] = {}
+    with contextlib.ExitStack() as opened:
+        if cluster.used & cluster.hosts.keys():
+            shared = read_key_file(cluster.key_file, key="cluster.key_file")
+            found, close = hosts_at(cluster.hosts, curve_keys(shared, "engine"))
+            opened.callback(close)
+            hosts |= found
+        on_ray = config.on_ray
+        if on_ray:
+            secret = make_secret()
+            replicas = {ray_host(*which): resources for which, resources in on_ray.items()}
+            ray_hosts = RayHosts(ray or InstalledRay(), cluster, replicas, secret)
+            opened.callback(ray_hosts.close)
+            found, close = hosts_sought(ray_hosts.connects, curve_keys(secret, "engine"))
+            opened.callback(close)
+            hosts |= found
+        closing = opened.pop_all()
     patience = Patience(
         alive_s=deadlines.heartbeat_s,
         silence_s=deadlines.rank_timeout_s + deadlines.heartbeat_s,
         open_s=cluster.connect_s,
     )
-    stages = {"encode": cluster.encode, "generate": cluster.generate}
-    return PlacedLauncher(own, hosts, stages, patience, close=close)
+    stages = {stage: cluster.hosts_of(stage) for stage in ("encode", "generate")}
+    return PlacedLauncher(own, hosts, stages, patience, close=closing.close)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,12 @@ def serve(
     record: Annotated[
         str, typer.Option(help="Record what the scheduler does into a file; record.path.")
     ] = "",
+    ray: Annotated[
+        str,
+        typer.Option(
+            help="Have Ray place the replicas: HOST:PORT, or auto; cluster.ray.", show_default=False
+        ),
+    ] = "",
     assignments: SetOption = None,
 ) -> None:
     """Serve a checkpoint over OpenAI's HTTP interface. Ctrl-C drains; a second one stops at once."""
@@ -62,6 +68,8 @@ def serve(
         overrides.append(f"server.port={port}")
     if record:
         overrides.append(f"record.path={record}")
+    if ray:
+        overrides.append(f"cluster.ray={ray}")
     console = Console(stderr=True)
     try:
         settings = load(config, overrides).config

@@ -1,9 +1,9 @@
-"""The keys of other hosts."""
+"""The keys of other hosts, and of Ray."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -13,7 +13,10 @@ from vsched.errors import ConfigError, ConfigProblems, limit_message
 
 OWN_HOST = "local"
 """What the engine's own host is called where hosts are listed."""
+RAY_HOST = "ray"
+"""What the host of a replica is called that Ray places."""
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\s]+):\d{1,5}")
+_RAY_ADDRESS = re.compile(r"auto|(\[[0-9a-fA-F:.]+\]|[^:/\s]+):\d{1,5}")
 
 
 class ClusterConfig(Section, frozen=True, kw_only=True):
@@ -35,14 +38,16 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     encode: Annotated[
         list[str],
         Meta(
-            description="Hosts that the replicas of the encode stage start on, in turn; empty for this one."
+            description="Hosts that the replicas of the encode stage start on, in turn; empty for this one, or for "
+            "Ray's where `ray` is set."
         ),
     ] = msgspec.field(default_factory=list)
     generate: Annotated[
         list[str],
         Meta(
-            description="Hosts that the replicas of the generate stage start on, in turn; empty for this one. With "
-            '`placement = "together"`, those of both stages.'
+            description="Hosts that the replicas of the generate stage start on, in turn; empty for this one, or "
+            "for Ray's where `ray` is set. "
+            'With `placement = "together"`, those of both stages.'
         ),
     ] = msgspec.field(default_factory=list)
     connect_s: Annotated[
@@ -52,16 +57,57 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
             description="How long a host may take to answer until the next of the list has its turn.",
         ),
     ] = 10.0
+    ray: Annotated[
+        str,
+        Meta(
+            description="Ray cluster that places replicas: its address, HOST:PORT, or `auto` for the one of this host; "
+            "empty for none. Needs `pip install 'vsched[ray]'`."
+        ),
+    ] = ""
+    ray_group: Annotated[
+        str,
+        Meta(
+            description="Name of a placement group that is there, whose bundles replicas take in turn, those of the "
+            "encode stage first; empty to make one."
+        ),
+    ] = ""
+    ray_strategy: Annotated[
+        Literal["pack", "spread", "strict-pack", "strict-spread"],
+        Meta(description="How Ray lays out the bundles of replicas on its nodes."),
+    ] = "pack"
+    encode_resources: Annotated[
+        dict[str, float],
+        Meta(
+            description="Ray resources of a replica of the encode stage: `{CPU = 4, fast_cpu = 1}`. Empty for a CPU "
+            "for each thread of its ranks, one where `threads` is not set, and a GPU for each on one."
+        ),
+    ] = msgspec.field(default_factory=dict)
+    generate_resources: Annotated[
+        dict[str, float],
+        Meta(
+            description='Those of a replica of the generate stage; with `placement = "together"`, of both.'
+        ),
+    ] = msgspec.field(default_factory=dict)
+
+    def hosts_of(self, stage: str) -> list[str]:
+        """Return where the replicas of a stage start, in turn; with both stages in one process, ask for `generate`."""
+        names = self.encode if stage == "encode" else self.generate
+        return names or [RAY_HOST if self.ray else OWN_HOST]
 
     def first_host(self, stage: str, replica: int) -> str:
-        """Return where a replica of a stage starts first; with both stages in one process, ask for `generate`."""
-        names = self.encode if stage == "encode" else self.generate
-        return names[replica % len(names)] if names else OWN_HOST
+        """Return where a replica of a stage starts first."""
+        names = self.hosts_of(stage)
+        return names[replica % len(names)]
+
+    @property
+    def used(self) -> set[str]:
+        """The names of all hosts that replicas may start on."""
+        return {*self.hosts_of("encode"), *self.hosts_of("generate")}
 
     @property
     def elsewhere(self) -> bool:
         """Whether ranks run on another host."""
-        return not {*self.encode, *self.generate} <= {OWN_HOST}
+        return not self.used <= {OWN_HOST}
 
 
 def check_cluster(cluster: ClusterConfig, *, together: bool, adapters: int) -> None:
@@ -74,13 +120,15 @@ def check_cluster(cluster: ClusterConfig, *, together: bool, adapters: int) -> N
     for name, address in cluster.hosts.items():
         if name == OWN_HOST:
             problems.add(f"cluster.hosts: {OWN_HOST!r} is this host. Remedy: choose another name")
+        if name == RAY_HOST:
+            problems.add(f"cluster.hosts: {RAY_HOST!r} is Ray's. Remedy: choose another name")
         if not _ADDRESS.fullmatch(address):
             what = f"cluster.hosts.{name}: no address"
             remedy = "write where `vsched host --listen` listens there"
             problems.add(
                 limit_message(what, value=repr(address), limit="tcp://HOST:PORT", remedy=remedy)
             )
-    known = [*cluster.hosts, OWN_HOST]
+    known = [*cluster.hosts, OWN_HOST, *([RAY_HOST] if cluster.ray else [])]
     for key, names in (("encode", cluster.encode), ("generate", cluster.generate)):
         for name in names:
             if name not in known:
@@ -88,14 +136,46 @@ def check_cluster(cluster: ClusterConfig, *, together: bool, adapters: int) -> N
                     f"cluster.{key}: there is no host {name!r}. Remedy: name one of {', '.join(known)}"
                 )
     with problems.collected():
+        _check_ray(cluster)
+    with problems.collected():
         _check_use(cluster, together=together, adapters=adapters)
     problems.tell()
+
+
+def _check_ray(cluster: ClusterConfig) -> None:
+    if cluster.ray and not _RAY_ADDRESS.fullmatch(cluster.ray):
+        raise ConfigError(
+            limit_message(
+                "cluster.ray: no address of a Ray cluster",
+                value=repr(cluster.ray),
+                limit="auto or HOST:PORT",
+                remedy="write where `ray start --head` said that its nodes connect to",
+            )
+        )
+    for key in ("encode", "generate"):
+        names = getattr(cluster, key)
+        if RAY_HOST in names and {*names} != {RAY_HOST}:
+            raise ConfigError(
+                f"cluster.{key}: {', '.join(names)}: Ray finds places for all replicas of a stage, or for none. "
+                f'Remedy: ["{RAY_HOST}"], or hosts alone'
+            )
+    for key in ("encode_resources", "generate_resources"):
+        for name, amount in getattr(cluster, key).items():
+            if amount <= 0:
+                raise ConfigError(
+                    limit_message(
+                        f"cluster.{key}.{name}: no amount of a resource",
+                        value=amount,
+                        limit="above 0",
+                        remedy="leave out what a replica does not need",
+                    )
+                )
 
 
 def _check_use(cluster: ClusterConfig, *, together: bool, adapters: int) -> None:
     if not cluster.elsewhere:
         return
-    if not cluster.key_file:
+    if not cluster.key_file and not cluster.used <= {OWN_HOST, RAY_HOST}:
         raise ConfigError(
             "cluster.key_file: not set, and nobody is trusted without a key. Remedy: make one with "
             "`vsched host --make-key FILE`, and copy it to every host"
@@ -110,7 +190,7 @@ def _check_use(cluster: ClusterConfig, *, together: bool, adapters: int) -> None
             limit_message(
                 "adapters.count_max: ranks on other hosts do not have the files of adapters",
                 value=adapters,
-                limit="0 with cluster.encode or cluster.generate",
+                limit="0 with cluster.encode, cluster.generate or cluster.ray",
                 remedy="serve adapters on one host",
             )
         )

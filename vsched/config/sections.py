@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from vsched.config.adapters import AdaptersConfig
 from vsched.config.byte_sizes import size_bytes
-from vsched.config.cluster import OWN_HOST, ClusterConfig
+from vsched.config.cluster import OWN_HOST, RAY_HOST, ClusterConfig
 from vsched.config.section import PolicyTable, Section
 from vsched.config.stages import EncodeConfig, GenerateConfig
 
@@ -382,6 +382,35 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         }
         if self.placement != "together":
             found["encode"] = self._starts("encode", self.encode, host)
+        return found
+
+    @property
+    def on_ray(self) -> dict[tuple[str, int], dict[str, float]]:
+        """The replicas that Ray places, by stage and number, with their resources."""
+        stages: dict[Literal["encode", "generate"], int] = {"generate": self.generate.replicas}
+        if self.placement != "together":
+            stages = {"encode": self.encode.replicas, **stages}
+        return {
+            (stage, replica): self.resources(stage)
+            for stage, replicas in stages.items()
+            for replica in range(replicas)
+            if self.cluster.first_host(stage, replica) == RAY_HOST
+        }
+
+    def resources(self, stage: Literal["encode", "generate"]) -> dict[str, float]:
+        """Return the resources that a replica of a stage takes on Ray; of both, where they share processes."""
+        cluster = self.cluster
+        given = cluster.encode_resources if stage == "encode" else cluster.generate_resources
+        if given:
+            return given
+        section = self.encode if stage == "encode" else self.generate
+        sections = [section]
+        if self.placement == "together" and self.encode.replicas:
+            sections = [self.encode, self.generate]
+        threads = max(one.threads or 1 for one in sections)
+        found = {"CPU": float(section.tensor_parallel * threads)}
+        if not all(one.on_cpu for one in sections):
+            found["GPU"] = float(section.tensor_parallel)
         return found
 
     def _starts(self, stage: str, section: EncodeConfig | GenerateConfig, host: str) -> int:

@@ -26,11 +26,13 @@ PATIENT = Patience(alive_s=0.1, silence_s=60, open_s=60)
 class RunningHost:
     """What `vsched host` runs, on this event loop."""
 
-    def __init__(self, address: str, shared: bytes, name: str) -> None:
+    def __init__(self, address: str, shared: bytes, name: str, *, cores: int | None = None) -> None:
         self._context: Context = zmq.Context()
         self.launcher = LocalLauncher()
         self.link = HostSocket(self._context, address, curve_keys(shared, "host"), self._hear)
-        self.server = HostServer(self.launcher, self.link.send, self.link.read, name=name)
+        self.server = HostServer(
+            self.launcher, self.link.send, self.link.read, name=name, cores=cores
+        )
 
     def _hear(self, peer: bytes, frame: bytes) -> None:
         self.server.hear(peer, frame)

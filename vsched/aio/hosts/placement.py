@@ -14,7 +14,7 @@ from vsched.aio.hosts.keys import CurveKeys
 from vsched.aio.hosts.remote import Connect, EngineEnd, Patience, RemoteHost
 from vsched.aio.hosts.sockets import Context, EngineSocket
 from vsched.aio.replicas.launcher import Host, Launcher
-from vsched.config.cluster import OWN_HOST
+from vsched.config.cluster import OWN_HOST, RAY_HOST
 from vsched.transport.arena import Arena
 from vsched.types import replica_of, stage_of
 
@@ -26,7 +26,7 @@ class PlacedLauncher:
 
     Replica i takes the i-th host, and the next one when its host is lost or does not answer. The first start fails
     where a host does not answer. After that the only host of a stage is waited for, as long as ranks may take to
-    be ready.
+    be ready; and so is Ray, which may have to start nodes first.
 
     Attributes:
         run_dir: The own host's.
@@ -41,7 +41,10 @@ class PlacedLauncher:
         *,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare; `stages` have the names of hosts, `OWN_HOST` among them, or none for the own host alone."""
+        """Prepare; `stages` have the names of hosts, `OWN_HOST` among them, or none for the own host alone.
+
+        `RAY_HOST` among them is the host that `ray_host` names in `hosts`.
+        """
         self.run_dir = own.run_dir
         self._own = own
         self._hosts = hosts
@@ -59,7 +62,10 @@ class PlacedLauncher:
         name = names[(replica_of(group) + self._lost[group]) % len(names)]
         if name == OWN_HOST:
             return self._own.place(groups, arena, on_lost)
-        waited_for = len(names) == 1 and group in self._served
+        on_ray = name == RAY_HOST
+        if on_ray:
+            name = ray_host(stage_of(group), replica_of(group))
+        waited_for = on_ray or (len(names) == 1 and group in self._served)
         patience = self._patience
         if waited_for:
             patience = msgspec.structs.replace(patience, open_s=0)
@@ -86,6 +92,11 @@ class PlacedLauncher:
         self._own.close()
 
 
+def ray_host(stage: str, replica: int) -> str:
+    """Return what the host of a replica is called that Ray places; no other name of a host has a blank."""
+    return f"{RAY_HOST} {stage}-{replica}"
+
+
 def connect_by(context: Context, address: str, keys: CurveKeys) -> Connect:
     """Return what opens links to the host at an address."""
 
@@ -101,4 +112,13 @@ def hosts_at(
     """Return what opens links to hosts, by their names, and what gives back what they need."""
     context: Context = zmq.Context()
     hosts = {name: connect_by(context, address, keys) for name, address in addresses.items()}
+    return hosts, lambda: context.destroy()
+
+
+def hosts_sought(
+    connects: Callable[[Callable[[str], Connect]], dict[str, Connect]], keys: CurveKeys
+) -> tuple[dict[str, Connect], Callable[[], None]]:
+    """Return what opens links to hosts whose addresses `connects` asks for, and what gives back what they need."""
+    context: Context = zmq.Context()
+    hosts = connects(lambda address: connect_by(context, address, keys))
     return hosts, lambda: context.destroy()

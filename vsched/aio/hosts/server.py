@@ -78,9 +78,14 @@ class HostServer:
         read: Callable[[], None],
         *,
         name: str = "",
+        cores: int | None = None,
     ) -> None:
-        """Prepare; `send` queues a frame for a peer, and returns whether it is there, `read` has `hear` called."""
+        """Prepare; `send` queues a frame for a peer, and returns whether it is there, `read` has `hear` called.
+
+        `cores` are those that ranks share; all that this process may run on, where it is None.
+        """
         self.name = name or socket.gethostname()
+        self._cores = cores
         self._launcher = launcher
         self._send = send
         self._read = read
@@ -95,7 +100,12 @@ class HostServer:
                 return
             send = partial(self._send, peer)
             start = HostedStart(
-                self._launcher, send, self._read, name=self.name, on_open=self._replace
+                self._launcher,
+                send,
+                self._read,
+                name=self.name,
+                cores=self._cores,
+                on_open=self._replace,
             )
             self._starts[peer] = start
             start.on_end = partial(self._starts.pop, peer, None)
@@ -138,6 +148,7 @@ class HostedStart:
         read: Callable[[], None],
         *,
         name: str,
+        cores: int | None,
         on_open: Callable[[HostedStart], None],
     ) -> None:
         self.on_end: Callable[[], object] = lambda: None
@@ -145,6 +156,7 @@ class HostedStart:
         self._launcher = launcher
         self._read = read
         self._name = name
+        self._cores = cores
         self._on_open = on_open
         self._arena: Arena | None = None
         self._place: Host | None = None
@@ -231,7 +243,7 @@ class HostedStart:
         rank = message.spec.rank
         try:
             on_exit = partial(self._exited, rank)
-            cores = len(os.sched_getaffinity(0))
+            cores = self._cores or len(os.sched_getaffinity(0))
             spec = shared_out(message.spec, cores=cores, available_bytes=host_available())
             started = place.launch(spec, threads=threads_of(spec), on_exit=on_exit)
         except Exception:
@@ -339,9 +351,14 @@ def _with_pools_of(report: RankReport, host: str) -> RankReport:
 
 
 async def serve_host(
-    address: str, shared: bytes, *, name: str, on_ready: Callable[[str], None]
+    address: str,
+    shared: bytes,
+    *,
+    name: str,
+    on_ready: Callable[[str], None],
+    cores: int | None = None,
 ) -> None:
-    """Serve engines until this is cancelled; `on_ready` is told where.
+    """Serve engines until this is cancelled; `on_ready` is told where, and `cores` are those that ranks share.
 
     Raises:
         ConfigError: When the address cannot be listened on.
@@ -359,7 +376,7 @@ async def serve_host(
                 f"--listen: cannot listen on {address}: {error}. Remedy: name an address of this host, such as "
                 "tcp://0.0.0.0:7700"
             ) from error
-        server = HostServer(launcher, link.send, link.read, name=name)
+        server = HostServer(launcher, link.send, link.read, name=name, cores=cores)
         heard.append(server.hear)
         on_ready(link.address)
         try:

@@ -1,0 +1,325 @@
+"""Ray is asked for bundles and actors, and replicas run where it says; without its extra nothing imports it."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.patience import NEVER_S, until
+from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
+from tests.unit.rank.hosts import RunningHost
+from tests.unit.rank.worker_groups import ROOT, Place, generate, python_path, read, shell_of
+from vsched.aio.environment import placed
+from vsched.aio.hosts.on_ray import ActorDied, RayHosts, Resources
+from vsched.aio.hosts.ray_calls import InstalledRay
+from vsched.aio.replicas.launcher import LocalLauncher
+from vsched.aio.replicas.process import RankProcess
+from vsched.config import Config, load_config
+from vsched.config.cluster import ClusterConfig
+from vsched.errors import ConfigError
+from vsched.testing import make_request
+from vsched.worker.spec import HostShare, RankSpec
+
+pytestmark = pytest.mark.slow
+ON_RAY = ("cluster.ray=auto", f"deadlines.rank_timeout_s={NEVER_S}")
+
+
+class FakeActor:
+    """An actor that may run, be started again, or be dead."""
+
+    def __init__(self, bundle: int, secret: bytes, cores: int) -> None:
+        self.bundle, self.secret, self.cores = bundle, secret, cores
+        self.host: RunningHost | None = None
+        self.dead = False
+        self.asked = 0
+
+
+class FakeRay:
+    """The few calls of Ray, with hosts on this event loop for actors."""
+
+    def __init__(self, bundles: Sequence[Resources] = ()) -> None:
+        self.address = ""
+        self.bundles = [*bundles]
+        self.strategy = ""
+        self.actors: list[FakeActor] = []
+        self.closed: list[tuple[int, Any]] = []
+
+    def connect(self, address: str) -> None:
+        self.address = address
+
+    def make_group(self, bundles: Sequence[Resources], strategy: str) -> str:
+        self.bundles, self.strategy = [*bundles], strategy
+        return "made"
+
+    def find_group(self, name: str) -> tuple[str, Sequence[Resources]]:
+        return name, self.bundles
+
+    def start_host(
+        self, group: Any, bundle: int, resources: Resources, secret: bytes, cores: int
+    ) -> FakeActor:
+        assert resources == self.bundles[bundle]
+        self.actors.append(FakeActor(bundle, secret, cores))
+        return self.actors[-1]
+
+    async def address_of(self, actor: FakeActor) -> str:
+        actor.asked += 1
+        while actor.host is None:
+            if actor.dead:
+                raise ActorDied("it was killed")
+            await asyncio.sleep(0.001)
+        return actor.host.link.address
+
+    def close(self, actors: Sequence[FakeActor], group: Any) -> None:
+        self.closed.append((len(actors), group))
+
+    def run(self, actor: FakeActor, ip: str) -> None:
+        """Have an actor run, somewhere."""
+        actor.host = RunningHost(f"tcp://{ip}:*", actor.secret, f"node at {ip}", cores=actor.cores)
+
+    async def lose(self, actor: FakeActor) -> None:
+        """Have an actor be nowhere."""
+        assert actor.host is not None
+        host, actor.host = actor.host, None
+        await host.close()
+
+    async def stop(self) -> None:
+        for actor in self.actors:
+            if actor.host is not None:
+                await self.lose(actor)
+
+
+def config_of(*sets: str) -> Config:
+    return load_config(None, sets=[*ON_RAY, *sets], environ={}).config
+
+
+async def test_ray_hosts_run_replicas_and_are_found_where_they_went(place: Place) -> None:
+    """A replica whose host is lost is found at its new address, with the same tokens."""
+    ray = FakeRay()
+    place.launcher = placed(config_of("placement=together"), place.launcher, ray=ray)
+    try:
+        (actor,) = ray.actors
+        assert (ray.address, ray.strategy) == ("auto", "pack")
+        ray.run(actor, "127.0.0.2")
+        groups = (("encode", "generate"),)
+        async with shell_of(place, groups=groups, behaviour=Behaviour(step_s=0.004)) as shell:
+            request = make_request("image", [14, 15], [(1, 6, b"image1")])
+            stream = generate(shell, request, max_tokens=100)
+            before = await read(stream, at_least=20)
+            await ray.lose(actor)
+            await until(lambda: not shell.healthy, "the loss is noticed")
+            ray.run(actor, "127.0.0.3")
+            assert before + await read(stream) == expected_tokens(request.prompt_token_ids, 100)
+            assert actor.host is not None
+            assert actor.host.server.pids
+            assert len(ray.actors) == 1, "Ray starts it again, and nobody else"
+        assert ray.closed == []
+    finally:
+        await ray.stop()
+    place.launcher.close()
+    assert ray.closed == [(1, "made")]
+
+
+async def test_ray_ranks_share_the_cpus_of_their_bundle(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the cores of the node, which others have bundles on."""
+    launched: list[int] = []
+    launch = LocalLauncher.launch
+
+    def spied(launcher: LocalLauncher, spec: RankSpec, **options: Any) -> RankProcess:
+        launched.append(options["threads"])
+        return launch(launcher, spec, **options)
+
+    monkeypatch.setattr(LocalLauncher, "launch", spied)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(12)))
+    ray = FakeRay()
+    config = config_of("encode.replicas=0", "cluster.generate_resources={CPU=6}")
+    place.launcher = placed(config, place.launcher, ray=ray)
+    place.share = HostShare(processes=2, threads=("generate",))
+    try:
+        ray.run(ray.actors[0], "127.0.0.2")
+        async with shell_of(place, groups=(("generate",),)):
+            pass
+    finally:
+        await ray.stop()
+    assert launched == [3]
+
+
+@pytest.mark.parametrize(
+    ("sets", "bundles"),
+    [
+        (["encode.replicas=2"], [{"CPU": 1}] * 3),
+        (['cluster.encode=["local"]', "generate.replicas=2"], [{"CPU": 1}] * 2),
+        (['cluster.generate=["local"]', "encode.threads=3"], [{"CPU": 3}]),
+        (["placement=together", "generate.threads=2", "encode.threads=4"], [{"CPU": 4}]),
+        (["generate.device=cuda:0", "encode.replicas=0"], [{"CPU": 1, "GPU": 1}]),
+        (
+            ["cluster.encode_resources={CPU=2, cheap=1}", "cluster.generate_resources={GPU=1}"],
+            [{"CPU": 2, "cheap": 1}, {"GPU": 1}],
+        ),
+        (["generate.tensor_parallel=2", "generate.threads=2"], [{"CPU": 1}, {"CPU": 4}]),
+    ],
+)
+def test_ray_has_a_bundle_for_each_replica(sets: list[str], bundles: list[Any]) -> None:
+    """With what its ranks compute with, or what the configuration says."""
+    assert [*config_of(*sets).on_ray.values()] == bundles
+
+
+def hosts(ray: FakeRay, **settings: Any) -> RayHosts:
+    cluster = ClusterConfig(ray="head:6379", **settings)
+    replicas = {"ray encode-0": {"CPU": 1.0}, "ray generate-0": {"CPU": 2.0, "GPU": 1.0}}
+    return RayHosts(ray, cluster, replicas, b"s" * 32)
+
+
+def test_ray_hosts_know_the_secret_and_the_cores_of_their_bundle() -> None:
+    ray = FakeRay()
+    hosts(ray, ray_strategy="strict-spread")
+    assert (ray.address, ray.strategy) == ("head:6379", "strict-spread")
+    assert [(actor.bundle, actor.cores) for actor in ray.actors] == [(0, 1), (1, 2)]
+    assert {actor.secret for actor in ray.actors} == {b"s" * 32}
+
+
+def test_ray_group_that_is_there_is_used_and_left() -> None:
+    ray = FakeRay([{"CPU": 3.0}, {"GPU": 1.0}, {"CPU": 1.0}])
+    found = hosts(ray, ray_group="mine")
+    assert [actor.cores for actor in ray.actors] == [3, 1]
+    found.close()
+    assert ray.closed == [(2, None)]
+
+
+def test_ray_group_with_too_few_bundles_is_refused() -> None:
+    """And the cluster is left."""
+    ray = FakeRay([{"CPU": 3.0}])
+    with pytest.raises(ConfigError, match=r"cluster.ray_group: too few bundles.*value 1.*2"):
+        hosts(ray, ray_group="mine")
+    assert ray.closed == [(0, None)]
+
+
+async def test_ray_actor_that_died_is_started_again_when_it_is_looked_for() -> None:
+    """Ray does not do it: somebody killed it."""
+    ray = FakeRay()
+    found = hosts(ray)
+    ray.actors[1].dead = True
+    with pytest.raises(ActorDied):
+        await found._find(1)
+    assert len(ray.actors) == 2
+    looking = asyncio.get_running_loop().create_task(found._find(1))
+    await until(lambda: len(ray.actors) == 3)
+    assert ray.actors[2].bundle == 1
+    looking.cancel()
+    found.close()
+    assert ray.closed == [(2, "made")]
+
+
+def test_ray_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'vsched\[ray\]'"):
+        InstalledRay().connect("auto")
+
+
+class InstalledStandIn(ModuleType):
+    """What `ray.init` does to a process that matters here."""
+
+    def __init__(self, failure: Exception | None = None, *, initialized: bool = False) -> None:
+        super().__init__("ray")
+        self.inits: list[dict[str, Any]] = []
+        self.failure = failure
+        self.initialized = initialized
+        self.shut_down = 0
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def init(self, **options: Any) -> None:
+        self.inits.append(options)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.failure is not None:
+            raise self.failure
+
+    def shutdown(self) -> None:
+        self.shut_down += 1
+
+
+def test_ray_leaves_signals_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes them for itself as it connects; SIGTERM is to drain."""
+    module = InstalledStandIn()
+    monkeypatch.setitem(sys.modules, "ray", module)
+    before = signal.getsignal(signal.SIGTERM)
+    ray = InstalledRay()
+    try:
+        ray.connect("head:6379")
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (module.inits[0]["address"], module.inits[0]["namespace"]) == ("head:6379", "vsched")
+    ray.close([], None)
+    assert module.shut_down == 1
+
+
+def test_ray_that_this_process_is_part_of_is_used_and_not_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = InstalledStandIn(initialized=True)
+    monkeypatch.setitem(sys.modules, "ray", module)
+    ray = InstalledRay()
+    ray.connect("auto")
+    ray.close([], None)
+    assert (module.inits, module.shut_down) == ([], 0)
+
+
+def test_ray_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", InstalledStandIn(ConnectionError("nobody")))
+    with pytest.raises(ConfigError, match="no Ray cluster at 'head:6379': nobody. Remedy"):
+        InstalledRay().connect("head:6379")
+
+
+def imports_of_ray(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Return where a file imports Ray."""
+    text = path.read_text()
+    if "import ray" not in text and "from ray" not in text:
+        return []  # parsing all takes seconds
+    return [
+        node
+        for node in ast.walk(ast.parse(text))
+        if (isinstance(node, ast.Import) and any(n.name.split(".")[0] == "ray" for n in node.names))
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ray")
+    ]
+
+
+def test_ray_is_imported_by_its_calls_alone() -> None:
+    """In one file, and inside functions."""
+    found: list[str] = []
+    for folder in ("vsched", "policies", "workers"):
+        for path in (ROOT / folder).rglob("*.py"):
+            nodes = imports_of_ray(path)
+            if nodes:
+                found.append(path.name)
+                assert all(node.col_offset for node in nodes)
+    assert found == ["ray_calls.py"]
+
+
+def test_ray_is_not_needed_without_it() -> None:
+    """Every module of vsched is imported, and a launcher made, where Ray cannot be."""
+    program = """
+import importlib, pkgutil, sys
+sys.modules["ray"] = None
+import vsched
+for module in pkgutil.walk_packages(vsched.__path__, "vsched."):
+    if module.name.startswith("vsched.aio") or module.name.startswith("vsched.cli"):
+        importlib.import_module(module.name)
+from vsched.aio.environment import make_launcher
+from vsched.config import load_config
+make_launcher(load_config(None, sets=[], environ={}).config).close()
+"""
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, env={"PYTHONPATH": python_path()}, cwd=ROOT
+    )
