@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ pytest.importorskip("triton")
 
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import Twins
+from tests.workers.backends.cuda.compiled import compiled
 from tests.workers.driver import Driver, Question, Stage
 from tests.workers.test_language import mixed_questions
 from vsched_workers import language
@@ -110,15 +107,7 @@ def test_kernels_that_are_wrong_or_do_not_run_are_not_used(
 
 
 def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
-    code = (
-        "import json; from tests.bench.gpu.kernels import compile_layer; "
-        "print(json.dumps([made for name in ('3b', '80') for made in compile_layer(name)]))"
-    )
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert not ran.returncode, ran.stderr
-    for name, registers, _, spilled_bytes in json.loads(ran.stdout):
+    made = compiled("[*compile_layer('3b'), *compile_layer('80')]")
+    for name, registers, _, spilled_bytes in made:
         assert registers <= 128, name
         assert spilled_bytes == 0, name

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +14,7 @@ from torch import nn
 
 pytest.importorskip("triton")
 
+from tests.workers.backends.cuda.compiled import compiled
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda.quantized import (
@@ -183,17 +180,10 @@ def test_published_layers_stay_in_their_bits_and_others_as_they_are() -> None:
 @pytest.mark.slow
 def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
     """Values are read ahead of the arithmetic: of int8 and FP8, four tiles lie in shared memory."""
-    code = (
-        "import json; from tests.bench.gpu.kernels import compile_multiply as multiply, compile_widen as widen; "
-        "made = [multiply('int8', 128, 16), multiply('int4', 32, 16), multiply('fp8', 128, 64), widen('int4')]; "
-        "print(json.dumps(made))"
+    made = compiled(
+        "[compile_multiply('int8', 128, 16), compile_multiply('int4', 32, 16), "
+        "compile_multiply('fp8', 128, 64), compile_widen('int4')]"
     )
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert not ran.returncode, ran.stderr
-    made = json.loads(ran.stdout)
     for name, registers, _, spilled_bytes in made:
         assert registers <= 168, name
         assert spilled_bytes == 0, name

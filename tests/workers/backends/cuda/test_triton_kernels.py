@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bench.gpu.kernels import SHARED_BYTES_MAX
+from tests.workers.backends.cuda.compiled import compiled
 from tests.workers.backends.paged import filled_cache, written_out
 from vsched_workers.backends.cuda.attention import ContextSplit, TritonDecode, split_of_contexts
 
@@ -133,16 +130,10 @@ def test_contexts_are_split_so_that_all_processors_are_busy() -> None:
 @pytest.mark.slow
 def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
     """By the compiler and the assembler that Triton brings; in a process of its own, which does not interpret."""
-    code = (
-        "import json; from tests.bench.gpu.kernels import compile_decode, compile_merge; "
-        "print(json.dumps([compile_decode('3b', 'bf16'), compile_decode('80', 'fp32'), compile_merge('7b')]))"
+    made = compiled(
+        "[compile_decode('3b', 'bf16'), compile_decode('80', 'fp32'), compile_merge('7b')]"
     )
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert not ran.returncode, ran.stderr
-    for name, registers, shared_bytes, spilled_bytes in json.loads(ran.stdout):
+    for name, registers, shared_bytes, spilled_bytes in made:
         assert registers <= 168, name  # three programs of 128 threads have room on a processor
         assert shared_bytes <= SHARED_BYTES_MAX // 2, name
         assert spilled_bytes == 0, name
