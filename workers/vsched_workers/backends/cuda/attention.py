@@ -199,19 +199,8 @@ class FlashPrefill:
         if bounds is None:
             bounds = sent(np.array([[0, rows], [0, context]], dtype=np.int32), query.device)
             step.scratch[name] = bounds
-        out: torch.Tensor = self._attend(
-            query.transpose(0, 1),
-            key,
-            value,
-            bounds[0],
-            bounds[1],
-            rows,
-            context,
-            scale=scaling,
-            window_size=(-1, 0),
-            **self._options,
-        )
-        return out.transpose(0, 1)
+        spans = bounds[0], bounds[1], rows, context
+        return self._causal(query.transpose(0, 1), key, value, spans, scaling).transpose(0, 1)
 
     def joins(self, step: PagedStep) -> bool:
         """Return whether the contexts of a step's chunks, gathered, fit into what is taken for that."""
@@ -231,17 +220,22 @@ class FlashPrefill:
             bounds = sent(np.ascontiguousarray(ends.T), query.device)
             step.scratch["chunks"] = slots, bounds, *np.max(lengths, axis=0).tolist()
         slots, bounds, rows, context = step.scratch["chunks"]
+        key, value = (
+            held[layer].index_select(0, slots) for held in (step.cache.keys, step.cache.values)
+        )
+        return self._causal(query, key, value, (bounds[0], bounds[1], rows, context), scaling)
+
+    def _causal(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        spans: tuple[torch.Tensor, torch.Tensor, int, int],
+        scaling: float,
+    ) -> torch.Tensor:
+        """Attend within spans: bounds of the rows and of the contexts, and the most of each in one."""
         out: torch.Tensor = self._attend(
-            query,
-            step.cache.keys[layer].index_select(0, slots),
-            step.cache.values[layer].index_select(0, slots),
-            bounds[0],
-            bounds[1],
-            rows,
-            context,
-            scale=scaling,
-            window_size=(-1, 0),
-            **self._options,
+            query, key, value, *spans, scale=scaling, window_size=(-1, 0), **self._options
         )
         return out
 
