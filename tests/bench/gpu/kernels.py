@@ -7,8 +7,11 @@ the arithmetic. `TRITON_INTERPRET` must not be set: the interpreter compiles not
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,6 +119,17 @@ def compile_widen(kind: str) -> Compiled:
     signature = {"values": "*u8", "scales": "*fp16", "offsets": "*fp16", "weight": "*bf16"}
     signature |= dict.fromkeys(("inputs", "bytes_of_one", "group", "groups"), "i32")
     return _compile(widen, f"widen {kind}", signature, constants, 1)
+
+
+def compiled(made: str) -> list[Compiled]:
+    """Return what a list of calls of this module gives, in a process of its own, which does not interpret."""
+    code = f"import json; from tests.bench.gpu.kernels import *; print(json.dumps({made}))"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert not ran.returncode, ran.stderr
+    return [Compiled(*each) for each in json.loads(ran.stdout)]
 
 
 def _compile(

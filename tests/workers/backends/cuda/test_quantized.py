@@ -14,7 +14,7 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from tests.workers.backends.cuda.compiled import compiled
+from tests.bench.gpu.kernels import compiled
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda.quantized import (

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.bench.gpu.kernels import SHARED_BYTES_MAX
-from tests.workers.backends.cuda.compiled import compiled
+from tests.bench.gpu.kernels import SHARED_BYTES_MAX, compiled
 from tests.workers.backends.paged import filled_cache, written_out
 from vsched_workers.backends.cuda.attention import ContextSplit, TritonDecode, split_of_contexts
 
