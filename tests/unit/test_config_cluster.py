@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.machines import pretend_cores
 from vsched.config import load_config
 from vsched.errors import ConfigError
 
@@ -79,7 +80,7 @@ def test_cluster_shares_cores_out_among_those_that_start_there(
     sets: list[str], here: int, there: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank on another host takes none of the cores of this one."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(12)))
+    pretend_cores(monkeypatch, 12)
     config = load_config(None, sets=sets, environ={}).config
     assert (config.processes_on("local"), config.processes_on("far")) == (here, there)
     assert config.threads("generate") == 12 // max(here, 1)

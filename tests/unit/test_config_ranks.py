@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
+from tests.machines import pretend_cores
 from tests.unit.test_config import refusal
 from vsched.config import Config, EncodeConfig, load_config, resolve_policies
 
@@ -32,7 +31,7 @@ def test_config_threads_default_to_the_share_of_a_rank(
     sets: list[str], cores: int, threads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that start in parallel do not take each other's cores."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    pretend_cores(monkeypatch, cores)
     config = load_config(None, sets=sets, environ={}).config
     assert (config.threads("encode"), config.threads("generate")) == threads
 

@@ -5,11 +5,12 @@ A rule, and no measurement: two starts on one machine are alike, and a start tak
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+from vsched.worker.shares import usable_cores
 
 if TYPE_CHECKING:
     from vsched.config.sections import Config
@@ -74,7 +75,7 @@ def placed(config: Config) -> Config:
 def placement_here(config: Config) -> ChosenPlacement:
     """Return the placement on this machine of the checkpoint that is configured."""
     size = weights_bytes(config.model.path)
-    return choose_placement(config, weights_bytes=size, cores=len(os.sched_getaffinity(0)))
+    return choose_placement(config, weights_bytes=size, cores=usable_cores())
 
 
 def weights_bytes(path: str) -> int:

@@ -5,7 +5,6 @@ The sentences are the descriptions in the JSON Schema and in `docs/config.md`. A
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from vsched.config.byte_sizes import size_bytes
 from vsched.config.cluster import OWN_HOST, RAY_HOST, ClusterConfig
 from vsched.config.section import PolicyTable, Section
 from vsched.config.stages import EncodeConfig, GenerateConfig
+from vsched.worker.shares import default_threads, usable_cores
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -421,7 +421,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Return the threads that a rank of a stage computes with."""
         given = self.encode.threads if stage == "encode" else self.generate.threads
         processes = self.processes_on(OWN_HOST)
-        return given or max(len(os.sched_getaffinity(0)) // max(processes, 1), 1)
+        return given or default_threads(usable_cores(), processes=processes)
 
     def memory_limit(self, stage: str) -> int | None:
         """Return the limit on the memory of a rank for a stage, in bytes; 0 for none, None where its host says."""
@@ -454,9 +454,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         threads: dict[str, int] = {stage: self.threads(stage) for stage in ("encode", "generate")}
         if self.placement == "together":
             threads["generate"] = max(threads.values())
-        return sum(count * threads[stage] for stage, count in here.items()) > len(
-            os.sched_getaffinity(0)
-        )
+        return sum(count * threads[stage] for stage, count in here.items()) > usable_cores()
 
     @property
     def _ranks(self) -> tuple[int, int]:

@@ -22,6 +22,9 @@ PROCESS_STATUS = Path("/proc/self/status")
 _HOST_MEMORY = Path("/proc/meminfo")
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
+_NEWER_NAMES = ("memory.max", "memory.current", "inactive_file")
+_OLDER_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""What limit, use and droppable pages of a control group are called, in version 2 and 1."""
 SPARE_BYTES = 4 << 20
 KV_REMEDY = "raise generate.memory_limit, or make the KV cache smaller (generate.memory)"
 """What helps once a generate rank has loaded."""
@@ -194,29 +197,28 @@ class _ControlGroup(NamedTuple):
 
 def _control_groups() -> Iterator[_ControlGroup]:
     """Yield the control groups with a limit that this process is in, those above its own included."""
-    for folder, limit, used, dropped in _group_folders():
+    for folder, newer in control_group_folders("memory"):
+        limit, used, dropped = _NEWER_NAMES if newer else _OLDER_NAMES
         limit_bytes, used_bytes = _number(folder / limit), _number(folder / used)
         if limit_bytes is not None and used_bytes is not None:
             yield _ControlGroup(limit_bytes, used_bytes - _of_statistics(folder, dropped))
 
 
-def _group_folders() -> Iterator[tuple[Path, str, str, str]]:
-    """Yield folders of control groups of version 2 and 1, and what is called there limit, use and droppable pages."""
-    newer = ("memory.max", "memory.current", "inactive_file")
-    older = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+def control_group_folders(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's control groups, the innermost first, and whether they are of version 2."""
     try:
         lines = _OWN_GROUPS.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
-        lines = ["0::/", "0:memory:/"]
+        lines = ["0::/", f"0:{controller}:/"]
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        base, names = (_GROUPS / "memory", older) if controllers else (_GROUPS, newer)
+        base = _GROUPS / controller if controllers else _GROUPS
         own = base / path.strip("/")
         # In a container the path may be that outside of it; then only the base is there.
         for folder in (own, *own.parents):
-            yield folder, *names
+            yield folder, not controllers
             if folder == base:
                 break
 

@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+from vsched.worker.memory import control_group_folders
+
+if TYPE_CHECKING:
+    from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+
+
+def usable_cores() -> int:
+    """Return the whole cores that the processes here may keep busy, at least one.
+
+    That is what they may run on, and no more than any control group's share of processor time: a container of `2` CPUs
+    sees all cores of its host. A part of a core is left to the engine: threads wait for each other after each product,
+    and when the share of a period is used up all of them stand still until the next.
+    """
+    allowed = len(os.sched_getaffinity(0))
+    shares = (_cores_of(folder, newer=newer) for folder, newer in control_group_folders("cpu"))
+    return min([allowed, *(max(int(share), 1) for share in shares if share is not None)])
+
+
+def _cores_of(folder: Path, *, newer: bool) -> float | None:
+    """Return the cores that a control group may keep busy, None without a limit."""
+    names = ["cpu.max"] if newer else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+    try:
+        words = " ".join((folder / name).read_text(encoding="ascii") for name in names).split()
+    except OSError:
+        return None
+    if len(words) != 2 or not all(word.isdigit() and int(word) for word in words):
+        return None  # `max`, or -1
+    quota_us, period_us = map(int, words)
+    return quota_us / period_us
 
 
 def default_threads(cores: int, *, processes: int) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
+from tests.machines import pretend_cores
 from vsched.config import Config, load_config
 from vsched.config.placement import HEAVY_BYTES, choose_placement, placed, placement_here
 
@@ -48,7 +48,7 @@ def test_placement_follows_machine_checkpoint_and_settings(
 def test_placement_is_that_of_the_weights_in_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    pretend_cores(monkeypatch, 2)
     config = config_of(f"model.path={tmp_path}")
     assert placed(config).placement == "separate"
     for part in range(2):

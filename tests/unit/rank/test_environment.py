@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
+from tests.machines import pretend_cores
 from vsched.aio.environment import local_launcher
 from vsched.aio.replicas.process import rank_environment
 from vsched.config import load_config
@@ -46,7 +45,7 @@ def test_an_operator_can_say_how_long_threads_look(monkeypatch: pytest.MonkeyPat
 def test_ranks_crowd_where_they_have_more_threads_than_there_are_cores(
     sets: list[str], *, oversubscribed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    pretend_cores(monkeypatch, 8)
     config = load_config(None, sets=sets, environ={}).config
     assert config.oversubscribed == oversubscribed
     launcher = local_launcher(config)

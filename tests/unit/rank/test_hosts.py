@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.machines import pretend_cores
 from tests.patience import until
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.hosts import PATIENT, Cable, host_process, hosts_of
@@ -177,7 +178,7 @@ async def test_hosts_say_what_a_rank_may_take_of_them(
 
     monkeypatch.setattr(LocalLauncher, "launch", spied)
     monkeypatch.setattr(server, "host_available", lambda: 400 << 30)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(12)))
+    pretend_cores(monkeypatch, 12)
     place.share = HostShare(processes=3, threads=("generate",), memory=1, memory_bytes=1 << 30)
     async with hosts_of("far") as hosts:
         hosts.launcher(place, generate=["far"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.machines import pretend_cores
 from tests.patience import NEVER_S, until
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.hosts import RunningHost
@@ -140,7 +141,7 @@ async def test_ray_ranks_share_the_cpus_of_their_bundle(
         return launch(launcher, spec, **options)
 
     monkeypatch.setattr(LocalLauncher, "launch", spied)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(12)))
+    pretend_cores(monkeypatch, 12)
     ray = FakeRay()
     config = config_of("encode.replicas=0", "cluster.generate_resources={CPU=6}")
     place.launcher = placed(config, place.launcher, ray=ray)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -59,7 +58,7 @@ from vsched.wire import (
     encode_report,
 )
 from vsched.worker.memory import host_available
-from vsched.worker.shares import shared_out, threads_of
+from vsched.worker.shares import shared_out, threads_of, usable_cores
 
 logger = logging.getLogger(__name__)
 STARTS_MAX = 64
@@ -243,7 +242,7 @@ class HostedStart:
         rank = message.spec.rank
         try:
             on_exit = partial(self._exited, rank)
-            cores = self._cores or len(os.sched_getaffinity(0))
+            cores = self._cores or usable_cores()
             spec = shared_out(message.spec, cores=cores, available_bytes=host_available())
             started = place.launch(spec, threads=threads_of(spec), on_exit=on_exit)
         except Exception:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vsched.terminal.options import JsonOption, PlotOption, SetOption, new_figure, write_json
+from vsched.worker.shares import usable_cores
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +50,7 @@ def recovery(
     from vsched.bench.recovery.measure import RecoveryCase, measure_recovery
 
     console = Console()
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     cases = [
         RecoveryCase(dtype=one, busy=loops, forked=forked)
         for one, loops, forked in itertools.product(

@@ -14,6 +14,7 @@ from vsched.config import Config, resolve_policies
 from vsched.config.stages import StageConfig
 from vsched.sim.cost.model import Machine
 from vsched.types import ModelInfo
+from vsched.worker.shares import usable_cores
 
 PACKAGES = ("vsched", "numpy", "torch", "transformers")
 STATISTICS = Path("/proc/stat")
@@ -70,7 +71,7 @@ def describe_machine(config: Config, info: ModelInfo, *, others: float) -> Machi
     return Machine(
         measured=datetime.now(UTC).isoformat(timespec="seconds"),
         processor=_processor(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         others=others,
         versions=versions,
         settings={

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from pathlib import Path
 from statistics import median
@@ -13,6 +12,7 @@ import typer
 
 from vsched.bench.load.shapes import Case
 from vsched.terminal.options import ConfigOption, JsonOption, SetOption, load, write_json
+from vsched.worker.shares import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ def tune(
     base = [*(assignments or ()), f"model.path={path}", "server.port=0"]
     plain = load(config, base).config
     together = plain.encode.tensor_parallel == plain.generate.tensor_parallel
-    ways = bench.placements(len(os.sched_getaffinity(0)), together=together)
+    ways = bench.placements(usable_cores(), together=together)
     # Those that are likely to win come first: there may be no time for all.
     ways.sort(key=lambda way: (way.replicas, way.placement != "together"))
     orders = bench.orders_of(CASES, clients)

@@ -20,6 +20,7 @@ from vsched.worker.memory import (
     status_bytes,
     tells_what_is_free,
 )
+from vsched.worker.shares import usable_cores
 from vsched_workers.memory.out_of_memory import require_available, typed_out_of_memory
 
 DRIFT_BYTES = 8 << 20
@@ -195,7 +196,7 @@ def zeroed_pages(size: int, *, touch: bool) -> npt.NDArray[np.uint8]:
 
 def _touch(array: npt.NDArray[np.uint8]) -> None:
     """Write all of it. The system may first have to make room for huge pages: on every core, at 0.5 GiB/s and more."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     try:
         with ThreadPoolExecutor(cores) as pool:
             for _ in pool.map(lambda part: part.fill(0), np.array_split(array, cores)):

@@ -1,0 +1,77 @@
+"""How many cores ranks share: those that the process may run on, and no more than a control group allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.machines import pretend_cores
+from vsched.config import load_config
+from vsched.config.placement import placement_here
+from vsched.worker import memory
+from vsched.worker.shares import usable_cores
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A host of 64 cores, and an empty folder in place of that of control groups."""
+    pretend_cores(monkeypatch, 64)
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "own")
+    return tmp_path / "cgroup"
+
+
+def share_group(folder: Path, quota: str, period: str = "100000", *, older: bool = False) -> None:
+    """Write what the kernel tells of the processor time of a control group."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if older:
+        (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (folder / "cpu.cfs_period_us").write_text(f"{period}\n")
+    else:
+        (folder / "cpu.max").write_text(f"{quota} {period}\n")
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize(
+    ("own", "above", "cores"),
+    [
+        ("200000", "none", 2),
+        ("none", "200000", 2),
+        ("400000", "300000", 3),
+        ("250000", "none", 2),
+        ("50000", "none", 1),
+        ("9900000", "none", 64),
+        ("none", "none", 64),
+    ],
+)
+def test_cores_are_those_of_the_narrowest_control_group(
+    groups: Path, own: str, above: str, cores: int, *, older: bool
+) -> None:
+    """A container of 2 CPUs may run on all 64 cores of its host, but not at once."""
+    unlimited = "-1" if older else "max"
+    base = groups / "cpu" if older else groups
+    line = "3:cpu,cpuacct:/slice/own\n" if older else "0::/slice/own\n"
+    (groups.parent / "own").write_text(line)
+    share_group(base / "slice" / "own", own.replace("none", unlimited), older=older)
+    share_group(base / "slice", above.replace("none", unlimited), older=older)
+    assert usable_cores() == cores
+
+
+def test_cores_are_those_of_the_affinity_where_no_group_can_be_seen(groups: Path) -> None:
+    assert not groups.exists()
+    assert usable_cores() == 64
+
+
+def test_cores_of_a_container_share_its_threads_and_choose_its_placement(
+    groups: Path, tmp_path: Path
+) -> None:
+    """The path of its group may be that outside of it, which is not there."""
+    (tmp_path / "own").write_text("0::/docker/abc\n")
+    share_group(groups, "200000")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 30)
+    config = load_config(None, sets=[f"model.path={tmp_path}"], environ={}).config
+    assert (config.threads("encode"), config.threads("generate")) == (1, 1)
+    assert not config.oversubscribed
+    assert placement_here(config).placement == "together"
