@@ -93,8 +93,7 @@ def _listen(following: Following[RankLink], timeout_s: float) -> None:
     """Block until one of these logs that can have the next turn was heard."""
     awaited = following.awaited()
     if len(awaited) == 1:
-        awaited[0].listen(timeout_s)
-        heard = awaited[0].entry is not None
+        heard = awaited[0].listen(timeout_s)
     else:
         heard = wait_readable([member.link for member in awaited], following.left_s())
         for member in awaited:

@@ -8,6 +8,8 @@ Processes that serve two groups follow two logs. Turns, which both leaders draw 
 steps of the two are to be carried out: else one rank would wait in a collective of the one group for a peer that waits
 in a collective of the other. An encode step may pause for those of the other group: each `Continue` has a turn.
 
+An empty frame is no entry: it says that the leader lives while its next entry is on the way, behind bytes.
+
 Rank to leader: one frame, a checksum and a msgpack body, which is a tagged union. Nothing is ever pickled.
 """
 
@@ -31,6 +33,8 @@ _COVERED = 24  # from the turn on, a digest covers the frame
 _CHECKSUM_BYTES = 4
 FRAME_BYTES_MAX = 64 << 20
 """A frame larger than this is not one of ours."""
+ON_THE_WAY = b""
+"""What a rank hears while what its leader said is on the way."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="h"):

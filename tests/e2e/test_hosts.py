@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
-from tests.e2e.asking import Answer, Ask, answers, begin, drawn_image
-from tests.e2e.conftest import assert_idle
+from tests.cable import Cable
+from tests.e2e.asking import Ask, answers, drawn_image
+from tests.e2e.losing import check_stream_outlives_host
 from tests.host_process import HostProcess
-from tests.patience import PATIENCE_S, patience, until
+from tests.patience import PATIENCE_S
 from vsched import Config, Engine
 from vsched.aio.hosts.keys import write_key_file
 
@@ -25,53 +28,82 @@ ASKS = [
     Ask("0 1 2 3 4 5"),
 ]
 LONG = Ask("Describe the picture.", [drawn_image(4)], count=400)
+SILENCE_S = 10.0
+"""The deadline of these tests: far below that of a test, and far above what a process needs that is alive."""
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[dict[str, HostProcess]]:
-    """Yield two hosts, each at an address of its own."""
-    key = tmp_path / "hosts.key"
-    write_key_file(key)
-    running: dict[str, HostProcess] = {}
+def key(tmp_path: Path) -> Path:
+    """Return a file with the secret of engine and hosts."""
+    path = tmp_path / "hosts.key"
+    write_key_file(path)
+    return path
+
+
+@contextmanager
+def running(*hosts: HostProcess) -> Iterator[None]:
+    """End hosts afterwards."""
     try:
-        for number, name in enumerate(("near", "far"), start=1):
-            running[name] = HostProcess(name, f"127.0.0.{number}", key)
-        yield running
+        yield
     finally:
-        for host in running.values():
+        for host in hosts:
             host.kill()
 
 
-async def test_hosts_answer_as_one_host_and_streams_outlive_a_kill(
-    configure: Callable[..., Config], engine: Engine, hosts: dict[str, HostProcess]
-) -> None:
-    """The tokens of one host, with images; and those of a stream whose host is killed in the middle of it."""
-    here = [one.token_ids for one in await answers(engine, [*ASKS, LONG], at_once=4)]
-    listed = ", ".join(f'{name} = "{host.address}"' for name, host in hosts.items())
-    elsewhere = configure(
+@asynccontextmanager
+async def engine_on(
+    configure: Callable[..., Config], key: Path, near: str, far: str
+) -> AsyncIterator[Engine]:
+    """Yield an engine that encodes at one address, and generates at another."""
+    config = configure(
         "nano25",
-        f"cluster.hosts={{{listed}}}",
-        f"cluster.key_file={hosts['far'].key}",
+        f'cluster.hosts={{near = "{near}", far = "{far}"}}',
+        f"cluster.key_file={key}",
         'cluster.encode=["near"]',
         'cluster.generate=["far"]',
         f"cluster.connect_s={PATIENCE_S}",
+        f"deadlines.rank_timeout_s={SILENCE_S}",
     )
-    async with Engine(elsewhere) as there:
-        found = [one.token_ids for one in await answers(there, ASKS, at_once=3)]
-        assert found == here[:-1]
-        stream = await begin(there, LONG)
-        async with patience(3 * PATIENCE_S):
-            answer = Answer()
-            async for delta in stream:
-                answer.deltas.append(delta)
-                if len(answer.token_ids) >= 20:
-                    break
-            assert len(answer.token_ids) < LONG.count
-            hosts["far"].kill()
-            await until(lambda: there.state != "ready", "the loss is noticed")
-            hosts["far"].start()
-            answer.deltas += [delta async for delta in stream]
-        assert answer.token_ids == here[-1]
-        (row,) = (row for row in there.groups() if row["stage"] == "generate")
-        assert row["losses"] == {"HostLost": 1}
-        await assert_idle(there)
+    async with Engine(config) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(loop_scope="package", params=["killed", "stands still", "cable pulled"])
+async def struck(
+    request: pytest.FixtureRequest, key: Path
+) -> AsyncIterator[tuple[str, Callable[[], object], Callable[[], object]]]:
+    """Yield the address of a host, what takes it from the engine, and what gives it back."""
+    async with AsyncExitStack() as stack:
+        host = HostProcess("far", "127.0.0.2", key)
+        stack.enter_context(running(host))
+        match request.param:
+            case "killed":
+                yield host.address, host.kill, host.start
+            case "stands still":
+                yield host.address, host.stop, host.go_on
+            case _:
+                cable = await stack.enter_async_context(Cable(host.address))
+                yield cable.address, cable.pull, cable.plug_in
+
+
+async def test_hosts_answer_as_one_host_and_streams_outlive_a_loss(
+    configure: Callable[..., Config],
+    engine: Engine,
+    key: Path,
+    struck: tuple[str, Callable[[], object], Callable[[], object]],
+) -> None:
+    """The tokens of one host, with images; and those of a stream whose host is lost in the middle of it.
+
+    By its end, which the connection tells; or in silence, which only the deadline does.
+    """
+    here = [one.token_ids for one in await answers(engine, [*ASKS, LONG], at_once=4)]
+    far, strike, mend = struck
+    near = HostProcess("near", "127.0.0.1", key)
+    with running(near):
+        async with engine_on(configure, key, near.address, far) as there:
+            found = [one.token_ids for one in await answers(there, ASKS, at_once=3)]
+            assert found == here[:-1]
+            asks = list(zip(ASKS, here, strict=False))
+            await check_stream_outlives_host(
+                there, (LONG, here[-1]), asks, strike=strike, mend=mend
+            )

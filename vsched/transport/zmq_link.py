@@ -30,6 +30,9 @@ NAME_CHARACTERS_MAX = 24
 """Room for the name of a socket in its folder."""
 
 
+_PULSE = b"pulse-"
+
+
 def make_socket_folder() -> str:
     """Make a folder for sockets that nobody else may enter.
 
@@ -57,7 +60,12 @@ def rank_identity(rank: int) -> bytes:
 
 def pulse_identity(rank: int) -> bytes:
     """Return the socket identity of a rank's pulse."""
-    return b"pulse-%d" % rank
+    return _PULSE + b"%d" % rank
+
+
+def is_pulse(identity: bytes) -> bool:
+    """Return whether a socket identity is that of a rank's pulse."""
+    return identity.startswith(_PULSE)
 
 
 class LeaderLink:

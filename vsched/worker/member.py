@@ -24,6 +24,7 @@ from vsched.errors import (
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.probes import probe
 from vsched.wire import (
+    ON_THE_WAY,
     AcceptKv,
     AdapterChanged,
     AddAdapter,
@@ -232,12 +233,16 @@ class Member(Generic[Link]):
         """Report why this rank stops."""
         self.report(RankFailed(error_kind(error), type(error).__name__, str(error)))
 
-    def listen(self, timeout_s: float) -> None:
-        """Wait so long for the next entry, which then waits for its turn."""
+    def listen(self, timeout_s: float) -> bool:
+        """Wait so long for the next entry, which then waits for its turn; return whether anything was heard."""
         frame = self.link.receive(timeout_s)
-        if frame is not None:
-            self.heard_ns = self._host.now_ns()
+        if frame is None:
+            return False
+        if frame != ON_THE_WAY:
             self.entry = self.log.accept(frame)
+        if self.entry is not None or self.heard_ns is not None:
+            self.heard_ns = self._host.now_ns()
+        return True
 
     def is_next(self, turn: int) -> bool:
         """Return whether there is an entry to carry out after the step that had this turn."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Self
 
 import zmq
 
+from tests.cable import Cable
 from tests.host_process import HostProcess
 from tests.unit.rank.worker_groups import Place
 from vsched.aio.hosts.keys import curve_keys, make_secret
@@ -104,63 +103,12 @@ def host_process(hosts: Hosts) -> Iterator[HostProcess]:
             process.kill()
 
 
-class Cable:
-    """What lies between an engine and a host; pulled, it loses everything and tells nobody."""
-
-    def __init__(self, hosts: Hosts, name: str) -> None:
-        self._port = int(hosts.running[name].link.address.rpartition(":")[2])
-        self._there = hosts.running[name].link.address.removeprefix("tcp://").rpartition(":")[0]
-        self._hosts, self._name = hosts, name
-        self._plugged = True
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._writers: list[asyncio.StreamWriter] = []
-        self._server: asyncio.Server
-
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        port = self._server.sockets[0].getsockname()[1]
-        self._hosts.know(self._name, f"tcp://127.0.0.1:{port}")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for writer in self._writers:
-            writer.transport.abort()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            further, there = await asyncio.open_connection(self._there, self._port)
-        except OSError:
-            writer.close()
-            return
-        self._writers += [there, writer]
-        for source, sink in ((reader, there), (further, writer)):
-            task = asyncio.get_running_loop().create_task(self._pass_on(source, sink))
-            self._tasks.add(task)
-
-    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        pulled = False  # a connection that lost bytes is lost
-        try:
-            while data := await source.read(1 << 16):
-                pulled = pulled or not self._plugged
-                if not pulled:
-                    sink.write(data)
-                    await sink.drain()
-        except ConnectionError:
-            pass
-        if not pulled:
-            sink.close()
-
-    def pull(self) -> None:
-        """Lose what comes from now on."""
-        self._plugged = False
-
-    def plug_in(self) -> None:
-        """Let new connections through."""
-        self._plugged = True
+@asynccontextmanager
+async def cable_to(hosts: Hosts, name: str) -> AsyncIterator[Cable]:
+    """Yield a cable that leads to a host from now on."""
+    async with Cable(hosts.running[name].link.address) as cable:
+        hosts.know(name, cable.address)
+        yield cable
 
 
 @asynccontextmanager

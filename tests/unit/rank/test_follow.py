@@ -98,10 +98,10 @@ class Following:
         return True
 
     def _deliver(self, member: Member[Link], listen):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        def delivered(timeout_s: float) -> None:
+        def delivered(timeout_s: float) -> bool:
             if timeout_s:
                 self._wait([member.link], timeout_s)
-            listen(timeout_s)
+            return bool(listen(timeout_s))
 
         return delivered
 

@@ -14,7 +14,7 @@ import pytest
 from tests.machines import pretend_cores
 from tests.patience import until
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
-from tests.unit.rank.hosts import PATIENT, Cable, host_process, hosts_of
+from tests.unit.rank.hosts import PATIENT, cable_to, host_process, hosts_of
 from tests.unit.rank.worker_groups import Place, generate, read, shell_of
 from vsched.aio.hosts import server
 from vsched.aio.replicas.launcher import LocalLauncher
@@ -122,7 +122,7 @@ async def test_hosts_stream_goes_on_when_a_host_stands_still(place: Place) -> No
 
 async def test_hosts_stream_goes_on_when_a_cable_is_pulled(place: Place) -> None:
     """A half-open connection: both sides find out, and the host's ranks end without the engine."""
-    async with hosts_of("far") as hosts, Cable(hosts, "far") as cable:
+    async with hosts_of("far") as hosts, cable_to(hosts, "far") as cable:
         hosts.launcher(place, encode=["far"], generate=["far"], patience=QUICK)
         host = hosts.running["far"]
         async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:

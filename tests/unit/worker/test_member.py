@@ -10,6 +10,7 @@ import pytest
 from vsched.errors import CheckpointError, GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision
 from vsched.wire import (
+    ON_THE_WAY,
     AcceptKv,
     AdapterChanged,
     AddAdapter,
@@ -222,6 +223,27 @@ def test_following_counts_from_the_end_of_a_step() -> None:
     hear(member, LeaderLog(), EncodeDecision(1, []))
     assert following.advance()
     assert following.left_s() == 20.0
+
+
+def test_following_waits_for_what_is_on_the_way() -> None:
+    """A leader that has spoken lives, and what it said last takes its time; one that has not starts no clock."""
+    side = StageExecutor()
+    member, log = member_of(side), LeaderLog()
+    following = Following([member], 20.0, RankHost(now_ns=lambda: side.now_ns))
+    assert not member.listen(0)
+    member.link.frames.append(ON_THE_WAY)
+    assert member.listen(0)
+    side.now_ns += 50 * SECOND_NS
+    assert following.left_s() == 20.0
+    hear(member, log, Heartbeat())
+    following.advance()
+    side.now_ns += 15 * SECOND_NS
+    member.link.frames.append(ON_THE_WAY)
+    assert member.listen(0)
+    assert following.left_s() == 20.0
+    assert following.next is None
+    hear(member, log, Heartbeat())
+    assert following.advance(), "it is no entry of the log"
 
 
 def test_following_waits_for_leaders_that_have_not_spoken() -> None:

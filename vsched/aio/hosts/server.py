@@ -46,8 +46,9 @@ from vsched.aio.replicas.launcher import Host, LaunchedRank, Launcher, LocalLaun
 from vsched.errors import ConfigError, VschedError
 from vsched.policy import RankMemory, Reservation
 from vsched.transport.arena import Arena
-from vsched.transport.zmq_link import rank_identity
+from vsched.transport.zmq_link import is_pulse, rank_identity
 from vsched.wire import (
+    ON_THE_WAY,
     EncodeResult,
     Loaded,
     RankReport,
@@ -167,6 +168,7 @@ class HostedStart:
         self._ready: set[tuple[str, bytes]] = set()
         self._told: set[int] = set()
         self._over = False
+        self._alive_s = self._encouraged_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._stream = Stream(
             ToHost,
@@ -206,6 +208,7 @@ class HostedStart:
             self.refuse(f"has no room: {error}")
             return
         self.whose = (asked.engine, tuple(asked.groups))
+        self._alive_s = asked.alive_s
         self._on_open(self)
         # Nothing here is lost without its engine.
         self._place = self._launcher.place(asked.groups, self._arena, lambda _why: None)
@@ -258,6 +261,18 @@ class HostedStart:
             self._stream.fail("sent bytes for no arena")
             return
         arena.put(message.offset, message.data)
+        self._encourage()
+
+    def _encourage(self) -> None:
+        """Have ranks know that the engine lives: on a slow link, bytes may take longer than their patience."""
+        now_s = self._loop.time()
+        if now_s - self._encouraged_s < self._alive_s:
+            return
+        self._encouraged_s = now_s
+        for group, link in self._links.items():
+            for rank in self._running:
+                if (group, rank_identity(rank)) in self._ready:
+                    link.send(rank, ON_THE_WAY)
 
     # --- what ranks say ---
 
@@ -265,6 +280,9 @@ class HostedStart:
         if self._over:
             return
         self._tell_pids()
+        if is_pulse(identity):
+            self._stream.put_ahead(FromRank(group, identity, frame))
+            return
         fetches = self._fetches[group]
         if fetches and identity == _FIRST:
             self._fetch(frame, fetches)

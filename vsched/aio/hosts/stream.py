@@ -81,6 +81,11 @@ class Stream:
         self._pump()
         return not self.broken
 
+    def put_ahead(self, message: Any) -> None:
+        """Send a message before all that waits: it says that somebody lives, and must not wait for bytes."""
+        if not self.broken:
+            self._frame(_encoder.encode(message))
+
     def put_range(self, where: ByteRange) -> None:
         """Send arena bytes, to the same place of the other's arena."""
         if where.size and not self.broken:
@@ -173,8 +178,7 @@ class Stream:
         tick()
 
     def _say_alive(self) -> None:
-        if not self.broken:
-            self._frame(_encoder.encode(Alive()))
+        self.put_ahead(Alive())
 
     def fail(self, why: str) -> None:
         """End it, and tell."""

@@ -78,6 +78,21 @@ async def test_stream_has_a_window_under_way_and_no_more() -> None:
     assert host.heard == [Kill(1)]
 
 
+async def test_stream_lets_a_sign_of_life_go_ahead_of_bytes_that_wait() -> None:
+    """On a slow link they take longer than anybody is waited for; order between what was sent stays."""
+    engine, host = Side(), Side()
+    engine.stream.put_range(ByteRange(0, 1 << 20))
+    engine.stream.put(Kill(1))
+    engine.stream.put_ahead(Kill(2))
+    deliver(engine, host)
+    assert host.heard == [Kill(2)]
+    while engine.frames or host.frames:
+        deliver(engine, host)
+        deliver(host, engine)
+    assert host.heard == [Kill(2), Kill(1)]
+    assert not host.broken
+
+
 async def test_stream_refuses_when_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vsched.aio.hosts.stream.WAITING_MAX", 10)
     engine = Side()

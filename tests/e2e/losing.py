@@ -1,0 +1,48 @@
+"""A host is lost in the middle of a stream, and comes back: what is to hold however it went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tests.e2e.asking import Answer, Ask, answers, begin
+from tests.e2e.conftest import assert_idle
+from tests.patience import PATIENCE_S, patience, until
+from vsched import Engine
+
+
+async def check_stream_outlives_host(
+    engine: Engine,
+    long: tuple[Ask, list[int]],
+    asks: Sequence[tuple[Ask, list[int]]],
+    *,
+    strike: Callable[[], object],
+    mend: Callable[[], object],
+) -> None:
+    """Lose the host of the generate stage; questions come with the tokens that are expected of them.
+
+    The stream goes on with its tokens, what is asked meanwhile is answered, the host is used again, and nothing is
+    left of it.
+    """
+    ask, expected = long
+    stream = await begin(engine, ask)
+    async with patience(3 * PATIENCE_S):
+        answer = Answer()
+        async for delta in stream:
+            answer.deltas.append(delta)
+            if len(answer.token_ids) >= 20:
+                break
+        assert len(answer.token_ids) < ask.count
+        strike()
+        await until(lambda: engine.state != "ready", "the loss is noticed")
+        meanwhile = [await begin(engine, one) for one, _ in asks]
+        mend()
+        answer.deltas += [delta async for delta in stream]
+        assert answer.token_ids == expected
+        for (_, tokens), asked in zip(asks, meanwhile, strict=True):
+            assert Answer([delta async for delta in asked]).token_ids == tokens
+    assert engine.state == "ready"
+    (row,) = (row for row in engine.groups() if row["stage"] == "generate")
+    assert row["losses"] == {"HostLost": 1}
+    found = [one.token_ids for one in await answers(engine, [one for one, _ in asks], at_once=3)]
+    assert found == [tokens for _, tokens in asks], "it is used again"
+    await assert_idle(engine)

@@ -1,0 +1,165 @@
+"""A host on a slow link: bytes take their time, and nobody is taken for dead meanwhile."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import pytest
+
+from tests.unit.rank.fake_plugin import NAME, model_info
+from vsched.aio.hosts.messages import (
+    VERSION,
+    ByteRange,
+    Fetch,
+    Fetched,
+    FromRank,
+    Launch,
+    OpenGroups,
+    ToEngine,
+    ToRank,
+    Write,
+)
+from vsched.aio.hosts.server import HostServer
+from vsched.aio.hosts.stream import PIECE_BYTES, WINDOW_BYTES, Stream
+from vsched.aio.replicas.launcher import OnExit
+from vsched.transport.arena import Arena
+from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
+from vsched.types import ArenaLayout
+from vsched.wire import ON_THE_WAY, EncodeResult, LogEntry, Pulse, Ready, encode_report
+from vsched.worker.contract import WorkerSettings
+from vsched.worker.spec import EncodeRole, RankSpec
+
+LAYOUT = ArenaLayout(pixel_bytes=2 * WINDOW_BYTES, pages=0, page_rows=4, row_bytes=16)
+ROLE = EncodeRole(
+    address="", plugin=NAME, settings=WorkerSettings(), items=4, tokens=0, pixels_max=0
+)
+SPEC = RankSpec(rank=0, secret="", layout=LAYOUT, info=model_info(), timeout_s=60, encode=ROLE)
+FIRST = rank_identity(0)
+
+
+class Link:
+    """A leader's end that keeps what a rank would hear."""
+
+    def __init__(self, on_frame: OnFrame) -> None:
+        self.report = on_frame
+        self.heard: list[bytes] = []
+
+    def carry(self, _entry: LogEntry) -> None:
+        """Nothing to do."""
+
+    def send(self, _rank: int, frame: bytes) -> bool:
+        self.heard.append(frame)
+        return True
+
+    def read(self) -> None:
+        """Nothing has come."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Rank:
+    """A rank that runs until it is ended."""
+
+    pid = 1
+
+    async def end(self, *, grace_s: float) -> None:
+        """It has."""
+
+
+class Home:
+    """A launcher and its place, with links to nobody."""
+
+    name = run_dir = ""
+
+    def place(self, _groups: Sequence[str], _arena: Arena, _on_lost: Callable[[str], None]) -> Home:
+        return self
+
+    def open_link(self, _group: str, on_frame: OnFrame) -> Link:
+        self.link = Link(on_frame)
+        return self.link
+
+    def launch(self, _spec: RankSpec, *, threads: int, on_exit: OnExit) -> Rank:
+        return Rank()
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Wire:
+    """An engine's stream to a host that has one rank, frame by frame."""
+
+    def __init__(self) -> None:
+        self.home = Home()
+        self.there: deque[bytes] = deque()
+        self.back: deque[bytes] = deque()
+        self.heard: list[object] = []
+        self.server = HostServer(self.home, self._answer, lambda: None, name="far")
+        self.engine = Stream(
+            ToEngine,
+            Arena.create(LAYOUT),
+            send=self._send,
+            take=self.heard.append,
+            write=self.heard.append,
+            on_broken=self.heard.append,
+        )
+        self.engine.put(OpenGroups(VERSION, "engine", ["encode"], LAYOUT, 0.0, 60.0))
+        self.engine.put(Launch(SPEC))
+        self.deliver()
+
+    def _send(self, frame: bytes) -> bool:
+        self.there.append(frame)
+        return True
+
+    def _answer(self, _peer: bytes, frame: bytes) -> bool:
+        self.back.append(frame)
+        return True
+
+    def deliver(self) -> None:
+        """Have all arrive that is under way."""
+        while self.there or self.back:
+            while self.there:
+                self.server.hear(b"peer", self.there.popleft())
+            while self.back:
+                self.engine.hear(self.back.popleft())
+
+
+@pytest.fixture
+async def wire() -> AsyncIterator[Wire]:
+    wire = Wire()
+    yield wire
+    wire.engine.close()
+    await wire.server.close()
+
+
+async def test_server_tells_ranks_that_what_they_wait_for_is_on_the_way(wire: Wire) -> None:
+    """With each piece of bytes, and not before they can serve."""
+    wire.engine.put_range(ByteRange(0, PIECE_BYTES))
+    wire.engine.put(ToRank("encode", 0, b"order"))
+    wire.deliver()
+    assert wire.home.link.heard == [b"order"]
+    wire.home.link.report(FIRST, encode_report(Ready(1, {})))
+    wire.engine.put_range(ByteRange(0, 3 * PIECE_BYTES))
+    wire.engine.put(ToRank("encode", 0, b"entry"))
+    wire.deliver()
+    assert wire.home.link.heard == [b"order", *[ON_THE_WAY] * 3, b"entry"]
+
+
+async def test_server_lets_pulses_go_ahead_of_rows(wire: Wire) -> None:
+    """Rows fill the window, and wait; the engine hears that the rank lives."""
+    report = wire.home.link.report
+    report(FIRST, encode_report(Ready(1, {})))
+    wire.engine.put(Fetch("encode", 1, [ByteRange(0, 2 * WINDOW_BYTES)]))
+    while wire.there:
+        wire.server.hear(b"peer", wire.there.popleft())
+    wire.heard.clear()
+    report(FIRST, encode_report(EncodeResult(1, None, 0)))
+    pulse = FromRank("encode", pulse_identity(0), encode_report(Pulse()))
+    report(pulse.identity, pulse.frame)
+    wire.deliver()
+    kinds = [type(one) for one in wire.heard]
+    assert wire.heard.count(pulse) == 1
+    behind = kinds[wire.heard.index(pulse) :].count(Write)
+    assert behind * PIECE_BYTES >= WINDOW_BYTES
+    assert kinds[-2:] == [Fetched, FromRank], "its result comes after its rows"
