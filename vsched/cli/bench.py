@@ -7,6 +7,7 @@ import typer
 from vsched.bench.accuracy.command import accuracy
 from vsched.bench.cache.command import cache
 from vsched.bench.fidelity.command import fidelity
+from vsched.bench.front.command import front
 from vsched.bench.kernel.command import kernel
 from vsched.bench.lag.command import lag
 from vsched.bench.load.command import serve
@@ -22,6 +23,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure a server, or a part 
 app.add_typer(bench_app, name="bench")
 bench_app.command("serve")(serve)
 bench_app.command("kernel")(kernel)
+bench_app.command("front")(front)
 bench_app.command("cache")(cache)
 bench_app.command("memory")(memory)
 bench_app.command("ranks")(ranks)

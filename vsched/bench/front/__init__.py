@@ -1,0 +1,1 @@
+"""`vsched bench front`: what serving HTTP costs, measured with ranks that compute nothing."""

@@ -1,0 +1,64 @@
+"""`vsched bench front`: requests a second with ranks that compute nothing, and where the processor time goes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from vsched.terminal.options import JsonOption, SetOption, write_json
+
+
+def front(
+    path: Annotated[str, typer.Argument(help="Folder of the checkpoint.")],
+    assignments: SetOption = None,
+    clients: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 32,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each load.")] = 400,
+    short: Annotated[int, typer.Option(min=1, help="Tokens of a short answer.")] = 8,
+    long: Annotated[int, typer.Option(min=1, help="Tokens of a long one.")] = 128,
+    out: JsonOption = None,
+) -> None:
+    """Serve a checkpoint's requests without its model: short answers, long ones, images; report what each costs."""
+    import uvloop
+    from rich.console import Console
+    from rich.table import Table
+
+    from vsched.bench.front.measure import FrontLoad, measure_front
+    from vsched.bench.load.shapes import Case
+
+    console = Console()
+    loads = [
+        FrontLoad(case=case, output_tokens=tokens, clients=min(clients, count), requests=count)
+        for case, tokens, count in (
+            (Case.TEXT, short, requests),
+            (Case.TEXT, long, requests),
+            (Case.IMAGE, short, max(requests // 4, 1)),
+        )
+    ]
+    settings = [*_ROOM, *(assignments or ()), f"model.path={path}"]
+    rows = uvloop.run(
+        measure_front(settings, loads, lambda row: console.print(f"[dim]{row.case}: done[/dim]"))
+    )
+    table = Table(title="A server whose ranks compute nothing")
+    for name in (
+        *("case", "tokens", "clients", "requests/s", "tokens/s"),
+        *("engine, ms a request", "ranks, ms a request", "clients' cores"),
+    ):
+        table.add_column(name, justify="left" if name == "case" else "right")
+    for row in rows:
+        table.add_row(
+            *(row.case, str(row.output_tokens), str(row.clients)),
+            *(f"{row.requests_s:.1f}", f"{row.output_tokens_s:.0f}"),
+            *(f"{row.engine_ms:.2f}", f"{row.ranks_ms:.2f}", f"{row.client_cpu:.2f}"),
+        )
+    console.print(table)
+    if out is not None:
+        write_json(out, rows)
+
+
+_ROOM = (
+    "generate.slots=64",
+    "generate.max_waiting=4096",
+    'generate.memory={use="pinned", tokens=200000}',
+)
+"""Enough that no request waits for a slot for long; further settings may change it."""

@@ -1,0 +1,82 @@
+"""A worker plug-in whose ranks compute nothing: every step is over at once, so that what serves requests is measured.
+
+Checkpoint, tokenizer, chat template and image processor are those of the plug-in `transformers`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vsched.sim.ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator
+from vsched.types import ModelInfo
+from vsched.worker.capabilities import LeanPreprocessing
+from vsched.worker.contract import (
+    Batch,
+    EncodeWorker,
+    GenerateWorker,
+    Preprocessor,
+    Progress,
+    Sampled,
+    WorkerSettings,
+)
+from vsched.worker.registry import load_worker
+
+NAME = "vsched.bench.front.stub_plugin:plugin"
+REAL = "transformers"
+_DEVICE_BYTES = 1 << 40
+_WORD = " word"
+"""What every token of an answer is a part of."""
+
+
+class StubGenerator(StandInGenerator):
+    """Yields the tokens of a word, one after the other, for every row alike."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        memory = SimulatedMemory(_DEVICE_BYTES, pool="stub")
+        super().__init__(memory, kv_bytes_per_token=info.kv_bytes_per_token)
+        tokens = load_worker(REAL).load_preprocessor(info).tokenize(_WORD)
+        self._token = next(token for token in reversed(tokens) if token not in info.stop_token_ids)
+
+    def step(self, batch: Batch) -> Sampled:
+        """Yield a token for every row."""
+        rows = len(batch.decode_slots) + sum(chunk.samples for chunk in batch.chunks)
+        return Sampled(np.full(rows, self._token, np.int32))
+
+
+class StubPlugin:
+    """What the configuration of the measured server names."""
+
+    def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
+        """Return the facts of the checkpoint."""
+        return load_worker(REAL).inspect(path, dtype=dtype, item_tokens_max=item_tokens_max)
+
+    def forgo_models(self, path: str) -> None:
+        """Load the preprocessor with less."""
+        real = load_worker(REAL)
+        if isinstance(real, LeanPreprocessing):
+            real.forgo_models(path)
+
+    def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
+        """Every number of ranks will do."""
+
+    def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
+        """Return that of the checkpoint."""
+        return load_worker(REAL).load_preprocessor(info)
+
+    def load_encoder(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> EncodeWorker:
+        """Return what leaves the arena as it is."""
+        del info, settings, progress
+        return StandInEncoder(SimulatedMemory(_DEVICE_BYTES, pool="stub"))
+
+    def load_generator(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> GenerateWorker:
+        """Return what yields the same token for ever."""
+        del settings, progress
+        return StubGenerator(info)
+
+
+plugin = StubPlugin()
