@@ -17,9 +17,10 @@ DEMO_STAMP := $(VENV)/.installed-demo
 TEST_STAMP := $(VENV)/.installed-test
 DOCS_STAMP := $(VENV)/.installed-docs
 TRITON_STAMP := $(VENV)/.installed-triton
+RAY_STAMP := $(VENV)/.installed-ray
 SOURCES := vsched policies workers tests
 
-.PHONY: demo test install format format-check lint types layers unit kernels wheel coverage docs clean
+.PHONY: demo test install format format-check lint types layers unit kernels ray wheel coverage docs clean
 .NOTPARALLEL:
 
 demo: $(DEMO_STAMP)
@@ -54,6 +55,11 @@ $(TRITON_STAMP): $(TEST_STAMP)
 	$(INSTALL) -e '.[kernels]'
 	@touch $@
 
+$(RAY_STAMP): $(TEST_STAMP)
+	@echo "Installing Ray into $(VENV)."
+	$(INSTALL) -e '.[ray]'
+	@touch $@
+
 format: $(TEST_STAMP)
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
@@ -77,6 +83,10 @@ unit: $(TEST_STAMP)
 # What of the path for a GPU wants Triton: its interpreter, and its compiler for an H100. `make unit` skips these.
 kernels: $(TRITON_STAMP)
 	$(BIN)/python -m pytest tests/workers/backends/cuda
+
+# Replicas on a Ray cluster of three nodes, which are processes of this machine. `make unit` skips these without Ray.
+ray: $(RAY_STAMP)
+	$(BIN)/python -m pytest tests/e2e/test_ray.py tests/unit/rank/test_ray_calls.py tests/unit/rank/test_on_ray.py
 
 wheel: $(TEST_STAMP)
 	rm -rf dist

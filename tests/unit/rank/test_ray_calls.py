@@ -1,0 +1,138 @@
+"""The calls of Ray, made to Ray itself: one small node. `make ray` installs it; these are skipped without."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.patience import PATIENCE_S, patience
+from vsched.aio.hosts.on_ray import ActorDied
+from vsched.aio.hosts.ray_calls import NAMESPACE, InstalledRay
+from vsched.errors import ConfigError
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+ray: Any = pytest.importorskip("ray", reason="needs the extra `ray`")
+
+pytestmark = [
+    pytest.mark.timeout(3 * PATIENCE_S),
+    pytest.mark.filterwarnings("default"),  # Ray's own
+    pytest.mark.slow,
+]
+BUNDLE = {"CPU": 1.0, "encoders": 1.0}
+SECRET = b"s" * 32
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[str]:
+    """Yield the address of a node that is a cluster."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 2,
+            "resources": {"encoders": 2},
+            "object_store_memory": 80 << 20,
+            "include_dashboard": False,
+        },
+    )
+    yield str(cluster.address)
+    cluster.shutdown()
+
+
+@pytest.fixture
+def calls(head: str) -> Iterator[InstalledRay]:
+    """Yield calls that are connected, and leave the cluster afterwards."""
+    calls = InstalledRay()
+    calls.connect(head)
+    yield calls
+    if ray.is_initialized():
+        calls.close([], None)
+
+
+async def check_listened_to(address: str) -> None:
+    """Fail unless somebody listens there."""
+    ip, _, port = address.removeprefix("tcp://").rpartition(":")
+    async with patience():
+        _, writer = await asyncio.open_connection(ip, int(port))
+    writer.close()
+
+
+async def another_address(calls: InstalledRay, actor: Any, before: str) -> str:
+    """Return where an actor listens once it listens elsewhere than before."""
+    while True:
+        now = await calls.address_of(actor)
+        if now != before:
+            return now
+
+
+async def ask_for_ever(calls: InstalledRay, actor: Any) -> None:
+    """Ask where an actor is until that cannot be said."""
+    while True:
+        await calls.address_of(actor)
+
+
+async def test_calls_start_a_host_that_is_listened_to_until_all_is_given_back(
+    calls: InstalledRay,
+) -> None:
+    """With all that its bundle has, which is free again at the end."""
+    free = ray.available_resources()["encoders"]
+    group = calls.make_group([BUNDLE], "strict-pack")
+    actor = calls.start_host(group, 0, BUNDLE, SECRET, 1)
+    async with patience():
+        address = await calls.address_of(actor)
+    await check_listened_to(address)
+    assert ray.available_resources().get("encoders", 0.0) == free - 1
+    calls.close([actor], group)
+    assert not ray.is_initialized(), "it was entered here"
+    ip, _, port = address.removeprefix("tcp://").rpartition(":")
+    with pytest.raises(OSError, match="refused|Connect call failed"):
+        await asyncio.open_connection(ip, int(port))
+
+
+async def test_calls_tell_of_an_actor_that_was_started_again_and_of_one_that_will_not_be(
+    calls: InstalledRay,
+) -> None:
+    group = calls.make_group([BUNDLE], "pack")
+    actor = calls.start_host(group, 0, BUNDLE, SECRET, 1)
+    async with patience():
+        before = await calls.address_of(actor)
+        ray.kill(actor, no_restart=False)
+        now = await another_address(calls, actor, before)
+    await check_listened_to(now)
+    ray.kill(actor)
+    async with patience():
+        with pytest.raises(ActorDied):
+            await ask_for_ever(calls, actor)
+    calls.close([], group)
+
+
+def test_calls_find_a_group_by_its_name(calls: InstalledRay) -> None:
+    made = ray.util.placement_group([BUNDLE, {"CPU": 1.0}], name="mine", lifetime="detached")
+    try:
+        group, bundles = calls.find_group("mine")
+        assert group.id == made.id
+        assert [dict(bundle) for bundle in bundles] == [BUNDLE, {"CPU": 1.0}]
+        with pytest.raises(ConfigError, match=f"no placement group 'another' .*{NAMESPACE!r}"):
+            calls.find_group("another")
+    finally:
+        ray.util.remove_placement_group(made)
+
+
+def test_calls_leave_signals_as_they_were(head: str) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    calls = InstalledRay()
+    calls.connect(head)
+    try:
+        assert signal.getsignal(signal.SIGTERM) is before
+        again = InstalledRay()
+        again.connect(head)
+        again.close([], None)
+        assert ray.is_initialized(), "whoever found it connected leaves it so"
+    finally:
+        calls.close([], None)
