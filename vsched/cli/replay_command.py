@@ -28,6 +28,10 @@ def replay(
         Path | None,
         typer.Option(help="Write a trace for ui.perfetto.dev.", show_default=False),
     ] = None,
+    unfinished: Annotated[
+        bool,
+        typer.Option("--unfinished", help="List the requests without an end, as after a kill."),
+    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Replay a record: the scheduler must decide the same again, byte for byte. Exit status 1 if it does not."""
@@ -56,6 +60,8 @@ def replay(
     if json is not None:
         write_json(json, report)
     _say(report)
+    if unfinished:
+        _list(report)
     if drawn is not None:
         typer.echo(f"{timeline}: {drawn.events} trace events; open it at https://ui.perfetto.dev")
     if report.difference is not None:
@@ -78,6 +84,15 @@ def _bar(console: Console) -> Iterator[Progress]:
                 bars.update(task, completed=done, total=total)
 
         yield report
+
+
+def _list(report: ReplayReport) -> None:
+    """Print the requests that were left, one a line."""
+    typer.echo(f"{len(report.unfinished)} requests without an end:")
+    for one in report.unfinished:
+        typer.echo(
+            f"  {one.request_id}  {one.prompt_tokens} prompt tokens, {one.images} images, {one.phase}"
+        )
 
 
 def _say(report: ReplayReport) -> None:

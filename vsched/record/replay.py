@@ -66,8 +66,17 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     got: str
 
 
+class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that was accepted and had no terminal reply when the record ended: whoever sent it has to ask again."""
+
+    request_id: str
+    prompt_tokens: int
+    images: int
+    phase: str
+
+
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was replayed; `difference` is None when everything was the same."""
+    """What was replayed; `difference` is None when everything was the same; `unfinished` were left at the end."""
 
     recorded_with: str
     segments: int
@@ -79,6 +88,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     span_s: float
     dropped_bytes: int
     difference: Difference | None
+    unfinished: list[Unfinished] = []
 
 
 class _Counts:
@@ -153,7 +163,8 @@ class _Replay:
             before += segment.stat().st_size
         if self._kernel is None:
             raise RecordError(f"{path}: nothing was recorded yet: its first entry is not complete")
-        return self._counts.report(self._version, difference)
+        report = self._counts.report(self._version, difference)
+        return msgspec.structs.replace(report, unfinished=_unfinished(self._kernel))
 
     def _entries(self, reader: FrameReader) -> Iterator[tuple[int, RecordedEvent]]:
         """Take the state of a segment, then yield its entries."""
@@ -242,6 +253,19 @@ class _Replay:
             expected=expected,
             got=got,
         )
+
+
+def _unfinished(kernel: Scheduler) -> list[Unfinished]:
+    """Return the requests that a kernel still has, oldest first; further answers to one have ids of their own."""
+    return [
+        Unfinished(
+            request_id=state.request.request_id,
+            prompt_tokens=len(state.request.prompt_token_ids),
+            images=len(state.items),
+            phase=state.phase,
+        )
+        for state in kernel.state().table.requests
+    ]
 
 
 def _compare(entry: RecordedEvent, commands: Sequence[Command]) -> tuple[str, str, str] | None:

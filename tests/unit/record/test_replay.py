@@ -249,6 +249,27 @@ def test_replay_command_prints_counts_and_writes_figures(path: Path, tmp_path: P
     assert msgspec.json.decode(trace.read_bytes())["traceEvents"]
 
 
+def test_replay_command_lists_what_had_no_end_when_the_engine_was_killed(path: Path) -> None:
+    """What was accepted less what was finished: that is known up to the last event."""
+    assert replay(path).unfinished == []
+    reader = FrameReader(path, newest=True)
+    bodies = [body for _, body in reader.bodies()]
+    path.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies[: len(bodies) // 2])))
+    begun: dict[str, None] = {}
+    for body in bodies[1 : len(bodies) // 2]:
+        for name, request_id, *_ in msgspec.msgpack.decode(body)[3]:
+            if name == "Accept":
+                begun[request_id] = None
+            elif name == "Finish":
+                begun.pop(request_id, None)
+    assert begun, "nothing was under way"
+    assert [one.request_id for one in replay(path).unfinished] == [*begun]
+    done = CliRunner().invoke(app, ["replay", str(path), "--unfinished"])
+    assert done.exit_code == 0, done.output
+    lines = done.output.partition("requests without an end:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == [*begun]
+
+
 def test_replay_command_shows_the_difference_and_exits_with_1(path: Path) -> None:
     target = decisions(path)[5]
 
