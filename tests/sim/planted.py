@@ -92,6 +92,12 @@ PLANTS = (
         "generation.finish(finish)",
         "generation.finish(finish) if self._by_number else None",
     ),
+    Plant(
+        "a broken connection that nobody looks at",
+        "vsched.aio.hosts.remote:RemoteHost.__init__",
+        "connect(self._stream.hear, self._stream.fail)",
+        "connect(self._stream.hear, lambda why: None)",
+    ),
 )
 
 

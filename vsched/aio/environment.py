@@ -12,6 +12,7 @@ from vsched.aio.hosts.on_ray import RayCalls, RayHosts
 from vsched.aio.hosts.placement import PlacedLauncher, hosts_at, hosts_sought, ray_host
 from vsched.aio.hosts.ray_calls import InstalledRay
 from vsched.aio.hosts.remote import Connect, Patience
+from vsched.aio.hosts.stream import WINDOW_BYTES
 from vsched.aio.replicas.fork_server import ForkServer
 from vsched.aio.replicas.launcher import Launcher, LocalLauncher
 from vsched.aio.replicas.process import RANK_COMMAND
@@ -54,7 +55,7 @@ def make_launcher(
 
 def placed(config: Config, own: Launcher, *, ray: RayCalls | None = None) -> PlacedLauncher:
     """Return what starts ranks on the hosts of a cluster."""
-    cluster, deadlines = config.cluster, config.deadlines
+    cluster = config.cluster
     hosts: dict[str, Connect] = {}
     with contextlib.ExitStack() as opened:
         if cluster.used & cluster.hosts.keys():
@@ -72,13 +73,26 @@ def placed(config: Config, own: Launcher, *, ray: RayCalls | None = None) -> Pla
             opened.callback(close)
             hosts |= found
         closing = opened.pop_all()
+    return placed_on(config, own, hosts, close=closing.close)
+
+
+def placed_on(
+    config: Config,
+    own: Launcher,
+    hosts: Mapping[str, Connect],
+    *,
+    close: Callable[[], None] = lambda: None,
+    window_bytes: int = WINDOW_BYTES,
+) -> PlacedLauncher:
+    """Return what starts ranks on these hosts, as the configuration says."""
+    cluster, deadlines = config.cluster, config.deadlines
     patience = Patience(
         alive_s=deadlines.heartbeat_s,
         silence_s=deadlines.rank_timeout_s + deadlines.heartbeat_s,
         open_s=cluster.connect_s,
     )
     stages = {stage: cluster.hosts_of(stage) for stage in ("encode", "generate")}
-    return PlacedLauncher(own, hosts, stages, patience, close=closing.close)
+    return PlacedLauncher(own, hosts, stages, patience, close=close, window_bytes=window_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

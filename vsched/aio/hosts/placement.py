@@ -13,6 +13,7 @@ import zmq
 from vsched.aio.hosts.keys import CurveKeys
 from vsched.aio.hosts.remote import Connect, EngineEnd, Patience, RemoteHost
 from vsched.aio.hosts.sockets import Context, EngineSocket
+from vsched.aio.hosts.stream import WINDOW_BYTES
 from vsched.aio.replicas.launcher import Host, Launcher
 from vsched.config.cluster import OWN_HOST, RAY_HOST
 from vsched.transport.arena import Arena
@@ -40,6 +41,7 @@ class PlacedLauncher:
         patience: Patience,
         *,
         close: Callable[[], None] = lambda: None,
+        window_bytes: int = WINDOW_BYTES,
     ) -> None:
         """Prepare; `stages` have the names of hosts, `OWN_HOST` among them, or none for the own host alone.
 
@@ -51,6 +53,7 @@ class PlacedLauncher:
         self._stages = stages
         self._patience = patience
         self._close = close
+        self._window_bytes = window_bytes
         self._engine = secrets.token_hex(8)
         self._lost: Counter[str] = Counter()
         self._served: set[str] = set()
@@ -84,6 +87,7 @@ class PlacedLauncher:
             patience=patience,
             on_open=lambda: self._served.add(group),
             on_lost=lost,
+            window_bytes=self._window_bytes,
         )
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from vsched.aio.hosts.messages import (
     Unsent,
     Write,
 )
-from vsched.aio.hosts.stream import Stream
+from vsched.aio.hosts.stream import WINDOW_BYTES, Stream
 from vsched.aio.hosts.traffic import Traffic
 from vsched.aio.replicas.launcher import OnExit
 from vsched.kernel.decisions import EncodeDecision
@@ -87,6 +87,7 @@ class RemoteHost:
         patience: Patience,
         on_open: Callable[[], object],
         on_lost: Callable[[str], None],
+        window_bytes: int = WINDOW_BYTES,
     ) -> None:
         """Ask the host to serve these groups; what is launched waits for its answer."""
         self.name = name
@@ -107,6 +108,7 @@ class RemoteHost:
             take=self._take,
             write=self._write,
             on_broken=self._lose,
+            window_bytes=window_bytes,
         )
         self._end = connect(self._stream.hear, self._stream.fail)
         open_s = patience.open_s

@@ -40,7 +40,7 @@ from vsched.aio.hosts.messages import (
     Write,
 )
 from vsched.aio.hosts.sockets import Context, HostSocket
-from vsched.aio.hosts.stream import Stream
+from vsched.aio.hosts.stream import WINDOW_BYTES, Stream
 from vsched.aio.leader.link import LeaderEnd
 from vsched.aio.replicas.launcher import Host, LaunchedRank, Launcher, LocalLauncher
 from vsched.errors import ConfigError, VschedError
@@ -79,6 +79,7 @@ class HostServer:
         *,
         name: str = "",
         cores: int | None = None,
+        window_bytes: int = WINDOW_BYTES,
     ) -> None:
         """Prepare; `send` queues a frame for a peer, and returns whether it is there, `read` has `hear` called.
 
@@ -86,6 +87,7 @@ class HostServer:
         """
         self.name = name or socket.gethostname()
         self._cores = cores
+        self._window_bytes = window_bytes
         self._launcher = launcher
         self._send = send
         self._read = read
@@ -105,6 +107,7 @@ class HostServer:
                 self._read,
                 name=self.name,
                 cores=self._cores,
+                window_bytes=self._window_bytes,
                 on_open=self._replace,
             )
             self._starts[peer] = start
@@ -149,6 +152,7 @@ class HostedStart:
         *,
         name: str,
         cores: int | None,
+        window_bytes: int,
         on_open: Callable[[HostedStart], None],
     ) -> None:
         self.on_end: Callable[[], object] = lambda: None
@@ -177,6 +181,7 @@ class HostedStart:
             take=self._take,
             write=self._write,
             on_broken=lambda why: self.end(f"the engine {why}"),
+            window_bytes=window_bytes,
         )
         self.hear = self._stream.hear
 

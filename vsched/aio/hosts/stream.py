@@ -25,7 +25,8 @@ _HEADER = struct.Struct("<QQ")
 WINDOW_BYTES = 4 << 20
 """Bytes that may be under way in one direction; at 10 ms there and back it allows 400 MB a second."""
 PIECE_BYTES = 256 << 10
-"""Arena bytes travel in pieces of this size, so that what is urgent can go between the bytes of two streams."""
+"""Arena bytes travel in pieces of this size, or half a window, so that what is urgent can go between the bytes of two
+streams."""
 WAITING_MAX = 10_000
 """Messages that wait for the window; each is a decision, or a piece of one's bytes, so more is a side that is stuck."""
 _encoder = msgspec.msgpack.Encoder()
@@ -64,6 +65,7 @@ class Stream:
         self._write = write
         self._on_broken = on_broken
         self._window_bytes = window_bytes
+        self._piece_bytes = min(PIECE_BYTES, window_bytes // 2)
         self._waiting: deque[bytes | ByteRange] = deque()
         self._sent = self._heard = 0
         self._bytes_taken = self._bytes_told = self._bytes_acknowledged = 0
@@ -95,7 +97,9 @@ class Stream:
         """Send what the window has room for."""
         while self._waiting and not self.broken:
             first = self._waiting[0]
-            size = min(first.size, PIECE_BYTES) if isinstance(first, ByteRange) else len(first)
+            size = (
+                min(first.size, self._piece_bytes) if isinstance(first, ByteRange) else len(first)
+            )
             under_way = self.bytes_sent - self._bytes_acknowledged
             if under_way and under_way + size > self._window_bytes:
                 return

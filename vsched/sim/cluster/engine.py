@@ -29,6 +29,7 @@ from vsched.engine import Engine
 from vsched.kernel import Scheduler
 from vsched.sim.cluster import run_checks
 from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession
+from vsched.sim.cluster.machines import SimulatedCluster
 from vsched.sim.cluster.media import media_of
 from vsched.sim.cluster.observer import EngineObserver
 from vsched.sim.cluster.operators import Operation, operate
@@ -38,7 +39,7 @@ from vsched.sim.invariants import SimulationFailed
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.network.asgi_client import AsgiClient
 from vsched.sim.network.channel import LinkProfile
-from vsched.sim.ranks.rank_process import SimulatedLauncher
+from vsched.sim.network.lane import HostLinkProfile
 from vsched.sim.ranks.symbolic_model import FIRST_TOKEN, TOKENS
 from vsched.sim.workload.requests import Arrival
 from vsched.sim.world import ORIGIN_NS, QUICK, Delays, StepCosts, World
@@ -90,11 +91,12 @@ class SimEngine:
         costs: How long steps take.
         delays: How long everything else takes.
         links: What the links between leaders and ranks are like without faults.
+        host_links: What the links to other hosts are like, where `cluster.hosts` has any.
         origin_ns: The time that workloads and faults count from; by default the engine has started by then.
         answers_max: The most answers that a request asks for, where its manner is drawn.
 
     Raises:
-        ConfigError: When a fault is of a kind that only groups as a whole have.
+        ConfigError: When a fault is of a kind that only groups as a whole have, or of a host that there is not.
 
     Attributes:
         engine: The production engine.
@@ -113,6 +115,7 @@ class SimEngine:
         costs: StepCosts = QUICK,
         delays: Delays | None = None,
         links: LinkProfile | None = None,
+        host_links: HostLinkProfile | None = None,
         origin_ns: int = ORIGIN_NS,
         answers_max: int = 1,
     ) -> None:
@@ -135,7 +138,7 @@ class SimEngine:
         self._operating: list[asyncio.Task[None]] = []
         self._around = contextlib.ExitStack()
         self._look_due = False
-        self.launcher = SimulatedLauncher(self.world)
+        self.launcher = SimulatedCluster(self.world, self.config, host_links or HostLinkProfile())
         self._tasks_before = asyncio.all_tasks()
         environment = Environment(
             make_launcher=lambda _: self.launcher,
@@ -186,11 +189,20 @@ class SimEngine:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.engine.stop()
+        await self._end_hosts()
         left = [task for task in asyncio.all_tasks() - self._tasks_before if not task.done()]
         names = sorted(str(task.get_coro()) for task in left)
         self.world.expect(not left, f"tasks are left after the stop: {names}")
+
+    async def _end_hosts(self) -> None:
+        """See that no rank outlives the engine for longer than a host can be in doubt, and end the hosts."""
+        if self.launcher.machines:
+            deadlines = self.config.deadlines
+            await self.sleep_until(self.plan.end_ns)
+            await asyncio.sleep(run_checks.silence_s(deadlines) + deadlines.step_s)
         alive = sum(rank.alive for rank in self.launcher.ranks)
         self.world.expect(not alive, f"{alive} ranks outlive the engine")
+        await self.launcher.end()
 
     async def shut_down(self) -> None:
         """Stop the production engine, as a server does, while clients wait; each must hear of it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from vsched.aio.replicas.supervisor import RESTART_DELAYS_S
@@ -13,6 +14,8 @@ from vsched.sim.faults.plan import (
     Disconnect,
     FetchStall,
     Hang,
+    HostCrash,
+    HostCut,
     LateHeartbeat,
     LostHeartbeat,
     MessageFault,
@@ -20,6 +23,7 @@ from vsched.sim.faults.plan import (
     OutOfMemory,
     Partition,
     ReplicaRestart,
+    SlowHostLink,
     TiePermutation,
     WorkerCrash,
 )
@@ -31,13 +35,15 @@ if TYPE_CHECKING:
     from vsched.config.sections import DeadlinesConfig
     from vsched.engine import Engine
     from vsched.sim.cluster.client_sessions import ClientSession
+    from vsched.sim.cluster.machines import SimulatedCluster, Strike
     from vsched.sim.cluster.operators import Operation
     from vsched.sim.faults.plan import FaultPlan
-    from vsched.sim.ranks.rank_process import SimulatedLauncher
 
 SECOND_NS = 1_000_000_000
 AT_ONCE_S = 0.05
 """What an exit or the last word of a rank takes to be noticed."""
+BROKEN_S = 1.0
+"""What a connection that breaks takes to be noticed: it comes after all bytes that are under way."""
 HARMLESS = (
     Disconnect,
     TiePermutation,
@@ -69,17 +75,22 @@ class CheckedRun(Protocol):
     world: World
     observer: EngineObserver | None
     engine: Engine
-    launcher: SimulatedLauncher
+    launcher: SimulatedCluster
     sessions: list[ClientSession]
     operations: list[Operation]
     was_shut_down: bool
+
+
+def silence_s(deadlines: DeadlinesConfig) -> float:
+    """Return within how many seconds it is noticed that nothing is heard any more."""
+    return deadlines.rank_timeout_s + 2 * deadlines.heartbeat_s + deadlines.rank_timeout_s / 4
 
 
 def limits_s(struck: Struck, deadlines: DeadlinesConfig) -> float | None:
     """Return within how many seconds after it struck a fault must have cost its group; None where it need not."""
     fault = struck.fault
     beat_s = deadlines.heartbeat_s
-    silent_s = deadlines.rank_timeout_s + 2 * beat_s + deadlines.rank_timeout_s / 4
+    silent_s = silence_s(deadlines)
     match fault:
         case WorkerCrash():
             return AT_ONCE_S
@@ -104,6 +115,26 @@ def check_detection(world: World, observer: EngineObserver, deadlines: Deadlines
         group = getattr(struck.fault, "group", "")
         if until_ns < now_ns and not _was_lost(observer, group, struck.now_ns, until_ns):
             world.violate(f"not noticed within {limit_s:g} s: {_told(struck)}")
+
+
+def check_hosts(
+    world: World, strikes: Sequence[Strike], observer: EngineObserver, deadlines: DeadlinesConfig
+) -> None:
+    """Every fault of a host that lasts takes all groups there down, in bounded time."""
+    faults = world.injector.plan.faults
+    slow = {fault.host for fault in faults if isinstance(fault, HostCut | SlowHostLink)}
+    for strike in strikes:
+        fault = strike.fault
+        told = isinstance(fault, HostCrash) and fault.manner == "killed" and fault.host not in slow
+        limit_s = BROKEN_S if told else silence_s(deadlines) + AT_ONCE_S
+        until_ns = strike.at_ns + int(limit_s * SECOND_NS)
+        if until_ns >= world.loop.now_ns() or not (
+            isinstance(fault, HostCrash) or fault.end_ns > until_ns
+        ):
+            continue
+        for group in strike.groups:
+            if not _was_lost(observer, group, strike.at_ns, until_ns):
+                world.violate(f"{group} was not lost in time with its host: {fault}")
 
 
 def _was_lost(observer: EngineObserver, group: str, since_ns: int, until_ns: int) -> bool:
@@ -171,6 +202,7 @@ async def check_healed(run: CheckedRun) -> None:
     except TimeoutError:
         world.violate(f"not back within {RECOVERY_S:g} s: {served.groups()}")
     check_detection(world, observer, run.config.deadlines)
+    check_hosts(world, run.launcher.strikes, observer, run.config.deadlines)
     _check_given_up(run)
     check_causes(world, observer)
     check_ends(run)

@@ -12,6 +12,7 @@ import msgspec
 
 from vsched.config import Config
 from vsched.config.adapters import AdaptersConfig
+from vsched.config.cluster import OWN_HOST, ClusterConfig, check_cluster
 from vsched.config.policies import check_combinations, check_together
 from vsched.sim.cluster.client_sessions import adapter_name
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
@@ -21,6 +22,7 @@ from vsched.sim.cluster.pressure import draw_patterns, press_arrivals, press_con
 from vsched.sim.cost.model import CostModel
 from vsched.sim.faults.plan import (
     FAULTS_MAX,
+    HOST_KINDS,
     KINDS,
     FaultPlan,
     Hang,
@@ -32,6 +34,7 @@ from vsched.sim.faults.plan import (
 from vsched.sim.invariants import SimulationFailed
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.network.channel import LinkProfile
+from vsched.sim.network.lane import HostLinkProfile
 from vsched.sim.ranks.symbolic_model import DRAFT
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text
 from vsched.sim.world import QUICK
@@ -52,6 +55,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         slower: How many times as slow steps are as in other scenarios.
+        host_links: What the links to other hosts are like.
         answers_max: The most answers that a request asks for.
         shut_down_ns: When the server is stopped, while clients wait; by default it runs until all is healed.
     """
@@ -63,6 +67,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     plan: FaultPlan
     links: LinkProfile
     slower: float
+    host_links: HostLinkProfile = HostLinkProfile()
     answers_max: int = 1
     shut_down_ns: int | None = None
 
@@ -111,7 +116,36 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
         return _with_swapping(drawn)
     if seed % 10 == 5:
         return _with_drafts(drawn)
+    if seed % 10 in (4, 8):
+        return _with_hosts(drawn)
     return drawn
+
+
+def _with_hosts(drawn: Scenario) -> Scenario:
+    """Have replicas run on other hosts, which fail, as do the links to them."""
+    rng = random.Random(f"hosts {drawn.seed}")  # noqa: S311
+    lists = [["far"], ["far", "farther"], ["farther", "far"], [OWN_HOST, "far"], [OWN_HOST]]
+    together = drawn.config.placement == "together"
+    cluster = ClusterConfig(
+        hosts={"far": "tcp://10.0.0.2:7700", "farther": "tcp://10.0.0.3:7700"},
+        key_file="simulated",
+        encode=[] if together else rng.choice(lists),
+        generate=rng.choice(lists[:4]),
+        connect_s=rng.choice([1.0, 10.0]),
+    )
+    check_cluster(cluster, together=together, adapters=0)
+    more = random_plan(rng, (), SPAN_NS, kinds=HOST_KINDS, faults_max=4, hosts=tuple(cluster.hosts))
+    return msgspec.structs.replace(
+        drawn,
+        config=msgspec.structs.replace(drawn.config, cluster=cluster),
+        plan=drawn.plan.with_more(more.faults),
+        host_links=HostLinkProfile(
+            latency_ns=rng.choice([50_000, 1_000_000, 20_000_000]),
+            jitter_ns=rng.choice([0, 0, 1_000_000]),
+            bytes_per_s=rng.choice([300e3, 2e6, 125e6]),
+            window_bytes=rng.choice([1024, 4096, 4 << 20]),
+        ),
+    )
 
 
 def _with_drafts(drawn: Scenario) -> Scenario:
@@ -311,6 +345,7 @@ async def play(scenario: Scenario) -> ScenarioReport:
         seed=scenario.seed,
         faults=scenario.plan,
         links=scenario.links,
+        host_links=scenario.host_links,
         costs=slower_by(scenario.slower),
         answers_max=scenario.answers_max,
     )

@@ -8,7 +8,7 @@ are drawn in one place, by random numbers for a swarm and by Hypothesis for shri
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_type_hints
 
@@ -182,6 +182,32 @@ class EncodeFailure(Fault, frozen=True, kw_only=True):
     error: EncodeErrorKind = EncodeErrorKind.FAILED
 
 
+class HostCrash(Lasting, frozen=True, kw_only=True):
+    """A host ends with all its ranks, and is there again in the end; nothing tells it where it loses its power."""
+
+    host: str
+    manner: Literal["killed", "powered_off"] = "killed"
+
+
+class HostStall(Lasting, frozen=True, kw_only=True):
+    """A host stands still with all its ranks; what is sent to it meanwhile waits there."""
+
+    host: str
+
+
+class HostCut(Lasting, frozen=True, kw_only=True):
+    """Nothing passes between the engine and a host; what is under way comes afterwards, as TCP sends it again."""
+
+    host: str
+
+
+class SlowHostLink(Lasting, frozen=True, kw_only=True):
+    """The link to a host has less bandwidth and more latency by a factor."""
+
+    host: str
+    factor: Annotated[float, msgspec.Meta(ge=1)] = 10.0
+
+
 class TiePermutation(Fault, frozen=True, kw_only=True):
     """From now on, what is due at the same moment runs in an order drawn from this seed."""
 
@@ -207,9 +233,13 @@ DrawnFault = (
 """What strikes ranks, links, images and clients."""
 GroupWideFault = GroupOutage | EncodeFailure
 """What strikes a group as a whole: in the fast simulator only, and only where it is named."""
-AnyFault = DrawnFault | GroupWideFault
+HostFault = HostStall | SlowHostLink | HostCut | HostCrash
+"""What strikes another host, or the link to it."""
+AnyFault = DrawnFault | GroupWideFault | HostFault
 KINDS: tuple[type[AnyFault], ...] = get_args(DrawnFault)
 """The kinds that are drawn, the simpler ones first: shrinking goes that way."""
+HOST_KINDS: tuple[type[AnyFault], ...] = get_args(HostFault)
+"""The kinds that are drawn where there are other hosts, besides."""
 
 
 class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -222,6 +252,11 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def end_ns(self) -> int:
         """When the last fault is over: from then on, a run has to heal."""
         return max((fault.end_ns for fault in self.faults), default=0)
+
+    def with_more(self, faults: Iterable[AnyFault]) -> FaultPlan:
+        """Return a plan with other faults besides, in the order of time."""
+        together = sorted((*self.faults, *faults), key=lambda fault: fault.at_ns)
+        return msgspec.structs.replace(self, faults=tuple(together))
 
     def to_json(self) -> str:
         """Return the plan as JSON, a fault a line."""
@@ -267,11 +302,12 @@ class Choices(Protocol):
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """Where faults are drawn for: the groups, the ranks of each, and the span of virtual time."""
+    """Where faults are drawn for: the groups, the ranks of each, the span of virtual time, and other hosts."""
 
     groups: tuple[str, ...]
     span_ns: int
     ranks: int = 1
+    hosts: tuple[str, ...] = ()
 
 
 def draw_fault(choices: Choices, kind: type[AnyFault], stage: Stage) -> AnyFault:
@@ -299,6 +335,8 @@ def _draw_field(choices: Choices, name: str, hint: object, stage: Stage) -> obje
             return choices.integer(1, max(1, span_ms // 10)) * MILLISECOND_NS
         case "group":
             return choices.choice(stage.groups)
+        case "host":
+            return choices.choice(stage.hosts)
         case "rank":
             return choices.integer(0, stage.ranks - 1)
         case "seed":
@@ -330,13 +368,14 @@ def random_plan(
     ranks: int = 1,
     kinds: Sequence[type[AnyFault]] = KINDS,
     faults_max: int = FAULTS_MAX,
+    hosts: Sequence[str] = (),
 ) -> FaultPlan:
     """Draw a plan: first which kinds there are at all, then faults of these.
 
     A run without some of the kinds reaches what they would have hidden: a system that is restarted all the time never
     gets slow.
     """
-    stage = Stage(groups=tuple(groups), span_ns=span_ns, ranks=ranks)
+    stage = Stage(groups=tuple(groups), span_ns=span_ns, ranks=ranks, hosts=tuple(hosts))
     choices = _RandomChoices(rng)
     seed = rng.getrandbits(32)
     subset = [kind for kind in kinds if rng.random() < 0.5] or [rng.choice(kinds)]

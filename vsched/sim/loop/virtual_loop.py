@@ -12,6 +12,8 @@ What the published loops for asyncio leave open is what makes a run repeat exact
   are hashed by their number.
 - *Ties*: what asyncio does not promise, code must not rely on. With a seed, tasks and timers that are due at the same
   moment run in an order drawn from it; plain callbacks keep theirs, because `call_soon` promises that.
+- *Standstill*: what was begun in a place, by the context variable `PLACE`, can be held for a while, as a machine that
+  stands still: callbacks and tasks of its go on together afterwards, in their order.
 - *Hangs*: nothing can run, no timer is set, no thread is awaited: that is an error at once, with what each task
   waits for.
 
@@ -33,7 +35,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import Context
+from contextvars import Context, ContextVar
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
@@ -49,6 +51,8 @@ OUTSIDE_LIMIT_S = 60.0
 """Real seconds that the loop waits for a thread, while nothing else can run, until it takes it for stuck."""
 _CANCELLED_MIN = 100
 """So few cancelled timers are not worth the work of sweeping them out."""
+PLACE: ContextVar[object] = ContextVar("PLACE", default=None)
+"""Where a callback or task runs, for what can stand still; everything that is begun there is there, too."""
 
 _Event = tuple[selectors.SelectorKey, int]
 
@@ -89,6 +93,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._jumps = 0
         self._permutations = 0
         self._ties: random.Random | None = None
+        self._held: dict[object, list[asyncio.Handle]] = {}
         super().__init__(self._virtual)
         self._virtual.own = frozenset(self._virtual.get_map())
         self.permute_ties(tie_seed)
@@ -146,6 +151,26 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def permute_ties(self, seed: int | None) -> None:
         """From now on, draw the order of what is due at the same moment from this seed; None stops that."""
         self._ties = None if seed is None else random.Random(f"ties {seed}")  # noqa: S311
+
+    # --- standstill ---
+
+    def stand_still(self, place: object, until_ns: int) -> None:
+        """Run nothing whose context has this `PLACE` until then; one that stands still already does so no longer."""
+        if place not in self._held:
+            self._held[place] = []
+            self.call_at_ns(until_ns, self._go_on, place)
+
+    def _go_on(self, place: object) -> None:
+        self._ready.extend(self._held.pop(place))
+
+    def _hold(self) -> None:
+        """Keep back what is ready in a place that stands still."""
+        going: list[asyncio.Handle] = []
+        for handle in self._ready:
+            place = handle._context.get(PLACE)  # type: ignore[attr-defined] # noqa: SLF001
+            self._held.get(place, going).append(handle)
+        self._ready.clear()
+        self._ready.extend(going)
 
     # --- the world outside ---
 
@@ -265,6 +290,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 self._timers_cancelled -= 1
             else:
                 ready.append(timer)
+        if self._held:
+            self._hold()
         if self._ties is not None and len(ready) > 1:
             self._draw_order(self._ties)
 

@@ -385,19 +385,15 @@ class SimulatedRank:
         return fault is None
 
 
-def _group_at(address: str) -> str:
-    """Return the group that has an address: what stands behind its name counts its starts."""
-    return address.rpartition("/")[2].rpartition("-")[0]
-
-
 class SimulatedHost:
-    """The simulated host, for one start of a worker group."""
+    """The simulated host of a launcher, for one start of a worker group."""
 
     name = ""
 
     def __init__(
         self,
         world: World,
+        run_dir: str,
         start_rank: Callable[[RankSpec, Callable[[int], None]], SimulatedRank],
         groups: Sequence[str],
         arena: Arena,
@@ -405,6 +401,7 @@ class SimulatedHost:
     ) -> None:
         """Prepare the `start`-th start of these groups."""
         self._world = world
+        self._run_dir = run_dir
         self._start_rank = start_rank
         self._groups = groups
         self._arena = arena
@@ -412,7 +409,7 @@ class SimulatedHost:
 
     def open_link(self, group: str, on_frame: OnFrame) -> LeaderEnd:
         """Listen."""
-        address = link_address(RUN_DIR, group, self._start)
+        address = link_address(self._run_dir, group, self._start)
         return self._world.network.listen(address, on_frame, group=group)
 
     def launch(
@@ -421,7 +418,7 @@ class SimulatedHost:
         """Start a rank."""
         del threads
         fd, start = self._arena.fd, self._start
-        spec = at_home(spec, self._groups, run_dir=RUN_DIR, arena_fd=fd, start=start)
+        spec = at_home(spec, self._groups, run_dir=self._run_dir, arena_fd=fd, start=start)
         return self._start_rank(spec, on_exit)
 
     def close(self) -> None:
@@ -435,10 +432,12 @@ class SimulatedLauncher:
         ranks: All that were ever started.
     """
 
-    run_dir = RUN_DIR
-
-    def __init__(self, world: World) -> None:
-        self.ranks: list[SimulatedRank] = []
+    def __init__(
+        self, world: World, run_dir: str = RUN_DIR, ranks: list[SimulatedRank] | None = None
+    ) -> None:
+        """Prepare; `run_dir` is the host's own, and `ranks` are those of others, to which this adds its own."""
+        self.run_dir = run_dir
+        self.ranks: list[SimulatedRank] = [] if ranks is None else ranks
         self._world = world
         self._starts: Counter[str] = Counter()
         self._collectives: dict[str, Collective] = {}
@@ -446,16 +445,15 @@ class SimulatedLauncher:
     def place(
         self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
     ) -> SimulatedHost:
-        """Return the one host that there is."""
+        """Return this host, which is never lost by itself."""
         del on_lost
         self._starts.update(groups)
-        return SimulatedHost(self._world, self.start, groups, arena, self._starts[groups[0]])
+        start = self._starts[groups[0]]
+        return SimulatedHost(self._world, self.run_dir, self.start, groups, arena, start)
 
     def start(self, spec: RankSpec, on_exit: Callable[[int], None]) -> SimulatedRank:
         """Start a rank that was told everything."""
         roles = [role for role in (spec.encode, spec.generate) if role is not None]
-        if spec.rank == 0:
-            self._world.launches.update(_group_at(role.address) for role in roles)
         place = roles[0].address
         if place not in self._collectives:
             ranks = roles[0].settings.ranks

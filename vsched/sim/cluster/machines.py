@@ -1,0 +1,339 @@
+"""Other hosts of a simulated engine: `vsched host` as it is, on machines and links that fail.
+
+What speaks is production code: placement, the streams of `vsched.aio.hosts` with their windows and silences, the server
+of a host, and the ranks that it starts. What it stands on is not: sockets, keys, and machines, which end, stand still
+and come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from functools import partial
+from typing import NamedTuple
+
+from vsched.aio.environment import placed_on
+from vsched.aio.hosts.server import HostServer
+from vsched.aio.replicas.launcher import Host, Launcher
+from vsched.config import Config
+from vsched.errors import ConfigError
+from vsched.sim.faults.plan import HostCrash, HostCut, HostFault, HostStall
+from vsched.sim.loop.virtual_loop import PLACE
+from vsched.sim.network.lane import HostLinkProfile, Lane
+from vsched.sim.ranks.rank_process import RUN_DIR, SimulatedLauncher, SimulatedRank
+from vsched.sim.world import World
+from vsched.transport.arena import Arena
+
+KNOCK_NS = 100_000_000
+"""How soon a connection is tried again that nobody took; ZeroMQ's default."""
+GREETING_BYTES = 500
+"""About what the handshake of CURVE takes in a direction."""
+
+
+class Strike(NamedTuple):
+    """A fault struck a host that these groups ran on."""
+
+    at_ns: int
+    fault: HostFault
+    groups: tuple[str, ...]
+
+
+class Connection:
+    """The connection of one start of a worker group to its host; for the engine, an `EngineEnd`.
+
+    Attributes:
+        hung_up: As `EngineEnd` says; here everybody has the key.
+        boot: The life of the host that it was made with; None before.
+        gone: Whether the host has heard that the engine's end is closed.
+        groups: Served over it.
+    """
+
+    def __init__(
+        self,
+        machine: FailingHost,
+        identity: bytes,
+        on_frame: Callable[[bytes], None],
+        on_cut: Callable[[str], None],
+    ) -> None:
+        self.hung_up = 0
+        self.identity = identity
+        self.boot: Boot | None = None
+        self.gone = False
+        self.closed = False
+        self.groups: tuple[str, ...] = ()
+        self._machine = machine
+        self._loop = machine.world.loop
+        self._on_frame = on_frame
+        self._on_cut = on_cut
+        self._engine = copy_context()
+        self._said: list[bytes] = []
+        self._greeted = False
+        self._last_ns = dict.fromkeys((machine.there, machine.back), 0)
+        self._under_way: dict[Lane, deque[Callable[[], object]]] = {
+            lane: deque() for lane in self._last_ns
+        }
+        self._knock()
+
+    def _after(self, lane: Lane, size: int, callback: Callable[..., object], *args: object) -> None:
+        """Have something happen at the other end, after all that was sent on this connection before."""
+        due_ns = self._last_ns[lane] = max(self._last_ns[lane], lane.arrival_ns(size))
+        self._under_way[lane].append(partial(callback, *args))
+        self._loop.call_at_ns(due_ns, self._next, lane, context=self._engine.copy())
+
+    def _next(self, lane: Lane) -> None:
+        """Let the first happen; which timer brings it, of several at one moment, is all the same."""
+        self._under_way[lane].popleft()()
+
+    # --- the engine's end ---
+
+    def _knock(self) -> None:
+        if not self.closed:
+            self._after(self._machine.there, GREETING_BYTES, self._answer)
+
+    def _answer(self) -> None:
+        if self._machine.boot is None:
+            due_ns = self._loop.now_ns() + KNOCK_NS
+            self._loop.call_at_ns(due_ns, self._knock, context=self._engine.copy())
+            return
+        self.boot = self._machine.boot
+        self._after(self._machine.back, GREETING_BYTES, self._greet)
+
+    def _greet(self) -> None:
+        if not self.closed:
+            self._greeted = True
+            said, self._said = self._said, []
+            for frame in said:
+                self.send(frame)
+
+    def send(self, frame: bytes) -> bool:
+        """Send a frame, or keep it until the host has answered."""
+        if self._greeted:
+            self._after(self._machine.there, len(frame), self._arrive, frame)
+        else:
+            self._said.append(frame)
+        return not self.closed
+
+    def _arrive(self, frame: bytes) -> None:
+        boot = self._machine.boot
+        if boot is not None and boot is self.boot:
+            boot.take(self.identity, frame)
+        elif boot is not None:  # it knows of no such connection
+            self._after(self._machine.back, 0, self.cut)
+
+    def read(self) -> None:
+        """Do nothing: what has arrived was heard when it did."""
+
+    def cut(self) -> None:
+        """Tell the engine that the connection broke."""
+        if not self.closed:
+            self._on_cut("closed the connection")
+
+    def close(self) -> None:
+        """Hear nothing more; what was sent still arrives."""
+        if not self.closed:
+            self.closed = True
+            self._after(self._machine.there, 0, self._hang_up)
+
+    def _hang_up(self) -> None:
+        self.gone = True
+
+    # --- the host's end ---
+
+    def reply(self, frame: bytes) -> bool:
+        """Send a frame to the engine; return False when the host knows that nobody hears it."""
+        if not self.gone:
+            self._after(self._machine.back, len(frame), self._hear, frame)
+        return not self.gone
+
+    def _hear(self, frame: bytes) -> None:
+        if self.closed:
+            self._after(self._machine.there, 0, self._hang_up)
+        else:
+            self._on_frame(frame)
+
+    def break_off(self) -> None:
+        """The host's process has ended, and its system says so."""
+        self._after(self._machine.back, 0, self.cut)
+
+
+class Boot:
+    """One life of a host: its `vsched host`, and the ranks that this has started.
+
+    Attributes:
+        ended: Nothing that it says is heard any more.
+    """
+
+    def __init__(self, machine: FailingHost, number: int) -> None:
+        self.ended = False
+        self._machine = machine
+        self._inbox: deque[tuple[bytes, bytes]] = deque()
+        self._context = copy_context()
+        self._context.run(PLACE.set, self)
+        run_dir = f"{RUN_DIR}/{machine.name}-{number}"
+        launcher = SimulatedLauncher(machine.world, run_dir, machine.ranks)
+        self._server = HostServer(
+            launcher,
+            self._send,
+            self._read,
+            name=machine.name,
+            cores=1,
+            window_bytes=machine.profile.window_bytes,
+        )
+
+    def take(self, peer: bytes, frame: bytes) -> None:
+        """Take a frame that has arrived; it is read when the host runs."""
+        self._inbox.append((peer, frame))
+        self._machine.world.loop.call_soon(self._read, context=self._context.copy())
+
+    def _read(self) -> None:
+        while self._inbox and not self.ended:
+            self._server.hear(*self._inbox.popleft())
+
+    def _send(self, peer: bytes, frame: bytes) -> bool:
+        return self.ended or self._machine.connections[peer].reply(frame)
+
+    async def close(self) -> None:
+        """End `vsched host`, and its ranks.
+
+        Blocks: no time; longer where the host stands still.
+        """
+        await self._server.close()
+
+
+class FailingHost:
+    """Another host, and the link to it.
+
+    Attributes:
+        there: The direction from the engine.
+        back: The direction to it.
+        boot: Its life now; None while it is down.
+        connections: All that ever were, by the identity of the engine's end.
+        ranks: All that were ever started there.
+    """
+
+    def __init__(
+        self, world: World, name: str, profile: HostLinkProfile, ranks: list[SimulatedRank]
+    ) -> None:
+        self.world = world
+        self.name = name
+        self.profile = profile
+        self.ranks = ranks
+        self.connections: dict[bytes, Connection] = {}
+        self.strikes: list[Strike] = []
+        self.there, self.back = (
+            Lane(
+                world.loop,
+                world.generator(f"lane {name} {direction}"),
+                world.injector,
+                name,
+                profile,
+            )
+            for direction in ("there", "back")
+        )
+        self._boots = 0
+        self._down_until_ns = 0
+        self._closing: list[asyncio.Task[None]] = []
+        self.boot: Boot | None = None
+        self._start()
+        for fault in world.injector.plan.faults:
+            if isinstance(fault, HostCrash | HostStall | HostCut) and fault.host == name:
+                world.loop.call_at_ns(fault.at_ns, self._strike, fault)
+
+    def _start(self) -> None:
+        if self.boot is None and self.world.loop.now_ns() >= self._down_until_ns:
+            self._boots += 1
+            self.boot = Boot(self, self._boots)
+
+    def connect(
+        self, on_frame: Callable[[bytes], None], on_cut: Callable[[str], None]
+    ) -> Connection:
+        """Open a connection; see `vsched.aio.hosts.remote.Connect`."""
+        identity = str(len(self.connections)).encode()
+        made = self.connections[identity] = Connection(self, identity, on_frame, on_cut)
+        return made
+
+    def _strike(self, fault: HostCrash | HostStall | HostCut) -> None:
+        boot, loop = self.boot, self.world.loop
+        if boot is None:
+            return
+        served = [one for one in self.connections.values() if one.boot is boot and not one.closed]
+        groups = tuple(group for one in served for group in one.groups)
+        self.strikes.append(Strike(loop.now_ns(), fault, groups))
+        if isinstance(fault, HostStall):
+            self.world.injector.note(fault)
+            loop.stand_still(boot, fault.end_ns)
+        elif isinstance(fault, HostCrash):
+            self.world.injector.note(fault)
+            self.boot = None
+            boot.ended = True
+            self._closing.append(loop.create_task(boot.close()))
+            self._down_until_ns = fault.end_ns
+            loop.call_at_ns(fault.end_ns, self._start)
+            for one in served if fault.manner == "killed" else ():
+                one.break_off()
+
+    async def close(self) -> None:
+        """End it for good."""
+        if self.boot is not None:
+            await self.boot.close()
+        await asyncio.gather(*self._closing)
+
+
+class SimulatedCluster:
+    """Starts ranks where a configuration says: on the engine's host, or on simulated machines. Implements `Launcher`.
+
+    Attributes:
+        ranks: All that were ever started, on all hosts.
+        machines: Other hosts, by name.
+    """
+
+    def __init__(self, world: World, config: Config, profile: HostLinkProfile) -> None:
+        """Prepare.
+
+        Raises:
+            ConfigError: When a fault is of a host that there is not, or Ray is to place ranks.
+        """
+        self.ranks: list[SimulatedRank] = []
+        self._world = world
+        own = SimulatedLauncher(world, ranks=self.ranks)
+        self.run_dir = own.run_dir
+        self.machines = {
+            name: FailingHost(world, name, profile, self.ranks) for name in config.cluster.hosts
+        }
+        for fault in world.injector.plan.faults:
+            if isinstance(fault, HostFault) and fault.host not in self.machines:
+                known = ", ".join(self.machines) or "none"
+                raise ConfigError(f"{fault.host}: no such host in cluster.hosts. Known: {known}")
+        if config.on_ray:
+            raise ConfigError(
+                "cluster.ray: a simulated engine has no Ray. Remedy: list its hosts in cluster.hosts"
+            )
+        self._launcher: Launcher = own
+        if config.cluster.elsewhere:
+            hosts = {name: machine.connect for name, machine in self.machines.items()}
+            self._launcher = placed_on(config, own, hosts, window_bytes=profile.window_bytes)
+
+    def place(self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]) -> Host:
+        """Return the host whose turn it is."""
+        self._world.launches.update(groups)
+        host = self._launcher.place(groups, arena, on_lost)
+        if host.name:
+            made = [*self.machines[host.name].connections.values()][-1]
+            made.groups = tuple(groups)
+        return host
+
+    def close(self) -> None:
+        """Give everything back; every rank has ended."""
+        self._launcher.close()
+
+    @property
+    def strikes(self) -> list[Strike]:
+        """Faults that struck hosts, and the groups that ran there."""
+        return [strike for machine in self.machines.values() for strike in machine.strikes]
+
+    async def end(self) -> None:
+        """End all machines."""
+        for machine in self.machines.values():
+            await machine.close()
