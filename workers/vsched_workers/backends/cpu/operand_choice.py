@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy.typing as npt
 import torch
 from llvmlite import binding  # type: ignore[import-untyped]
 
+from vsched_workers.backends.cpu.kernel_store import kernel_folder
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, repeat_pass
 from vsched_workers.backends.cpu.kernels.simd import has_amx, has_bf16_dot
@@ -55,12 +55,12 @@ def operand() -> npt.NDArray[Any]:
 
 def choice_file() -> Path | None:
     """Return where the choice for a processor of this kind is kept; None where there is no place."""
-    config: Any = numba.config
-    if not config.CACHE_DIR or not os.access(config.CACHE_DIR, os.W_OK):
+    folder = kernel_folder()
+    if folder is None or not os.access(folder, os.W_OK):
         return None
     processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
     digest = hashlib.blake2b(processor.encode(), digest_size=6).hexdigest()
-    return Path(config.CACHE_DIR) / f"operand-{digest}"
+    return folder / f"operand-{digest}"
 
 
 def _read(file: Path) -> str:

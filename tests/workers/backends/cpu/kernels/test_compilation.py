@@ -1,4 +1,4 @@
-"""One source for one thread and for all, and the key of the cache on disk."""
+"""One source for one thread and for all, and what keys the code that is kept on disk."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ pytest.importorskip("numba")
 import numba
 import numpy as np
 
+from vsched_workers.backends.cpu.kernel_store import CONSTANTS
 from vsched_workers.backends.cpu.kernels import compilation
-from vsched_workers.backends.cpu.kernels.compilation import Threaded, content_key, threaded
+from vsched_workers.backends.cpu.kernels.compilation import Threaded, threaded
 
 
 def _double(values: Any) -> None:
@@ -44,21 +45,28 @@ def test_needed_are_both_variants_only_where_there_are_threads() -> None:
     assert list(kernel.needed(2)) == [kernel.serial, kernel.parallel]
 
 
-def test_cache_is_keyed_by_every_file_of_the_folder(tmp_path: Path) -> None:
-    """Numba itself compiles anew only when the function's own file has changed."""
-    for name in ("gemm.py", "simd.py"):
-        (tmp_path / name).write_text("pass")
-    before = content_key(tmp_path)
-    assert content_key(tmp_path) == before
-    (tmp_path / "simd.py").write_text("pass  # changed")
-    assert content_key(tmp_path) != before
-
-
 def test_kernels_lie_in_the_folder_that_keys_the_cache() -> None:
     """A kernel of another folder would be stale after a change of what is compiled into it."""
     backend = Path(compilation.__file__).parent.parent
     outside = [file.name for file in backend.glob("*.py") if "@compiled" in file.read_text()]
     assert outside == []
+
+
+def test_kernels_take_constants_from_files_that_key_the_cache() -> None:
+    """A constant is compiled in: if it changed elsewhere, old code would be taken for new."""
+    kernels = Path(compilation.__file__).parent
+    files = [*kernels.glob("*.py"), *kernels.parent.glob("*/kernel.py")]
+    named = {
+        node.module or ""
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom)
+    }
+    foreign = {name for name in named if name.startswith("vsched") and ".kernels" not in name}
+    store = "vsched_workers.backends.cpu.kernel_store"
+    assert {str(importlib.import_module(name).__file__) for name in foreign - {store}} == {
+        *map(str, CONSTANTS)
+    }
 
 
 def _kernels() -> Iterator[tuple[str, Threaded]]:

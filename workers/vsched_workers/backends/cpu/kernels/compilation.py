@@ -1,34 +1,31 @@
-"""How kernels are compiled: one source for one thread and for all, and a cache on disk."""
+"""How kernels are compiled: one source for one thread and for all, kept on disk."""
 
 # numba compiles these functions: to a type checker they are untyped.
 # mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import types
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
 
+from vsched_workers.backends.cpu.kernel_store import keep_on_disk
+
 
 def compiled(**given: Any) -> Callable[[Any], Any]:
-    """Compile with a cache on disk where there is a place for one.
+    """Compile when it is called first, or take what is kept on disk.
 
     The error model is numpy's: a division that may raise is not vectorised. `fastmath` may be a set of LLVM's flags.
     """
-    _key_cache_by_content()
     options: dict[str, Any] = {"fastmath": True, "nogil": True, "error_model": "numpy"} | given
 
     def compile_function(function: Any) -> Any:
-        try:
-            return numba.njit(cache=True, **options)(function)
-        except RuntimeError:
-            return numba.njit(**options)(function)
+        dispatcher = numba.njit(**options)(function)
+        keep_on_disk(dispatcher)
+        return dispatcher
 
     return compile_function
 
@@ -54,34 +51,12 @@ def threaded(function: Any) -> Threaded:
     For all threads, numba remembers the length of `given.slots` where the attribute is read first, and takes it
     wherever it is read later; if that place was not reached, the length is whatever lies there.
     """
-    # The cache on disk tells functions apart by their names, not by the options they are compiled with.
+    # What is kept on disk is told apart by the names of functions, not by the options they are compiled with.
     twin = types.FunctionType(
         function.__code__, function.__globals__, f"{function.__name__}_parallel"
     )
     twin.__qualname__, twin.__module__ = twin.__name__, function.__module__
     return Threaded(compiled()(function), compiled(parallel=True)(twin))
-
-
-def content_key(folder: Path) -> str:
-    """Return a digest of all Python files in a folder."""
-    sources = b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
-    return hashlib.blake2b(sources, digest_size=6).hexdigest()
-
-
-@functools.cache
-def _key_cache_by_content() -> None:
-    """Have numba keep what it compiles in a folder that is named by the content of all kernels.
-
-    By itself it compiles a function anew when the function's own file has changed, but not when the file of a function
-    that is inlined into it has. Where the folder cannot be made, or `NUMBA_CACHE_DIR` is set, numba's rule holds.
-    """
-    here = Path(__file__).parent
-    folder = here / "__pycache__" / f"numba-{content_key(here)}"
-    config: Any = numba.config
-    if not config.CACHE_DIR:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            config.CACHE_DIR = str(folder)
 
 
 def emits(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -1,0 +1,190 @@
+"""Where compiled kernels are kept: on disk, named by what they were compiled from, for all copies of these sources.
+
+numba by itself keeps what it compiles by the path of its source, so that each checkout and each environment compiles
+anew; and it numbers what it keeps in an index, where two processes that compile at once can take the same number, and a
+third then calls code for other arguments. Here the name of a file is a digest of everything that its code depends on:
+the sources of all kernels, the function, its argument types, the processor, numba and Python. So nothing is ever stale
+and nothing is shared by mistake: whoever writes a name second writes the same. A file is complete when it gets its
+name, and its content is checked before it is used.
+
+The folder is `NUMBA_CACHE_DIR`, or `vsched` in `XDG_CACHE_HOME` or `~/.cache`, or else `__pycache__` beside the
+sources; it may be read-only where everything is in it. It may be removed at any time.
+"""
+
+# numba is untyped to a type checker.
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import llvmlite  # type: ignore[import-untyped]
+import numba
+from numba.core import caching
+
+import vsched.types
+
+logger = logging.getLogger(__name__)
+
+KERNELS = Path(__file__).parent / "kernels"
+CONSTANTS = (Path(vsched.types.__file__), KERNELS.parents[2] / "batching" / "kv_cache.py")
+"""What kernels take constants from, which are compiled in."""
+UNUSED_DAYS_MAX = 30
+_DIGEST_BYTES = 16
+
+
+def kernel_folder() -> Path | None:
+    """Return the folder that these kernels are kept in; None where there is none, and none can be made.
+
+    A folder of other sources that nobody used for a month goes when a new one is made.
+    """
+    for root in _roots():
+        folder = root / f"kernels-{_sources()}"
+        if not folder.is_dir():
+            try:
+                folder.mkdir(mode=0o700, parents=True)
+            except OSError:
+                continue
+            _remove_unused(root)
+        with suppress(OSError):
+            os.utime(folder)
+        return folder
+    return None
+
+
+def _roots() -> Iterator[Path]:
+    config: Any = numba.config
+    if config.CACHE_DIR:
+        yield Path(config.CACHE_DIR)
+        return
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    with suppress(RuntimeError):  # nobody's home
+        yield (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "vsched"
+    yield KERNELS / "__pycache__"
+
+
+def content_key(files: Sequence[Path]) -> str:
+    """Return a digest of the names and contents of files."""
+    digest = hashlib.blake2b(digest_size=6)
+    for file in sorted(files, key=lambda each: each.name):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    """Return what names the folder: all kernels, since any may be compiled into any, and what compiles them."""
+    versions = f"numba-{numba.__version__}-llvmlite-{llvmlite.__version__}"
+    return f"{content_key([*KERNELS.glob('*.py'), *CONSTANTS])}-{versions}"
+
+
+@functools.cache
+def _content_of(file: str) -> str:
+    return content_key([Path(file)])
+
+
+def _remove_unused(root: Path) -> None:
+    oldest_s = time.time() - UNUSED_DAYS_MAX * 86400
+    for folder in root.glob("kernels-*"):
+        with suppress(OSError):
+            if folder.stat().st_mtime < oldest_s:
+                shutil.rmtree(folder)
+
+
+def keep_on_disk(dispatcher: Any) -> None:
+    """Have a function's compiled code read from the folder, and written there where it was not."""
+    with suppress(RuntimeError):  # no folder
+        dispatcher._cache = _KernelCache(dispatcher.py_func)  # noqa: SLF001 - numba offers a choice of folders only
+
+
+class _Locator(caching._CacheLocator):  # noqa: SLF001
+    """Tells numba the folder; what the code depends on is in the names of files."""
+
+    def __init__(self, folder: Path, line: int) -> None:
+        self._folder, self._line = folder, line
+
+    @classmethod
+    def from_function(cls, py_func: Any, _py_file: str) -> _Locator | None:
+        folder = kernel_folder()
+        return None if folder is None else cls(folder, py_func.__code__.co_firstlineno)
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def ensure_cache_path(self) -> None:
+        """It is there, or writing fails and is told."""
+
+    def get_source_stamp(self) -> str:
+        return ""
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+class _Implementation(caching.CompileResultCacheImpl):
+    _locator_classes = [_Locator]  # noqa: RUF012 - numba's name and type
+
+
+class _KernelCache(caching.FunctionCache):
+    """numba's cache of one function, but for the files."""
+
+    _impl_class = _Implementation
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        source = _content_of(inspect.getfile(function))
+        files: Any = _Files(Path(self.cache_path), f"{self._impl.filename_base}-{source}")
+        self._cache_file = files
+
+
+class _Files(caching.IndexDataCacheFile):
+    """The files of one function: one for each signature and processor. numba writes and reads what is in them."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(str(folder), name, "")
+        self._folder, self._name = folder, name
+
+    def load(self, key: object) -> Any:
+        file = self._file(key)
+        try:
+            content = file.read_bytes()
+        except OSError:
+            return None
+        if content[-_DIGEST_BYTES:] != _digest(content[:-_DIGEST_BYTES]):
+            return None  # cut off when the disk was full, or the machine went down
+        return self._load_data(file.name)
+
+    def save(self, key: object, data: object) -> None:
+        file = self._file(key)
+        content: bytes = self._dump(data)
+        try:
+            with self._open_for_write(str(file)) as opened:
+                opened.write(content + _digest(content))
+        except OSError as error:
+            _tell_once(str(self._folder), str(error))
+
+    def flush(self) -> None:
+        for file in self._folder.glob(f"{self._name}.*"):
+            file.unlink(missing_ok=True)
+
+    def _file(self, key: object) -> Path:
+        return self._folder / f"{self._name}.{_digest(repr(key).encode()).hex()}"
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+@functools.cache
+def _tell_once(folder: str, why: str) -> None:
+    logger.warning("compiled kernels cannot be kept in %s, and are compiled anew: %s", folder, why)
