@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.asking import Answer, Ask, answers, begin, drawn_image
-from tests.e2e.conftest import assert_idle
-from tests.patience import PATIENCE_S, patience, until
+from tests.e2e.asking import Ask, answers, drawn_image
+from tests.e2e.losing import check_stream_outlives_host
+from tests.patience import PATIENCE_S
 from vsched import Config, Engine
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -82,19 +82,10 @@ async def test_ray_replicas_answer_as_one_host_and_streams_outlive_a_node(
     async with Engine(elsewhere) as there:
         found = [one.token_ids for one in await answers(there, ASKS, at_once=3)]
         assert found == here[:-1]
-        stream = await begin(there, LONG)
-        async with patience(3 * PATIENCE_S):
-            answer = Answer()
-            async for delta in stream:
-                answer.deltas.append(delta)
-                if len(answer.token_ids) >= 20:
-                    break
-            assert len(answer.token_ids) < LONG.count
-            nodes.kill("generate")
-            await until(lambda: there.state != "ready", "the loss is noticed")
-            nodes.add("generate")
-            answer.deltas += [delta async for delta in stream]
-        assert answer.token_ids == here[-1]
-        (row,) = (row for row in there.groups() if row["stage"] == "generate")
-        assert row["losses"] == {"HostLost": 1}
-        await assert_idle(there)
+        await check_stream_outlives_host(
+            there,
+            (LONG, here[-1]),
+            list(zip(ASKS, here, strict=False)),
+            strike=lambda: nodes.kill("generate"),
+            mend=lambda: nodes.add("generate"),
+        )
