@@ -92,7 +92,17 @@ def placed_on(
         open_s=cluster.connect_s,
     )
     stages = {stage: cluster.hosts_of(stage) for stage in ("encode", "generate")}
-    return PlacedLauncher(own, hosts, stages, patience, close=close, window_bytes=window_bytes)
+    if config.placement == "together":
+        stages["encode"] = stages["generate"]
+    return PlacedLauncher(
+        own,
+        hosts,
+        stages,
+        patience,
+        direct=config.cluster.direct,
+        close=close,
+        window_bytes=window_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,14 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
             description="How long a host may take to answer until the next of the list has its turn.",
         ),
     ] = 10.0
+    direct: Annotated[
+        bool,
+        Meta(
+            description="Whether embedding rows go from the encoder's host to where they are read, and not through the "
+            "engine, where no replica is on this host. Hosts must reach each other at the addresses by which this one "
+            "knows them; where they do not, rows go through the engine."
+        ),
+    ] = False
     ray: Annotated[
         str,
         Meta(

@@ -125,7 +125,8 @@ class EncodeTask(msgspec.Struct, frozen=True, array_like=True):
     """Encode one item from its extent of the arena into the arena's pages.
 
     With `encoded`, `extent` holds finished embedding rows, which are only copied. `arrays`, `metadata`, `adapter` are
-    those of `MediaItem`.
+    those of `MediaItem`. `readers` are the replicas of the generate stage that have requests waiting for it: where its
+    rows are wanted.
     """
 
     key: bytes
@@ -136,6 +137,7 @@ class EncodeTask(msgspec.Struct, frozen=True, array_like=True):
     metadata: bytes = b""
     encoded: bool = False
     adapter: int = 0
+    readers: list[int] = []
 
 
 class EncodeDecision(msgspec.Struct, frozen=True, array_like=True, tag="e"):

@@ -106,6 +106,12 @@ class EncodeFailed(msgspec.Struct, frozen=True):
     group: str = "encode"
 
 
+class RowsLost(msgspec.Struct, frozen=True):
+    """The embedding rows in these pages are gone with the hosts that had them."""
+
+    pages: list[int]
+
+
 class GroupReady(msgspec.Struct, frozen=True):
     """All ranks of a group are up, with nothing in them; see `vsched.types.group_names`."""
 
@@ -171,6 +177,7 @@ Event = (
     | Stepped
     | Encoded
     | EncodeFailed
+    | RowsLost
     | GroupReady
     | GroupLost
     | GroupRetired

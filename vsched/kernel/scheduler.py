@@ -37,6 +37,7 @@ from vsched.kernel.events import (
     Knocked,
     PolicyReplaced,
     Resume,
+    RowsLost,
     Stepped,
     Submitted,
     TimerFired,
@@ -163,7 +164,7 @@ class Scheduler:
             case TimerFired():
                 self._timer_ns = None
                 commands = self._door.ask_again(now_ns)
-            case Cleared() | PolicyReplaced():
+            case Cleared() | PolicyReplaced() | RowsLost():
                 commands = self._on_order(event, now_ns)
         self._plan(commands, now_ns)
         return commands
@@ -217,9 +218,12 @@ class Scheduler:
             probe("kernel.clear_during_recovery")
         return self._moves.clear(now_ns, event.message, code=event.code)
 
-    def _on_order(self, event: Cleared | PolicyReplaced, now_ns: int) -> list[Command]:
+    def _on_order(self, event: Cleared | PolicyReplaced | RowsLost, now_ns: int) -> list[Command]:
         if isinstance(event, Cleared):
             return self._on_cleared(event, now_ns)
+        if isinstance(event, RowsLost):
+            self.embeddings.lose_rows(event.pages)
+            return []
         if not self._seats.replace(event.seat, event.reason):
             return []
         return [Notice(f"the default decides from now on as {event.seat}: {event.reason}")]
@@ -382,7 +386,8 @@ class Scheduler:
         if planned is None:
             return False
         group, batch = planned
-        decision = group.send(batch, now_ns, time_slice_ns=self._time_slice_ns(group))
+        slice_ns, live = self._time_slice_ns(group), self._table.live
+        decision = group.send(batch, now_ns, time_slice_ns=slice_ns, requests=live)
         commands.append(Decide(group.name, decision))
         return True
 

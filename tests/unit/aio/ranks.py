@@ -235,9 +235,13 @@ class Ranks:
         """There is nothing to give back."""
 
     def place(
-        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
+        self,
+        groups: Sequence[str],
+        arena: Arena,
+        on_lost: Callable[[str], None],
+        on_rows_lost: Callable[[Sequence[int]], None],
     ) -> HostOfRanks:
-        self.lose_host = on_lost
+        self.lose_host, self.lose_rows = on_lost, on_rows_lost
         self.places += 1
         return HostOfRanks(self, groups, arena, self.places)
 

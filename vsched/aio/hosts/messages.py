@@ -54,11 +54,49 @@ class ToRank(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
-    """When a step of a group is done, these bytes are to come before its result."""
+    """Send these bytes of the arena, and `Fetched` after them: as soon as a step of a group is done, before its result.
 
+    At once where that was before this was heard, and with `step` 0.
+    """
+
+    number: int
     group: str
     step: int
     ranges: list[ByteRange]
+
+
+class Admit(msgspec.Struct, frozen=True, tag=True):
+    """Whoever proves to have this key may fetch rows of this start; `Admitted` answers."""
+
+    key: bytes
+
+
+class Reach(msgspec.Struct, frozen=True, tag=True):
+    """Connect with another host that rows can be fetched from; `Reached` answers, or `Unreached`, now or later.
+
+    `public` and `secret` are keys for this connection alone, which the other host admits by the first.
+    """
+
+    address: str
+    host_key: bytes
+    public: bytes
+    secret: bytes
+
+
+class Pull(msgspec.Struct, frozen=True, tag=True):
+    """Fetch bytes from the host that was reached with this key; `Fetched` answers."""
+
+    number: int
+    key: bytes
+    group: str
+    step: int
+    ranges: list[ByteRange]
+
+
+class CutWay(msgspec.Struct, frozen=True, tag=True):
+    """Nothing more goes to, or comes from, who was admitted or reached with this key."""
+
+    key: bytes
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
@@ -110,10 +148,32 @@ class FromRank(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fetched(msgspec.Struct, frozen=True, tag=True):
-    """The bytes of a step were sent, all before this; none where it failed."""
+    """The bytes that were asked for under this number came, all before this; not `sent` where the step failed.
 
-    group: str
-    step: int
+    It answers `Pull` as well: the bytes are in the arena of who says so.
+    """
+
+    number: int
+    sent: bool
+
+
+class Admitted(msgspec.Struct, frozen=True, tag=True):
+    """A key is known."""
+
+    key: bytes
+
+
+class Reached(msgspec.Struct, frozen=True, tag=True):
+    """The other host answers, and rows can be pulled from it."""
+
+    key: bytes
+
+
+class Unreached(msgspec.Struct, frozen=True, tag=True):
+    """The other host does not answer, or no more, and why."""
+
+    key: bytes
+    why: str
 
 
 class Unsent(msgspec.Struct, frozen=True, tag=True):
@@ -130,5 +190,35 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     code: int
 
 
-ToHost = OpenGroups | Launch | ToRank | Fetch | Kill | Bye | Write | Alive
-ToEngine = Opened | Refused | Launched | FromRank | Fetched | Unsent | Exited | Write | Alive
+ToHost = (
+    OpenGroups
+    | Launch
+    | ToRank
+    | Fetch
+    | Admit
+    | Reach
+    | Pull
+    | CutWay
+    | Kill
+    | Bye
+    | Write
+    | Alive
+)
+ToEngine = (
+    Opened
+    | Refused
+    | Launched
+    | FromRank
+    | Fetched
+    | Admitted
+    | Reached
+    | Unreached
+    | Unsent
+    | Exited
+    | Write
+    | Alive
+)
+ToOwner = Fetch | Alive
+"""What a host says to one that it fetches rows from."""
+FromOwner = Fetched | Write | Alive
+"""What that one answers."""

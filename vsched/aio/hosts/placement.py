@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import zmq
 
+from vsched.aio.hosts.exchange import Exchange
 from vsched.aio.hosts.keys import CurveKeys
 from vsched.aio.hosts.remote import Connect, EngineEnd, Patience, RemoteHost
 from vsched.aio.hosts.sockets import Context, EngineSocket
@@ -31,6 +32,7 @@ class PlacedLauncher:
 
     Attributes:
         run_dir: The own host's.
+        exchange: Where rows are, and how they go from host to host.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class PlacedLauncher:
         stages: Mapping[str, Sequence[str]],
         patience: Patience,
         *,
+        direct: bool = True,
         close: Callable[[], None] = lambda: None,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
         """Prepare; `stages` have the names of hosts, `OWN_HOST` among them, or none for the own host alone.
 
+        Rows go from host to host where `direct` is set and no replica is on the own host.
         `RAY_HOST` among them is the host that `ray_host` names in `hosts`.
         """
         self.run_dir = own.run_dir
@@ -54,17 +58,25 @@ class PlacedLauncher:
         self._patience = patience
         self._close = close
         self._window_bytes = window_bytes
+        elsewhere = all(OWN_HOST not in (names or [OWN_HOST]) for names in stages.values())
+        self.exchange = Exchange(direct=direct and elsewhere)
         self._engine = secrets.token_hex(8)
         self._lost: Counter[str] = Counter()
         self._served: set[str] = set()
 
-    def place(self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]) -> Host:
+    def place(
+        self,
+        groups: Sequence[str],
+        arena: Arena,
+        on_lost: Callable[[str], None],
+        on_rows_lost: Callable[[Sequence[int]], None],
+    ) -> Host:
         """Return the host whose turn it is."""
         group = groups[-1]
         names = self._stages.get(stage_of(group)) or (OWN_HOST,)
         name = names[(replica_of(group) + self._lost[group]) % len(names)]
         if name == OWN_HOST:
-            return self._own.place(groups, arena, on_lost)
+            return self._own.place(groups, arena, on_lost, on_rows_lost)
         on_ray = name == RAY_HOST
         if on_ray:
             name = ray_host(stage_of(group), replica_of(group))
@@ -88,6 +100,8 @@ class PlacedLauncher:
             on_open=lambda: self._served.add(group),
             on_lost=lost,
             window_bytes=self._window_bytes,
+            on_rows_lost=on_rows_lost,
+            exchange=self.exchange,
         )
 
     def close(self) -> None:

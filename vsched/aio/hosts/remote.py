@@ -10,9 +10,12 @@ from typing import Protocol
 
 import msgspec
 
+from vsched.aio.hosts.exchange import Delivery, Exchange
 from vsched.aio.hosts.messages import (
     VERSION,
+    Admitted,
     Bye,
+    ByteRange,
     Exited,
     Fetch,
     Fetched,
@@ -22,24 +25,31 @@ from vsched.aio.hosts.messages import (
     Launched,
     Opened,
     OpenGroups,
+    Pull,
+    Reached,
     Refused,
     ToEngine,
+    ToHost,
     ToRank,
+    Unreached,
     Unsent,
     Write,
 )
+from vsched.aio.hosts.rows import Due, Then
 from vsched.aio.hosts.stream import WINDOW_BYTES, Stream
 from vsched.aio.hosts.traffic import Traffic
 from vsched.aio.replicas.launcher import OnExit
 from vsched.kernel.decisions import EncodeDecision
 from vsched.transport.arena import Arena
-from vsched.transport.zmq_link import OnFrame
-from vsched.wire import LogEntry
+from vsched.transport.zmq_link import OnFrame, rank_identity
+from vsched.types import ArenaLayout
+from vsched.wire import EncodeResult, LogEntry, decode_report
 from vsched.worker.spec import RankSpec
 
 logger = logging.getLogger(__name__)
 KILL_S = 5.0
 """How long a host may take to say that a rank was killed; one that does not is given up."""
+_FIRST = rank_identity(0)
 LOST_CODE = 1
 """What ranks of a lost host are said to have ended with; the host's loss is told before."""
 
@@ -47,6 +57,10 @@ LOST_CODE = 1
 class EngineEnd(Protocol):
     """The engine's end of a link; see `vsched.aio.hosts.sockets.EngineSocket`."""
 
+    @property
+    def address(self) -> str: ...
+    @property
+    def host_key(self) -> bytes: ...
     @property
     def hung_up(self) -> int: ...
 
@@ -73,7 +87,8 @@ class RemoteHost:
     """Another host, for one start of a worker group.
 
     Attributes:
-        bytes_fetched: Arena bytes that came from there.
+        groups: What is served there.
+        stream: What carries everything to it.
     """
 
     def __init__(
@@ -85,23 +100,30 @@ class RemoteHost:
         groups: Sequence[str],
         arena: Arena,
         patience: Patience,
+        exchange: Exchange,
         on_open: Callable[[], object],
         on_lost: Callable[[str], None],
+        on_rows_lost: Callable[[Sequence[int]], None],
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
         """Ask the host to serve these groups; what is launched waits for its answer."""
         self.name = name
         self.opened = False
-        self.bytes_fetched = 0
+        self.groups = groups
+        self.layout: ArenaLayout = arena.layout
+        self._arena = arena
+        self._exchange = exchange
+        self._on_rows_lost = on_rows_lost
         self._patience = patience
         self._on_open = on_open
         self._on_lost = on_lost
         self._links: dict[str, RemoteLink] = {}
         self._ranks: dict[int, RemoteRank] = {}
-        self._expected: dict[str, deque[Fetch]] = {group: deque() for group in groups}
+        self._due = Due()
+        self._number = 0
         self._loop = asyncio.get_running_loop()
         self._end: EngineEnd | None = None
-        self._stream = Stream(
+        self.stream = self._stream = Stream(
             ToEngine,
             arena,
             send=self._send,
@@ -128,13 +150,27 @@ class RemoteHost:
         """Bytes that went there."""
         return self._stream.bytes_sent
 
+    @property
+    def bytes_fetched(self) -> int:
+        """Arena bytes that came from there."""
+        return self._due.bytes_taken
+
+    @property
+    def hold_s(self) -> float:
+        """How long a result may wait for rows that go elsewhere: less than a rank may be silent."""
+        return self._patience.silence_s / 2
+
+    @property
+    def where(self) -> tuple[str, bytes]:
+        """The address of the host, empty while it is not known, and its public key."""
+        return ("", b"") if self._end is None else (self._end.address, self._end.host_key)
+
     def _send(self, frame: bytes) -> bool:
         return self._end is not None and self._end.send(frame)
 
     def open_link(self, group: str, on_frame: OnFrame) -> RemoteLink:
         """Return what passes a leader's frames on."""
-        assert self._stream.arena is not None, "an engine's stream has one"
-        link = self._links[group] = RemoteLink(self, group, on_frame, self._stream)
+        link = self._links[group] = RemoteLink(self, group, on_frame, self._exchange)
         return link
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RemoteRank:
@@ -162,10 +198,30 @@ class RemoteHost:
         if self._end is not None:
             self._end.read()
 
-    def expect(self, fetch: Fetch) -> None:
-        """Have bytes sent here with the result of a step."""
-        self._expected[fetch.group].append(fetch)
-        self._stream.put(fetch)
+    def say(self, message: ToHost) -> bool:
+        """Put a message into the stream."""
+        return self._stream.put(message)
+
+    def fetch(
+        self, ranges: Sequence[ByteRange], then: Then, *, group: str = "", step: int = 0
+    ) -> None:
+        """Have bytes sent here, before the result of a step or at once."""
+        number = self._expect(ranges, then)
+        self.say(Fetch(number, group, step, [*ranges]))
+
+    def pull(
+        self, ranges: Sequence[ByteRange], then: Then, *, key: bytes, group: str, step: int
+    ) -> None:
+        """Have the host fetch bytes from another one, which it has reached with a key."""
+        number = self._expect((), then)
+        self.say(Pull(number, key, group, step, [*ranges]))
+
+    def _expect(self, ranges: Sequence[ByteRange], then: Then) -> int:
+        self._number += 1
+        self._due.expect(self._number, ranges, then)
+        if self.lost:
+            self._due.fail()
+        return self._number
 
     # --- hearing ---
 
@@ -179,8 +235,14 @@ class RemoteHost:
                 self._ranks[rank].pid = pid
             case FromRank(group, identity, frame) if group in self._links:
                 self._links[group].hear(identity, frame)
-            case Fetched(group, step) if self._due(group, step):
-                self._expected[group].popleft()
+            case Fetched() if self._due.settle(message):
+                pass
+            case Admitted(key):
+                self._exchange.admitted(key)
+            case Reached(key):
+                self._exchange.reached(key)
+            case Unreached(key, why):
+                self._exchange.unreached(key, why)
             case Unsent(group, rank) if group in self._links:
                 self._links[group].gone.add(rank)
             case Exited(rank, code) if rank in self._ranks:
@@ -194,27 +256,15 @@ class RemoteHost:
             self._opening.cancel()
         logger.info("host %s: connected", self.name)
         self._on_open()
+        self._exchange.join(self)
         self._stream.watch(
             alive_s=self._patience.alive_s, silence_s=self._patience.silence_s, look=self.read
         )
 
     def _write(self, message: Write) -> None:
         """Take rows, where some are due: a host writes nowhere else."""
-        arena, stop = self._stream.arena, message.offset + len(message.data)
-        due = any(
-            where.offset <= message.offset and stop <= where.offset + where.size
-            for fetches in self._expected.values()
-            for where in (fetches[0].ranges if fetches else ())
-        )
-        if arena is None or not due:
+        if not self._due.write(message, self._arena):
             self._stream.fail("sent bytes that nobody asked for")
-            return
-        arena.put(message.offset, message.data)
-        self.bytes_fetched += len(message.data)
-
-    def _due(self, group: str, step: int) -> bool:
-        fetches = self._expected.get(group)
-        return fetches is not None and bool(fetches) and fetches[0].step == step
 
     def _lose(self, why: str) -> None:
         if self._opening is not None:
@@ -225,6 +275,14 @@ class RemoteHost:
         self._on_lost(why)
         for rank in self._ranks.values():
             rank.ended(LOST_CODE)
+        self._leave()
+
+    def _leave(self) -> None:
+        """What was in its arena is gone."""
+        gone = self._exchange.leave(self)
+        self._due.fail()
+        if gone:
+            self._on_rows_lost(gone)
 
     def close(self) -> None:
         """Say good-bye: what still runs there is killed."""
@@ -234,6 +292,7 @@ class RemoteHost:
         self._stream.close()
         if self._end is not None:
             self._end.close()
+        self._leave()
 
 
 class RemoteRank:
@@ -275,30 +334,32 @@ class RemoteLink:
         gone: Ranks that an entry did not get through to.
     """
 
-    def __init__(self, host: RemoteHost, group: str, on_frame: OnFrame, stream: Stream) -> None:
-        assert stream.arena is not None, "an engine's stream has one"
+    def __init__(self, host: RemoteHost, group: str, on_frame: OnFrame, exchange: Exchange) -> None:
         self.gone: set[int] = set()
         self._host = host
         self._group = group
         self._on_frame = on_frame
-        self._stream = stream
-        self._traffic = Traffic(stream.arena.layout)
+        self._exchange = exchange
+        self._traffic = Traffic(host.layout)
+        self._deliveries: deque[Delivery] = deque()
+        self._held: deque[bytes] = deque()
         self._closed = False
 
     def carry(self, entry: LogEntry) -> None:
-        """Send ahead what ranks read when they carry this entry out, and ask for what they write."""
-        for where in self._traffic.read_by(entry):
-            self._stream.put_range(where)
+        """Send ahead what ranks read when they carry this entry out, and see to what they write."""
+        for rows in self._traffic.read_by(entry):
+            self._exchange.bring(self._host, rows)
         if isinstance(entry, EncodeDecision):
-            written = self._traffic.written_by(entry)
-            self._host.expect(Fetch(self._group, entry.step, written))
+            for where in self._traffic.pixels_of(entry):
+                self._host.stream.put_range(where)
+            self._deliveries.append(self._exchange.begin(self._host, self._group, entry))
 
     def send(self, rank: int, frame: bytes) -> bool:
         """Queue a frame for a rank, never waiting; return False when it is gone or backlogged."""
         return (
             not self._closed
             and rank not in self.gone
-            and self._stream.put(ToRank(self._group, rank, frame))
+            and self._host.say(ToRank(self._group, rank, frame))
         )
 
     def read(self) -> None:
@@ -306,9 +367,36 @@ class RemoteLink:
         self._host.read()
 
     def hear(self, identity: bytes, frame: bytes) -> None:
-        """Hand a report to the leader."""
-        if not self._closed:
+        """Hand a report to the leader; the result of a batch, and what follows it, when its rows are where they go."""
+        if identity == _FIRST and (self._held or self._deliveries):
+            self._held.append(frame)
+            self._release()
+        elif not self._closed:
             self._on_frame(identity, frame)
+
+    def _release(self) -> None:
+        """Hand on what was held, as far as rows have come."""
+        while self._held and not self._closed:
+            frame = self._held[0]
+            report = decode_report(frame) if self._deliveries else None
+            if isinstance(report, EncodeResult):
+                delivery = self._deliveries[0]
+                if delivery.missing and report.failure is None:
+                    self._wait(delivery)
+                    return
+                self._deliveries.popleft()
+                delivery.then = None
+                if report.failure is None:
+                    self._exchange.finish(self._host, delivery)
+            self._held.popleft()
+            self._on_frame(_FIRST, frame)
+
+    def _wait(self, delivery: Delivery) -> None:
+        if delivery.then is None:
+            loop = asyncio.get_running_loop()
+            give_up = self._exchange.give_up
+            loop.call_later(self._host.hold_s, give_up, self._host, delivery)
+            delivery.then = self._release
 
     def close(self) -> None:
         """Hear nothing more."""

@@ -12,18 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import msgspec
 import zmq
 
-from vsched.aio.hosts.keys import curve_keys
+from vsched.aio.hosts.keys import CurveKeys, curve_keys
 from vsched.aio.hosts.messages import (
     VERSION,
+    Admit,
+    Admitted,
     Bye,
+    CutWay,
     Exited,
     Fetch,
     Fetched,
@@ -33,12 +35,17 @@ from vsched.aio.hosts.messages import (
     Launched,
     Opened,
     OpenGroups,
+    Pull,
+    Reach,
+    Reached,
     Refused,
     ToHost,
     ToRank,
+    Unreached,
     Unsent,
     Write,
 )
+from vsched.aio.hosts.rows import Owed, RowSource, RowTaker, SourceEnd
 from vsched.aio.hosts.sockets import Context, HostSocket
 from vsched.aio.hosts.stream import WINDOW_BYTES, Stream
 from vsched.aio.leader.link import LeaderEnd
@@ -47,6 +54,7 @@ from vsched.errors import ConfigError, VschedError
 from vsched.policy import RankMemory, Reservation
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import is_pulse, rank_identity
+from vsched.types import stage_of
 from vsched.wire import (
     ON_THE_WAY,
     EncodeResult,
@@ -68,20 +76,56 @@ _FIRST = rank_identity(0)
 Measured = TypeVar("Measured", RankMemory, Reservation)
 
 
+class HostEnd(Protocol):
+    """The host's end of all links; see `vsched.aio.hosts.sockets.HostSocket`."""
+
+    def send(self, identity: bytes, frame: bytes) -> bool: ...
+
+    def read(self) -> None: ...
+
+    def admit(self, key: bytes, on_frame: Callable[[bytes, bytes], None]) -> None: ...
+
+    def dismiss(self, key: bytes) -> None: ...
+
+    def reach(
+        self,
+        address: str,
+        keys: CurveKeys,
+        on_frame: Callable[[bytes], None],
+        on_cut: Callable[[str], None],
+    ) -> SourceEnd: ...
+
+
+class NearEnd:
+    """The end of a host that no other host reaches."""
+
+    def __init__(self, send: Callable[[bytes, bytes], bool], read: Callable[[], None]) -> None:
+        self.send, self.read = send, read
+
+    def admit(self, key: bytes, on_frame: Callable[[bytes, bytes], None]) -> None:
+        """Nobody comes."""
+
+    def dismiss(self, key: bytes) -> None:
+        """Nobody was there."""
+
+    def reach(self, *_: object) -> NoReturn:
+        """There is no way to another host."""
+        raise AssertionError("an engine knows no address of a host without a way to others")
+
+
 class HostServer:
     """Serves every start of a worker group that engines ask for, by the identity of their peer."""
 
     def __init__(
         self,
         launcher: Launcher,
-        send: Callable[[bytes, bytes], bool],
-        read: Callable[[], None],
+        link: HostEnd,
         *,
         name: str = "",
         cores: int | None = None,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        """Prepare; `send` queues a frame for a peer, and returns whether it is there, `read` has `hear` called.
+        """Prepare; `link` has `hear` called.
 
         `cores` are those that ranks share; all that this process may run on, where it is None.
         """
@@ -89,8 +133,7 @@ class HostServer:
         self._cores = cores
         self._window_bytes = window_bytes
         self._launcher = launcher
-        self._send = send
-        self._read = read
+        self._link = link
         self._starts: dict[bytes, HostedStart] = {}
 
     def hear(self, peer: bytes, frame: bytes) -> None:
@@ -100,11 +143,10 @@ class HostServer:
             if len(self._starts) >= STARTS_MAX:
                 logger.warning("more than %d starts at a time: one was not heard", STARTS_MAX)
                 return
-            send = partial(self._send, peer)
             start = HostedStart(
                 self._launcher,
-                send,
-                self._read,
+                self._link,
+                peer,
                 name=self.name,
                 cores=self._cores,
                 window_bytes=self._window_bytes,
@@ -147,8 +189,8 @@ class HostedStart:
     def __init__(
         self,
         launcher: Launcher,
-        send: Callable[[bytes], bool],
-        read: Callable[[], None],
+        link: HostEnd,
+        peer: bytes,
         *,
         name: str,
         cores: int | None,
@@ -158,7 +200,10 @@ class HostedStart:
         self.on_end: Callable[[], object] = lambda: None
         self.whose: tuple[str, tuple[str, ...]] | None = None
         self._launcher = launcher
-        self._read = read
+        self._link = link
+        self._owed = Owed()
+        self._takers: dict[bytes, RowTaker] = {}
+        self._sources: dict[bytes, RowSource] = {}
         self._name = name
         self._cores = cores
         self._on_open = on_open
@@ -167,7 +212,6 @@ class HostedStart:
         self._links: dict[str, LeaderEnd] = {}
         self._ranks: dict[int, LaunchedRank] = {}
         self._running: set[int] = set()
-        self._fetches: dict[str, deque[Fetch]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._ready: set[tuple[str, bytes]] = set()
         self._told: set[int] = set()
@@ -177,7 +221,7 @@ class HostedStart:
         self._stream = Stream(
             ToHost,
             None,
-            send=send,
+            send=partial(link.send, peer),
             take=self._take,
             write=self._write,
             on_broken=lambda why: self.end(f"the engine {why}"),
@@ -212,17 +256,19 @@ class HostedStart:
         except VschedError as error:
             self.refuse(f"has no room: {error}")
             return
+        self._asked = asked
         self.whose = (asked.engine, tuple(asked.groups))
         self._alive_s = asked.alive_s
         self._on_open(self)
         # Nothing here is lost without its engine.
-        self._place = self._launcher.place(asked.groups, self._arena, lambda _why: None)
+        self._place = self._launcher.place(
+            asked.groups, self._arena, lambda _why: None, lambda _pages: None
+        )
         for group in asked.groups:
-            self._fetches[group] = deque()
             self._links[group] = self._place.open_link(group, partial(self._report, group))
         logger.info("serves %s", " and ".join(asked.groups))
         self._stream.put(Opened(self._name))
-        self._stream.watch(alive_s=asked.alive_s, silence_s=asked.silence_s, look=self._read)
+        self._stream.watch(alive_s=asked.alive_s, silence_s=asked.silence_s, look=self._link.read)
 
     def refuse(self, why: str) -> None:
         """Tell the engine why it ends, and end it."""
@@ -237,8 +283,10 @@ class HostedStart:
                 if not self._links[group].send(rank, frame):
                     self._links[group].read()  # its last word tells more
                     self._stream.put(Unsent(group, rank))
-            case Fetch() if message.group in self._links:
-                self._fetches[message.group].append(message)
+            case Fetch():
+                self._owed.ask(self._stream, message)
+            case Admit() | Reach() | Pull() | CutWay():
+                self._exchange(message)
             case Kill(rank) if rank in self._ranks:
                 self._keep(self._ranks[rank].end(grace_s=0))
             case Bye():
@@ -279,6 +327,62 @@ class HostedStart:
                 if (group, rank_identity(rank)) in self._ready:
                     link.send(rank, ON_THE_WAY)
 
+    # --- other hosts ---
+
+    def _exchange(self, message: Admit | Reach | Pull | CutWay) -> None:
+        """Have rows go to other hosts, and come from them."""
+        match message:
+            case Admit(key):
+                self._admit(key)
+            case Reach():
+                self._reach(message)
+            case Pull(number, key):
+                source = self._sources.get(key)
+                if source is None:
+                    self._stream.put(Fetched(number, False))
+                else:
+                    source.pull(message, lambda came: self._stream.put(Fetched(number, came)))
+            case CutWay(key):
+                self._cut(key)
+
+    def _admit(self, key: bytes) -> None:
+        assert self._arena is not None, "a start that is open has one"
+        taker = self._takers[key] = RowTaker(
+            self._owed,
+            self._arena,
+            self._asked,
+            send=self._link.send,
+            read=self._link.read,
+            on_broken=partial(self._cut, key),
+        )
+        self._link.admit(key, taker.hear)
+        self._stream.put(Admitted(key))
+
+    def _reach(self, asked: Reach) -> None:
+        assert self._arena is not None, "a start that is open has one"
+        key = asked.public
+
+        def broken(why: str) -> None:
+            self._sources.pop(key, None)
+            self._stream.put(Unreached(key, why))
+
+        source = self._sources[key] = RowSource(
+            self._arena,
+            self._asked,
+            on_reached=lambda: self._stream.put(Reached(key)),
+            on_broken=broken,
+        )
+        keys = CurveKeys(asked.public, asked.secret, asked.host_key)
+        source.begin(self._link.reach(asked.address, keys, source.hear, source.fail))
+
+    def _cut(self, key: bytes) -> None:
+        self._link.dismiss(key)
+        taker, source = self._takers.pop(key, None), self._sources.pop(key, None)
+        if taker is not None:
+            taker.close()
+        if source is not None:
+            source.close()
+
     # --- what ranks say ---
 
     def _report(self, group: str, identity: bytes, frame: bytes) -> None:
@@ -288,21 +392,17 @@ class HostedStart:
         if is_pulse(identity):
             self._stream.put_ahead(FromRank(group, identity, frame))
             return
-        fetches = self._fetches[group]
-        if fetches and identity == _FIRST:
-            self._fetch(frame, fetches)
+        if (group, _FIRST) in self._ready and identity == _FIRST and stage_of(group) == "encode":
+            self._note_result(group, frame)
         elif (group, identity) not in self._ready:
             frame = self._name_pools(group, identity, frame)
         self._stream.put(FromRank(group, identity, frame))
 
-    def _fetch(self, frame: bytes, fetches: deque[Fetch]) -> None:
+    def _note_result(self, group: str, frame: bytes) -> None:
         """Send the rows of a step before its result."""
         report = decode_report(frame)
-        if isinstance(report, EncodeResult) and report.step == fetches[0].step:
-            fetch = fetches.popleft()
-            for where in fetch.ranges if report.failure is None else ():
-                self._stream.put_range(where)
-            self._stream.put(Fetched(fetch.group, fetch.step))
+        if isinstance(report, EncodeResult):
+            self._owed.done(group, report.step, succeeded=report.failure is None)
 
     def _name_pools(self, group: str, identity: bytes, frame: bytes) -> bytes:
         """Return a report of a rank that starts: what it says of memory is said of this host's."""
@@ -334,6 +434,8 @@ class HostedStart:
             return
         self._over = True
         self._stream.close()
+        for key in [*self._takers, *self._sources]:
+            self._cut(key)
         if self.whose is not None:
             logger.info("serves %s no more: %s", " and ".join(self.whose[1]), why)
         self._keep(self._end())
@@ -398,7 +500,7 @@ async def serve_host(
                 f"--listen: cannot listen on {address}: {error}. Remedy: name an address of this host, such as "
                 "tcp://0.0.0.0:7700"
             ) from error
-        server = HostServer(launcher, link.send, link.read, name=name, cores=cores)
+        server = HostServer(launcher, link, name=name, cores=cores)
         heard.append(server.hear)
         on_ready(link.address)
         try:

@@ -71,9 +71,10 @@ class _Readable:
 
 
 class EngineSocket:
-    """An engine's end of the link to one host, for one start of a worker group.
+    """An engine's end of the link to one host, for one start of a worker group; or that of a host that fetches rows.
 
     Attributes:
+        address: Where the host is, and `host_key` the public key that it has.
         hung_up: How often the host let the connection go before it was greeted: it may have another key.
 
     `on_frame` gets what the host says. `on_cut` is called when the connection breaks that was there, or the host does
@@ -88,6 +89,7 @@ class EngineSocket:
         on_frame: Callable[[bytes], None],
         on_cut: Callable[[str], None],
     ) -> None:
+        self.address, self.host_key = address, keys.peer
         self._on_frame = on_frame
         self._on_cut = on_cut
         self._greeted = False
@@ -150,8 +152,8 @@ class HostSocket:
         on_frame: Callable[[bytes, bytes], None],
     ) -> None:
         """Bind; `on_frame` gets the identity of a peer, and what it says."""
-        self._on_frame = on_frame
-        self._key = keys.peer
+        self._context = context
+        self._admitted = {keys.peer: on_frame}
         self._gate = context.socket(zmq.REP)
         self._gate.bind(_ZAP_ADDRESS)
         self._gating = _Readable(self._gate, self._let_in)
@@ -173,12 +175,31 @@ class HostSocket:
     def _let_in(self) -> None:
         """Let a peer in that proved to have the engine's key (ZeroMQ's RFC 27)."""
         version, number, _, address, _, mechanism, *credentials = self._gate.recv_multipart()
-        known = mechanism == b"CURVE" and credentials == [zmq.utils.z85.decode(self._key)]
+        key = zmq.utils.z85.encode(credentials[0]) if mechanism == b"CURVE" else b""
+        known = key in self._admitted
         if not known:
             logger.warning("a peer at %s without the key was turned away", address.decode())
         status = (b"200", b"") if known else (b"400", b"unknown key")
-        self._gate.send_multipart([version, number, *status, b"", b""])
+        self._gate.send_multipart([version, number, *status, key, b""])
         self._gating.sent()
+
+    def admit(self, key: bytes, on_frame: Callable[[bytes, bytes], None]) -> None:
+        """Let a peer with another key in, too: what it says goes to `on_frame`, and to nobody else."""
+        self._admitted[key] = on_frame
+
+    def dismiss(self, key: bytes) -> None:
+        """Hear no peer with this key any more."""
+        self._admitted.pop(key, None)
+
+    def reach(
+        self,
+        address: str,
+        keys: CurveKeys,
+        on_frame: Callable[[bytes], None],
+        on_cut: Callable[[str], None],
+    ) -> EngineSocket:
+        """Connect with another host."""
+        return EngineSocket(self._context, address, keys, on_frame, on_cut)
 
     def send(self, identity: bytes, frame: bytes) -> bool:
         """Queue a frame for a peer, never waiting; return False when it is gone."""
@@ -194,9 +215,10 @@ class HostSocket:
         self._hearing.read()
 
     def _hear(self) -> None:
-        identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
-        if len(frames) == 1:
-            self._on_frame(identity, frames[0])
+        identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+        hear = self._admitted.get(str(frames[0].get("User-Id")).encode()) if frames else None
+        if hear is not None and len(frames) == 1:
+            hear(identity.bytes, frames[0].bytes)
 
     def close(self) -> None:
         """Say what is queued, within a moment, and close."""

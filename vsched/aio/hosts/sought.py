@@ -46,6 +46,16 @@ class SoughtEnd:
         self._seeking = asyncio.get_running_loop().create_task(self._seek())
 
     @property
+    def address(self) -> str:
+        """Where the host is; empty while that is not known."""
+        return self._address
+
+    @property
+    def host_key(self) -> bytes:
+        """The public key that the host has; empty while it is not found."""
+        return b"" if self._end is None else self._end.host_key
+
+    @property
     def hung_up(self) -> int:
         """How often the host hung up where it was looked for last."""
         return 0 if self._end is None else self._end.hung_up

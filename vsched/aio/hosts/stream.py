@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +30,14 @@ streams."""
 WAITING_MAX = 10_000
 """Messages that wait for the window; each is a decision, or a piece of one's bytes, so more is a side that is stuck."""
 _encoder = msgspec.msgpack.Encoder()
+
+
+class Barrier:
+    """A place in what waits to be sent that nothing passes until it is lifted; `ranges` go in its stead then."""
+
+    def __init__(self) -> None:
+        self.lifted = False
+        self.ranges: Sequence[ByteRange] = ()
 
 
 class Stream:
@@ -66,7 +74,7 @@ class Stream:
         self._on_broken = on_broken
         self._window_bytes = window_bytes
         self._piece_bytes = min(PIECE_BYTES, window_bytes // 2)
-        self._waiting: deque[bytes | ByteRange] = deque()
+        self._waiting: deque[bytes | ByteRange | Barrier] = deque()
         self._sent = self._heard = 0
         self._bytes_taken = self._bytes_told = self._bytes_acknowledged = 0
         self._loop = asyncio.get_running_loop()
@@ -93,10 +101,27 @@ class Stream:
         if where.size and not self.broken:
             self._waiting.append(where)
 
+    def put_barrier(self) -> Barrier:
+        """Let nothing that is put in after this go before it is lifted; signs of life go on."""
+        barrier = Barrier()
+        self._waiting.append(barrier)
+        return barrier
+
+    def lift(self, barrier: Barrier, ranges: Sequence[ByteRange]) -> None:
+        """Send these arena bytes, and then what waits behind the barrier."""
+        barrier.lifted, barrier.ranges = True, ranges
+        self._pump()
+
     def _pump(self) -> None:
         """Send what the window has room for."""
         while self._waiting and not self.broken:
             first = self._waiting[0]
+            if isinstance(first, Barrier):
+                if not first.lifted:
+                    return
+                self._waiting.popleft()
+                self._waiting.extendleft(reversed(first.ranges))
+                continue
             size = (
                 min(first.size, self._piece_bytes) if isinstance(first, ByteRange) else len(first)
             )

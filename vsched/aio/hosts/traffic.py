@@ -7,11 +7,20 @@ since, and its arena is never wrong about one. A row travels once for each time 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from vsched.aio.hosts.messages import ByteRange
-from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision
+from vsched.kernel.decisions import ChunkPlan, EncodeDecision, EncodeTask, GenerateDecision
 from vsched.types import ArenaLayout, ItemPlace
 from vsched.wire import LogEntry
+
+
+class RowsRead(NamedTuple):
+    """The rows of an item that a chunk reads: its pages, where all of its rows lie, and where those lie."""
+
+    pages: list[int]
+    all: list[ByteRange]
+    read: list[ByteRange]
 
 
 class Traffic:
@@ -22,23 +31,16 @@ class Traffic:
         self._items: dict[int, Sequence[ItemPlace]] = {}
         self._slots: dict[int, int] = {}
 
-    def read_by(self, entry: LogEntry) -> list[ByteRange]:
-        """Return what ranks read when they carry out the next entry of the log."""
-        match entry:
-            case EncodeDecision():
-                return [ByteRange(task.extent.offset, task.extent.size) for task in entry.tasks]
-            case GenerateDecision():
-                self._follow(entry)
-                return [where for chunk in entry.chunks for where in self._rows_of(chunk)]
-        return []
+    def pixels_of(self, batch: EncodeDecision) -> list[ByteRange]:
+        """Return what ranks read when they encode a batch."""
+        return [ByteRange(task.extent.offset, task.extent.size) for task in batch.tasks]
 
-    def written_by(self, batch: EncodeDecision) -> list[ByteRange]:
-        """Return where the rows of a batch come to lie."""
-        return [
-            where
-            for task in batch.tasks
-            for where in row_ranges(self._layout, task.pages, 0, task.tokens)
-        ]
+    def read_by(self, entry: LogEntry) -> list[RowsRead]:
+        """Return the rows that ranks read when they carry out the next entry of the log, by item."""
+        if not isinstance(entry, GenerateDecision):
+            return []
+        self._follow(entry)
+        return [read for chunk in entry.chunks for read in self._rows_of(chunk)]
 
     def _follow(self, decision: GenerateDecision) -> None:
         for leave in decision.left:
@@ -55,11 +57,20 @@ class Traffic:
             if join.data is not None:
                 self._items[join.number] = join.data.items
 
-    def _rows_of(self, chunk: ChunkPlan) -> Iterator[ByteRange]:
+    def _rows_of(self, chunk: ChunkPlan) -> Iterator[RowsRead]:
         places = {place.offset: place for place in self._items[self._slots[chunk.slot]]}
         for item in chunk.items:
-            for _, row, rows in places[item.offset].rows(chunk.start, chunk.stop):
-                yield from row_ranges(self._layout, item.pages, row, row + rows)
+            read = [
+                where
+                for _, row, rows in places[item.offset].rows(chunk.start, chunk.stop)
+                for where in row_ranges(self._layout, item.pages, row, row + rows)
+            ]
+            yield RowsRead(item.pages, row_ranges(self._layout, item.pages, 0, item.tokens), read)
+
+
+def written_by(layout: ArenaLayout, tasks: Sequence[EncodeTask]) -> list[ByteRange]:
+    """Return where the rows of a batch, or a part of one, come to lie."""
+    return [where for task in tasks for where in row_ranges(layout, task.pages, 0, task.tokens)]
 
 
 def row_ranges(layout: ArenaLayout, pages: Sequence[int], start: int, stop: int) -> list[ByteRange]:

@@ -48,8 +48,9 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
         attempts: How often its encoding failed.
         retry_batch: It is encoded again together with the entries of the same number and no others, because a batch
             that it was in failed; 0 for none.
-        stale: Its last claim was dropped while it was being encoded. Its pixels may have been overwritten meanwhile,
-            so the result is thrown away.
+        stale: What its pages hold is not to be read. While it is encoded: its last claim was dropped, and its pixels
+            may have been overwritten since, so the result is thrown away. When it is ready: its rows were lost, and a
+            step in flight has it pinned.
     """
 
     item: MediaItem
@@ -169,7 +170,7 @@ class EmbeddingCache:
             entry.inherit_priority(state)
         entry.claims[state.number] = min(order, entry.claims.get(state.number, order))
         self._move_up(entry, order)
-        return entry.phase is EntryPhase.READY
+        return self.is_ready(item.key)
 
     def matches(self, item: MediaItem) -> bool:
         """Return whether the entry of a claimed item has the item's own length."""
@@ -201,7 +202,7 @@ class EmbeddingCache:
     def is_ready(self, key: bytes) -> bool:
         """Return whether an item's embedding lies in the arena."""
         entry = self._entries.get(key)
-        return entry is not None and entry.phase is EntryPhase.READY
+        return entry is not None and entry.phase is EntryPhase.READY and not entry.stale
 
     def pin(self, key: bytes) -> list[int]:
         """Keep a ready entry in place for a generate step, and return its pages."""
@@ -216,7 +217,9 @@ class EmbeddingCache:
         for key in keys:
             entry = self._entries[key]
             entry.pins -= 1
-            if not entry.claims:
+            if entry.stale and not entry.pins:
+                self.requeue(entry)
+            elif not entry.claims:
                 self._let_go(entry)
 
     # --- encoding ---
@@ -250,6 +253,24 @@ class EmbeddingCache:
             self.queue.put(entry)
         else:
             del self._entries[entry.item.key]
+
+    def lose_rows(self, pages: Sequence[int]) -> None:
+        """Nobody has the rows of these pages any more: whoever still needs them has them encoded again.
+
+        Those that a step in flight reads follow when it is over.
+        """
+        lost = set(pages)
+        for entry in [*self._entries.values()]:
+            if entry.phase is not EntryPhase.READY or lost.isdisjoint(entry.pages):
+                continue
+            if entry.pins:
+                probe("embeddings.lost_while_read")
+                entry.stale = True
+            elif entry.claims:
+                probe("embeddings.claimed_lost")
+                self.requeue(entry)
+            else:
+                self._discard(entry)
 
     def free_pages(self, pages: Sequence[int]) -> None:
         """Take pages back that a lost group could write to until now."""

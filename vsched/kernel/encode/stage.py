@@ -19,6 +19,7 @@ from vsched.kernel.groups import Group, Status
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import HOLD_MAX_NS, ask_admission, ask_dispatch, fewest_held_up
 from vsched.kernel.policy_seats import PolicySeat
+from vsched.kernel.request import RequestState
 from vsched.measured import NOTHING_MEASURED, WINDOW, EncodeTime, Measured
 from vsched.policy import (
     AdmissionPolicy,
@@ -90,16 +91,20 @@ class EncodeGroup(Group):
         return not self.batch
 
     def send(
-        self, batch: list[EmbeddingEntry], now_ns: int, *, time_slice_ns: int
+        self,
+        batch: list[EmbeddingEntry],
+        now_ns: int,
+        *,
+        time_slice_ns: int,
+        requests: Mapping[int, RequestState],
     ) -> EncodeDecision:
-        """Take a batch, and return the decision that sends it to the ranks."""
+        """Take a batch, and return the decision that sends it to the ranks; `requests` are all live ones."""
         self.batch = batch
         self.step += 1
         self.sent_ns = now_ns
         self.tokens_given += sum(entry.tokens or 0 for entry in batch)
-        return EncodeDecision(
-            self.step, [_task(entry) for entry in batch], time_slice_ns=time_slice_ns
-        )
+        tasks = [_task(entry, requests) for entry in batch]
+        return EncodeDecision(self.step, tasks, time_slice_ns=time_slice_ns)
 
     def complete(self, step: int) -> list[EmbeddingEntry]:
         """Return the batch of a step that ended."""
@@ -379,7 +384,7 @@ class EncodeStage:
         self._tokens_encoded = state.tokens_encoded
 
 
-def _task(entry: EmbeddingEntry) -> EncodeTask:
+def _task(entry: EmbeddingEntry, requests: Mapping[int, RequestState]) -> EncodeTask:
     item = entry.item
     assert item.extent is not None, "an item without an extent reached the encode stage"
     pages = list(entry.pages)
@@ -392,4 +397,5 @@ def _task(entry: EmbeddingEntry) -> EncodeTask:
         item.metadata,
         item.encoded,
         item.adapter,
+        sorted({requests[number].replica for number in entry.claims}),
     )

@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from vsched.aio.environment import placed_on
-from vsched.aio.hosts.server import HostServer
+from vsched.aio.hosts.server import HostServer, NearEnd
 from vsched.aio.replicas.launcher import Host, Launcher
 from vsched.config import Config
 from vsched.errors import ConfigError
@@ -57,6 +57,7 @@ class Connection:
         on_frame: Callable[[bytes], None],
         on_cut: Callable[[str], None],
     ) -> None:
+        self.address, self.host_key = "", b""  # no host reaches another
         self.hung_up = 0
         self.identity = identity
         self.boot: Boot | None = None
@@ -175,8 +176,7 @@ class Boot:
         launcher = SimulatedLauncher(machine.world, run_dir, machine.ranks)
         self._server = HostServer(
             launcher,
-            self._send,
-            self._read,
+            NearEnd(self._send, self._read),
             name=machine.name,
             cores=1,
             window_bytes=machine.profile.window_bytes,
@@ -315,10 +315,16 @@ class SimulatedCluster:
             hosts = {name: machine.connect for name, machine in self.machines.items()}
             self._launcher = placed_on(config, own, hosts, window_bytes=profile.window_bytes)
 
-    def place(self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]) -> Host:
+    def place(
+        self,
+        groups: Sequence[str],
+        arena: Arena,
+        on_lost: Callable[[str], None],
+        on_rows_lost: Callable[[Sequence[int]], None],
+    ) -> Host:
         """Return the host whose turn it is."""
         self._world.launches.update(groups)
-        host = self._launcher.place(groups, arena, on_lost)
+        host = self._launcher.place(groups, arena, on_lost, on_rows_lost)
         if host.name:
             made = [*self.machines[host.name].connections.values()][-1]
             made.groups = tuple(groups)

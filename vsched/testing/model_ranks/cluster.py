@@ -7,6 +7,7 @@ the step that would have read it. See `vsched.testing.model_ranks.generator` for
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 import msgspec
@@ -38,6 +39,7 @@ from vsched.kernel.events import (
     GroupReady,
     GroupRetired,
     Knocked,
+    RowsLost,
     Submitted,
     TimerFired,
     Withdrawn,
@@ -267,6 +269,16 @@ class ModelCluster:
         else:
             self.generators[group].lose()
         self.send(GroupLost(group, Simulated((group,)), planned))
+
+    def lose_rows(self, pages: Sequence[int]) -> None:
+        """Lose the embedding rows of some pages; the steps that are out have those that they read."""
+        out = [
+            chunk for one in self.generators.values() for step in one.log for chunk in step.chunks
+        ]
+        read = {page for chunk in out for item in chunk.items for page in item.pages}
+        for page in set(pages) - read:
+            self.pages.pop(page, None)
+        self.send(RowsLost([*pages]))
 
     def restore(self, group: str) -> None:
         """Bring a lost group back."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -20,7 +20,7 @@ from vsched.aio.hosts.messages import (
     ToRank,
     Write,
 )
-from vsched.aio.hosts.server import HostServer
+from vsched.aio.hosts.server import HostServer, NearEnd
 from vsched.aio.hosts.stream import PIECE_BYTES, WINDOW_BYTES, Stream
 from vsched.aio.replicas.launcher import OnExit
 from vsched.transport.arena import Arena
@@ -73,7 +73,7 @@ class Home:
 
     name = run_dir = ""
 
-    def place(self, _groups: Sequence[str], _arena: Arena, _on_lost: Callable[[str], None]) -> Home:
+    def place(self, *_: object) -> Home:
         return self
 
     def open_link(self, _group: str, on_frame: OnFrame) -> Link:
@@ -95,7 +95,7 @@ class Wire:
         self.there: deque[bytes] = deque()
         self.back: deque[bytes] = deque()
         self.heard: list[object] = []
-        self.server = HostServer(self.home, self._answer, lambda: None, name="far")
+        self.server = HostServer(self.home, NearEnd(self._answer, lambda: None), name="far")
         self.engine = Stream(
             ToEngine,
             Arena.create(LAYOUT),
@@ -150,7 +150,7 @@ async def test_server_lets_pulses_go_ahead_of_rows(wire: Wire) -> None:
     """Rows fill the window, and wait; the engine hears that the rank lives."""
     report = wire.home.link.report
     report(FIRST, encode_report(Ready(1, {})))
-    wire.engine.put(Fetch("encode", 1, [ByteRange(0, 2 * WINDOW_BYTES)]))
+    wire.engine.put(Fetch(1, "encode", 1, [ByteRange(0, 2 * WINDOW_BYTES)]))
     while wire.there:
         wire.server.hear(b"peer", wire.there.popleft())
     wire.heard.clear()

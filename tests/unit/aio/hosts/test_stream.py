@@ -135,3 +135,19 @@ async def test_stream_ends_when_the_other_is_gone() -> None:
     engine.reachable = False
     assert not engine.stream.put(Kill(1))
     assert engine.broken == ["cannot be reached any more"]
+
+
+async def test_stream_lets_nothing_pass_a_barrier_until_it_is_lifted() -> None:
+    """What is lifted in its stead comes before what waited behind it."""
+    engine, host = Side(), Side()
+    engine.stream.put(Kill(1))
+    barrier = engine.stream.put_barrier()
+    engine.stream.put(Kill(2))
+    deliver(engine, host)
+    assert host.heard == [Kill(1)]
+    engine.arena.put(0, b"rows")
+    engine.stream.lift(barrier, [ByteRange(0, 4)])
+    host.stream.hear(engine.frames.popleft())
+    assert (host.written[0].data, host.heard) == (b"rows", [Kill(1)])
+    deliver(engine, host)
+    assert host.heard == [Kill(1), Kill(2)]

@@ -1,0 +1,144 @@
+"""Rows that go from the encoder's host to the reader's: the same tokens, whatever befalls the way between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from tests.patience import until
+from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
+from tests.unit.rank.hosts import Hosts, hosts_of
+from tests.unit.rank.worker_groups import Place, generate, read, shell_of
+from vsched.aio.hosts.exchange import Exchange
+from vsched.aio.hosts.remote import RemoteHost
+from vsched.aio.shell import Shell
+from vsched.testing import make_request
+
+pytestmark = pytest.mark.slow
+THREE = (("encode",), ("generate-0",), ("generate-1",))
+
+
+async def ask(shell: Shell, name: str, key: bytes) -> None:
+    """Have an image described, and see that every row was right."""
+    request = make_request(name, [14, 15], [(1, 6, key)])
+    assert await read(generate(shell, request, max_tokens=10)) == expected_tokens(
+        request.prompt_token_ids, 10
+    )
+
+
+async def reach(shell: Shell, exchange: Exchange) -> None:
+    """Have hosts reach each other: the first image goes through the engine."""
+    await ask(shell, "first", b"first")
+    await until(lambda: exchange._ways and all(way.reached for way in exchange._ways.values()))
+    assert exchange.bytes_direct == 0
+
+
+async def test_direct_rows_do_not_pass_the_engine(place: Place) -> None:
+    """Not one byte of them: they are on the reader's host before its chunk is decided."""
+    async with hosts_of("far", "farther") as hosts:
+        exchange = hosts.launcher(place, encode=["far"], generate=["farther"]).exchange
+        async with shell_of(place) as shell:
+            await reach(shell, exchange)
+            (way,) = exchange._ways.values()
+            before = way.source.bytes_fetched
+            await ask(shell, "second", b"second")
+            assert exchange.bytes_direct == 6 * 16
+            assert way.source.bytes_fetched == before
+
+
+async def test_direct_is_not_used_where_it_is_off_or_a_replica_is_here(place: Place) -> None:
+    async with hosts_of("far", "farther") as hosts:
+        off = hosts.launcher(place, encode=["far"], generate=["farther"], direct=False)
+        assert not off.exchange.direct
+        assert not hosts.launcher(
+            place, encode=["far"], generate=["farther", "local"]
+        ).exchange.direct
+        place.launcher = off
+        async with shell_of(place) as shell:
+            await ask(shell, "first", b"first")
+            await ask(shell, "second", b"second")
+            assert not exchange_used(off.exchange)
+
+
+def exchange_used(exchange: Exchange) -> bool:
+    return bool(exchange._ways or exchange.bytes_direct)
+
+
+async def test_direct_rows_need_not_leave_a_process_with_both_stages(place: Place) -> None:
+    """They are read where they were written, and the engine never has them."""
+    async with hosts_of("far") as hosts:
+        launcher = hosts.launcher(place, encode=["far"], generate=["far"])
+        async with shell_of(place, groups=(("encode", "generate"),)) as shell:
+            await ask(shell, "image", b"image")
+            (host,) = launcher.exchange._readers.values()
+            assert host.bytes_fetched == 0
+
+
+def cut_at_source(exchange: Exchange, hosts: Hosts) -> None:
+    """The encoder's host lets the reader go, and does not know it any more."""
+    del exchange
+    start = next(one for one in hosts.running["far"].server._starts.values() if one._takers)
+    for key in [*start._takers]:
+        start._cut(key)
+
+
+def silence_source(exchange: Exchange, hosts: Hosts) -> None:
+    """The encoder's host hears the reader, and says nothing: only time tells."""
+    for start in hosts.running["far"].server._starts.values():
+        for taker in start._takers.values():
+            taker._send = lambda _peer, _frame: True
+    for way in exchange._ways.values():
+        assert isinstance(way.source, RemoteHost)
+        way.source._patience = msgspec.structs.replace(way.source._patience, silence_s=1.0)
+
+
+@pytest.mark.parametrize("strike", [cut_at_source, silence_source])
+async def test_direct_way_that_breaks_costs_no_group_and_no_token(
+    place: Place, strike: Callable[[Exchange, Hosts], None]
+) -> None:
+    """Both streams to the engine live on, and rows go that way."""
+    async with hosts_of("far", "farther") as hosts:
+        exchange = hosts.launcher(place, encode=["far"], generate=["farther"]).exchange
+        async with shell_of(place) as shell:
+            await reach(shell, exchange)
+            strike(exchange, hosts)
+            await ask(shell, "second", b"second")
+            assert exchange.bytes_direct == 0
+            assert shell.healthy
+            assert not any(row["losses"] for row in shell.groups())
+
+
+async def test_direct_rows_are_fetched_for_a_replica_that_comes_later(place: Place) -> None:
+    """An image that another replica's request was encoded for goes through the engine to the next one."""
+    async with hosts_of("far", "farther", "farthest") as hosts:
+        launcher = hosts.launcher(place, encode=["far"], generate=["farther", "farthest"])
+        async with shell_of(place, groups=THREE) as shell:
+            for index in range(6):
+                await ask(shell, f"r{index}", b"first" if index % 2 else b"other")
+            assert shell.healthy
+            assert not any(row["losses"] for row in shell.groups())
+            assert launcher.exchange.direct
+
+
+@pytest.mark.parametrize("lost", [["far"], ["farther"]])
+async def test_direct_rows_that_went_with_hosts_are_made_again(
+    place: Place, lost: list[str]
+) -> None:
+    """The host of the encoder, or of the reader, in the middle of a stream: it goes on with its tokens."""
+    async with hosts_of("far", "farther") as hosts:
+        exchange = hosts.launcher(place, encode=["far"], generate=["farther"]).exchange
+        async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:
+            await reach(shell, exchange)
+            request = make_request("long", [14, 15], [(1, 6, b"second")])
+            stream = generate(shell, request, max_tokens=100)
+            before = await read(stream, at_least=20)
+            assert exchange.bytes_direct == 6 * 16
+            for name in lost:
+                await hosts.running.pop(name).close()
+            await until(lambda: not shell.healthy, "the loss is noticed")
+            for name in lost:
+                hosts.start(name)
+            assert before + await read(stream) == expected_tokens(request.prompt_token_ids, 100)
+            await ask(shell, "again", b"second")
