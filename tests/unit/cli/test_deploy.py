@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,17 @@ def of(instruction: str) -> list[str]:
     return [arguments for name, arguments in dockerfile() if name == instruction]
 
 
+def dict_of_arguments() -> dict[str, str]:
+    """Return what `--build-arg` can change, with its defaults."""
+    return dict(argument.split("=", 1) for argument in of("ARG"))
+
+
+def on_kubernetes() -> dict[str, dict[str, Any]]:
+    """Return the objects of the example, by kind."""
+    documents = yaml.safe_load_all((ROOT / "deploy/kuberay.yaml").read_text())
+    return {document["kind"]: document for document in documents}
+
+
 def service() -> dict[str, Any]:
     services = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]
     found: dict[str, Any] = services["vsched"]
@@ -52,8 +64,12 @@ def test_dockerfile_copies_all_packages_and_installs_an_extra_that_there_is() ->
     copied = " ".join(of("COPY")).split()
     assert {package.split("/")[0] for package in packages} <= {*copied}
     assert {project["project"]["readme"], *project["project"]["license-files"]} <= {*copied}
-    (extra,) = re.findall(r"\.\[(\w+)\]", " ".join(of("RUN")))
-    assert extra in project["project"]["optional-dependencies"]
+    assert '".[${EXTRAS}]"' in " ".join(of("RUN"))
+    built = (ROOT / "deploy/kuberay.yaml").read_text() + f"EXTRAS={dict_of_arguments()['EXTRAS']} "
+    extras = re.findall(r"EXTRAS=([\w,-]+) ", built)
+    assert len(extras) == 2
+    for extra in ",".join(extras).split(","):
+        assert extra in project["project"]["optional-dependencies"]
 
 
 def test_dockerfile_serves_as_nobody_in_particular() -> None:
@@ -63,7 +79,15 @@ def test_dockerfile_serves_as_nobody_in_particular() -> None:
     assert names.index("USER") < names.index("ENTRYPOINT")
 
 
-@pytest.mark.parametrize("words", [json.loads(of("CMD")[0]), service()["command"]])
+def entrypoint() -> list[str]:
+    """Return the command of Ray's job, without the program and with a configuration that is here."""
+    words = shlex.split(on_kubernetes()["RayJob"]["spec"]["entrypoint"])
+    assert words.pop(0) == "vsched"
+    at = words.index("--config")
+    return words[:at] + words[at + 2 :]
+
+
+@pytest.mark.parametrize("words", [json.loads(of("CMD")[0]), service()["command"], entrypoint()])
 def test_command_of_the_image_is_understood(
     words: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,3 +110,47 @@ def test_compose_sets_what_the_configuration_knows_and_mounts_the_model() -> Non
     assert (ROOT / found["build"]["dockerfile"]).is_file()
     assert f":{config.server.port}" in found["healthcheck"]["test"][-1]
     assert found["ports"] == [f"127.0.0.1:{config.server.port}:{of('EXPOSE')[0]}"]
+
+
+def test_kubernetes_has_nodes_for_the_replicas_that_its_configuration_wants(tmp_path: Path) -> None:
+    """Each replica's bundle fits a node of its own, which has the resource that only its stage asks for."""
+    written = tmp_path / "vsched.toml"
+    written.write_text(on_kubernetes()["ConfigMap"]["data"]["vsched.toml"])
+    config = load_config(written, sets=[], environ={}).config
+    groups = on_kubernetes()["RayJob"]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    nodes = {group["groupName"]: group for group in groups}
+    stages = {"encode": config.encode.replicas, "generate": config.generate.replicas}
+    assert {name: group["replicas"] for name, group in nodes.items()} == stages
+    assert len(config.on_ray) == sum(stages.values())
+    for (stage, _), resources in config.on_ray.items():
+        start = nodes[stage]["rayStartParams"]
+        has = json.loads(json.loads(start["resources"])) | {"CPU": int(start["num-cpus"])}
+        assert resources == has
+        (container,) = nodes[stage]["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["cpu"] == start["num-cpus"]
+
+
+def test_kubernetes_engine_has_its_key_its_model_and_its_port() -> None:
+    found = on_kubernetes()
+    cluster = found["RayJob"]["spec"]["rayClusterSpec"]
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    config = tomllib.loads(found["ConfigMap"]["data"]["vsched.toml"])
+    assert config["server"]["api_key_variable"] in {variable["name"] for variable in head["env"]}
+    words = shlex.split(found["RayJob"]["spec"]["entrypoint"])
+    mounted = {mount["mountPath"] for mount in head["volumeMounts"]}
+    assert {words[2], str(Path(words[words.index("--config") + 1]).parent)} <= mounted
+    (port,) = found["Service"]["spec"]["ports"]
+    assert port["targetPort"] in {port["containerPort"] for port in head["ports"]}
+    assert str(port["targetPort"]) == of("EXPOSE")[0]
+    labels = cluster["headGroupSpec"]["template"]["metadata"]["labels"]
+    assert labels.items() <= found["Service"]["spec"]["selector"].items()
+
+
+def test_kubernetes_names_the_ray_that_is_installed() -> None:
+    """All nodes have one image, and it has the version that the constraints give it."""
+    cluster = on_kubernetes()["RayJob"]["spec"]["rayClusterSpec"]
+    assert f"ray=={cluster['rayVersion']}\n" in (ROOT / "constraints.txt").read_text()
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    images = {group["template"]["spec"]["containers"][0]["image"] for group in groups}
+    (image,) = images
+    assert f"-t {image} " in (ROOT / "deploy/kuberay.yaml").read_text()
