@@ -122,7 +122,7 @@ async def test_direct_rows_are_fetched_for_a_replica_that_comes_later(place: Pla
             assert launcher.exchange.direct
 
 
-@pytest.mark.parametrize("lost", [["far"], ["farther"]])
+@pytest.mark.parametrize("lost", [["far"], ["farther"], ["far", "farther"]])
 async def test_direct_rows_that_went_with_hosts_are_made_again(
     place: Place, lost: list[str]
 ) -> None:

@@ -135,11 +135,15 @@ class HostServer:
         self._launcher = launcher
         self._link = link
         self._starts: dict[bytes, HostedStart] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._closing = False
 
     def hear(self, peer: bytes, frame: bytes) -> None:
         """Take a frame of a peer, which may be a new one."""
         start = self._starts.get(peer)
         if start is None:
+            if self._closing:
+                return  # an engine that lost its ranks here is back at once; its connection ends in a moment
             if len(self._starts) >= STARTS_MAX:
                 logger.warning("more than %d starts at a time: one was not heard", STARTS_MAX)
                 return
@@ -151,6 +155,7 @@ class HostServer:
                 cores=self._cores,
                 window_bytes=self._window_bytes,
                 on_open=self._replace,
+                ending=self._ending,
             )
             self._starts[peer] = start
             start.on_end = partial(self._starts.pop, peer, None)
@@ -168,14 +173,14 @@ class HostServer:
         return [pid for start in self._starts.values() for pid in start.pids]
 
     async def close(self) -> None:
-        """End every rank.
+        """End every rank, and start none any more.
 
         Blocks: for the moment that the system takes to kill.
         """
-        starts = [*self._starts.values()]
-        for start in starts:
+        self._closing = True
+        for start in [*self._starts.values()]:
             start.refuse("is stopping")
-        await asyncio.gather(*(start.ended() for start in starts))
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
 
 class HostedStart:
@@ -196,7 +201,9 @@ class HostedStart:
         cores: int | None,
         window_bytes: int,
         on_open: Callable[[HostedStart], None],
+        ending: set[asyncio.Task[None]],
     ) -> None:
+        """Prepare; `ending` gets what has to be waited for until nothing of this runs."""
         self.on_end: Callable[[], object] = lambda: None
         self.whose: tuple[str, tuple[str, ...]] | None = None
         self._launcher = launcher
@@ -212,7 +219,7 @@ class HostedStart:
         self._links: dict[str, LeaderEnd] = {}
         self._ranks: dict[int, LaunchedRank] = {}
         self._running: set[int] = set()
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending = ending
         self._ready: set[tuple[str, bytes]] = set()
         self._told: set[int] = set()
         self._over = False
@@ -454,10 +461,6 @@ class HostedStart:
         task = self._loop.create_task(work)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-
-    async def ended(self) -> None:
-        """Wait until its ranks are gone."""
-        await asyncio.gather(*self._ending, return_exceptions=True)
 
 
 def _with_pools_of(report: RankReport, host: str) -> RankReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
@@ -10,6 +11,7 @@ import pytest
 from tests.unit.rank.fake_plugin import NAME, model_info
 from vsched.aio.hosts.messages import (
     VERSION,
+    Bye,
     ByteRange,
     Fetch,
     Fetched,
@@ -64,8 +66,15 @@ class Rank:
 
     pid = 1
 
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+        self.ended = False
+
     async def end(self, *, grace_s: float) -> None:
-        """It has."""
+        """It ends as soon as it may."""
+        await self.may_end.wait()
+        self.ended = True
 
 
 class Home:
@@ -73,7 +82,12 @@ class Home:
 
     name = run_dir = ""
 
+    def __init__(self) -> None:
+        self.places = 0
+        self.rank = Rank()
+
     def place(self, *_: object) -> Home:
+        self.places += 1
         return self
 
     def open_link(self, _group: str, on_frame: OnFrame) -> Link:
@@ -81,7 +95,7 @@ class Home:
         return self.link
 
     def launch(self, _spec: RankSpec, *, threads: int, on_exit: OnExit) -> Rank:
-        return Rank()
+        return self.rank
 
     def close(self) -> None:
         """Nothing to close."""
@@ -163,3 +177,42 @@ async def test_server_lets_pulses_go_ahead_of_rows(wire: Wire) -> None:
     behind = kinds[wire.heard.index(pulse) :].count(Write)
     assert behind * PIECE_BYTES >= WINDOW_BYTES
     assert kinds[-2:] == [Fetched, FromRank], "its result comes after its rows"
+
+
+async def test_server_that_closes_serves_nobody_new(wire: Wire) -> None:
+    """An engine that hears of its loss is back while ranks end: what it started then, nobody would end."""
+    said: list[bytes] = []
+
+    def say(frame: bytes) -> bool:
+        said.append(frame)
+        return True
+
+    again = Stream(
+        ToEngine,
+        None,
+        send=say,
+        take=wire.heard.append,
+        write=wire.heard.append,
+        on_broken=wire.heard.append,
+    )
+    again.put(OpenGroups(VERSION, "engine", ["encode"], LAYOUT, 0.0, 60.0))
+    wire.home.rank.may_end.clear()
+    closing = asyncio.create_task(wire.server.close())
+    await asyncio.sleep(0)
+    wire.server.hear(b"another peer", said.pop())
+    wire.home.rank.may_end.set()
+    await closing
+    assert wire.home.places == 1
+    again.close()
+
+
+async def test_server_that_closes_waits_for_ranks_of_starts_that_are_over(wire: Wire) -> None:
+    wire.home.rank.may_end.clear()
+    wire.engine.put(Bye())
+    wire.deliver()
+    closing = asyncio.create_task(wire.server.close())
+    await asyncio.sleep(0)
+    assert not closing.done()
+    wire.home.rank.may_end.set()
+    await closing
+    assert wire.home.rank.ended
