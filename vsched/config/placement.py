@@ -5,6 +5,7 @@ A rule, and no measurement: two starts on one machine are alike, and a start tak
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +20,11 @@ HEAVY_BYTES = 256 << 20
 """From here on reading the weights in each step takes all cores; it lies between 10 and 800 MiB, which were tried."""
 CORES_MAX = 8
 """With more cores, half of them are enough for one stage, and the other may encode meanwhile."""
+ADVICE = (
+    "For text of 8 clients or more at a time, --set placement=together --set encode.replicas=2 "
+    "--set generate.replicas=2 may serve half as many again; vsched tune measures it"
+)
+"""What two processes that each do everything were worth for 10 MiB of weights on two cores; with pictures, nothing."""
 
 
 class ChosenPlacement(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,43 +32,42 @@ class ChosenPlacement(msgspec.Struct, frozen=True, kw_only=True):
 
     placement: Literal["separate", "together"]
     reason: str
+    advice: str = ""
+    """What to try, where the rule cannot know what clients ask."""
 
     def __str__(self) -> str:
-        return f"placement = {self.placement}, because {self.reason}"
+        text = f"placement = {self.placement}, because {self.reason}"
+        return f"{text}. {self.advice}" if self.advice else text
 
 
 def choose_placement(config: Config, *, weights_bytes: int, cores: int) -> ChosenPlacement:
     """Return the placement that a configuration has, or that `auto` stands for; it reads nothing."""
-    placement, reason = _choose(config, weights_bytes, cores)
-    return ChosenPlacement(placement=placement, reason=reason)
-
-
-def _choose(
-    config: Config, weights_bytes: int, cores: int
-) -> tuple[Literal["separate", "together"], str]:
+    separate = partial(ChosenPlacement, placement="separate")
     encode, generate = config.encode, config.generate
     if config.placement != "auto":
-        return config.placement, "it is configured"
+        return ChosenPlacement(placement=config.placement, reason="it is configured")
     if not encode.replicas:
-        return "separate", "nothing encodes images"
+        return separate(reason="nothing encodes images")
     if not (encode.on_cpu and generate.on_cpu):
-        return "separate", "a stage has a device of its own"
+        return separate(reason="a stage has a device of its own")
     if config.cluster.elsewhere:
-        return "separate", "replicas are on other hosts"
+        return separate(reason="replicas are on other hosts")
     if (encode.plugin, encode.replicas, encode.tensor_parallel) != (
         generate.plugin,
         generate.replicas,
         generate.tensor_parallel,
     ):
-        return "separate", "the stages differ in plug-in, replicas or ranks"
+        return separate(reason="the stages differ in plug-in, replicas or ranks")
     if encode.threads is not None or generate.threads is not None:
-        return "separate", "the threads are configured"
+        return separate(reason="the threads are configured")
     if cores > CORES_MAX:
-        return "separate", f"{cores} cores are enough for two processes"
+        return separate(reason=f"{cores} cores are enough for two processes")
     weights = f"weights of {weights_bytes >> 20:,} MiB"
     if weights_bytes < HEAVY_BYTES:
-        return "separate", f"{weights} are light for a core"
-    return "together", f"{weights} are heavy for a share of {cores} cores"
+        alone = config.generate.replicas == 1 and cores > 1
+        return separate(reason=f"{weights} are light for a core", advice=ADVICE if alone else "")
+    reason = f"{weights} are heavy for a share of {cores} cores"
+    return ChosenPlacement(placement="together", reason=reason)
 
 
 def placed(config: Config) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,30 @@ def test_placement_follows_machine_checkpoint_and_settings(
     found = choose_placement(config_of(*sets), weights_bytes=weights_bytes, cores=cores)
     assert found.placement == expected
     assert why in found.reason
-    assert str(found) == f"placement = {expected}, because {found.reason}"
+    assert str(found).startswith(f"placement = {expected}, because {found.reason}")
+
+
+@pytest.mark.parametrize(
+    ("sets", "weights_bytes", "cores"),
+    [
+        ((), MID, 2),
+        ((), TINY, 1),
+        ((), TINY, 64),
+        (("placement=separate",), TINY, 2),
+        (("generate.threads=1",), TINY, 2),
+        (("encode.replicas=2", "generate.replicas=2"), TINY, 2),
+    ],
+)
+def test_placement_advises_replicas_only_where_they_were_worth_it(
+    sets: tuple[str, ...], weights_bytes: int, cores: int
+) -> None:
+    """What it names are settings, and with them it has nothing more to say."""
+    told = str(choose_placement(config_of(), weights_bytes=TINY, cores=2))
+    named = re.findall(r"--set (\S+)", told)
+    assert config_of(*named).generate.replicas == config_of(*named).encode.replicas == 2
+    found = choose_placement(config_of(*sets), weights_bytes=weights_bytes, cores=cores)
+    assert not found.advice
+    assert not choose_placement(config_of(*named), weights_bytes=TINY, cores=2).advice
 
 
 def test_placement_is_that_of_the_weights_in_the_folder(
