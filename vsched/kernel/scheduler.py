@@ -503,6 +503,11 @@ class Scheduler:
         """Return what every policy with a state remembers, by where it is asked."""
         return self._seats.states()
 
+    @property
+    def requests(self) -> list[RequestState]:
+        """The live requests, oldest first."""
+        return list(self._table.live.values())
+
     def phase(self, request_id: str) -> Phase | None:
         """Return where a request is; None when it is not here."""
         state = self._table.find(request_id)

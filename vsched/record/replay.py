@@ -264,7 +264,7 @@ def _unfinished(kernel: Scheduler) -> list[Unfinished]:
             images=len(state.items),
             phase=state.phase,
         )
-        for state in kernel.state().table.requests
+        for state in kernel.requests
     ]
 
 
