@@ -120,6 +120,10 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
     """There is nothing else to say."""
 
 
+class Held(msgspec.Struct, frozen=True, tag=True):
+    """What is to be said next waits for bytes of another host; said instead of `Alive`, so that ranks wait, too."""
+
+
 class Opened(msgspec.Struct, frozen=True, tag=True):
     """The host's first word."""
 
@@ -203,6 +207,7 @@ ToHost = (
     | Bye
     | Write
     | Alive
+    | Held
 )
 ToEngine = (
     Opened

@@ -30,6 +30,7 @@ from vsched.aio.hosts.messages import (
     Fetch,
     Fetched,
     FromRank,
+    Held,
     Kill,
     Launch,
     Launched,
@@ -292,6 +293,8 @@ class HostedStart:
                     self._stream.put(Unsent(group, rank))
             case Fetch():
                 self._owed.ask(self._stream, message)
+            case Held():
+                self._encourage()
             case Admit() | Reach() | Pull() | CutWay():
                 self._exchange(message)
             case Kill(rank) if rank in self._ranks:
@@ -324,7 +327,7 @@ class HostedStart:
         self._encourage()
 
     def _encourage(self) -> None:
-        """Have ranks know that the engine lives: on a slow link, bytes may take longer than their patience."""
+        """Have ranks know that the engine lives: bytes may take longer than their patience, be it to the engine."""
         now_s = self._loop.time()
         if now_s - self._encouraged_s < self._alive_s:
             return

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.aio.hosts.messages import Alive, ByteRange, Write
+from vsched.aio.hosts.messages import Alive, ByteRange, Held, Write
 from vsched.transport.arena import Arena
 
 _HEADER = struct.Struct("<QQ")
@@ -33,7 +33,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Barrier:
-    """A place in what waits to be sent that nothing passes until it is lifted; `ranges` go in its stead then."""
+    """A place in what waits to be sent that nothing passes until it is lifted; `ranges` go in its stead then.
+
+    While it is the first that waits, signs of life are `Held`.
+    """
 
     def __init__(self) -> None:
         self.lifted = False
@@ -207,7 +210,8 @@ class Stream:
         tick()
 
     def _say_alive(self) -> None:
-        self.put_ahead(Alive())
+        first = self._waiting[0] if self._waiting else None
+        self.put_ahead(Held() if isinstance(first, Barrier) else Alive())
 
     def fail(self, why: str) -> None:
         """End it, and tell."""

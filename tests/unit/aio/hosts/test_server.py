@@ -160,6 +160,19 @@ async def test_server_tells_ranks_that_what_they_wait_for_is_on_the_way(wire: Wi
     assert wire.home.link.heard == [b"order", *[ON_THE_WAY] * 3, b"entry"]
 
 
+async def test_server_tells_ranks_to_wait_for_what_is_held(wire: Wire) -> None:
+    """Rows that a step reads come to the engine first: no byte comes here meanwhile, and no heartbeat."""
+    wire.home.link.report(FIRST, encode_report(Ready(1, {})))
+    barrier = wire.engine.put_barrier()
+    wire.engine.put(ToRank("encode", 0, b"entry"))
+    wire.engine.watch(alive_s=0.0, silence_s=60.0, look=lambda: None)
+    wire.deliver()
+    assert wire.home.link.heard == [ON_THE_WAY]
+    wire.engine.lift(barrier, [])
+    wire.deliver()
+    assert wire.home.link.heard == [ON_THE_WAY, b"entry"]
+
+
 async def test_server_lets_pulses_go_ahead_of_rows(wire: Wire) -> None:
     """Rows fill the window, and wait; the engine hears that the rank lives."""
     report = wire.home.link.report

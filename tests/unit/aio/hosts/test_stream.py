@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vsched.aio.hosts.messages import Bye, ByteRange, Kill, ToHost, Write
+from vsched.aio.hosts.messages import Bye, ByteRange, Held, Kill, ToHost, Write
 from vsched.aio.hosts.stream import PIECE_BYTES, Stream
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout
@@ -151,3 +151,18 @@ async def test_stream_lets_nothing_pass_a_barrier_until_it_is_lifted() -> None:
     assert (host.written[0].data, host.heard) == (b"rows", [Kill(1)])
     deliver(engine, host)
     assert host.heard == [Kill(1), Kill(2)]
+
+
+async def test_stream_says_that_a_barrier_holds_what_comes_next() -> None:
+    """Instead of signs of life, and no more once it was lifted."""
+    engine, host = Side(), Side()
+    barrier = engine.stream.put_barrier()
+    engine.stream.put(Kill(1))
+    engine.stream.watch(alive_s=0.0, silence_s=60.0, look=lambda: None)
+    deliver(engine, host)
+    assert host.heard == [Held()]
+    engine.stream.lift(barrier, [])
+    engine.stream.watch(alive_s=0.0, silence_s=60.0, look=lambda: None)
+    deliver(engine, host)
+    assert host.heard == [Held(), Kill(1)]
+    engine.stream.close()
