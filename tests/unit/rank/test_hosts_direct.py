@@ -12,7 +12,10 @@ from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.hosts import Hosts, hosts_of
 from tests.unit.rank.worker_groups import Place, generate, read, shell_of
 from vsched.aio.hosts.exchange import Exchange
+from vsched.aio.hosts.messages import Write
 from vsched.aio.hosts.remote import RemoteHost
+from vsched.aio.hosts.server import HostedStart
+from vsched.aio.hosts.stream import Stream
 from vsched.aio.shell import Shell
 from vsched.testing import make_request
 
@@ -89,12 +92,56 @@ def silence_source(exchange: Exchange, hosts: Hosts) -> None:
     for start in hosts.running["far"].server._starts.values():
         for taker in start._takers.values():
             taker._send = lambda _peer, _frame: True
+    hurry(exchange)
+
+
+def hurry(exchange: Exchange) -> None:
+    """Wait for rows a moment only."""
     for way in exchange._ways.values():
         assert isinstance(way.source, RemoteHost)
         way.source._patience = msgspec.structs.replace(way.source._patience, silence_s=1.0)
 
 
-@pytest.mark.parametrize("strike", [cut_at_source, silence_source])
+def ends_of_way(hosts: Hosts) -> tuple[Stream, Stream]:
+    """Return the streams at the two ends: the encoder's, from now on in pieces of two rows, and the reader's."""
+    (taker,) = (t for one in starts_on(hosts, "far") for t in one._takers.values())
+    (source,) = (s for one in starts_on(hosts, "farther") for s in one._sources.values())
+    taker._stream._piece_bytes = 2 * 16
+    return taker._stream, source._stream
+
+
+def starts_on(hosts: Hosts, name: str) -> list[HostedStart]:
+    return [*hosts.running[name].server._starts.values()]
+
+
+def cut_half_way(exchange: Exchange, hosts: Hosts) -> None:
+    """The connection ends when the reader has a third of the rows."""
+    del exchange
+    _, reader = ends_of_way(hosts)
+    write = reader._write
+
+    def first(message: Write) -> None:
+        write(message)
+        reader._write = lambda _message: reader.fail("closed the connection")
+
+    reader._write = first
+
+
+def silence_half_way(exchange: Exchange, hosts: Hosts) -> None:
+    """A third of the rows comes, and then nothing, though the connection stands."""
+    source, _ = ends_of_way(hosts)
+    send = source._send
+
+    def first(frame: bytes) -> bool:
+        if b"Write" in frame:
+            source._send = lambda _frame: True
+        return send(frame)
+
+    source._send = first
+    hurry(exchange)
+
+
+@pytest.mark.parametrize("strike", [cut_at_source, silence_source, cut_half_way, silence_half_way])
 async def test_direct_way_that_breaks_costs_no_group_and_no_token(
     place: Place, strike: Callable[[Exchange, Hosts], None]
 ) -> None:
@@ -108,6 +155,36 @@ async def test_direct_way_that_breaks_costs_no_group_and_no_token(
             assert exchange.bytes_direct == 0
             assert shell.healthy
             assert not any(row["losses"] for row in shell.groups())
+
+
+async def test_direct_rows_may_come_for_a_request_that_was_aborted(place: Place) -> None:
+    """In the middle of the transfer: it goes on, and others are asked for the same image, and for another one."""
+    async with hosts_of("far", "farther") as hosts:
+        exchange = hosts.launcher(place, encode=["far"], generate=["farther"]).exchange
+        async with shell_of(place) as shell:
+            await reach(shell, exchange)
+            _, reader = ends_of_way(hosts)
+            write = reader._write
+            stream = generate(
+                shell, make_request("gone", [14, 15], [(1, 6, b"second")]), max_tokens=10
+            )
+
+            def first(message: Write) -> None:
+                reader._write = write
+                write(message)
+                stream.abort()
+
+            reader._write = first
+            assert await read(stream) == []
+            assert stream.reason == "abort"
+            await ask(shell, "second", b"second")
+            await ask(shell, "third", b"third")
+            assert exchange.bytes_direct >= 2 * 6 * 16
+            assert shell.healthy
+            assert not any(row["losses"] for row in shell.groups())
+            shell._kernel.check_invariants()
+            finished = shell.statistics()["finished"]
+            assert (finished["length"], finished["abort"]) == (3, 1)
 
 
 async def test_direct_rows_are_fetched_for_a_replica_that_comes_later(place: Place) -> None:
