@@ -13,9 +13,11 @@ from tests.cable import Cable
 from tests.e2e.asking import Ask, answers, drawn_image
 from tests.e2e.losing import check_stream_outlives_host
 from tests.host_process import HostProcess
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from vsched import Config, Engine
+from vsched.aio.hosts.exchange import Exchange
 from vsched.aio.hosts.keys import write_key_file
+from vsched.aio.hosts.placement import PlacedLauncher
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
@@ -52,7 +54,7 @@ def running(*hosts: HostProcess) -> Iterator[None]:
 
 @asynccontextmanager
 async def engine_on(
-    configure: Callable[..., Config], key: Path, near: str, far: str
+    configure: Callable[..., Config], key: Path, near: str, far: str, *, direct: bool
 ) -> AsyncIterator[Engine]:
     """Yield an engine that encodes at one address, and generates at another."""
     config = configure(
@@ -63,12 +65,21 @@ async def engine_on(
         'cluster.generate=["far"]',
         f"cluster.connect_s={PATIENCE_S}",
         f"deadlines.rank_timeout_s={SILENCE_S}",
+        f"cluster.direct={direct}".lower(),
     )
     async with Engine(config) as engine:
         yield engine
 
 
-@pytest_asyncio.fixture(loop_scope="package", params=["killed", "stands still", "cable pulled"])
+def exchange_of(engine: Engine) -> Exchange:
+    """Return what knows how rows went."""
+    assert engine._running is not None
+    launcher = engine._running.launcher
+    assert isinstance(launcher, PlacedLauncher)
+    return launcher.exchange
+
+
+@pytest_asyncio.fixture(loop_scope="package")
 async def struck(
     request: pytest.FixtureRequest, key: Path
 ) -> AsyncIterator[tuple[str, Callable[[], object], Callable[[], object]]]:
@@ -86,24 +97,36 @@ async def struck(
                 yield cable.address, cable.pull, cable.plug_in
 
 
+@pytest.mark.parametrize(
+    ("struck", "direct"),
+    [("killed", False), ("killed", True), ("stands still", False), ("cable pulled", False)],
+    indirect=["struck"],
+)
 async def test_hosts_answer_as_one_host_and_streams_outlive_a_loss(
     configure: Callable[..., Config],
     engine: Engine,
     key: Path,
     struck: tuple[str, Callable[[], object], Callable[[], object]],
+    direct: bool,
 ) -> None:
     """The tokens of one host, with images; and those of a stream whose host is lost in the middle of it.
 
-    By its end, which the connection tells; or in silence, which only the deadline does.
+    By its end, which the connection tells; or in silence, which only the deadline does. Rows go through the engine, or
+    from host to host.
     """
     here = [one.token_ids for one in await answers(engine, [*ASKS, LONG], at_once=4)]
     far, strike, mend = struck
     near = HostProcess("near", "127.0.0.1", key)
     with running(near):
-        async with engine_on(configure, key, near.address, far) as there:
+        async with engine_on(configure, key, near.address, far, direct=direct) as there:
+            exchange = exchange_of(there)
             found = [one.token_ids for one in await answers(there, ASKS, at_once=3)]
             assert found == here[:-1]
+            ways = exchange._ways
+            await until(lambda: bool(ways) == direct and all(way.reached for way in ways.values()))
+            before = exchange.bytes_direct
             asks = list(zip(ASKS, here, strict=False))
             await check_stream_outlives_host(
                 there, (LONG, here[-1]), asks, strike=strike, mend=mend
             )
+            assert (exchange.bytes_direct > before) == direct
