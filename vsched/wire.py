@@ -283,6 +283,14 @@ def decode_report(frame: bytes) -> RankReport:
     return _report_decoder.decode(body)
 
 
+def undamaged_report(frame: bytes) -> RankReport | None:
+    """Read a rank's report; return nothing when the frame is not one, or was damaged."""
+    try:
+        return decode_report(frame)
+    except (msgspec.DecodeError, ValueError):
+        return None
+
+
 def check_of(result: GenerateResult | EncodeResult) -> bytes:
     """Return what is equal on all ranks of a group where a step had the same outcome.
 

@@ -43,7 +43,7 @@ from vsched.kernel.decisions import EncodeDecision
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame, rank_identity
 from vsched.types import ArenaLayout
-from vsched.wire import EncodeResult, LogEntry, decode_report
+from vsched.wire import EncodeResult, LogEntry, undamaged_report
 from vsched.worker.spec import RankSpec
 
 logger = logging.getLogger(__name__)
@@ -378,7 +378,7 @@ class RemoteLink:
         """Hand on what was held, as far as rows have come."""
         while self._held and not self._closed:
             frame = self._held[0]
-            report = decode_report(frame) if self._deliveries else None
+            report = undamaged_report(frame) if self._deliveries else None
             if isinstance(report, EncodeResult):
                 delivery = self._deliveries[0]
                 if delivery.missing and report.failure is None:

@@ -64,8 +64,8 @@ from vsched.wire import (
     Ready,
     Reserved,
     Sized,
-    decode_report,
     encode_report,
+    undamaged_report,
 )
 from vsched.worker.memory import host_available
 from vsched.worker.shares import shared_out, threads_of, usable_cores
@@ -409,14 +409,16 @@ class HostedStart:
         self._stream.put(FromRank(group, identity, frame))
 
     def _note_result(self, group: str, frame: bytes) -> None:
-        """Send the rows of a step before its result."""
-        report = decode_report(frame)
+        """Send the rows of a step before its result; a damaged report goes on as it is, for the engine to find."""
+        report = undamaged_report(frame)
         if isinstance(report, EncodeResult):
             self._owed.done(group, report.step, succeeded=report.failure is None)
 
     def _name_pools(self, group: str, identity: bytes, frame: bytes) -> bytes:
         """Return a report of a rank that starts: what it says of memory is said of this host's."""
-        report = decode_report(frame)
+        report = undamaged_report(frame)
+        if report is None:
+            return frame
         if isinstance(report, Ready):
             self._ready.add((group, identity))
         named = _with_pools_of(report, self._name)

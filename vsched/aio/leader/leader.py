@@ -67,7 +67,7 @@ from vsched.wire import (
     StepCheck,
     Stop,
     check_of,
-    decode_report,
+    undamaged_report,
 )
 
 __all__ = ["Deadlines", "Leader", "ProcessLiveness"]
@@ -271,9 +271,8 @@ class Leader:
         rank = self._pulses.get(identity) if pulse else self._known.get(identity)
         if rank is None or self._over:
             return
-        try:
-            report = decode_report(frame)
-        except (msgspec.DecodeError, ValueError):
+        report = undamaged_report(frame)
+        if report is None:
             if identity in self._proved:
                 self.refuse(rank, "sent a frame that is no report")
             return

@@ -264,10 +264,8 @@ class EmbeddingCache:
             if entry.phase is not EntryPhase.READY or lost.isdisjoint(entry.pages):
                 continue
             if entry.pins:
-                probe("embeddings.lost_while_read")
                 entry.stale = True
             elif entry.claims:
-                probe("embeddings.claimed_lost")
                 self.requeue(entry)
             else:
                 self._discard(entry)
