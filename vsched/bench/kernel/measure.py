@@ -104,7 +104,7 @@ def _limits(slots: int, tokens_each: int) -> SchedulerLimits:
     )
 
 
-def _request(
+def one_request(
     index: int, rng: random.Random, *, images: int, tokens: int, max_tokens: int
 ) -> Request:
     """Return a request of `tokens` tokens, its images evenly among the text; nothing of it is cached."""
@@ -145,7 +145,7 @@ def measure_decode(
     for index in range(running):
         # Lengths differ, so that requests grow into new blocks in different steps.
         length = PROMPT_TOKENS + index % 16
-        drive.submit(_request(index, rng, images=0, tokens=length, max_tokens=outputs))
+        drive.submit(one_request(index, rng, images=0, tokens=length, max_tokens=outputs))
     while drive.kernel.statistics()["generate"]["decoding"] < running:
         drive.step()
     drive.step()
@@ -179,7 +179,7 @@ def _visits(
     rng = random.Random(0)  # noqa: S311 - a seeded workload
     drive = _Drive(_limits(8, 4096), policies)
     for number in range(1, total + 1):
-        request = _request(number, rng, images=images, tokens=tokens, max_tokens=1)
+        request = one_request(number, rng, images=images, tokens=tokens, max_tokens=1)
         arriving_ns, rest_ns = drive.submit(request), 0
         finished: list[Finished] = []
         while drive.encodes or drive.steps:

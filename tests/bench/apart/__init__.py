@@ -1,0 +1,1 @@
+"""`python -m tests.bench.apart`: what prefill and decode apart could gain at most."""

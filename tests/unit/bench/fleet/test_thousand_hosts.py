@@ -1,0 +1,59 @@
+"""`python -m tests.bench.thousand_hosts` drives the real kernel, and counts as far as it says."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.bench.thousand_hosts import __main__ as thousand_hosts
+from tests.bench.thousand_hosts.__main__ import Fleet, Row, most_replicas
+from vsched.testing import default_policies
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_every_replica_runs_its_requests_and_visitors_come_and_go(replicas: int) -> None:
+    fleet = Fleet(replicas, 2, policies=default_policies(), events=30)
+    for _ in range(10):
+        for name in fleet.names:
+            fleet.step(name)
+        visit = fleet.visit()
+        assert 0 < visit.arrival_ns <= visit.all_ns
+    fleet.kernel.check_invariants()
+    statistics = fleet.kernel.statistics()
+    assert statistics["running"] == statistics["generate"]["decoding"] == 2 * replicas
+    assert statistics["encode"]["items_encoded"] == statistics["finished"]["length"] == 10
+    assert not statistics["policy_faults"]
+    each = [one["decoding"] for one in statistics["generate"]["groups"].values()]
+    assert each == [2] * replicas
+
+
+def test_replicas_of_a_core_follow_from_a_line_through_the_costs_of_a_step() -> None:
+    rows = [Row(1, [9.0, 11.0], [1.0], [1.0]), Row(101, [110.0], [1.0], [1.0])]
+    # A step costs 9 + 1 x replicas: with 137 of them 146 µs, and all of them 20,002.
+    assert most_replicas(rows, 20.0) == 136
+    # Where nothing grows, it is the time of a step by the cost of one.
+    assert most_replicas([rows[0], Row(10, [10.0], [1.0], [1.0])], 20.0) == pytest.approx(
+        2000, rel=0.01
+    )
+
+
+def test_a_line_says_what_is_left_of_a_core_beside_the_steps() -> None:
+    row = Row(100, [100.0], [40.0, 60.0, 50.0], [1000.0])
+    cells = [cell.strip() for cell in row.line(20.0).split("|")[1:-1]]
+    assert cells == [
+        *("100", "100.0 (100.0-100.0)", "50.0 (40.0-60.0)", "1,000.0 (1,000.0-1,000.0)"),
+        *("10,000", "50.0%", "500"),
+    ]
+    assert row.line(5.0).endswith("| 200.0% | none |")
+
+
+def test_the_command_prints_a_table_and_how_far_a_kernel_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[str] = []
+    options = "--replicas 2 1 --running 1 --events 2 --repeats 1 --set routing.use=round-robin"
+    monkeypatch.setattr(sys, "argv", ["thousand_hosts", *options.split()])
+    thousand_hosts.main(lines.append)
+    assert [line.split("|")[1].strip() for line in lines[1:3]] == ["1", "2"]
+    assert "One core drives" in lines[-1]
