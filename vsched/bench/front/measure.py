@@ -6,10 +6,8 @@ of their own. Where cores are few or busy, the rate says little and the processo
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -19,9 +17,9 @@ from vsched.bench.load.client_process_main import LoadOrder
 from vsched.bench.load.client_processes import ready_clients, run_clients
 from vsched.bench.load.figures import Figures
 from vsched.bench.load.shapes import Case
+from vsched.bench.report.machine import process_s
 from vsched.config import load_config
 
-_TICKS_S = os.sysconf("SC_CLK_TCK")
 STUBBED = (
     f"encode.plugin={NAME}",
     f"generate.plugin={NAME}",
@@ -90,10 +88,10 @@ async def _measure(server: RunningServer, load: FrontLoad) -> FrontRow:
     )
     async with ready_clients(order) as clients:
         pids = server.engine.rank_pids
-        engine_s, ranks_s = time.process_time(), sum(map(_cpu_s, pids))
+        engine_s, ranks_s = time.process_time(), sum(map(process_s, pids))
         figures = await run_clients(clients)
         engine_s = time.process_time() - engine_s
-        ranks_s = sum(map(_cpu_s, pids)) - ranks_s
+        ranks_s = sum(map(process_s, pids)) - ranks_s
     return front_row(load, figures, engine_s=engine_s, ranks_s=ranks_s)
 
 
@@ -109,10 +107,3 @@ def front_row(load: FrontLoad, figures: Figures, *, engine_s: float, ranks_s: fl
         ranks_ms=round(ranks_s / load.requests * 1e3, 2),
         client_cpu=round(figures.client_cpu, 2),
     )
-
-
-def _cpu_s(pid: int) -> float:
-    """Return the processor time that a process has had."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    user, system = fields.rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / _TICKS_S

@@ -52,12 +52,22 @@ class OtherLoad:
         return max(round(spent_s / max(os.times().elapsed - at_s, TICK_S), 2), 0.0)
 
 
+def process_s(pid: int) -> float:
+    """Return the processor time that a process has had.
+
+    Raises:
+        OSError: When there is no such process any more.
+    """
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    user, system = text.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) * TICK_S
+
+
 def _process_s(pid: int) -> float:
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return process_s(pid)
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) * TICK_S
 
 
 def describe_machine(config: Config, info: ModelInfo, *, others: float) -> Machine:
