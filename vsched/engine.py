@@ -47,6 +47,7 @@ from vsched.errors import ConfigError, RequestRefused
 from vsched.media import ImageReference, Prompt
 from vsched.media.pixels import PixelStore
 from vsched.memory import Ledger
+from vsched.record.left import Begun
 from vsched.record.recorder import check_record_path
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
@@ -235,13 +236,14 @@ class Engine:
         tenant: str = "",
         session: str = "",
         adapter: str = "",
+        begun: Begun | None = None,
     ) -> list[TokenStream]:
         """Prepare the images, submit a request for as many answers as there are ids, and return once it is accepted.
 
         The answers share the prompt, which is computed once, and differ in their seeds; the first has that of
         `sampling`. All are accepted or none. `max_tokens` of 0 means as many as the context leaves after the prompt.
         Without `sampling`, that is so, and the rest is as the checkpoint states. `adapter` is the name of one that is
-        loaded, empty for the model alone. Cancelling undoes everything.
+        loaded, empty for the model alone, `begun` what a dead engine told of the answer. Cancelling undoes everything.
 
         Raises:
             RequestRefused: When the request cannot be accepted.
@@ -285,6 +287,7 @@ class Engine:
                 give_back=given.close,
                 on_timeline=self._recent.append,
                 preprocess_ms=(time.perf_counter() - received_s) * 1e3,
+                begun=begun,
             )
         except BaseException:
             given.close()

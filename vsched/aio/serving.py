@@ -27,6 +27,7 @@ from vsched.aio.streams.timing import RequestTimeline, timeline_of
 from vsched.kernel.events import Knocked
 from vsched.media import ImageReference, Prompt
 from vsched.media.pipeline import MediaPipeline, PreparedRequest
+from vsched.record.left import Begun
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
 from vsched.worker.capabilities import ConstrainsOutput, Grammars, TellsPrompts
@@ -125,17 +126,19 @@ def submit_answers(
     give_back: Callable[[], None],
     on_timeline: Callable[[RequestTimeline], None],
     preprocess_ms: float,
+    begun: Begun | None = None,
 ) -> list[TokenStream]:
     """Submit a request for as many answers as there are ids, and return the stream of each.
 
     `knock` is its number at the front door. When an answer ends, `on_timeline` gets its timeline. After the last one,
-    `give_back` gives back what they held.
+    `give_back` gives back what they held. The first answer goes on where it was `begun`; its stream tells all of it.
 
     Raises:
-        RequestRefused: When one of its numbers is out of bounds.
+        RequestRefused: When one of its numbers is out of bounds, or it is not what was begun.
     """
+    emitted = () if begun is None else begun.continued(request)
     prompt_token_ids, sampling = request.prompt_token_ids, request.sampling
-    check_numbers(prompt_token_ids, sampling, vocab_size=info.vocab_size)
+    check_numbers([*prompt_token_ids, *emitted], sampling, vocab_size=info.vocab_size)
     report = None
     if sampling.prompt_logprobs is not None:
         report = PromptReport(prompt_token_ids, sampling.prompt_logprobs)
@@ -171,7 +174,11 @@ def submit_answers(
         hold.run(partial(interrupt_all, generations))
     further = further_answers(request_ids, sampling.seed)
     with_streams = dict(zip(further, generations[1:], strict=True))
-    shell.submit(request, stop_token_ids, generations[0], with_streams, knock=knock)
+    shell.submit(
+        request, stop_token_ids, generations[0], with_streams, knock=knock, emitted=emitted
+    )
+    for token_id in emitted:  # once it is accepted: they may hold a stop string, which ends it
+        generations[0].push(token_id, None)
     return generations
 
 

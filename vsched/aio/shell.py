@@ -215,10 +215,11 @@ class Shell:
         further: Mapping[FurtherAnswer, TokenStream] = MappingProxyType({}),
         *,
         knock: int = 0,
+        emitted: tuple[int, ...] = (),
     ) -> None:
         """Hand a request to the kernel; its tokens and its end go to `generation`, those of more answers to `further`.
 
-        `knock` is its number at the front door, 0 for one that was not there.
+        `knock` is its number at the front door, 0 for one that was not there. `emitted` are tokens that it has already.
 
         Raises:
             RequestRefused: When the kernel refuses it, or no group is left to serve it.
@@ -230,7 +231,7 @@ class Shell:
         self._arriving.update((each.request_id, stream) for each, stream in further.items())
         self._refused = None
         self.door.submitted(knock)
-        self.handle(Submitted(request, stop_token_ids, tuple(further), knock))
+        self.handle(Submitted(request, stop_token_ids, tuple(further), knock, emitted))
         self._arriving = {}
         if self.given_up:
             raise self._unavailable()

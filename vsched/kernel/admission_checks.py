@@ -7,16 +7,18 @@ from vsched.kernel.limits import SchedulerLimits
 from vsched.types import MediaItem, Request
 
 
-def refuse_impossible(request: Request, limits: SchedulerLimits, *, scope: str) -> Refuse | None:
+def refuse_impossible(
+    request: Request, limits: SchedulerLimits, *, scope: str, emitted: int = 0
+) -> Refuse | None:
     """Return why a request can never be served with these limits; None when it can.
 
-    `scope` is the encoding policy's: what shares a cache entry.
+    `scope` is the encoding policy's: what shares a cache entry. `emitted` outputs are there already.
     """
     name, prompt = request.request_id, len(request.prompt_token_ids)
     outputs = request.sampling.max_tokens
     total = prompt + outputs
-    if not prompt or outputs < 1:
-        return Refuse(name, RefusalCode.EMPTY, prompt, 1, detail=(outputs,))
+    if not prompt or outputs - emitted < 1:
+        return Refuse(name, RefusalCode.EMPTY, prompt, 1, detail=(outputs - emitted,))
     if not _items_fit(request.items, prompt):
         spans = tuple(at for item in request.items for run in item.runs for at in run)
         return Refuse(name, RefusalCode.BAD_ITEMS, limit=prompt, detail=spans)

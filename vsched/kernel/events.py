@@ -41,13 +41,15 @@ class Withdrawn(msgspec.Struct, frozen=True):
 class Submitted(msgspec.Struct, frozen=True):
     """A request is prepared; all its answers are accepted, or none. The further ones share the prompt of the first.
 
-    `knock` is its number at the front door, 0 for one that never was there.
+    `knock` is its number at the front door, 0 for one that never was there. `emitted` are tokens that the first answer
+    has already, from an engine before this one: it goes on behind them.
     """
 
     request: Request
     stop_token_ids: tuple[int, ...] = ()
     further: tuple[FurtherAnswer, ...] = ()
     knock: int = 0
+    emitted: tuple[int, ...] = ()
 
 
 class Aborted(msgspec.Struct, frozen=True):

@@ -41,7 +41,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
     Attributes:
         order: Its place in every queue, for life: arrival number first.
         items: The request's items, under the keys that the embedding cache knows them by.
-        tokens: Prompt, then the outputs from before it was last preempted or its group was lost.
+        tokens: Prompt, then the outputs from before it arrived, was last preempted, or its group was lost.
         host_bytes: Host memory that it keeps occupied.
         uncached: Tokens still to be computed, as far as known.
         hashes: Block hashes of the full blocks of `tokens`.
@@ -118,10 +118,11 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         root: bytes | None = None,
         first: int = 0,
         answers: int = 1,
+        emitted: Sequence[int] = (),
     ) -> RequestState:
         """Return the state of a request that was just accepted; `scope` is that of the encoding policy.
 
-        The items of further answers are those of the first, and count once.
+        The items of further answers are those of the first, and count once. `emitted` are outputs that it has already.
         """
         return cls(
             request=request,
@@ -129,13 +130,13 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
             order=(number, 0),
             stop_token_ids=stop_token_ids,
             items=request.items if scope == "item" else keyed_by_set(request.items),
-            tokens=int32(request.prompt_token_ids),
+            tokens=int32(request.prompt_token_ids) + int32(emitted),
             host_bytes=host_bytes(request, items=not first or first == number),
             root=root,
             first=first or number,
             answers=answers,
             submitted_ns=now_ns,
-            uncached=len(request.prompt_token_ids),
+            uncached=len(request.prompt_token_ids) + len(emitted),
         )
 
     @property

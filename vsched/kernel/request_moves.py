@@ -77,7 +77,7 @@ class RequestMoves:
         """Accept a request with all its answers and find them a place, or refuse it."""
         request = event.request
         requests = [request, *(_another(request, one) for one in event.further)]
-        refusal = self._refuse(request, requests)
+        refusal = self._refuse(event, requests)
         if refusal is not None:
             self._table.count_refusal(refusal.code)
             return [refusal]
@@ -94,6 +94,7 @@ class RequestMoves:
                 root=root,
                 first=first,
                 answers=answers,
+                emitted=event.emitted if each is request else (),
             )
             commands.append(Accept(each.request_id, state.number))
             commands += self._route(state, now_ns, arriving=True)
@@ -105,10 +106,12 @@ class RequestMoves:
             return root_hash(request.cache_salt, request.adapter)
         return answers_root(first) if answers > 1 and self._limits.shares_blocks else None
 
-    def _refuse(self, request: Request, requests: Sequence[Request]) -> Refuse | None:
+    def _refuse(self, event: Submitted, requests: Sequence[Request]) -> Refuse | None:
+        request, emitted = event.request, len(event.emitted)
         if self._given_up:
             return Refuse(request.request_id, RefusalCode.GIVEN_UP, reason=self._given_up)
-        refusal = refuse_impossible(request, self._limits, scope=self._encoding.policy.scope)
+        scope = self._encoding.policy.scope
+        refusal = refuse_impossible(request, self._limits, scope=scope, emitted=emitted)
         if refusal is None and any(self._table.find(one.request_id) for one in requests):
             refusal = Refuse(request.request_id, RefusalCode.DUPLICATE_ID)
         return refusal or self._refuse_full(request, len(requests))

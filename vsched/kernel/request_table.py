@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -60,6 +60,7 @@ class RequestTable:
         root: bytes | None,
         first: int,
         answers: int,
+        emitted: Sequence[int] = (),
     ) -> RequestState:
         """Take a request in, or an answer of several to one, and return its state."""
         self._arrivals += 1
@@ -72,6 +73,7 @@ class RequestTable:
             root=root,
             first=first,
             answers=answers,
+            emitted=emitted,
         )
         self.live[state.number] = state
         self.live_bytes += state.host_bytes

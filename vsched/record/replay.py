@@ -131,21 +131,27 @@ def replay(
     Raises:
         RecordError: When there is no record, it is damaged before its end, or what it needs is not here.
     """
-    return _Replay(on_progress, observer).run(path)
+    return Replay(on_progress, observer).run(find_segments(path))
 
 
-class _Replay:
+class Replay:
+    """One replay; `kernel` is the scheduler after the last event that was replayed, None before there was one."""
+
     def __init__(self, on_progress: Progress | None, observer: ReplayObserver | None) -> None:
         self._on_progress = on_progress
         self._observer = observer
         self._counts = _Counts()
-        self._kernel: Scheduler | None = None
+        self.kernel: Scheduler | None = None
         self._run: bytes | None = None
         self._number = 0
         self._version = ""
 
-    def run(self, path: Path) -> ReplayReport:
-        segments = find_segments(path)
+    def run(self, segments: Sequence[Path]) -> ReplayReport:
+        """Replay segments of one record, one after the other, the newest last; as `replay` does.
+
+        Raises:
+            RecordError: When they cannot be replayed to their end; `kernel` is as it was before that.
+        """
         total = sum(segment.stat().st_size for segment in segments)
         before = 0
         difference = None
@@ -161,10 +167,12 @@ class _Replay:
             if difference is not None:
                 break
             before += segment.stat().st_size
-        if self._kernel is None:
-            raise RecordError(f"{path}: nothing was recorded yet: its first entry is not complete")
+        if self.kernel is None:
+            raise RecordError(
+                f"{segments[-1]}: nothing was recorded yet: its first entry is not complete"
+            )
         report = self._counts.report(self._version, difference)
-        return msgspec.structs.replace(report, unfinished=_unfinished(self._kernel))
+        return msgspec.structs.replace(report, unfinished=_unfinished(self.kernel))
 
     def _entries(self, reader: FrameReader) -> Iterator[tuple[int, RecordedEvent]]:
         """Take the state of a segment, then yield its entries."""
@@ -193,31 +201,31 @@ class _Replay:
                 f"recorded with vsched {header.version}, and its configuration does not load here: {error}"
             ) from error
         kernel = restore_scheduler(header.state, limits, policies)
-        if self._kernel is None:
+        if self.kernel is None:
             self._run, self._number, self._version = header.run, header.number, header.version
             self._counts.first_event = header.number
             if self._observer is not None:
                 self._observer.begin(header, config)
         else:
             self._check_joint(header, kernel)
-        self._kernel = kernel
+        self.kernel = kernel
         self._counts.segments += 1
 
     def _check_joint(self, header: SegmentHeader, kernel: Scheduler) -> None:
         """Check that a segment goes on where the one before it ended."""
-        assert self._kernel is not None
+        assert self.kernel is not None
         if header.run != self._run:
             raise RecordError("a segment of another record lies between those of this one")
         if header.number != self._number:
             raise RecordError(
                 f"a segment is missing: event {header.number} follows, {self._number} was due"
             )
-        ended, begins = self._kernel.statistics(), kernel.statistics()
+        ended, begins = self.kernel.statistics(), kernel.statistics()
         if ended != begins:
             raise RecordError(
                 f"the state before event {header.number} is not the one that was replayed: {begins}, and not {ended}"
             )
-        remembered, recorded = self._kernel.policy_states(), kernel.policy_states()
+        remembered, recorded = self.kernel.policy_states(), kernel.policy_states()
         for name in sorted({*remembered, *recorded}):
             if remembered.get(name) != recorded.get(name):
                 raise RecordError(
@@ -226,9 +234,9 @@ class _Replay:
 
     def _step(self, entry: RecordedEvent, segment: str) -> Difference | None:
         """Let the kernel handle an event; return what it does otherwise than recorded, if anything."""
-        assert self._kernel is not None
+        assert self.kernel is not None
         try:
-            commands = self._kernel.handle(entry.event, entry.now_ns)
+            commands = self.kernel.handle(entry.event, entry.now_ns)
         except Exception as error:  # noqa: BLE001 - whatever it is, it was not there when this was recorded
             self._counts.add(entry, ())
             got = f"the kernel failed: {type(error).__name__}: {error}"
@@ -238,7 +246,7 @@ class _Replay:
         if found is not None:
             return self._difference(entry, segment, *found)
         if self._observer is not None:
-            self._observer.see(entry.now_ns, entry.event, commands, self._kernel)
+            self._observer.see(entry.now_ns, entry.event, commands, self.kernel)
         return None
 
     def _difference(

@@ -70,7 +70,11 @@ def config_for(
 
 
 class RecordedCluster(ModelCluster):
-    """Records what it does from the first event on."""
+    """Records what it does from the first event on.
+
+    Attributes:
+        seen: After each event: how many outputs each request had that was accepted, and which had ended.
+    """
 
     def __init__(
         self,
@@ -82,6 +86,7 @@ class RecordedCluster(ModelCluster):
         self._policies = policies or default_policies()
         self.recorder: Recorder | None = None
         self.heard: list[Event] = []
+        self.seen: list[tuple[dict[str, int], set[str]]] = []
         super().__init__(limits, self._policies)
 
     def _handle(self, event: Event) -> list[Command]:
@@ -92,6 +97,7 @@ class RecordedCluster(ModelCluster):
         self.recorder.note(event, self.now_ns, commands)
         for command in commands:
             self.carry_out(command)
+        self.seen.append(({name: len(one) for name, one in self.outputs.items()}, {*self.ended}))
         self.kernel.check_invariants()
         return commands
 

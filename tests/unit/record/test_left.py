@@ -1,0 +1,110 @@
+"""What a dead engine left: the very tokens that were told, and another engine that goes on behind them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.unit.record.recorded import record_run
+from vsched.errors import RequestRefused
+from vsched.kernel.commands import RefusalCode
+from vsched.kernel.events import Submitted
+from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
+from vsched.record.left import Begun, prompt_digest, read_left
+from vsched.testing import ModelCluster
+from vsched.types import FinishReason
+
+
+def cut(path: Path, share: float) -> int:
+    """Leave a share of a record, as if the engine had been killed there; return how many events that are."""
+    bodies = [body for _, body in FrameReader(path, newest=True).bodies()]
+    kept = max(2, int(len(bodies) * share))
+    path.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies[:kept])) + b"\xb5\x1e half")
+    return kept - 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 1.0])
+def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_told(
+    tmp_path: Path, seed: int, share: float
+) -> None:
+    path = tmp_path / "run.vlog"
+    first = record_run(path, seed)
+    events = cut(path, share)
+    told, ended = first.seen[events - 1]
+    left = read_left(path, told.keys())
+    assert not left.trouble
+    gone = {
+        name
+        for name in ended
+        if first.ended[name].reason in (FinishReason.ABORT, FinishReason.ERROR)
+    }
+    assert left.ended.keys() == gone
+    assert left.begun.keys() == told.keys() - gone
+    second = ModelCluster(first.limits)
+    for name, begun in left.begun.items():
+        request = first.requests[name]
+        expected = first.expected_outputs(request)
+        known = told[name] - (name in ended)  # its last token brings the end once more
+        assert begun.token_ids == tuple(expected[: max(known, 0)])
+        assert begun.prompt == prompt_digest(request)
+        second.hand_in(Submitted(request, emitted=begun.continued(request)))
+        second.drain()
+        assert name not in second.refused
+        assert second.outputs[name] == expected[len(begun.token_ids) :]
+        assert second.ended[name].reason is FinishReason.LENGTH
+
+
+def test_answer_that_has_all_its_tokens_is_refused(tmp_path: Path) -> None:
+    cluster = record_run(tmp_path / "run.vlog", 0)
+    name = next(iter(cluster.requests))
+    request = msgspec.structs.replace(cluster.requests[name], request_id="full")
+    tokens = tuple(cluster.expected_outputs(request))
+    fresh = ModelCluster(cluster.limits)
+    fresh.hand_in(Submitted(request, emitted=tokens))
+    assert fresh.refused["full"].code is RefusalCode.EMPTY
+
+
+def test_another_prompt_or_image_is_refused(tmp_path: Path) -> None:
+    cluster = record_run(tmp_path / "run.vlog", 0)
+    request = next(one for one in cluster.requests.values() if one.items)
+    begun = Begun(prompt_digest(request), (1, 2))
+    (first, *others) = request.items
+    items = (msgspec.structs.replace(first, key=b"another" * 4), *others)
+    for changed in (
+        msgspec.structs.replace(request, prompt_token_ids=[*request.prompt_token_ids, 5]),
+        msgspec.structs.replace(request, items=items),
+    ):
+        with pytest.raises(RequestRefused, match=r"Remedy: send the request again") as caught:
+            begun.continued(changed)
+        assert (caught.value.code, caught.value.status) == ("prompt_changed", 409)
+
+
+def test_damaged_record_tells_what_stands_before_the_damage(tmp_path: Path) -> None:
+    """Tokens are a prefix of those that were told, and the trouble names the place."""
+    path = tmp_path / "run.vlog"
+    first = record_run(path, 3)
+    names = list(first.requests)
+    whole = path.read_bytes()
+    position = len(whole) * 2 // 3
+    path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+    left = read_left(path, names)
+    assert "damaged at byte" in left.trouble
+    assert left.begun
+    for name, begun in left.begun.items():
+        expected = first.expected_outputs(first.requests[name])
+        assert begun.token_ids == tuple(expected[: len(begun.token_ids)])
+
+
+@pytest.mark.parametrize("data", [None, b"", b"not a record"])
+def test_record_that_cannot_be_read_tells_nothing_and_why(
+    tmp_path: Path, data: bytes | None
+) -> None:
+    path = tmp_path / "run.vlog"
+    if data is not None:
+        path.write_bytes(data)
+    left = read_left(path, ["a"])
+    assert (left.begun, left.ended) == ({}, {})
+    assert left.trouble
