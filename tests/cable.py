@@ -1,12 +1,40 @@
-"""What lies between an engine and a host: it can be pulled, and nobody is told."""
+"""What lies between an engine and a host: it can be pulled, which nobody is told, and it can be slow."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from typing import Self
 
-PIECE_BYTES = 1 << 16
+PIECE_BYTES = 1 << 15
+PIECES_MAX = 64
+"""Pieces that are in one direction of a connection at a time; then whoever sends has to wait."""
+TICK_S = 0.001
+"""What is this early goes at once: no sleep is shorter."""
+Line = asyncio.Queue[tuple[float, bytes]]
+
+
+class Wire:
+    """One direction of a cable, or of several that share it: what goes there goes one after the other.
+
+    Attributes:
+        bytes_per_s: Its rate; 0 where it has none.
+        carried: Bytes so far.
+    """
+
+    def __init__(self, bytes_per_s: float = 0.0) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.carried = 0
+        self._free_s = 0.0
+
+    def carry(self, size: int, now_s: float) -> float:
+        """Take bytes; return when the last of them is through."""
+        self.carried += size
+        if not self.bytes_per_s:
+            return now_s
+        self._free_s = max(self._free_s, now_s) + size / self.bytes_per_s
+        return self._free_s
 
 
 class Cable:
@@ -14,10 +42,23 @@ class Cable:
 
     Attributes:
         address: Its near end.
+        lost: Bytes that it swallowed.
+        latency_s: How long bytes take beside what their wires need, in each direction.
     """
 
-    def __init__(self, there: str) -> None:
+    def __init__(
+        self,
+        there: str,
+        *,
+        out: Sequence[Wire] = (),
+        back: Sequence[Wire] = (),
+        latency_s: float = 0.0,
+    ) -> None:
+        """Prepare; without wires it is as fast as the machine."""
         self.address = ""
+        self.lost = 0
+        self.latency_s = latency_s
+        self._out, self._back = out, back
         self._ip, _, port = there.removeprefix("tcp://").rpartition(":")
         self._port = int(port)
         self._plugged = True
@@ -45,20 +86,29 @@ class Cable:
             writer.close()
             return
         self._writers += [there, writer]
-        for source, sink in ((reader, there), (further, writer)):
-            task = asyncio.get_running_loop().create_task(self._pass_on(source, sink))
-            self._tasks.add(task)
+        create_task = asyncio.get_running_loop().create_task
+        for source, sink, wires in ((reader, there, self._out), (further, writer, self._back)):
+            line: Line = asyncio.Queue(PIECES_MAX)
+            self._tasks.add(create_task(self._take(source, line, wires)))
+            self._tasks.add(create_task(_give(line, sink)))
 
-    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _take(self, source: asyncio.StreamReader, line: Line, wires: Sequence[Wire]) -> None:
+        """Put into the line what comes, as fast as the wires allow."""
+        loop = asyncio.get_running_loop()
         pulled = False  # a connection that lost bytes is lost
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):
             while data := await source.read(PIECE_BYTES):
                 pulled = pulled or not self._plugged
-                if not pulled:
-                    sink.write(data)
-                    await sink.drain()
-        if not pulled:
-            sink.close()
+                if pulled:
+                    self.lost += len(data)
+                    continue
+                now_s = loop.time()
+                through_s = max((wire.carry(len(data), now_s) for wire in wires), default=now_s)
+                if through_s - now_s > TICK_S:
+                    await asyncio.sleep(through_s - now_s)
+                await line.put((through_s + self.latency_s, data))
+        if not pulled and self._plugged:
+            await line.put((loop.time() + self.latency_s, b""))
 
     def pull(self) -> None:
         """Lose what comes from now on."""
@@ -67,3 +117,18 @@ class Cable:
     def plug_in(self) -> None:
         """Let new connections through."""
         self._plugged = True
+
+
+async def _give(line: Line, sink: asyncio.StreamWriter) -> None:
+    """Hand out what went into a line when its time has come."""
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(OSError):
+        while True:
+            due_s, data = await line.get()
+            if due_s - loop.time() > TICK_S:
+                await asyncio.sleep(due_s - loop.time())
+            if not data:
+                sink.write_eof()
+                return
+            sink.write(data)
+            await sink.drain()

@@ -1,0 +1,296 @@
+"""`python -m tests.bench.hosts CHECKPOINT`: one host, two hosts, and rows that go from host to host.
+
+Engine, encoder and generator stand for three machines. On *one host* all are one machine. On *two hosts* encoder and
+generator are others than the engine's, and everything goes through it; *direct* is the same with `cluster.direct`.
+Rounds go through all ways and links in turns. Answers are compared: every way has to give the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+from tests.bench.hosts.links import MACHINES, Links
+from tests.bench.hosts.load import Asked, Pictures
+from tests.bench.report.pairs import spread
+from tests.host_process import HostProcess
+from vsched import Config, Engine
+from vsched.aio.hosts.keys import write_key_file
+from vsched.aio.hosts.remote import RemoteHost
+from vsched.config import load_config
+
+ONE, TWO, DIRECT = WAYS = ("one host", "two hosts", "direct")
+SETTINGS = (
+    "placement=separate",
+    "encode.threads=1",
+    "generate.threads=1",
+    "media.threads=1",
+    'generate.memory={use="pinned", tokens=16384}',
+    "arena.pixel_bytes=134217728",
+    "arena.embedding_bytes=67108864",
+    "cluster.connect_s=120",
+    "deadlines.rank_timeout_s=120",
+)
+NO_RATE = "none"
+BYTES_PER_MBIT = 125_000.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much is asked: alone for the time to the first token, then by several at once."""
+
+    alone: int
+    busy: int
+    clients: int
+    tokens: int
+    side: int
+
+    @property
+    def pictures(self) -> int:
+        """Pictures that one measurement needs."""
+        return self.clients + self.alone + self.busy
+
+    def parts(self, start: int) -> tuple[range, range, range]:
+        """Return the pictures, from a number on, of a warm-up, of one client and of several."""
+        alone = start + self.clients
+        busy = alone + self.alone
+        return range(start, alone), range(alone, busy), range(busy, busy + self.busy)
+
+
+@dataclass
+class Cell:
+    """All rounds of one way over one link."""
+
+    alone: list[Asked] = field(default_factory=list)
+    busy: list[Asked] = field(default_factory=list)
+    carried: list[dict[str, int]] = field(default_factory=list)
+    """Bytes over each link while many asked."""
+
+    @property
+    def images_s(self) -> list[float]:
+        """Images a second, by round."""
+        return [asked.images_s for asked in self.busy]
+
+    def an_image(self, link: str) -> float:
+        """Return the bytes that an image took over a link."""
+        return statistics.median(
+            carried[link] / len(asked.ttft_ms)
+            for carried, asked in zip(self.carried, self.busy, strict=True)
+        )
+
+    def share(self, link: str, bytes_per_s: float) -> float:
+        """Return how much of a link's rate was used."""
+        return statistics.median(
+            carried[link] / asked.seconds / bytes_per_s
+            for carried, asked in zip(self.carried, self.busy, strict=True)
+        )
+
+
+Cells = dict[tuple[str, str], Cell]
+
+
+@contextmanager
+def hosts(key: Path) -> Iterator[tuple[HostProcess, HostProcess]]:
+    """Yield the encoder's host and the generator's."""
+    started = [
+        HostProcess("encoder", "127.0.0.2", key),
+        HostProcess("generator", "127.0.0.3", key),
+    ]
+    try:
+        yield started[0], started[1]
+    finally:
+        for host in started:
+            host.kill()
+
+
+def config_of(checkpoint: str, sets: Sequence[str], *more: str) -> Config:
+    """Return the configuration of an engine."""
+    every = [*SETTINGS, f"model.path={checkpoint}", *more, *sets]
+    return load_config(None, sets=every, environ={}).config
+
+
+def placed(encoder: str, generator: str, key: Path, *, direct: bool) -> list[str]:
+    """Return what says that the stages start on these hosts."""
+    return [
+        f'cluster.hosts={{encoder = "{encoder}", generator = "{generator}"}}',
+        f"cluster.key_file={key}",
+        'cluster.encode=["encoder"]',
+        'cluster.generate=["generator"]',
+        f"cluster.direct={direct}".lower(),
+    ]
+
+
+@contextmanager
+def direct_over(links: Links) -> Iterator[None]:
+    """Have hosts reach each other over the cable between them, not over that of the engine."""
+    where = RemoteHost.where.fget  # type: ignore[attr-defined]
+    between = {
+        links.addresses["engine", "encoder"]: links.addresses["generator", "encoder"],
+    }
+
+    def moved(host: RemoteHost) -> tuple[str, bytes]:
+        address, key = where(host)
+        return between.get(address, address), key
+
+    with mock.patch.object(RemoteHost, "where", property(moved)):
+        yield
+
+
+class Bench:
+    """Measures all ways in turns.
+
+    Attributes:
+        cells: What was found, by way and link.
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.cells: Cells = {}
+        self._options = options
+        self._key = folder / "hosts.key"
+        write_key_file(self._key)
+        self._load = Load(
+            options.alone, options.requests, options.clients, options.tokens, options.side
+        )
+        self._rates = [NO_RATE, *(rate for rate in options.links if rate != NO_RATE)]
+        self._pictures = Pictures(self._load.pictures * len(self._rates), options.side)
+        self._expected: dict[int, list[int]] = {}
+
+    async def round(self, number: int) -> None:
+        """Measure every way over every link once."""
+        turned = [WAYS[(number + index) % len(WAYS)] for index in range(len(WAYS))]
+        for way in turned:
+            if way == ONE:
+                async with Engine(self._config("cluster.hosts={}")) as engine:
+                    await self._measure(engine, way, NO_RATE, None)
+                continue
+            with hosts(self._key) as (encoder, generator):
+                direct = way == DIRECT
+                where = placed(encoder.address, generator.address, self._key, direct=direct)
+                if NO_RATE in self._options.links:
+                    async with Engine(self._config(*where)) as engine:
+                        await self._measure(engine, way, NO_RATE, None)
+                with Links(encoder.address, generator.address) as links, direct_over(links):
+                    near, far = (links.addresses["engine", one] for one in MACHINES[1:])
+                    where = placed(near, far, self._key, direct=direct)
+                    async with Engine(self._config(*where)) as engine:
+                        for rate in self._rates[1:]:
+                            await self._measure(engine, way, rate, links)
+
+    def _config(self, *more: str) -> Config:
+        return config_of(self._options.checkpoint, self._options.set, *more)
+
+    async def _measure(self, engine: Engine, way: str, rate: str, links: Links | None) -> None:
+        """Ask one client's questions, then those of several; about pictures that this engine has not seen."""
+        load, latency_s = self._load, self._options.latency_ms / 1e3
+        cell = self.cells.setdefault((way, rate), Cell())
+        start = self._rates.index(rate) * load.pictures
+        warm, alone, busy = load.parts(start)
+        if links is not None:
+            links.shape(0, 0)
+        await self._ask(engine, warm, load.clients)
+        if links is not None:
+            links.shape(float(rate) * BYTES_PER_MBIT, latency_s)
+        cell.alone.append(await self._ask(engine, alone, 1))
+        before = links.carried() if links is not None else {}
+        cell.busy.append(await self._ask(engine, busy, load.clients))
+        after = links.carried() if links is not None else {}
+        cell.carried.append({link: after[link] - before[link] for link in after})
+        note = f"{way}, {rate}: {cell.images_s[-1]:.1f} images/s"
+        print(note, file=sys.stderr, flush=True)
+
+    async def _ask(self, engine: Engine, numbers: Sequence[int], at_once: int) -> Asked:
+        asked = await self._pictures.ask(engine, numbers, at_once=at_once, tokens=self._load.tokens)
+        for number, tokens in asked.tokens.items():
+            expected = self._expected.setdefault(number, tokens)
+            if tokens != expected:
+                raise AssertionError(f"picture {number}: {tokens}, and elsewhere {expected}")
+        return asked
+
+
+HEAD = (
+    "| link | way | images/s | to one host's | TTFT alone, ms | TTFT of all, ms | engine out, MB | engine in, MB "
+    "| encoder out, MB | busiest link | of its rate |\n"
+    "|---:|---|---:|---:|---:|---:|---:|---:|---:|---|---:|"
+)
+
+
+def lines(cells: Cells, rates: Sequence[str]) -> Iterator[str]:
+    """Yield the rows of the table."""
+    one = cells[ONE, NO_RATE]
+    yield _line(NO_RATE, ONE, one, one)
+    for rate in rates:
+        for way in (TWO, DIRECT):
+            yield _line(rate, way, cells[way, rate], one)
+
+
+def _line(rate: str, way: str, cell: Cell, one: Cell) -> str:
+    ratios = [mine / theirs for mine, theirs in zip(cell.images_s, one.images_s, strict=True)]
+    words = [
+        "" if rate == NO_RATE else f"{rate} Mbit/s",
+        way,
+        _spread(cell.images_s),
+        "" if cell is one else spread(ratios),
+        _spread([statistics.median(asked.ttft_ms) for asked in cell.alone]),
+        _spread([statistics.median(asked.ttft_ms) for asked in cell.busy]),
+    ]
+    if cell.carried[0]:
+        links = ("engine out", "engine in", "encoder out")
+        words += [f"{cell.an_image(link) / 1e6:.2f}" for link in links]
+        bytes_per_s = float(rate) * BYTES_PER_MBIT
+        busiest = max(cell.carried[0], key=lambda link: cell.share(link, bytes_per_s))
+        words += [busiest, f"{cell.share(busiest, bytes_per_s):.0%}"]
+    else:
+        words += [""] * 5
+    return f"| {' | '.join(words)} |"
+
+
+def _spread(values: Sequence[float]) -> str:
+    digits = 1 if statistics.median(values) < 100 else 0
+    middle, least, most = statistics.median(values), min(values), max(values)
+    return f"{middle:.{digits}f} ({least:.{digits}f}-{most:.{digits}f})"
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.hosts")
+    parser.add_argument("checkpoint")
+    parser.add_argument(
+        "--links",
+        nargs="+",
+        default=[NO_RATE, "1000", "100"],
+        help=f"rates of each link in Mbit/s; {NO_RATE} is without cables, and counts no bytes",
+    )
+    parser.add_argument("--latency-ms", type=float, default=0.2, help="of each link with a rate")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--alone", type=int, default=6, help="questions of one client")
+    parser.add_argument("--requests", type=int, default=24, help="questions of several clients")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=8, help="of an answer")
+    parser.add_argument("--side", type=int, default=448, help="of a picture, in pixels")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+
+    async def measure(bench: Bench) -> None:
+        for number in range(options.rounds):
+            await bench.round(number)
+
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options, Path(folder))
+        asyncio.run(measure(bench))
+    print(HEAD)
+    for line in lines(bench.cells, options.links):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The links between three machines, for each of which a process of this one stands: they have a rate, and are counted.
+
+Every machine has a link to all others, with a rate in each direction. A cable from one machine to another goes over
+both of their links. The cables are in a process of their own, so that they take no turn of an event loop that is
+measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Literal, Self
+
+from tests.cable import Cable, Wire
+
+Machine = Literal["engine", "encoder", "generator"]
+MACHINES: tuple[Machine, ...] = ("engine", "encoder", "generator")
+READY_S = 60.0
+"""How long the process may take to begin."""
+
+
+class Links:
+    """The cables from the engine to both other machines, and from the generator's to the encoder's.
+
+    Attributes:
+        addresses: The near end of each cable, by the machines that it joins.
+    """
+
+    def __init__(self, encoder: str, generator: str) -> None:
+        """Lay them to the addresses of two hosts."""
+        context = get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_run, args=(there, encoder, generator), daemon=True)
+        self._process.start()
+        assert self._here.poll(READY_S), "the cables are not there"
+        self.addresses: Mapping[tuple[Machine, Machine], str] = self._here.recv()
+
+    def shape(self, bytes_per_s: float, latency_s: float) -> None:
+        """Give every link this rate in each direction, 0 for none, and every cable a latency."""
+        self._ask(("shape", bytes_per_s, latency_s))
+
+    def carried(self) -> dict[str, int]:
+        """Return the bytes that went over each link so far, by machine and direction."""
+        found = self._ask(("carried",))
+        assert isinstance(found, dict)
+        return found
+
+    def _ask(self, words: tuple[object, ...]) -> object:
+        self._here.send(words)
+        assert self._here.poll(READY_S), "the cables do not answer"
+        return self._here.recv()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._here.close()
+        self._process.join(READY_S)
+
+
+def _run(asked: Connection, encoder: str, generator: str) -> None:
+    asyncio.run(_serve(asked, encoder, generator))
+
+
+async def _serve(asked: Connection, encoder: str, generator: str) -> None:
+    """Hold the cables until nobody asks any more."""
+    up, down = ({machine: Wire() for machine in MACHINES} for _ in range(2))
+    ends: Mapping[tuple[Machine, Machine], str] = {
+        ("engine", "encoder"): encoder,
+        ("engine", "generator"): generator,
+        ("generator", "encoder"): encoder,
+    }
+    cables = {
+        (near, far): Cable(address, out=(up[near], down[far]), back=(up[far], down[near]))
+        for (near, far), address in ends.items()
+    }
+    async with AsyncExitStack() as stack:
+        for cable in cables.values():
+            await stack.enter_async_context(cable)
+        asked.send({joined: cable.address for joined, cable in cables.items()})
+        said: asyncio.Queue[None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(asked.fileno(), said.put_nowait, None)
+        while True:
+            await said.get()
+            if not asked.poll():
+                continue  # the loop looked twice at the same words
+            try:
+                words = asked.recv()
+            except EOFError:
+                break
+            if words[0] == "shape":
+                for wire in (*up.values(), *down.values()):
+                    wire.bytes_per_s = words[1]
+                for cable in cables.values():
+                    cable.latency_s = words[2]
+                asked.send(None)
+            else:
+                directions = {"out": up, "in": down}
+                asked.send(
+                    {
+                        f"{machine} {name}": wires[machine].carried
+                        for machine in MACHINES
+                        for name, wires in directions.items()
+                    }
+                )
+        loop.remove_reader(asked.fileno())

@@ -1,0 +1,75 @@
+"""What is asked of an engine, and how long it took: questions about images that nobody has seen."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.e2e.asking import data_url, drawn_image
+from vsched import Engine, SamplingParams
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Asked:
+    """What came of some questions.
+
+    Attributes:
+        seconds: From the first to the end of the last.
+        ttft_ms: From asking to the first token, of each.
+        tokens: The answers, by the number of the picture.
+    """
+
+    seconds: float = 0.0
+    ttft_ms: list[float] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def images_s(self) -> float:
+        """Images a second."""
+        return len(self.ttft_ms) / self.seconds
+
+
+class Pictures:
+    """Pictures as clients send them, drawn before any clock runs; the same numbers are the same pictures."""
+
+    def __init__(self, count: int, side: int) -> None:
+        self._urls = [data_url(drawn_image(seed, (side, side))) for seed in range(count)]
+
+    async def ask(
+        self, engine: Engine, numbers: Sequence[int], *, at_once: int, tokens: int
+    ) -> Asked:
+        """Ask about each of these, so many at a time."""
+        asked = Asked()
+        content = [{"type": "image_url", "image_url": {"url": ""}}, {"type": "text", "text": "?"}]
+        prompt = engine.preprocessor.render([{"role": "user", "content": content}])
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
+        waiting = list(reversed(numbers))
+
+        async def client() -> None:
+            while waiting:
+                number = waiting.pop()
+                began_s = time.perf_counter()
+                stream = await engine.generate(
+                    prompt=prompt,
+                    images=[self._urls[number]],
+                    sampling=sampling,
+                    request_id=f"ask-{next(_numbers)}",
+                )
+                answer: list[int] = []
+                async for delta in stream:
+                    if not answer:
+                        asked.ttft_ms.append(1e3 * (time.perf_counter() - began_s))
+                    answer += delta.token_ids
+                asked.tokens[number] = answer
+
+        began_s = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(at_once):
+                group.create_task(client())
+        asked.seconds = time.perf_counter() - began_s
+        return asked

@@ -1,0 +1,121 @@
+"""`python -m tests.bench.hosts`: its links carry what they say, and its table compares rounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+import pytest_asyncio
+
+from tests.bench.hosts.__main__ import DIRECT, ONE, TWO, Cell, Load, lines
+from tests.bench.hosts.links import Links
+from tests.bench.hosts.load import Asked
+from tests.cable import Cable, Wire
+from tests.patience import patience, until
+
+
+@pytest_asyncio.fixture
+async def echo() -> AsyncIterator[str]:
+    """Yield the address of somebody who answers with what was said."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(100):
+                writer.write(data)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def said_over(address: str, words: bytes) -> bytes:
+    """Return what comes back of words."""
+    ip, _, port = address.removeprefix("tcp://").rpartition(":")
+    async with patience():
+        reader, writer = await asyncio.open_connection(ip, int(port))
+        try:
+            writer.write(words)
+            writer.write_eof()
+            return await reader.read()
+        finally:
+            writer.close()
+
+
+def test_wire_carries_one_thing_after_the_other() -> None:
+    wire = Wire(100.0)
+    assert [wire.carry(50, now_s) for now_s in (1.0, 1.0, 5.0)] == [1.5, 2.0, 5.5]
+    assert Wire().carry(50, 1.0) == 1.0
+
+
+async def test_cable_counts_what_its_wires_carry(echo: str) -> None:
+    out, back, shared = Wire(1e6), Wire(), Wire()
+    async with Cable(echo, out=(out, shared), back=(back, shared), latency_s=0.01) as cable:
+        words = b"word" * 20_000
+        assert await said_over(cable.address, words) == words
+    assert (out.carried, back.carried, shared.carried) == (80_000, 80_000, 160_000)
+
+
+async def test_cable_that_is_pulled_tells_nobody(echo: str) -> None:
+    async with Cable(echo) as cable:
+        ip, _, port = cable.address.removeprefix("tcp://").rpartition(":")
+        reader, writer = await asyncio.open_connection(ip, int(port))
+        writer.write(b"word")
+        async with patience():
+            assert await reader.readexactly(4) == b"word"
+        cable.pull()
+        writer.write(b"word")
+        await until(lambda: cable.lost == 4)
+        heard = asyncio.ensure_future(reader.read(1))
+        cable.plug_in()
+        assert await said_over(cable.address, b"word") == b"word"
+        assert not heard.done(), "a connection that lost bytes is lost, and open"
+        heard.cancel()
+        writer.close()
+
+
+@pytest.mark.slow
+async def test_links_count_by_machine_and_direction(echo: str) -> None:
+    with Links(echo, echo) as links:
+        links.shape(1e6, 0.0)
+        for size, joined in enumerate(links.addresses, start=1):
+            assert await said_over(links.addresses[joined], b"a" * size) == b"a" * size
+        assert links.carried() == {
+            "engine out": 1 + 2,
+            "engine in": 1 + 2,
+            "encoder out": 1 + 3,
+            "encoder in": 1 + 3,
+            "generator out": 2 + 3,
+            "generator in": 2 + 3,
+        }
+
+
+def test_table_compares_rounds_with_one_host_and_bytes_with_the_rate() -> None:
+    def cell(*images_s: float, carried: int = 0) -> Cell:
+        asked = [Asked(10 / each, [5.0] * 10) for each in images_s]
+        links = {"engine out": carried, "engine in": carried // 2, "encoder out": 0}
+        return Cell(
+            [Asked(1.0, [3.0])] * len(asked), asked, [links if carried else {}] * len(asked)
+        )
+
+    cells = {
+        (ONE, "none"): cell(10.0, 20.0, 30.0),
+        (TWO, "100"): cell(5.0, 5.0, 5.0, carried=20_000_000),
+        (DIRECT, "100"): cell(10.0, 10.0, 15.0, carried=10_000_000),
+    }
+    one, two, direct = lines(cells, ["100"])
+    assert one == (
+        "|  | one host | 20.0 (10.0-30.0) |  | 3.0 (3.0-3.0) | 5.0 (5.0-5.0) |  |  |  |  |  |"
+    )
+    assert "| 100 Mbit/s | two hosts | 5.0 (5.0-5.0) | 0.25 (0.17 to 0.50) |" in two
+    assert two.endswith("| 2.00 | 1.00 | 0.00 | engine out | 80% |")
+    assert "| 0.50 (0.50 to 1.00) |" in direct
+    assert direct.endswith("| engine out | 80% |")
+
+
+def test_load_asks_each_about_pictures_of_its_own() -> None:
+    load = Load(alone=2, busy=3, clients=1, tokens=8, side=448)
+    assert load.parts(10) == (range(10, 11), range(11, 13), range(13, 16))
+    assert load.pictures == 6
