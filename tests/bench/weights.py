@@ -1,13 +1,14 @@
 """How fast products by weights in few bits are, and how far they move logits.
 
     python -m tests.bench.weights
+    python -m tests.bench.weights --rows
     python -m tests.bench.weights --logits CHECKPOINT
 
 The first measures, in one run, the rate at which memory is read; what one row takes beside the time that the weights'
 bytes take at that rate; and what more rows take beside the same rows in bfloat16. Weights are used in turn, so that
-none is left in a cache. Products of torch that are made for such weights stand beside. The second runs the questions
-of the exam on a checkpoint and on the same with weights made into fewer bits, or with its KV cache in 8 bits, fed the
-same tokens.
+none is left in a cache. Products of torch that are made for such weights stand beside. The second tells the time and
+the rate of numbers of rows, and so which are served badly. The third runs the questions of the exam on a checkpoint and
+on the same with weights made into fewer bits, or with its KV cache in 8 bits, fed the same tokens.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ SHAPES = ((1024, 4096), (4096, 1024), (576, 1536))
 """Inputs and outputs: of mid25, and of SmolLM2-135M."""
 FORMATS = (("bfloat16", 0), ("int8", 128), ("int8", 32), ("int4", 128), ("int4", 32))
 MORE_ROWS = (8, 32, 128, 512)
+ALL_ROWS = (1, 2, 4, 8, 9, 16, 24, 32, 48, 64, 128, 256, 512)
 IN_TURN_BYTES = 96 << 20
 READ_BYTES = 512 << 20
 
@@ -127,6 +129,28 @@ def products_table(threads: int, repeats: int) -> Table:
     return table
 
 
+def rows_table(threads: int, repeats: int) -> Table:
+    """Measure numbers of rows by weights in bfloat16 and int8: milliseconds, and billions of operations a second."""
+    torch.set_num_threads(threads)
+    table = Table("in x out", "rows", title=f"{threads} threads; ms, and GFLOPS")
+    kinds = (("bfloat16", 0), ("int8", 128))
+    for kind, _ in kinds:
+        table.add_column(kind)
+        table.add_column("")
+    for inputs, outputs in SHAPES:
+        weight = torch.randn(outputs, inputs).bfloat16()
+        made = [products_of(weight, *kind, threads)[0] for kind in kinds]
+        for count in ALL_ROWS:
+            cells = [f"{inputs:,} x {outputs:,}", str(count)]
+            rows = torch.randn(count, inputs).bfloat16()
+            for products in made:
+                took = in_turn(products[: max(256 // count, 2)], rows, repeats)
+                cells.append(f"{1e3 * took:.3f}")
+                cells.append(f"{2 * count * inputs * outputs / took / 1e9:.0f}")
+            table.add_row(*cells)
+    return table
+
+
 def logits_table(path: str) -> Table:
     """Return how far logits are from those of the unquantised weights, and how many answers are right."""
     from tests.bench.weights_logits import ask
@@ -154,11 +178,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument(
+        "--rows", action="store_true", help="numbers of rows, by weights of 16 and 8 bits"
+    )
     parser.add_argument("--logits", metavar="CHECKPOINT", default="")
     given = parser.parse_args()
     console = Console(width=150)
     if given.logits:
         console.print(logits_table(given.logits))
+    elif given.rows:
+        console.print(rows_table(given.threads, given.repeats))
     else:
         console.print(products_table(given.threads, given.repeats))
 

@@ -9,12 +9,17 @@ where sum[r, g] is the sum of a row's inputs in group g. Sums are float32; the r
 nothing has to be taken away from each. Scales and offsets lie in panels of the same width, [out / PANEL, groups,
 PANEL], as float32 or float16. Outputs are padded to whole panels, and inputs to a multiple of `INPUTS`, with zeros.
 
-**Few rows.** A pass multiplies up to `PASS_ROWS` rows with a block of inputs of a panel: sums stay in registers while
-weights are read once and widened. A step of one row reads a byte or half a byte a weight, and does nothing else that
-takes as long.
+**Parts.** Rows are widened once and laid out in parts of up to `BLOCK` inputs, [parts, rows, BLOCK], and a panel is
+multiplied part by part: a part of the panel and the rows of a pass lie in the first cache meanwhile. Rows lie close
+together, since rows a power of two apart would take each other's places there. The panel's next part is fetched by all
+passes over this one, each its share: so memory is read while registers multiply, and not first one and then the other.
 
-**Many rows.** Widening for each pass would take longer than multiplying, so a part of a panel is widened into the first
-cache, and all rows are multiplied with it.
+**Few rows.** A pass multiplies up to `PASS_ROWS` rows with a block of inputs of a part: sums stay in registers while
+weights are read and widened. Sixteen registers hold sums of six rows for half of a panel, so its halves follow each
+other; of one or two rows they hold those of both. A step of one row reads a byte or half a byte a weight, and does
+nothing else that takes as long.
+
+**Many rows.** A part is widened into the first cache once, and all rows are multiplied with it.
 
 Both add up in the same order: inputs of a block one by one, and then block by block. So a row's result has the same
 bits whatever rows are beside it. A group of more than `BLOCK` inputs is several blocks of one scale.
@@ -51,17 +56,17 @@ _WIDE = bool(binding.get_host_cpu_features().get("avx512f"))
 _VECTORS = 4 if _WIDE else 2
 PANEL = _VECTORS * LANES
 """Outputs of a panel: with registers of 512 bits four of them, else four of 256."""
-PASS_ROWS = 6 if _WIDE else 2
+PASS_ROWS = 6
 """Most rows of a pass: their sums leave registers for the weights and the inputs."""
 INPUTS = 16
 """Inputs are padded to a multiple of this, and groups are of whole multiples."""
 BLOCK = 128
 """Most inputs of a block: the weights of one, widened, lie in the first cache."""
 FEW_ROWS_MAX = 4 * PASS_ROWS
-"""Most rows that weights are widened for in every pass."""
+"""Most rows that weights are widened for in every pass; about the same time either way up to three times as many."""
+_ROW_BYTES = 4 * BLOCK
+"""Bytes from one row of a part to the next."""
 _UNROLLED = 4
-_AHEAD = 2048
-"""Bytes that weights are fetched ahead of their use: processors by themselves stop at the end of a page."""
 
 INT8: npt.NDArray[Any] = np.zeros(1, dtype=np.int8)
 INT4: npt.NDArray[Any] = np.zeros(1, dtype=np.uint8)
@@ -112,6 +117,11 @@ class _Reader:
         return sizes.get(self._kind, 2)
 
     @property
+    def is_wide(self) -> bool:
+        """Whether weights are float32, and so those of the cache mostly."""
+        return self._kind is numba.types.float32
+
+    @property
     def read_together(self) -> int:
         """Inputs that are read at once."""
         return 2 if self._kind is numba.types.uint8 else 1
@@ -158,92 +168,131 @@ def _scales(builder: Any, kind: Any, at: Any, vector: int) -> Any:
     return writer.load(place, FLOATS, 4)
 
 
-@emits(numba.void, None, None, *[numba.intp] * 9, numba.float32)
+def _vectors_together(rows: int) -> range:
+    """Return how the vectors of a panel are taken for a pass: the first of each that have their sums in registers."""
+    return range(0, _VECTORS, _VECTORS if _WIDE or rows < 3 else 1)
+
+
+@emits(numba.void, None, None, *[numba.intp] * 10, numba.float32)
 def _multiply_block(
     builder: Any,
     kind: Any,
     scale_kind: Any,
     rows: Any,
     rows_at: Any,
-    row_bytes: Any,
     weight_at: Any,
     inputs: Any,
     scale_at: Any,
     offset_at: Any,
     sums_at: Any,
     totals_at: Any,
+    ahead_at: Any,
+    ahead_bytes: Any,
     centre: Any,
 ) -> None:
     """Multiply 1 to `PASS_ROWS` rows with a block of a panel and add to their totals.
 
-    Shape: rows float32; `sums_at` is that of the first row's sum of this block, and rows' sums lie as far apart as rows
-    do of `totals_at`, [rows, PANEL]. `offset_at` is 0 where there are none.
+    Shape: rows float32, `_ROW_BYTES` apart; `sums_at` is that of the first row's sum of this block, and rows' sums lie
+    as far apart as rows do of `totals_at`, [rows, PANEL]. `offset_at` is 0 where there are none. Meanwhile memory from
+    `ahead_at` on is fetched, `ahead_bytes` for `_UNROLLED` inputs.
     """
-    writer, reader = InstructionWriter(builder), _Reader(builder, kind)
+    writer = InstructionWriter(builder)
     given = builder.zext(builder.icmp_signed("!=", offset_at, ir.Constant(LONG, 0)), LONG)
     number = builder.add(builder.mul(rows, ir.Constant(LONG, 2)), given)
     for case in cases(builder, number, range(2, 2 * PASS_ROWS + 2)):
         count, has_offset = case // 2, case % 2
-        sums, initial = [], []
-        for row in range(count):
-            at = builder.add(sums_at, ir.Constant(LONG, 4 * row))
-            sums.append(writer.load(at, ir.FloatType(), 4))
-            first = writer.broadcast(builder.fneg(builder.fmul(sums[row], centre)))
-            initial += [first] * _VECTORS
-        loop = Loop(builder, initial)
-        at = writer.advance(weight_at, loop.index, _UNROLLED * PANEL * reader.half_bytes // 2)
-        inputs_at = writer.advance(rows_at, loop.index, 4 * _UNROLLED)
-        added = list(loop.carried)
-        if kind is not numba.types.float32:
-            bytes_read = _UNROLLED * PANEL * reader.half_bytes // 2
-            for line in range(0, bytes_read, LINE):
-                writer.prefetch(builder.add(at, ir.Constant(LONG, _AHEAD + line)), locality=3)
-        step = reader.read_together
-        for first in range(0, _UNROLLED, step):
-            here = builder.add(at, ir.Constant(LONG, first * PANEL * reader.half_bytes // 2))
-            places = [
-                builder.add(writer.advance(inputs_at, row_bytes, row), ir.Constant(LONG, 4 * first))
-                for row in range(count)
-            ]
-            values = [
-                [
-                    writer.broadcast(
-                        writer.load(
-                            builder.add(place, ir.Constant(LONG, 4 * index)), ir.FloatType(), 4
-                        )
+        sums = [
+            writer.load(builder.add(sums_at, ir.Constant(LONG, 4 * row)), ir.FloatType(), 4)
+            for row in range(count)
+        ]
+        together = _vectors_together(count)
+        for first in together:
+            vectors = range(first, first + together.step)
+            initial: list[Any] = []
+            for of_row in sums:
+                start = writer.broadcast(builder.fneg(builder.fmul(of_row, centre)))
+                initial += [start] * len(vectors)
+            places = rows_at, weight_at, inputs, ahead_at, ahead_bytes
+            added = _sum_inputs(builder, kind, places, vectors, initial)
+            offsets = offset_at if has_offset else None
+            _add_scaled(builder, scale_kind, (scale_at, offsets), vectors, sums, added, totals_at)
+
+
+def _sum_inputs(
+    builder: Any,
+    kind: Any,
+    given: tuple[Any, Any, Any, Any, Any],
+    vectors: range,
+    initial: Sequence[Any],
+) -> Sequence[Any]:
+    """Return sums of rows, `initial` and the products with a block, some vectors of its panel for each row."""
+    rows_at, weight_at, inputs, ahead_at, ahead_bytes = given
+    writer, reader = InstructionWriter(builder), _Reader(builder, kind)
+    count = len(initial) // len(vectors)
+    loop = Loop(builder, initial)
+    at = writer.advance(weight_at, loop.index, _UNROLLED * PANEL * reader.half_bytes // 2)
+    inputs_at = writer.advance(rows_at, loop.index, 4 * _UNROLLED)
+    added = list(loop.carried)
+    _fetch_ahead(builder, reader, loop.index, (ahead_at, ahead_bytes), vectors)
+    step = reader.read_together
+    for first in range(0, _UNROLLED, step):
+        here = builder.add(at, ir.Constant(LONG, first * PANEL * reader.half_bytes // 2))
+        values = [
+            [
+                writer.broadcast(
+                    writer.load(
+                        builder.add(inputs_at, ir.Constant(LONG, row * _ROW_BYTES + 4 * index)),
+                        ir.FloatType(),
+                        4,
                     )
-                    for index in range(step)
-                ]
-                for place in places
+                )
+                for index in range(first, first + step)
             ]
-            for vector in range(_VECTORS):
-                for index, weight in enumerate(reader.read(here, step, vector)):
-                    for row in range(count):
-                        place = row * _VECTORS + vector
-                        added[place] = writer.multiply_add(added[place], values[row][index], weight)
-        loop.end(added, builder.sdiv(inputs, ir.Constant(LONG, _UNROLLED)))
-        offsets = offset_at if has_offset else None
-        _add_scaled(builder, scale_kind, (scale_at, offsets), sums, added, totals_at)
+            for row in range(count)
+        ]
+        for vector in vectors:
+            for index, weight in enumerate(reader.read(here, step, vector)):
+                for row in range(count):
+                    place = row * len(vectors) + vector - vectors.start
+                    added[place] = writer.multiply_add(added[place], values[row][index], weight)
+    loop.end(added, builder.sdiv(inputs, ir.Constant(LONG, _UNROLLED)))
+    return added
+
+
+def _fetch_ahead(
+    builder: Any, reader: _Reader, index: Any, ahead: tuple[Any, Any], vectors: range
+) -> None:
+    """Fetch what one iteration over some vectors of a panel is to fetch of the memory ahead."""
+    writer, (ahead_at, ahead_bytes) = InstructionWriter(builder), ahead
+    at = builder.add(ahead_at, builder.mul(index, ahead_bytes))
+    lines = 1 if reader.is_wide else max(_UNROLLED * PANEL * reader.half_bytes // 2 // LINE, 1)
+    for line in range(lines * vectors.start // _VECTORS, lines * vectors.stop // _VECTORS):
+        further = builder.sdiv(
+            builder.mul(ahead_bytes, ir.Constant(LONG, line)), ir.Constant(LONG, lines)
+        )
+        writer.prefetch(builder.add(at, further), locality=2 if reader.is_wide else 3)
 
 
 def _add_scaled(
     builder: Any,
     kind: Any,
     places: tuple[Any, Any],
+    vectors: range,
     sums: Sequence[Any],
     added: Sequence[Any],
     totals_at: Any,
 ) -> None:
     """Add what a block yields, times its scales, to the totals of rows, and the rows' sums times offsets, if any."""
     writer, (scale_at, offset_at) = InstructionWriter(builder), places
-    for vector in range(_VECTORS):
+    for vector in vectors:
         scale = _scales(builder, kind, scale_at, vector)
         offset = None if offset_at is None else _scales(builder, kind, offset_at, vector)
         for row, of_row in enumerate(sums):
             place = 4 * (row * PANEL + vector * LANES)
             at = builder.add(totals_at, ir.Constant(LONG, place))
             total = writer.load(at, FLOATS, 4)
-            total = writer.multiply_add(total, added[row * _VECTORS + vector], scale)
+            of_block = added[row * len(vectors) + vector - vectors.start]
+            total = writer.multiply_add(total, of_block, scale)
             if offset is not None:
                 total = writer.multiply_add(total, writer.broadcast(of_row), offset)
             writer.store(total, at, 4)
@@ -264,6 +313,18 @@ def _widen(builder: Any, kind: Any, weight_at: Any, inputs: Any, out_at: Any) ->
 
 
 @compiled()
+def _passes_of(rows: int, input_bytes: int) -> Any:
+    """Return the passes for some rows, the fewest rows of one, how many have one more, and what they fetch ahead.
+
+    That is bytes of a panel's next part for `_UNROLLED` inputs, of which the part has `input_bytes` each.
+    """
+    number = (rows + PASS_ROWS - 1) // PASS_ROWS
+    least = rows // max(number, 1)
+    ahead_bytes = (_UNROLLED * input_bytes + number - 1) // max(number, 1)
+    return number, least, rows - least * number, ahead_bytes
+
+
+@compiled()
 def _multiply_part(
     kind: Any,
     scale_kind: Any,
@@ -272,6 +333,8 @@ def _multiply_part(
     stop: int,
     weight_at: int,
     half_bytes: int,
+    ahead_at: int,
+    passes: Any,
     sizes: Any,
     scales_at: int,
     offsets_at: int,
@@ -279,12 +342,16 @@ def _multiply_part(
     totals: Any,
     centre: float,
 ) -> None:
-    """Multiply all rows with the inputs `start` to `stop` of a panel, which lie from `weight_at` on."""
+    """Multiply all rows with the inputs `start` to `stop` of a panel, which lie from `weight_at` on.
+
+    Shape: rows [rows, BLOCK], those inputs of them. From `ahead_at` on lies what is used next, of which each pass
+    fetches its share. For `passes` see `_passes_of`.
+    """
     block, group, scale_bytes = sizes
-    row_bytes = rows.strides[0]
+    number, least, larger, ahead_bytes = passes
     first = 0
-    while first < len(rows):
-        count = min(PASS_ROWS, len(rows) - first)
+    for index in range(number):
+        count = least + int(index < larger)
         at = start
         while at < stop:
             scale = at // group * PANEL * scale_bytes
@@ -292,14 +359,15 @@ def _multiply_part(
                 kind[0],
                 scale_kind[0],
                 count,
-                rows.ctypes.data + first * row_bytes + 4 * at,
-                row_bytes,
+                rows.ctypes.data + first * _ROW_BYTES + 4 * (at - start),
                 weight_at + (at - start) * PANEL * half_bytes // 2,
                 min(block, stop - at),
                 scales_at + scale,
                 offsets_at + scale if offsets_at else 0,
                 sums.ctypes.data + at // block * sums.strides[0] + 4 * first,
                 totals.ctypes.data + first * PANEL * 4,
+                ahead_at + (index * (stop - start) + at - start) // _UNROLLED * ahead_bytes,
+                ahead_bytes,
                 centre,
             )
             at += block
@@ -312,6 +380,7 @@ def _multiply_panel(
     scale_kind: Any,
     many: int,
     rows: Any,
+    inputs: int,
     weight_at: int,
     half_bytes: int,
     sizes: Any,
@@ -319,48 +388,59 @@ def _multiply_panel(
     offsets_at: int,
     sums: Any,
     totals: Any,
-    part: Any,
+    widened: Any,
     centre: float,
 ) -> None:
-    """Multiply all rows with a panel, whose parts are widened into `part` first where there are `many`."""
-    inputs, block = rows.shape[1], sizes[0]
-    if not many:
-        _multiply_part(
-            kind, scale_kind, rows, 0, inputs, weight_at, half_bytes, sizes, scales_at, offsets_at,
-            sums, totals, centre,
-        )  # fmt: skip
-        return
-    length = BLOCK // block * block
-    start = 0
-    while start < inputs:
+    """Multiply all rows with a panel, part by part, each of which is `widened` first where there are `many`."""
+    length = BLOCK // sizes[0] * sizes[0]
+    input_bytes = PANEL * half_bytes // 2
+    passes = _passes_of(rows.shape[1], input_bytes)
+    for part in range(len(rows)):
+        start = part * length
         stop = min(start + length, inputs)
-        at = weight_at + start * PANEL * half_bytes // 2
-        _widen(kind[0], at, stop - start, part.ctypes.data)
-        _multiply_part(
-            _FLOAT32, scale_kind, rows, start, stop, part.ctypes.data, 8, sizes, scales_at,
-            offsets_at, sums, totals, centre,
-        )  # fmt: skip
-        start = stop
+        at = weight_at + start * input_bytes
+        ahead_at = at + (stop - start) * input_bytes
+        if many:
+            _widen(kind[0], at, stop - start, widened.ctypes.data)
+            _multiply_part(
+                _FLOAT32, scale_kind, rows[part], start, stop, widened.ctypes.data, 8,
+                ahead_at, passes, sizes, scales_at, offsets_at, sums, totals, centre,
+            )  # fmt: skip
+        else:
+            _multiply_part(
+                kind, scale_kind, rows[part], start, stop, at, half_bytes, ahead_at,
+                passes, sizes, scales_at, offsets_at, sums, totals, centre,
+            )  # fmt: skip
 
 
 @compiled()
-def _read_row(tag: Any, row_at: int, given: int, block: int, row: Any, sums: Any) -> None:
-    """Write a row of `given` inputs as float32, padded with zeros, and the sums of its blocks."""
-    if tag.itemsize == 4:
-        singles = float32_array(row_at, given)
-        for index in range(given):
-            row[index] = singles[index]
-    else:
-        values = bf16_array(row_at, given)
-        for index in range(given):
-            row[index] = widen(values[index])
-    for index in range(given, len(row)):
-        row[index] = np.float32(0.0)
-    for index in range(len(sums)):
-        total = np.float32(0.0)
-        for value in row[index * block : (index + 1) * block]:
-            total += value
-        sums[index] = total
+def _read_row(
+    tag: Any, row_at: int, given: int, block: int, parts_at: int, part_bytes: int, sums: Any
+) -> None:
+    """Write a row of `given` inputs as float32 to its parts, padded with zeros, and the sums of its blocks.
+
+    Its parts begin at `parts_at`, `part_bytes` apart; of each, whole blocks are used.
+    """
+    length = BLOCK // block * block
+    for start in range(0, given, length):
+        # By address, or it would be an array of some stride, which is not vectorised.
+        part = float32_array(parts_at + start // length * part_bytes, BLOCK)
+        count = min(length, given - start)
+        if tag.itemsize == 4:
+            singles = float32_array(row_at + 4 * start, count)
+            for place in range(count):
+                part[place] = singles[place]
+        else:
+            values = bf16_array(row_at + 2 * start, count)
+            for place in range(count):
+                part[place] = widen(values[place])
+        for place in range(count, BLOCK):
+            part[place] = np.float32(0.0)
+        for first in range(0, count, block):
+            total = np.float32(0.0)
+            for place in range(first, first + block):
+                total += part[place]
+            sums[(start + first) // block] = total
 
 
 @compiled()
@@ -404,27 +484,29 @@ def multiply(
     float32 [padded outputs]. `sizes` are inputs of a block and of a group, and bytes of a scale.
     """
     block, group, scale_bytes = sizes
-    taken = np.empty((rows, inputs), dtype=np.float32)
+    length = BLOCK // block * block
+    taken = np.empty(((inputs + length - 1) // length, rows, BLOCK), dtype=np.float32)
     blocks = (inputs + block - 1) // block
     by_row = np.empty((rows, blocks), dtype=np.float32)
     for row in numba.prange(rows):
         row_at = rows_at + row * given * tag.itemsize
-        _read_row(tag, row_at, given, block, taken[row], by_row[row])
+        parts_at = taken.ctypes.data + row * _ROW_BYTES
+        _read_row(tag, row_at, given, block, parts_at, rows * _ROW_BYTES, by_row[row])
     sums = np.ascontiguousarray(by_row.T)
     panels = (outputs + PANEL - 1) // PANEL
     groups = (inputs + group - 1) // group
     panel_bytes = inputs * PANEL * half_bytes // 2
     for thread in numba.prange(threads):
         totals = np.empty((rows, PANEL), dtype=np.float32)
-        part = np.empty((BLOCK, PANEL), dtype=np.float32)
+        widened = np.empty((BLOCK, PANEL), dtype=np.float32)
         for panel in range(panels * thread // threads, panels * (thread + 1) // threads):
             column = panel * PANEL
             totals[:] = bias[column : column + PANEL]
             scale = groups * panel * PANEL * scale_bytes
             _multiply_panel(
-                kind, scale_kind, many, taken, weight_at + panel * panel_bytes, half_bytes, sizes,
-                scales_at + scale, offsets_at + scale if offsets_at else 0, sums, totals, part,
-                centre,
+                kind, scale_kind, many, taken, inputs, weight_at + panel * panel_bytes, half_bytes,
+                sizes, scales_at + scale, offsets_at + scale if offsets_at else 0, sums, totals,
+                widened, centre,
             )  # fmt: skip
             count = min(PANEL, outputs - column)
             _write_rows(tag, totals, out_at + column * tag.itemsize, outputs, count)
