@@ -222,10 +222,14 @@ class Pulse(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """A rank's answer to a heartbeat or a hook: alive and up to this entry. `memory` as in `Ready`."""
+    """A rank's answer to a heartbeat or a hook: alive and up to this entry. `memory` as in `Ready`.
+
+    `kernels_late` is how many kernels its process compiled, or read from disk, since it was ready.
+    """
 
     seq: int
     memory: dict[str, int]
+    kernels_late: int = 0
 
 
 class AdapterChanged(msgspec.Struct, frozen=True, tag=True):

@@ -151,6 +151,15 @@ class PeriodicWork(Protocol):
 
 
 @runtime_checkable
+class CountsKernels(Protocol):
+    """A worker whose kernels are compiled on this machine, and read from disk where they were before."""
+
+    def kernels_here(self) -> Mapping[str, int]:
+        """Return for how many kinds of arguments this process has each kernel by now: compiled, or read from disk."""
+        ...
+
+
+@runtime_checkable
 class ServesAdapters(Protocol):
     """A worker that adds adapters to its layers, and takes them away, between two steps of its log.
 

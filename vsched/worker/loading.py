@@ -200,6 +200,7 @@ class RankLoading(Generic[Link]):
     def _report_ready(self) -> None:
         self.orders = None
         for member, report in zip(self._members, self._ready, strict=True):
+            member.executor.begin()
             member.report(report)
 
 

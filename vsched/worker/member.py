@@ -7,8 +7,10 @@ both hand what comes to a `Member` and ask `Following` what is next.
 from __future__ import annotations
 
 import gc
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -48,13 +50,15 @@ from vsched.wire import (
     check_of,
     encode_report,
 )
-from vsched.worker.capabilities import PeriodicWork, ServesAdapters
+from vsched.worker.capabilities import CountsKernels, PeriodicWork, ServesAdapters
 from vsched.worker.contract import EncodeWorker, GenerateWorker, WorkerPlugin
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.memory import KV_REMEDY, memory_errors, status_bytes
 from vsched.worker.registry import load_worker
 from vsched.worker.spec import RankSpec
+
+logger = logging.getLogger(__name__)
 
 PULSES_PER_TIMEOUT = 4
 """So many of a rank's signs of life would have to be missed until it counts as stopped."""
@@ -107,11 +111,28 @@ class StageExecutor:
     def __init__(self, worker: EncodeWorker | GenerateWorker) -> None:
         self._periodic = worker if isinstance(worker, PeriodicWork) else None
         self._serving = worker if isinstance(worker, ServesAdapters) else None
+        self._counting = worker if isinstance(worker, CountsKernels) else None
+        self._kernels: Mapping[str, int] = {}
+        self._kernels_late = 0
         self.adapters: set[int] = set()
 
     def hooks(self) -> dict[str, float]:
         """Return the worker's periodic work and its intervals."""
         return dict(self._periodic.hooks()) if self._periodic else {}
+
+    def begin(self) -> None:
+        """Take what was compiled by now as what serving needs: what comes later had a request wait for it."""
+        self._kernels = {} if self._counting is None else self._counting.kernels_here()
+
+    def kernels_late(self) -> int:
+        """Return how many kernels were compiled, or read from disk, since serving began; new ones go to the log."""
+        if self._counting is None:
+            return 0
+        late = Counter(self._counting.kernels_here()) - Counter(self._kernels)
+        if late.total() > self._kernels_late:
+            self._kernels_late = late.total()
+            logger.warning("requests have waited for kernels: %s", ", ".join(sorted(late)))
+        return self._kernels_late
 
     def wanted(self) -> list[str]:
         """Return the periodic work that the worker asks for."""
@@ -152,7 +173,7 @@ class NotLoaded(StageExecutor):
     """Stands where a rank has not loaded its model yet."""
 
     def __init__(self) -> None:
-        self._periodic = self._serving = None
+        self._periodic = self._serving = self._counting = None
         self.adapters = set()
 
     def carry_out(self, entry: LogEntry) -> None:
@@ -259,16 +280,19 @@ class Member(Generic[Link]):
             case SizeKv() | AcceptKv() | None:
                 raise RankDesync("an order about the KV cache came after one was accepted")
             case Heartbeat():
-                self.report(Beat(self.log.seq, self._host.memory()))
+                self._beat()
             case RunHook(name):
                 self.executor.run_hook(name)
-                self.report(Beat(self.log.seq, self._host.memory()))
+                self._beat()
             case AddAdapter() | RemoveAdapter():
                 error = self.executor.change_adapters(entry)
                 self.report(AdapterChanged(self.log.seq, error))
         # A step can take longer than the timeout: what came meanwhile was heard, only not read.
         self.heard_ns = self._host.now_ns()
         return True
+
+    def _beat(self) -> None:
+        self.report(Beat(self.log.seq, self._host.memory(), self.executor.kernels_late()))
 
     def _step(self, entry: LogEntry) -> None:
         start_ns = self._host.now_ns()

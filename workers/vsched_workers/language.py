@@ -168,6 +168,10 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
         """Return the memory of the device that it runs on."""
         return self._memory
 
+    def kernels_here(self) -> Mapping[str, int]:
+        """Return the compiled kernels of this process; see `CountsKernels`."""
+        return self._backend.kernels_here()
+
     def abort(self) -> None:
         """Fail the collectives of the group, for a failure outside of this worker."""
         self._group.abort()

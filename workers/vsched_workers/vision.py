@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -138,6 +138,10 @@ class VisionWorker(AdaptedWorker):
     def device_memory(self) -> DeviceMemory:
         """Return the memory of the device that it runs on."""
         return self._memory
+
+    def kernels_here(self) -> Mapping[str, int]:
+        """Return the compiled kernels of this process; see `CountsKernels`."""
+        return self._backend.kernels_here()
 
     def abort(self) -> None:
         """Fail the collectives of the group, for a failure outside of this worker."""

@@ -65,6 +65,9 @@ class StageExecutor:
     def wanted(self) -> list[str]:
         return ["balance"]
 
+    def kernels_late(self) -> int:
+        return len(self.hooks)
+
     def look_ahead(self) -> None:
         self.order.append("looks ahead")
 
@@ -129,8 +132,31 @@ def test_member_answers_heartbeats_and_hooks_by_their_place_in_the_log() -> None
         hear(member, log, entry)
         assert member.carry_out()
     assert side.hooks == ["balance"]
-    beats = [Beat(seq, {"resident": 5}) for seq in (1, 2, 3)]
+    beats = [Beat(seq, {"resident": 5}, late) for seq, late in ((1, 0), (2, 1), (3, 1))]
     assert member.link.sent == [Hello(0, "sesame"), *beats]
+
+
+class CompilingWorker:
+    """A worker with a kernel for one kind of arguments, and later for others."""
+
+    def __init__(self) -> None:
+        self.kernels = {"norm.add": 1}
+
+    def kernels_here(self) -> dict[str, int]:
+        return dict(self.kernels)
+
+
+def test_executor_counts_what_is_compiled_once_it_serves_and_tells_it_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = CompilingWorker()
+    side = members.StageExecutor(worker)  # type: ignore[arg-type]
+    worker.kernels["norm.add"] = 2
+    side.begin()
+    assert side.kernels_late() == 0
+    worker.kernels |= {"norm.add": 3, "rope.turn": 1}
+    assert [side.kernels_late(), side.kernels_late()] == [2, 2]
+    assert caplog.messages == ["requests have waited for kernels: norm.add, rope.turn"]
 
 
 class AdapterWorker:

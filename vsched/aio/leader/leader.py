@@ -105,6 +105,8 @@ class Leader:
     `on_result` gets each step's result once; `on_lost` is called once, with the failure, when the group cannot go on.
 
     Attributes:
+        memory: What each rank last said of its memory, in bytes by name.
+        kernels_late: How many kernels each rank compiled, or read from disk, since it was ready.
         heartbeats: How many were sent.
         heartbeats_missed: Intervals in which the ranks heard nothing at all, since this process did not come to it.
     """
@@ -126,6 +128,7 @@ class Leader:
         self.name = name
         self._groups = (name,)
         self.memory: dict[int, dict[str, int]] = {}
+        self.kernels_late: dict[int, int] = {}
         self.heartbeats = self.heartbeats_missed = 0
         self.loaded = _Gather[RankMemory](ranks)
         self.reserved = _Gather[Reserved](ranks)
@@ -293,8 +296,9 @@ class Leader:
                 self._take_pause(rank, report)
             case GenerateResult() | EncodeResult() | StepCheck():
                 self._take_answer(rank, report)
-            case Beat(seq, memory):
+            case Beat(seq, memory, late):
                 self.memory[rank] = {**self.memory.get(rank, {}), **memory}
+                self.kernels_late[rank] = late
                 self._take_beat(rank, seq)
             case AdapterChanged(seq, error):
                 self._take_change(rank, seq, error)

@@ -58,12 +58,18 @@ class ServedGroup:
         """Return what an operator sees; `figures` are the kernel's numbers of this group's stage."""
         worker_group, loss = self.supervisor.worker_group, self.supervisor.last_loss
         memory = worker_group.memory().get(self.name, {})
+        late = worker_group.kernels_late(self.name)
         return {
             "name": self.name,
             "stage": self.stage,
             "state": self.state,
             "ranks": [
-                {"rank": rank, "pid": pid, "memory": dict(memory.get(rank, {}))}
+                {
+                    "rank": rank,
+                    "pid": pid,
+                    "memory": dict(memory.get(rank, {})),
+                    "kernels_late": late.get(rank, 0),
+                }
                 for rank, pid in enumerate(worker_group.pids)
             ],
             **self._work(figures),

@@ -200,6 +200,11 @@ class WorkerGroup:
         """Return what the ranks last said of their memory, by group and rank, in bytes."""
         return {name: dict(leader.memory) for name, leader in self._leaders.items()}
 
+    def kernels_late(self, group: str) -> dict[int, int]:
+        """Return how many kernels each rank of a group compiled, or read from disk, since it was ready."""
+        leader = self._leaders.get(group)
+        return dict(leader.kernels_late) if leader else {}
+
     def heartbeats(self, group: str) -> dict[str, int]:
         """Return how many heartbeats this incarnation was sent, and how many it was not though they were due."""
         leader = self._leaders.get(group)

@@ -202,14 +202,21 @@ def _all_groups(rows: list[dict[str, Any]]) -> Iterator[Metric]:
     busy = CounterMetricFamily(
         "vsched_group_busy_seconds", "Time that its ranks computed.", labels=("group",)
     )
+    late = GaugeMetricFamily(
+        "vsched_rank_kernels_late",
+        "Kernels that it compiled, or read from disk, while it served.",
+        labels=("group", "rank"),
+    )
     for row in rows:
         name = row["name"]
+        for rank in row.get("ranks", ()):
+            late.add_metric((name, str(rank["rank"])), rank["kernels_late"])
         up.add_metric((name,), row["state"] == "up")
         restarts.add_metric((name,), row.get("restarts", 0))
         busy.add_metric((name,), row.get("busy_ms", 0) / 1000)
         for reason, count in row.get("losses", {}).items():
             losses.add_metric((name, reason), count)
-    yield from (up, restarts, losses, busy)
+    yield from (up, restarts, losses, busy, late)
 
 
 def _all_adapters(rows: list[dict[str, Any]]) -> Iterator[Metric]:

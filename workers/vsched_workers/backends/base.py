@@ -8,7 +8,7 @@ adds attention kernels, captured decode steps and copies that overlap with compu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -153,6 +153,10 @@ class Backend(ABC):
     def prepare_adapters(self) -> MakeSums:
         """Return what makes what keeps adapters' parts of a product; compile what that needs."""
         return TorchSums
+
+    def kernels_here(self) -> Mapping[str, int]:
+        """Return for how many kinds of arguments this process has each compiled kernel; see `CountsKernels`."""
+        return {}
 
     @abstractmethod
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +21,7 @@ from vsched_workers.adapters.sums import MakeSums, Sums, TorchSums
 from vsched_workers.backends.base import RunnableLanguage
 from vsched_workers.backends.cpu.decode_attention import NumbaDecode
 from vsched_workers.backends.cpu.encoder_layers import fuse_encoders, merge_encoders
-from vsched_workers.backends.cpu.kernels import sampling
+from vsched_workers.backends.cpu.kernels import compilation, sampling
 from vsched_workers.backends.cpu.kernels.sampling import argmax
 from vsched_workers.backends.cpu.kernels.simd import LANES, LINE
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
@@ -160,6 +160,9 @@ class CpuBackend(ReferenceBackend):
             return kernel() if dtype == torch.bfloat16 else TorchSums(dtype, device)
 
         return make
+
+    def kernels_here(self) -> Mapping[str, int]:
+        return compilation.kernels_here()
 
     def sparsely(self) -> AbstractContextManager[None]:
         return sparse_runs.sparsely() if self._host.counts_reserved else nullcontext()

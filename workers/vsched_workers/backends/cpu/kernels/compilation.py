@@ -7,12 +7,24 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numba
 
 from vsched_workers.backends.cpu.kernel_store import keep_on_disk
+
+_FUNCTIONS: list[Any] = []
+"""Every function that is compiled, as numba dispatches it."""
+
+
+def kernels_here() -> Mapping[str, int]:
+    """Return for how many kinds of arguments each function was compiled in this process, or read from disk."""
+    found: Counter[str] = Counter()
+    for each in _FUNCTIONS:
+        found[f"{each.__module__.rpartition('.')[2]}.{each.__qualname__}"] += len(each.overloads)
+    return found
 
 
 def compiled(**given: Any) -> Callable[[Any], Any]:
@@ -25,6 +37,7 @@ def compiled(**given: Any) -> Callable[[Any], Any]:
     def compile_function(function: Any) -> Any:
         dispatcher = numba.njit(**options)(function)
         keep_on_disk(dispatcher)
+        _FUNCTIONS.append(dispatcher)
         return dispatcher
 
     return compile_function

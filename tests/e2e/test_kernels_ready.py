@@ -1,0 +1,122 @@
+"""Nothing is compiled while requests are served, whatever they ask for: ranks have every kernel when they are ready.
+
+Ranks count what they compile, and what they read from disk, since that is compiled on a machine that has not served
+before. So the tests need no empty folder to fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("numba")
+
+from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, read
+from tests.patience import until
+from vsched import Config, Engine, SamplingParams
+from vsched.api.bodies.constraints import constraint_from_schema
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="package"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.slow,
+]
+
+SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3}
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
+DRAWN = msgspec.structs.replace(GREEDY, temperature=0.9, seed=3)
+SAMPLINGS = (
+    GREEDY,
+    DRAWN,
+    msgspec.structs.replace(DRAWN, top_k=5, top_p=0.9, min_p=0.01, logprobs=3),
+    msgspec.structs.replace(
+        DRAWN, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3
+    ),
+    msgspec.structs.replace(
+        GREEDY, logit_bias=((7, 5.0), (9, -5.0)), bad_words=((11,),), min_tokens=4, logprobs=0
+    ),
+    msgspec.structs.replace(GREEDY, prompt_logprobs=2),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=40, grammar=constraint_from_schema(SCHEMA)),
+    SamplingParams(temperature=0.0, max_tokens=40, grammar=constraint_from_schema(SCHEMA)),
+)
+LOOKUP = (
+    'generate.drafting={use="prompt-lookup", ngram=1, gain_min=0.01, speedup_min=0, pause_steps=4}'
+)
+SWAPPED = ("generate.preemption.manner=swap", "generate.swap_memory=64MiB")
+THREADS = ("encode.threads=2", "generate.threads=2")
+WAYS: dict[str, tuple[str, ...]] = {
+    "nano25 bfloat16": ("model.dtype=bfloat16",),
+    "nano25 bfloat16, two threads": ("model.dtype=bfloat16", *THREADS, *SWAPPED),
+    "nano25 float32, drafts": ("model.dtype=float32", LOOKUP),
+    "nano25 int8, 8-bit cache, swapped": (
+        *("model.dtype=bfloat16", "generate.weights=int8", "encode.weights=int8"),
+        *("generate.kv_dtype=int8", *THREADS, *SWAPPED),
+    ),
+    "nano25 float32, int4, 8-bit cache": (
+        *("model.dtype=float32", "generate.weights=int4", "generate.kv_dtype=int8"),
+    ),
+    "nano25 int4, blocks of 32": (
+        *("model.dtype=bfloat16", "generate.weights=int4", "generate.block_size=32", *THREADS),
+    ),
+    "nano3 bfloat16": ("model.dtype=bfloat16", "placement=together", LOOKUP),
+}
+
+
+def requests() -> Iterator[tuple[Ask, SamplingParams]]:
+    """Yield each way to sample, for text, for a picture and for several of other sizes."""
+    for number, sampling in enumerate(SAMPLINGS):
+        pictures = [drawn_image(6000 + number + k, (90 + 50 * k, 60)) for k in range(number % 3)]
+        yield Ask(TEXTS[number % 5] * (1 + number % 4), pictures), sampling
+    yield Ask("one two three one two three " * 12), msgspec.structs.replace(GREEDY, max_tokens=60)
+
+
+async def late(engine: Engine, asked: Callable[[], Any]) -> dict[str, int]:
+    """Do something, and return how many kernels each group has had since it was ready."""
+    await asked()
+    before = {row["name"]: row["heartbeats"]["sent"] for row in engine.groups()}
+    # The beat that is on its way may have been sent before; the one after it was not.
+    await until(
+        lambda: all(row["heartbeats"]["sent"] > before[row["name"]] + 1 for row in engine.groups()),
+        "each group says how many kernels it has",
+    )
+    return {
+        row["name"]: sum(rank["kernels_late"] for rank in row["ranks"]) for row in engine.groups()
+    }
+
+
+async def ask_all(engine: Engine, adapter: str = "") -> None:
+    """Ask for everything, one by one and then at once, more than the KV cache can hold."""
+    for ask, sampling in requests():
+        await read(await begin(engine, ask, sampling, adapter=adapter))
+    begun = [await begin(engine, ask, sampling) for ask, sampling in [*requests()] * 2]
+    await asyncio.gather(*(read(each) for each in begun))
+
+
+async def test_no_request_waits_for_a_kernel_with_adapters(
+    configure: Callable[..., Config], checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    from tests.workers.adapters.peft_adapters import AdaptedReference
+
+    AdaptedReference(checkpoints("nano25"), tmp_path / "one", seed=0)
+    settings = (
+        *("model.dtype=bfloat16", *THREADS, "deadlines.heartbeat_s=0.3"),
+        *("adapters.count_max=2", "adapters.rank_max=4", f"adapters.directory={tmp_path}"),
+        f'adapters.load={{one = "{tmp_path / "one"}"}}',
+    )
+    async with Engine(configure("nano25", *settings)) as engine:
+        found = await late(engine, lambda: ask_all(engine, adapter="one"))
+        assert not any(found.values()), engine.groups()
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_no_request_waits_for_a_kernel(way: str, configure: Callable[..., Config]) -> None:
+    size = way.split()[0]
+    config = configure(size, *WAYS[way], "deadlines.heartbeat_s=0.3")
+    async with Engine(config) as engine:
+        assert not any((await late(engine, lambda: ask_all(engine))).values()), engine.groups()
