@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -11,72 +11,25 @@ import pytest_asyncio
 
 from tests.cable import Cable
 from tests.e2e.asking import Ask, answers, drawn_image
+from tests.e2e.elsewhere import ASKS, engine_on, exchange_of, new_key
 from tests.e2e.losing import check_stream_outlives_host
-from tests.host_process import HostProcess
+from tests.host_process import HostProcess, running
+from tests.network import FAR, network, why_no_network
 from tests.patience import PATIENCE_S, until
 from vsched import Config, Engine
-from vsched.aio.hosts.exchange import Exchange
-from vsched.aio.hosts.keys import write_key_file
-from vsched.aio.hosts.placement import PlacedLauncher
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.timeout(5 * PATIENCE_S),
     pytest.mark.slow,
 ]
-ASKS = [
-    Ask("What is in the image?", [drawn_image(1)]),
-    Ask("What differs?", [drawn_image(2), drawn_image(3, (140, 100))], count=40),
-    Ask("0 1 2 3 4 5"),
-]
 LONG = Ask("Describe the picture.", [drawn_image(4)], count=400)
-SILENCE_S = 10.0
-"""The deadline of these tests: far below that of a test, and far above what a process needs that is alive."""
 
 
 @pytest.fixture
 def key(tmp_path: Path) -> Path:
     """Return a file with the secret of engine and hosts."""
-    path = tmp_path / "hosts.key"
-    write_key_file(path)
-    return path
-
-
-@contextmanager
-def running(*hosts: HostProcess) -> Iterator[None]:
-    """End hosts afterwards."""
-    try:
-        yield
-    finally:
-        for host in hosts:
-            host.kill()
-
-
-@asynccontextmanager
-async def engine_on(
-    configure: Callable[..., Config], key: Path, near: str, far: str, *, direct: bool
-) -> AsyncIterator[Engine]:
-    """Yield an engine that encodes at one address, and generates at another."""
-    config = configure(
-        "nano25",
-        f'cluster.hosts={{near = "{near}", far = "{far}"}}',
-        f"cluster.key_file={key}",
-        'cluster.encode=["near"]',
-        'cluster.generate=["far"]',
-        f"cluster.connect_s={PATIENCE_S}",
-        f"deadlines.rank_timeout_s={SILENCE_S}",
-        f"cluster.direct={direct}".lower(),
-    )
-    async with Engine(config) as engine:
-        yield engine
-
-
-def exchange_of(engine: Engine) -> Exchange:
-    """Return what knows how rows went."""
-    assert engine._running is not None
-    launcher = engine._running.launcher
-    assert isinstance(launcher, PlacedLauncher)
-    return launcher.exchange
+    return new_key(tmp_path)
 
 
 @pytest_asyncio.fixture(loop_scope="package")
@@ -85,13 +38,21 @@ async def struck(
 ) -> AsyncIterator[tuple[str, Callable[[], object], Callable[[], object]]]:
     """Yield the address of a host, what takes it from the engine, and what gives it back."""
     async with AsyncExitStack() as stack:
-        host = HostProcess("far", "127.0.0.2", key)
+        if request.param == "network cut":
+            if why := why_no_network():
+                pytest.skip(why)
+            net = stack.enter_context(network())
+            host = HostProcess("far", FAR, key, port=7700, within=net.within)
+        else:
+            host = HostProcess("far", "127.0.0.2", key)
         stack.enter_context(running(host))
         match request.param:
             case "killed":
                 yield host.address, host.kill, host.start
             case "stands still":
                 yield host.address, host.stop, host.go_on
+            case "network cut":
+                yield host.address, net.cut, net.mend
             case _:
                 cable = await stack.enter_async_context(Cable(host.address))
                 yield cable.address, cable.pull, cable.plug_in
@@ -99,7 +60,13 @@ async def struck(
 
 @pytest.mark.parametrize(
     ("struck", "direct"),
-    [("killed", False), ("killed", True), ("stands still", False), ("cable pulled", False)],
+    [
+        ("killed", False),
+        ("killed", True),
+        ("stands still", False),
+        ("cable pulled", False),
+        ("network cut", False),
+    ],
     indirect=["struck"],
 )
 async def test_hosts_answer_as_one_host_and_streams_outlive_a_loss(

@@ -14,18 +14,15 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest import mock
 
 from tests.bench.hosts.links import MACHINES, Links
 from tests.bench.hosts.load import Asked, Pictures
 from tests.bench.report.pairs import spread
-from tests.host_process import HostProcess
+from tests.host_process import HostProcess, reached_at, running
 from vsched import Config, Engine
 from vsched.aio.hosts.keys import write_key_file
-from vsched.aio.hosts.remote import RemoteHost
 from vsched.config import load_config
 
 ONE, TWO, DIRECT = WAYS = ("one host", "two hosts", "direct")
@@ -98,18 +95,9 @@ class Cell:
 Cells = dict[tuple[str, str], Cell]
 
 
-@contextmanager
-def hosts(key: Path) -> Iterator[tuple[HostProcess, HostProcess]]:
-    """Yield the encoder's host and the generator's."""
-    started = [
-        HostProcess("encoder", "127.0.0.2", key),
-        HostProcess("generator", "127.0.0.3", key),
-    ]
-    try:
-        yield started[0], started[1]
-    finally:
-        for host in started:
-            host.kill()
+def hosts(key: Path) -> tuple[HostProcess, HostProcess]:
+    """Return the encoder's host and the generator's."""
+    return HostProcess("encoder", "127.0.0.2", key), HostProcess("generator", "127.0.0.3", key)
 
 
 def config_of(checkpoint: str, sets: Sequence[str], *more: str) -> Config:
@@ -127,22 +115,6 @@ def placed(encoder: str, generator: str, key: Path, *, direct: bool) -> list[str
         'cluster.generate=["generator"]',
         f"cluster.direct={direct}".lower(),
     ]
-
-
-@contextmanager
-def direct_over(links: Links) -> Iterator[None]:
-    """Have hosts reach each other over the cable between them, not over that of the engine."""
-    where = RemoteHost.where.fget  # type: ignore[attr-defined]
-    between = {
-        links.addresses["engine", "encoder"]: links.addresses["generator", "encoder"],
-    }
-
-    def moved(host: RemoteHost) -> tuple[str, bytes]:
-        address, key = where(host)
-        return between.get(address, address), key
-
-    with mock.patch.object(RemoteHost, "where", property(moved)):
-        yield
 
 
 class Bench:
@@ -172,13 +144,15 @@ class Bench:
                 async with Engine(self._config("cluster.hosts={}")) as engine:
                     await self._measure(engine, way, NO_RATE, None)
                 continue
-            with hosts(self._key) as (encoder, generator):
+            encoder, generator = hosts(self._key)
+            with running(encoder, generator):
                 direct = way == DIRECT
                 where = placed(encoder.address, generator.address, self._key, direct=direct)
                 if NO_RATE in self._options.links:
                     async with Engine(self._config(*where)) as engine:
                         await self._measure(engine, way, NO_RATE, None)
-                with Links(encoder.address, generator.address) as links, direct_over(links):
+                network = Links(encoder.address, generator.address)
+                with network as links, reached_at(links.between):
                     near, far = (links.addresses["engine", one] for one in MACHINES[1:])
                     where = placed(near, far, self._key, direct=direct)
                     async with Engine(self._config(*where)) as engine:

@@ -38,6 +38,11 @@ class Links:
         assert self._here.poll(READY_S), "the cables are not there"
         self.addresses: Mapping[tuple[Machine, Machine], str] = self._here.recv()
 
+    @property
+    def between(self) -> Mapping[str, str]:
+        """The address at which the generator's host reaches the encoder's, by that at which the engine does."""
+        return {self.addresses["engine", "encoder"]: self.addresses["generator", "encoder"]}
+
     def shape(self, bytes_per_s: float, latency_s: float) -> None:
         """Give every link this rate in each direction, 0 for none, and every cable a latency."""
         self._ask(("shape", bytes_per_s, latency_s))

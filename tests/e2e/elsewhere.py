@@ -1,0 +1,61 @@
+"""Engines whose ranks run on other hosts, which are processes at addresses of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tests.e2e.asking import Ask, drawn_image
+from tests.patience import PATIENCE_S
+from vsched import Config, Engine
+from vsched.aio.hosts.exchange import Exchange
+from vsched.aio.hosts.keys import write_key_file
+from vsched.aio.hosts.placement import PlacedLauncher
+
+ASKS = [
+    Ask("What is in the image?", [drawn_image(1)]),
+    Ask("What differs?", [drawn_image(2), drawn_image(3, (140, 100))], count=40),
+    Ask("0 1 2 3 4 5"),
+]
+SILENCE_S = 10.0
+"""The deadline of these tests: far below that of a test, and far above what a process needs that is alive."""
+
+
+def new_key(folder: Path) -> Path:
+    """Return a file with the secret of engine and hosts."""
+    path = folder / "hosts.key"
+    write_key_file(path)
+    return path
+
+
+@asynccontextmanager
+async def engine_on(
+    configure: Callable[..., Config], key: Path, near: str, far: str, *, direct: bool
+) -> AsyncIterator[Engine]:
+    """Yield an engine that encodes at one address, and generates at another."""
+    config = configure(
+        "nano25",
+        f'cluster.hosts={{near = "{near}", far = "{far}"}}',
+        f"cluster.key_file={key}",
+        'cluster.encode=["near"]',
+        'cluster.generate=["far"]',
+        f"cluster.connect_s={PATIENCE_S}",
+        f"deadlines.rank_timeout_s={SILENCE_S}",
+        f"cluster.direct={direct}".lower(),
+    )
+    async with Engine(config) as engine:
+        yield engine
+
+
+def exchange_of(engine: Engine) -> Exchange:
+    """Return what knows how rows went."""
+    assert engine._running is not None
+    launcher = engine._running.launcher
+    assert isinstance(launcher, PlacedLauncher)
+    return launcher.exchange
+
+
+def losses(engine: Engine) -> dict[str, dict[str, int]]:
+    """Return how often each stage lost its group, by the reason."""
+    return {row["stage"]: row["losses"] for row in engine.groups()}

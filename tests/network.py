@@ -1,0 +1,69 @@
+"""A network of its own for one host: a namespace of Linux, at the other end of a virtual cable. It takes root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PREFIX = "10.213.97"
+NEAR, FAR = f"{PREFIX}.1", f"{PREFIX}.2"
+
+
+def why_no_network() -> str:
+    """Return why this process cannot make networks; nothing where it can."""
+    if os.geteuid():
+        return "network namespaces take root"
+    if not shutil.which("ip"):
+        return "there is no command `ip`"
+    try:
+        with network():
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"this system lets nobody make network namespaces: {error.stderr.decode()}"
+
+
+class Network:
+    """A network with one address, `FAR`, which is reached from this one.
+
+    Attributes:
+        within: What a command begins with that runs there.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.within = ("ip", "netns", "exec", name)
+
+    def cut(self) -> None:
+        """Have nothing arrive any more, in either direction, and nobody told."""
+        _ip("-n", self._name, "link", "set", self._name, "down")
+
+    def mend(self) -> None:
+        """Have everything arrive again."""
+        _ip("-n", self._name, "link", "set", self._name, "up")
+
+
+@contextmanager
+def network() -> Iterator[Network]:
+    """Yield a network of its own."""
+    name = f"vs{os.getpid()}"
+    near = f"{name}n"
+    _ip("netns", "add", name)
+    try:
+        _ip("link", "add", near, "type", "veth", "peer", "name", name, "netns", name)
+        _ip("addr", "add", f"{NEAR}/30", "dev", near)
+        _ip("link", "set", near, "up")
+        _ip("-n", name, "addr", "add", f"{FAR}/30", "dev", name)
+        _ip("-n", name, "link", "set", name, "up")
+        try:
+            yield Network(name)
+        finally:
+            _ip("link", "del", near)  # at once; with its namespace it would go some time later
+    finally:
+        _ip("netns", "del", name)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
