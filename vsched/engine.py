@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -24,8 +24,16 @@ from vsched.aio.grammar_checks import GrammarChecks
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
-from vsched.aio.serving import FrontEnd, RunningParts, load_front_end, submit_answers
+from vsched.aio.serving import (
+    FrontEnd,
+    RunningParts,
+    Sink,
+    load_front_end,
+    submit_answers,
+    token_stream,
+)
 from vsched.aio.shell import start_shell
+from vsched.aio.streams.sink import Answering
 from vsched.aio.streams.stream import TokenStream
 from vsched.aio.streams.timing import RequestTimeline
 from vsched.assembly import (
@@ -45,6 +53,7 @@ from vsched.assembly import (
 from vsched.config import Config, resolve_policies
 from vsched.errors import ConfigError, RequestRefused
 from vsched.media import ImageReference, Prompt
+from vsched.media.pipeline import PreparedRequest
 from vsched.media.pixels import PixelStore
 from vsched.memory import Ledger
 from vsched.record.left import Begun
@@ -249,8 +258,7 @@ class Engine:
             RequestRefused: When the request cannot be accepted.
             RequestFailed: When it was interrupted while it was being prepared.
         """
-        parts = self._serving()
-        received_s = time.perf_counter()
+        self._serving()
         sampling = sampling or self._default_sampling()
         asked = Request(
             request_id=request_ids[0],
@@ -262,14 +270,46 @@ class Engine:
             tenant=tenant,
             session=session,
         )
+        return await self.accept(
+            asked,
+            request_ids,
+            adapter=adapter,
+            images=len(images),
+            prepare=lambda parts: parts.prepare(prompt, images, cache_salt, sampling),
+            make_answer=partial(token_stream, self.preprocessor.detokenizer),
+            begun=begun,
+        )
+
+    async def accept(
+        self,
+        asked: Request,
+        request_ids: Sequence[str],
+        *,
+        adapter: str,
+        images: int,
+        prepare: Callable[[RunningParts], Awaitable[PreparedRequest]],
+        make_answer: Callable[[Answering], Sink],
+        begun: Begun | None = None,
+    ) -> list[Sink]:
+        """Let a request in, have it prepared, submit it, and return what its answers are made of.
+
+        `asked` is the request without prompt and images, whose number is `images`; `prepare` is called once it may
+        come in. Cancelling undoes everything.
+
+        Raises:
+            RequestRefused, RequestFailed: As `generate_answers` does.
+        """
+        parts = self._serving()
+        received_s = time.perf_counter()
         given = contextlib.ExitStack()
         try:
             hold = parts.adapters.hold(adapter) if adapter else None
             if hold is not None:
                 given.callback(hold.release)
-            prepared, knock = await parts.shell.preparations.run(
-                request_ids[0], parts.come_in(asked, prompt, images, answers=len(request_ids))
+            coming = parts.come_in(
+                asked, partial(prepare, parts), images=images, answers=len(request_ids)
             )
+            prepared, knock = await parts.shell.preparations.run(request_ids[0], coming)
             given.callback(prepared.lease.release)
             given.callback(parts.shell.door.leave, knock)
             # Accepted before a drain, it is served: the engine's state is not asked again.
@@ -282,7 +322,7 @@ class Engine:
                 knock=knock,
                 info=self.info,
                 prompt_logprobs_max=self.config.server.prompt_logprobs_max,
-                make_detokenizer=self.preprocessor.detokenizer,
+                make_answer=make_answer,
                 hold=hold,
                 give_back=given.close,
                 on_timeline=self._recent.append,

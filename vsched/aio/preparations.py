@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from vsched.errors import RequestFailed
+from vsched.errors import VschedError
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class _Preparation:
     request_id: str
     task: asyncio.Task[object]
-    failure: RequestFailed | None = None
+    failure: VschedError | None = None
 
 
 class Preparations:
@@ -59,7 +59,7 @@ class Preparations:
         finally:
             self._leave(preparation)
 
-    def interrupt(self, failure: RequestFailed) -> None:
+    def interrupt(self, failure: VschedError) -> None:
         """End all that is under way with this failure; none of it counts any more when this returns."""
         for preparation in list(self._live):
             preparation.failure = failure

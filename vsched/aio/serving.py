@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -22,7 +23,8 @@ from vsched.aio.request_bounds import (
 )
 from vsched.aio.shell import Shell
 from vsched.aio.streams.prompt_report import PromptReport
-from vsched.aio.streams.stream import TokenStream, interrupt_all
+from vsched.aio.streams.sink import Answering, AnswerSink, interrupt_all
+from vsched.aio.streams.stream import TokenStream
 from vsched.aio.streams.timing import RequestTimeline, timeline_of
 from vsched.kernel.events import Knocked
 from vsched.media import ImageReference, Prompt
@@ -71,7 +73,12 @@ class RunningParts:
         return await self.media.prepare(prompt, images, cache_salt)
 
     async def come_in(
-        self, asked: Request, prompt: Prompt, images: Sequence[ImageReference], *, answers: int
+        self,
+        asked: Request,
+        prepare: Callable[[], Awaitable[PreparedRequest]],
+        *,
+        images: int,
+        answers: int,
     ) -> tuple[PreparedRequest, int]:
         """Ask at the front door, then prepare; return what comes of it, and the number at the door.
 
@@ -86,13 +93,13 @@ class RunningParts:
             asked.tenant,
             asked.priority,
             asked.ttft_target_ms,
-            images=len(images),
+            images=images,
             answers=answers,
             outputs_max=sampling.max_tokens,
         )
         knock = await self.shell.door.enter(arrival)
         try:
-            return await self.prepare(prompt, images, asked.cache_salt, sampling), knock
+            return await prepare(), knock
         except BaseException:
             self.shell.door.leave(knock)
             raise
@@ -113,6 +120,9 @@ class RunningParts:
             self.arena.close()
 
 
+Sink = TypeVar("Sink", bound=AnswerSink)
+
+
 def submit_answers(
     shell: Shell,
     request: Request,
@@ -121,13 +131,13 @@ def submit_answers(
     knock: int,
     info: ModelInfo,
     prompt_logprobs_max: int,
-    make_detokenizer: Callable[..., Detokenizer],
+    make_answer: Callable[[Answering], Sink],
     hold: AdapterHold | None,
     give_back: Callable[[], None],
     on_timeline: Callable[[RequestTimeline], None],
     preprocess_ms: float,
     begun: Begun | None = None,
-) -> list[TokenStream]:
+) -> list[Sink]:
     """Submit a request for as many answers as there are ids, and return the stream of each.
 
     `knock` is its number at the front door. When an answer ends, `on_timeline` gets its timeline. After the last one,
@@ -149,27 +159,25 @@ def submit_answers(
     request = with_adapter(msgspec.structs.replace(request, sampling=sampling), hold)
     release = LastEnd(len(request_ids), give_back)
 
-    def stream(request_id: str) -> TokenStream:
+    def answer(request_id: str) -> Sink:
         def on_end() -> None:
             release()
-            on_timeline(timeline_of(generation, preprocess_ms))
+            on_timeline(timeline_of(made, preprocess_ms))
 
-        generation = TokenStream(
-            request_id,
-            prompt_token_ids=prompt_token_ids,
-            detokenizer=make_detokenizer(special=sampling.show_special),
-            stop=sampling.stop,
-            stop_token_ids=frozenset(stop_token_ids),
-            include_stop=sampling.include_stop,
-            logprobs=sampling.logprobs is not None,
-            on_stop=shell.end,
-            on_end=on_end,
-            prompt_report=report,
-            prompt_only=sampling.prompt_only,
+        made = make_answer(
+            Answering(
+                request_id=request_id,
+                prompt_token_ids=prompt_token_ids,
+                sampling=sampling,
+                stop_token_ids=frozenset(stop_token_ids),
+                report=report,
+                on_stop=shell.end,
+                on_end=on_end,
+            )
         )
-        return generation
+        return made
 
-    generations = [stream(request_id) for request_id in request_ids]
+    generations = [answer(request_id) for request_id in request_ids]
     if hold is not None:
         hold.run(partial(interrupt_all, generations))
     further = further_answers(request_ids, sampling.seed)
@@ -180,6 +188,24 @@ def submit_answers(
     for token_id in emitted:  # once it is accepted: they may hold a stop string, which ends it
         generations[0].push(token_id, None)
     return generations
+
+
+def token_stream(make_detokenizer: Callable[..., Detokenizer], answering: Answering) -> TokenStream:
+    """Return what makes text of the tokens of an answer."""
+    sampling = answering.sampling
+    return TokenStream(
+        answering.request_id,
+        prompt_token_ids=answering.prompt_token_ids,
+        detokenizer=make_detokenizer(special=sampling.show_special),
+        stop=sampling.stop,
+        stop_token_ids=answering.stop_token_ids,
+        include_stop=sampling.include_stop,
+        logprobs=sampling.logprobs is not None,
+        on_stop=answering.on_stop,
+        on_end=answering.on_end,
+        prompt_report=answering.report,
+        prompt_only=sampling.prompt_only,
+    )
 
 
 def _with_length(sampling: SamplingParams, shell: Shell, *, prompt_tokens: int) -> SamplingParams:

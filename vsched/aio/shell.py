@@ -24,7 +24,8 @@ from vsched.aio.replicas.groups import ServedGroups
 from vsched.aio.replicas.supervisor import Reports, Supervisor
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup
 from vsched.aio.replicas.worker_groups import WorkerGroupFactory, WorkerGroups, smallest_cache
-from vsched.aio.streams.stream import TokenStream, failure_of
+from vsched.aio.streams.sink import AnswerSink
+from vsched.aio.streams.stream import failure_of
 from vsched.aio.streams.table import StreamTable, int32_array
 from vsched.errors import GroupLostError, RequestRefused, limit_message
 from vsched.failures import GroupFailure
@@ -166,7 +167,7 @@ class Shell:
         self._streams = StreamTable(lambda request_id: self.end(request_id, FinishReason.ERROR))
         self.door = Doorway(self._knock)
         self.preparations = Preparations()
-        self._arriving: dict[str, TokenStream] = {}
+        self._arriving: dict[str, AnswerSink] = {}
         self._refused: Refuse | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = False
@@ -211,8 +212,8 @@ class Shell:
         self,
         request: Request,
         stop_token_ids: tuple[int, ...],
-        generation: TokenStream,
-        further: Mapping[FurtherAnswer, TokenStream] = MappingProxyType({}),
+        generation: AnswerSink,
+        further: Mapping[FurtherAnswer, AnswerSink] = MappingProxyType({}),
         *,
         knock: int = 0,
         emitted: tuple[int, ...] = (),

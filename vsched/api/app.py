@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from vsched.api.adapters import AdapterEndpoints, Endpoint
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.completions import ChatEndpoint, CompletionEndpoint
-from vsched.api.contract import ApiSettings, EngineContract
+from vsched.api.contract import ApiSettings, EngineContract, ServingContract
 from vsched.api.description import page
 from vsched.api.dialects.messages.endpoints import CountTokensEndpoint, MessagesEndpoint
 from vsched.api.dialects.responses.endpoint import ResponsesEndpoint
@@ -20,6 +22,7 @@ from vsched.api.metrics import ApiMetrics
 from vsched.api.middleware.access import access_middleware
 from vsched.api.middleware.request_id import response_id
 from vsched.api.operations import (
+    Descriptions,
     DetokenizeEndpoint,
     Operations,
     ReplicasEndpoint,
@@ -45,19 +48,62 @@ _NOT_SERVED = dict.fromkeys(
     _NO_VECTORS,
 )
 """Paths that clients of other servers know, and what to do without them."""
+OPERATIONS = (
+    "/load",
+    "/metrics",
+    "/admin/{rest:path}",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+)
+"""What a process without an engine of its own asks the engine's for."""
 
 
-def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
+def create_app(
+    engine: EngineContract, settings: ApiSettings, metrics: ApiMetrics | None = None
+) -> Starlette:
     """Build the HTTP application over an engine.
 
-    The engine may still be loading: `/health` tells, and completions are refused until it is ready.
+    The engine may still be loading: `/health` tells, and completions are refused until it is ready. `metrics` are
+    those that requests are counted in, by default its own.
     """
-    metrics = ApiMetrics(engine, tenants_max=settings.tenants_max)
+    metrics = metrics or ApiMetrics(engine, tenants_max=settings.tenants_max)
     bodies = RequestBodies(settings)
-    operations = Operations(engine, metrics)
-    adapters = AdapterEndpoints(engine, bodies)
+    return _application(
+        [
+            *_answering(engine, settings, metrics, bodies),
+            *_operating(engine, metrics, bodies),
+        ],
+        access_middleware(settings),
+    )
+
+
+def create_front(
+    engine: ServingContract, settings: ApiSettings, metrics: ApiMetrics, operations: ASGIApp
+) -> Starlette:
+    """Build the application of a process that has no engine of its own: `operations` has what only that can tell."""
+    return _application(
+        [
+            *_answering(engine, settings, metrics, RequestBodies(settings)),
+            *(Route(path, operations) for path in OPERATIONS),
+        ],
+        access_middleware(settings),
+    )
+
+
+def create_operations(
+    engine: EngineContract, settings: ApiSettings, metrics: ApiMetrics
+) -> Starlette:
+    """Build what `create_front` leaves out; who may call was judged there."""
+    return _application(_operating(engine, metrics, RequestBodies(settings)), [])
+
+
+def _answering(
+    engine: ServingContract, settings: ApiSettings, metrics: ApiMetrics, bodies: RequestBodies
+) -> list[Route]:
+    """Return the routes of clients, and those of what a process knows by itself."""
+    described = Descriptions(engine)
     messages = MessagesEndpoint(engine, settings, metrics, bodies)
-    routes = [
+    return [
         Route(
             "/v1/chat/completions",
             ChatEndpoint(engine, settings, metrics, bodies),
@@ -75,17 +121,25 @@ def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
         ),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", CountTokensEndpoint(engine, messages), methods=["POST"]),
-        Route("/v1/models", operations.models),
-        Route("/v1/models/{model:path}", operations.model),
+        Route("/v1/models", described.models),
+        Route("/v1/models/{model:path}", described.model),
         Route("/tokenize", TokenizeEndpoint(engine, settings, bodies), methods=["POST"]),
         Route("/detokenize", DetokenizeEndpoint(engine, bodies), methods=["POST"]),
-        Route("/health", operations.health),
-        Route("/ready", operations.health),
-        Route("/ping", operations.health, methods=["GET", "POST"]),
-        Route("/version", operations.version),
-        Route("/load", operations.load),
+        Route("/health", described.health),
+        Route("/ready", described.health),
+        Route("/ping", described.health, methods=["GET", "POST"]),
+        Route("/version", described.version),
         Route("/openapi.json", page.openapi),
         Route("/docs", page.page),
+    ]
+
+
+def _operating(engine: EngineContract, metrics: ApiMetrics, bodies: RequestBodies) -> list[Route]:
+    """Return the routes of operators: what the engine alone can tell, and do."""
+    operations = Operations(engine, metrics)
+    adapters = AdapterEndpoints(engine, bodies)
+    return [
+        Route("/load", operations.load),
         Route("/metrics", operations.metrics),
         Route("/admin/statistics", operations.statistics),
         Route("/admin/clear", operations.clear, methods=["POST"]),
@@ -97,9 +151,12 @@ def create_app(engine: EngineContract, settings: ApiSettings) -> Starlette:
         Route("/v1/load_lora_adapter", Endpoint(adapters.load_lora), methods=["POST"]),
         Route("/v1/unload_lora_adapter", Endpoint(adapters.unload_lora), methods=["POST"]),
     ]
+
+
+def _application(routes: list[Route], middleware: list[Middleware]) -> Starlette:
     app = Starlette(
         routes=routes,
-        middleware=access_middleware(settings),
+        middleware=middleware,
         exception_handlers={HTTPException: _no_route, Exception: _mistake},
     )
     app.router.redirect_slashes = False

@@ -18,7 +18,7 @@ from vsched.api.bodies.constraints import behind_thought, beside_calls, constrai
 from vsched.api.bodies.messages import split_messages
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.choices.accepted import AcceptedAnswers, Drawn, answer_id, without_logprobs
-from vsched.api.contract import ApiSettings, EngineContract, Generation
+from vsched.api.contract import ApiSettings, Generation, ServingContract
 from vsched.api.errors import ClientDisconnected, ParameterRefused
 from vsched.api.fields.neutral import refuse_unsupported
 from vsched.api.formatters import (
@@ -89,7 +89,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     asked: object = None
 
 
-def check_model(name: str | None, engine: EngineContract) -> str:
+def check_model(name: str | None, engine: ServingContract) -> str:
     """Return the adapter that a request names as its model, empty for the model alone; refuse any other.
 
     Raises:
@@ -105,7 +105,7 @@ def check_model(name: str | None, engine: EngineContract) -> str:
     raise ParameterRefused(message, param="model", code="model_not_found", status=404)
 
 
-def check_ready(engine: EngineContract) -> None:
+def check_ready(engine: ServingContract) -> None:
     """Refuse while the engine does not take requests.
 
     Raises:
@@ -122,7 +122,7 @@ def check_ready(engine: EngineContract) -> None:
 
 
 def rendered(
-    engine: EngineContract, messages: list[dict[str, Any]], arguments: dict[str, Any]
+    engine: ServingContract, messages: list[dict[str, Any]], arguments: dict[str, Any]
 ) -> str | Callable[[], str]:
     """Render messages with the checkpoint's template; long ones are left to the thread that tokenizes them.
 
@@ -155,7 +155,7 @@ class CompletionEndpoint:
 
     def __init__(
         self,
-        engine: EngineContract,
+        engine: ServingContract,
         settings: ApiSettings,
         metrics: ApiMetrics,
         bodies: RequestBodies,

@@ -129,8 +129,8 @@ class Generation(Protocol):
         ...
 
 
-class EngineContract(Protocol):
-    """The engine as the HTTP layer sees it."""
+class ServingContract(Protocol):
+    """The engine as clients' requests see it, also in a process beside the engine's."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -178,12 +178,16 @@ class EngineContract(Protocol):
         """
         ...
 
-    def statistics(self) -> dict[str, Any]:
-        """Return nested dictionaries of what was counted and measured."""
-        ...
-
     def adapters(self) -> list[dict[str, Any]]:
         """Return every adapter as an operator sees it."""
+        ...
+
+
+class EngineContract(ServingContract, Protocol):
+    """The engine as the HTTP layer sees it in its own process."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Return nested dictionaries of what was counted and measured."""
         ...
 
     async def load_adapter(self, name: str, path: str) -> None:

@@ -16,7 +16,7 @@ from vsched.api import parameters
 from vsched.api.bodies.messages import split_messages
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.completions import check_model, check_ready, rendered
-from vsched.api.contract import ApiSettings, EngineContract
+from vsched.api.contract import ApiSettings, EngineContract, ServingContract
 from vsched.api.errors import ParameterRefused, envelope, out_of_bounds
 from vsched.api.fields.neutral import refuse_unsupported
 from vsched.api.formatters import text_of, token_text
@@ -46,12 +46,11 @@ def json_response(content: object, status: int = 200) -> Response:
     return Response(body, status_code=status, media_type="application/json")
 
 
-class Operations:
-    """The endpoints that answer at once."""
+class Descriptions:
+    """What every process that serves HTTP knows by itself: state, version, models."""
 
-    def __init__(self, engine: EngineContract, metrics: ApiMetrics) -> None:
+    def __init__(self, engine: ServingContract) -> None:
         self._engine = engine
-        self._metrics = metrics
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
@@ -64,11 +63,6 @@ class Operations:
         """Tell the version of vsched."""
         del request
         return json_response(Version(version("vsched")))
-
-    async def load(self, request: Request) -> Response:
-        """Tell how many completions are being served."""
-        del request
-        return json_response(Load(self._metrics.in_flight))
 
     async def models(self, request: Request) -> Response:
         """List the model and its adapters."""
@@ -83,6 +77,29 @@ class Operations:
         except ParameterRefused as error:
             return json_response(envelope(error), error.status)
         return json_response(self._model(adapter))
+
+    def _model(self, adapter: str = "") -> Model:
+        base = self._engine.model_name
+        return Model(
+            adapter or base,
+            self._created,
+            self._engine.info.context_tokens,
+            root=base,
+            parent=base if adapter else None,
+        )
+
+
+class Operations:
+    """The endpoints of operators that answer at once."""
+
+    def __init__(self, engine: EngineContract, metrics: ApiMetrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+
+    async def load(self, request: Request) -> Response:
+        """Tell how many completions are being served."""
+        del request
+        return json_response(Load(self._metrics.under_way))
 
     async def metrics(self, request: Request) -> Response:
         """Render the metrics."""
@@ -104,22 +121,12 @@ class Operations:
         del request
         return json_response({"state": self._engine.state, "groups": self._engine.groups()})
 
-    def _model(self, adapter: str = "") -> Model:
-        base = self._engine.model_name
-        return Model(
-            adapter or base,
-            self._created,
-            self._engine.info.context_tokens,
-            root=base,
-            parent=base if adapter else None,
-        )
-
 
 class TokenizeEndpoint:
     """An ASGI application for /tokenize."""
 
     def __init__(
-        self, engine: EngineContract, settings: ApiSettings, bodies: RequestBodies
+        self, engine: ServingContract, settings: ApiSettings, bodies: RequestBodies
     ) -> None:
         self._engine = engine
         self._settings = settings
@@ -166,7 +173,7 @@ class TokenizeEndpoint:
 class DetokenizeEndpoint:
     """An ASGI application for /detokenize."""
 
-    def __init__(self, engine: EngineContract, bodies: RequestBodies) -> None:
+    def __init__(self, engine: ServingContract, bodies: RequestBodies) -> None:
         self._engine = engine
         self._bodies = bodies
 

@@ -4,56 +4,76 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import gc
 import ipaddress
 import logging
 import os
 import signal
 import socket
-import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from functools import partial
-
-import uvicorn
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Protocol
 
 from vsched.aio.environment import Environment
 from vsched.aio.replicas.worker_group import STOP_GRACE_S
 from vsched.api.app import create_app
-from vsched.api.connection import BoundedProtocol
-from vsched.api.contract import ApiSettings, EngineContract
+from vsched.api.contract import ApiSettings
+from vsched.api.listening.http_server import favour_event_loop, http_server
+from vsched.api.listening.listener import listen
 from vsched.api.middleware.tenants import read_tenant_keys
+from vsched.api.processes.supervisor import ApiProcesses
 from vsched.config import Config
 from vsched.engine import Engine, Progress
 from vsched.errors import ConfigError
-from vsched.media.allocator import map_large_blocks
-from vsched.worker.capabilities import LeanPreprocessing
-from vsched.worker.registry import load_worker
 
 logger = logging.getLogger(__name__)
-KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections, so that it is never the server that closes under a request."""
-SWITCH_INTERVAL_S = 0.0005
-
 LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - only compared with
 """The addresses that stand for every address of a machine, and where it reaches itself."""
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers: what a signal means is decided here."""
+class _Front(Protocol):
+    """What serves HTTP."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    @property
+    def pids(self) -> list[int]: ...
+    async def begin(self) -> None: ...
+    async def ready(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
+class _OwnFront:
+    """Serves HTTP in the engine's process."""
+
+    def __init__(self, engine: Engine, settings: ApiSettings, listener: socket.socket) -> None:
+        self.pids: list[int] = []
+        self._server = http_server(create_app(engine, settings), engine.config)
+        self._listener = listener
+
+    async def begin(self) -> None:
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+
+    async def ready(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = True
+        await self._serving
 
 
 class RunningServer:
     """A server that answers, and its engine."""
 
-    def __init__(self, listener: socket.socket, engine: Engine) -> None:
+    def __init__(
+        self, listener: socket.socket, engine: Engine, front: _Front | None = None
+    ) -> None:
         self._listener = listener
+        self._front = front
         self.engine = engine
         self.stop_requested = asyncio.Event()
+
+    @property
+    def api_pids(self) -> list[int]:
+        """Process ids of the processes that serve HTTP beside this one."""
+        return [] if self._front is None else self._front.pids
 
     @property
     def on_every_address(self) -> bool:
@@ -84,14 +104,17 @@ async def running_server(
     """
     if not config.model.path:
         raise ConfigError("model.path: no checkpoint given. Remedy: vsched serve PATH")
-    with contextlib.closing(_listen(config)) as listener:
+    with contextlib.closing(listen(config)) as listener:
         engine = Engine(config, on_progress=on_progress, environment=environment)
-        server = _Server(_uvicorn_config(engine, config, listener.getsockname()[0]))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        settings = api_settings(config, listener.getsockname()[0])
+        several = config.server.processes > 1
+        front: _Front = (ApiProcesses if several else _OwnFront)(engine, settings, listener)
         running: RunningServer | None = None
         try:
+            await front.begin()
             await engine.start()
-            running = RunningServer(listener, engine)
+            await front.ready()
+            running = RunningServer(listener, engine, front)
             yield running
             if not running.stop_requested.is_set():
                 await _unless(running.stop_requested, engine.drain())
@@ -100,9 +123,7 @@ async def running_server(
             try:
                 await engine.stop(grace_s=0 if hurried else STOP_GRACE_S)
             finally:
-                server.should_exit = True
-                server.force_exit = True
-                await serving
+                await front.stop()
 
 
 async def serve(
@@ -143,30 +164,14 @@ async def serve(
         await signalled.wait()
 
 
-def forgo_models(config: Config) -> None:
-    """Leave out what only models need, for the life of this process, which is to be the server's alone."""
-    plugin = load_worker(config.generate.plugin, path="generate.plugin")
-    if isinstance(plugin, LeanPreprocessing):
-        plugin.forgo_models(config.model.path)
+def api_settings(config: Config, address: str) -> ApiSettings:
+    """Return the settings of the HTTP layer of a server that listens on this address.
 
-
-def favour_event_loop() -> None:
-    """Shorten what the event loop, and so every heartbeat, waits for in this process, which is the server's alone.
-
-    Call it when all is loaded: collections pass over that from now on, for it lives as long as the process. Looking at
-    it took up to 250 ms. Large blocks go back to the system a part at a time. A thread that has the interpreter's lock
-    hands it on after half a millisecond instead of five: while threads prepare requests, the loop waits for its turn
-    after each of theirs.
+    Raises:
+        ConfigError: When a key that it names is not in the environment.
     """
-    gc.collect()
-    gc.freeze()
-    map_large_blocks()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-
-
-def _uvicorn_config(engine: EngineContract, config: Config, address: str) -> uvicorn.Config:
     server = config.server
-    settings = ApiSettings(
+    return ApiSettings(
         api_key=_key(config, "api_key_variable"),
         admin_key=_key(config, "admin_key_variable"),
         tenant_keys=_tenant_keys(config),
@@ -185,20 +190,6 @@ def _uvicorn_config(engine: EngineContract, config: Config, address: str) -> uvi
         usage_always=server.usage_always,
         root_path=server.root_path,
         body_wait_s=server.receive_s / 2,  # the rest is for the body to arrive
-    )
-    return uvicorn.Config(
-        create_app(engine, settings),
-        host=server.host,
-        port=server.port,
-        http=partial(BoundedProtocol, limits=server),  # type: ignore[arg-type]  # it is only called
-        lifespan="off",
-        access_log=False,
-        log_config=None,  # its records go where all others go
-        log_level="warning",
-        limit_concurrency=server.max_connections,
-        proxy_headers=False,  # who is on this machine is judged by the connection
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=1,
     )
 
 
@@ -247,36 +238,6 @@ def _tenant_keys(config: Config) -> dict[str, str]:
     text = _key(config, "tenant_keys_variable")
     path = "server.tenant_keys_variable"
     return read_tenant_keys(text, path=path) if text else {}
-
-
-def _listen(config: Config) -> socket.socket:
-    """Take the address before anything is loaded, so that a port in use is told at once."""
-    host, port = config.server.host.removeprefix("[").removesuffix("]"), config.server.port
-    try:
-        return socket.create_server(
-            (host, port),
-            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-            backlog=2048,
-            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
-        )
-    except OSError as error:
-        # `create_server` adds the address once more; errors of a name's resolution are negative.
-        code = error.errno or 0
-        reason = os.strerror(code) if code > 0 else str(error.strerror).partition(" (while")[0]
-        key, remedy = _REMEDIES.get(code, _OTHER_HOST)
-        raise ConfigError(
-            f"{key}: cannot listen on {host}:{port} ({reason}). Remedy: {remedy}"
-        ) from error
-
-
-_REMEDIES = {
-    errno.EADDRINUSE: ("server.port", "choose a free port, or 0 to let the system choose"),
-    errno.EACCES: ("server.port", "choose a port from 1024 on, or 0 to let the system choose"),
-}
-_OTHER_HOST = (
-    "server.host",
-    "give an address of this machine: 127.0.0.1 for local clients only, 0.0.0.0 or :: for all",
-)
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, None]) -> None:

@@ -91,6 +91,8 @@ def _facts(report: CheckpointReport) -> Iterator[tuple[str, str]]:
         yield "image", f"{size}: {told}"
     if report.placement:
         yield "stages", report.placement
+    if report.processes:
+        yield "HTTP", f"in {report.processes} processes beside the engine's"
     for stage, need in report.memory.items():
         yield f"{stage} rank", _memory(need, info)
     for thing in report.unsupported:

@@ -54,6 +54,7 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
         path: How it is computed: `fused`, `modules`, `generic`, or `refused`.
         problems: Why it cannot be served; empty where it can.
         placement: Where the stages run, and why; empty where nothing encodes images.
+        processes: Those that serve HTTP beside the engine's.
         image_tokens: Tokens of an image by its size, or why it is refused.
     """
 
@@ -64,6 +65,7 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
     description: CheckpointDescription
     info: ModelInfo | None
     placement: str
+    processes: int
     image_tokens: dict[str, int | str]
     memory: dict[str, StageMemory]
 
@@ -121,6 +123,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         description=description,
         info=info,
         placement=placement,
+        processes=config.server.processes if config.server.processes > 1 else 0,
         image_tokens=images,
         memory=memory,
     )

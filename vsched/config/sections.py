@@ -95,6 +95,14 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     port: Annotated[
         int, Meta(ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
     ] = 8000
+    processes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Processes that serve HTTP: 1 is the engine's own, several are beside it.",
+        ),
+    ] = 1
     api_key_variable: Annotated[
         str,
         Meta(description="Environment variable that holds the API key; empty to ask for none."),

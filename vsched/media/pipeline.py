@@ -11,12 +11,13 @@ the thread's hold keeps the space until the thread is done, and then the pixels 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -167,22 +168,51 @@ class MediaPipeline:
         """
         try:
             check_permitted(images, self._settings)
-            self._check_room(len(images))
-            holding = self._held.open()
-            self._preparing += 1
-            try:
-                holding.add(sum(map(reference_bytes, images)))
-                async with asyncio.timeout(self._settings.prepare_s):
-                    return await self._prepare(prompt, images, cache_salt, holding)
-            finally:
-                self._preparing -= 1
-                holding.drop()
+            with self.place(len(images)):
+                holding = self._held.open()
+                try:
+                    holding.add(sum(map(reference_bytes, images)))
+                    async with asyncio.timeout(self._settings.prepare_s):
+                        return await self._prepare(prompt, images, cache_salt, holding)
+                finally:
+                    holding.drop()
         except TimeoutError:
             self._refused += 1
             raise self._too_slow() from None
         except RequestRefused:
             self._refused += 1
             raise
+
+    async def tokenize(self, prompt: Prompt, *, images: bool) -> list[int]:
+        """Return the tokens of a prompt that `prepare` is to get, in this process or another.
+
+        Blocks: up to `settings.prepare_s`.
+
+        Raises:
+            RequestRefused: When its template or tokenizer does not take it.
+        """
+        if _is_short(prompt):
+            return self._tokenize(prompt, images=images)
+        try:
+            async with asyncio.timeout(self._settings.prepare_s):
+                reading = self._long_texts.submit(self._tokenize, prompt, images=images)
+                return await asyncio.wrap_future(reading)
+        except TimeoutError:
+            raise self._too_slow() from None
+
+    @contextlib.contextmanager
+    def place(self, images: int) -> Iterator[None]:
+        """Count a request of so many images among those in preparation, also where another process prepares it.
+
+        Raises:
+            RequestRefused: When there are too many of either.
+        """
+        self._check_room(images)
+        self._preparing += 1
+        try:
+            yield
+        finally:
+            self._preparing -= 1
 
     def statistics(self) -> MediaStatistics:
         """Return a snapshot."""
@@ -291,21 +321,15 @@ class MediaPipeline:
         cache_salt: str,
         holding: Holding,
     ) -> tuple[list[int], list[Measured]]:
-        if not images and (
-            isinstance(prompt, list)
-            or (isinstance(prompt, str) and len(prompt) <= _INLINE_CHARACTERS_MAX)
-        ):
-            return self._tokenize(prompt, images), []
+        if not images and _is_short(prompt):
+            return self._tokenize(prompt, images=False), []
         fetched = await self._fetch(images, holding)
-        is_long = not isinstance(prompt, list) and (
-            callable(prompt) or len(prompt) > _INLINE_CHARACTERS_MAX
-        )
-        executor = self._long_texts if is_long else self._executor
+        executor = self._executor if _is_short(prompt) else self._long_texts
 
         def read() -> tuple[list[int], list[Measured]]:
             # Images first: a request that is refused for an image need not be tokenized.
             measured = self._measurer.measure(images, fetched, cache_salt, holding.add)
-            return self._tokenize(prompt, images), measured
+            return self._tokenize(prompt, images=bool(images)), measured
 
         holding.share()
         try:
@@ -316,11 +340,11 @@ class MediaPipeline:
         reading.add_done_callback(lambda _: holding.drop())
         return await asyncio.wrap_future(reading)
 
-    def _tokenize(self, prompt: Prompt, images: Sequence[ImageReference]) -> list[int]:
+    def _tokenize(self, prompt: Prompt, *, images: bool) -> list[int]:
         if isinstance(prompt, list):
             return prompt
         text = prompt if isinstance(prompt, str) else prompt()
-        return self._preprocessor.tokenize(text, images=bool(images))
+        return self._preprocessor.tokenize(text, images=images)
 
     async def _fetch(self, images: Sequence[ImageReference], holding: Holding) -> dict[str, bytes]:
         # One after the other, so that at most one image beyond the request's bound is ever in memory.
@@ -360,6 +384,12 @@ class MediaPipeline:
                 self._names.move_to_end(image.name)
         _shorten(self._plans, self._settings.plans_max)
         _shorten(self._names, self._settings.plans_max)
+
+
+def _is_short(prompt: Prompt) -> bool:
+    """Return whether its tokens are there, or at once."""
+    is_list = isinstance(prompt, list)
+    return is_list or (isinstance(prompt, str) and len(prompt) <= _INLINE_CHARACTERS_MAX)
 
 
 def _shorten(kept: OrderedDict[Any, Any], count: int) -> None:

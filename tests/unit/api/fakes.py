@@ -15,7 +15,9 @@ from tests.unit.media.fakes import FakePreprocessor
 from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
-from vsched.api import server as server_module
+from vsched.api.listening.http_server import http_server
+from vsched.api.listening.listener import listen
+from vsched.api.server import api_settings
 from vsched.config import Config, ServerConfig
 from vsched.errors import RequestRefused
 from vsched.media import ImageReference, Prompt
@@ -290,9 +292,9 @@ async def post(
 async def served(engine: FakeEngine, **server: Any) -> AsyncIterator[int]:
     """Serve over real sockets, as `vsched serve` does; yields the port."""
     config = Config(server=ServerConfig(**{"port": 0, **server}))
-    with contextlib.closing(server_module._listen(config)) as listener:
+    with contextlib.closing(listen(config)) as listener:
         address, port = listener.getsockname()[:2]
-        running = server_module._Server(server_module._uvicorn_config(engine, config, address))
+        running = http_server(create_app(engine, api_settings(config, address)), config)
         task = asyncio.create_task(running.serve(sockets=[listener]))
         try:
             yield port

@@ -15,7 +15,10 @@ import pytest
 
 from tests.patience import PATIENCE_S, patience, until
 from vsched.aio.replicas.worker_group import STOP_GRACE_S
+from vsched.api import ApiSettings, create_app
 from vsched.api import server as server_module
+from vsched.api.listening import http_server as http_server_module
+from vsched.api.listening.http_server import http_server
 from vsched.api.server import RunningServer, running_server, serve
 from vsched.config import Config, ModelConfig, ServerConfig
 from vsched.engine import Engine
@@ -87,7 +90,7 @@ class QuietServer:
 @pytest.fixture
 async def acted(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Acted]:
     QuietServer.made = []
-    monkeypatch.setattr(server_module, "_Server", QuietServer)
+    monkeypatch.setattr(http_server_module, "HttpServer", QuietServer)
     interval_s = sys.getswitchinterval()
     yield Acted(monkeypatch)
     gc.unfreeze()  # a server's process is its own, a test's is not
@@ -221,7 +224,7 @@ async def test_server_address_that_cannot_be_had_is_told_with_its_remedy(
 def test_server_leaves_the_layout_of_logs_alone() -> None:
     """Uvicorn brings handlers of its own unless it is told not to."""
     settings = config()
-    server_module._uvicorn_config(Engine(settings), settings, "127.0.0.1")
+    http_server(create_app(Engine(settings), ApiSettings()), settings)
     assert logging.getLogger("uvicorn").handlers == []
     assert logging.getLogger("uvicorn").propagate
 

@@ -73,6 +73,13 @@ def test_check_tells_all_of_a_checkpoint_that_can_be_served() -> None:
     assert "in bfloat16; 1 file," in parameters
 
 
+def test_check_tells_of_processes_beside_the_engine_s() -> None:
+    lines = [" ".join(line.split()) for line in check(DEMO)[1].splitlines()]
+    assert not any(line.startswith("HTTP") for line in lines)
+    _, output = check(DEMO, "--set", "server.processes=3")
+    assert "HTTP in 3 processes beside the engine's" in " ".join(output.split())
+
+
 def test_check_tells_what_the_states_of_all_slots_take(tmp_path: Path) -> None:
     make_checkpoint("lfm2", tmp_path)
     sets = ("--set", "generate.slots=10", "--set", "generate.memory_limit=1GiB")

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from vsched.aio.environment import Environment
 from vsched.aio.replicas import early
 from vsched.api import server as server_module
+from vsched.api.listening import http_server as http_server_module
 from vsched.api.server import RunningServer
 from vsched.cli import app, serve_command
 from vsched.config import Config
@@ -56,7 +57,7 @@ class Served:
 def served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Served]:
     stand_in = Served()
     monkeypatch.setattr(server_module, "serve", stand_in.serve)
-    monkeypatch.setattr(server_module, "forgo_models", lambda _: None)
+    monkeypatch.setattr(http_server_module, "forgo_models", lambda _: None)
     monkeypatch.setattr(early, "early_fork_servers", lambda _: nullcontext({}))
     with caplog.at_level(logging.INFO, "vsched"):
         assert serve_command.logger.isEnabledFor(logging.INFO)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
@@ -102,7 +102,8 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def _broken(finish: Finish, message: str) -> Finish:
+def broken(finish: Finish, message: str) -> Finish:
+    """Return an end in an error of the server's."""
     return msgspec.structs.replace(
         finish, reason=FinishReason.ERROR, message=message, code="internal_error"
     )
@@ -201,7 +202,7 @@ class TokenStream:
         except Exception:
             # A reader must not take what came so far for the whole answer.
             logger.exception("the end of request %s could not be turned into text", self.request_id)
-            self._finish = _broken(finish, BROKEN)
+            self._finish = broken(finish, BROKEN)
         finally:
             self._changed.set()
             self._on_end()
@@ -209,7 +210,7 @@ class TokenStream:
     def _conclude(self, finish: Finish) -> Finish:
         """Let out the text that was held back, and return why the request really ended."""
         if self._broken:
-            return _broken(finish, self._broken)
+            return broken(finish, self._broken)
         if finish.message:
             return finish  # its reader gets the error, and no text any more
         if self._prompt_only and finish.reason is FinishReason.STOP:
@@ -288,10 +289,3 @@ class TokenStream:
         if self._logprobs is not None:
             self._logprobs = []
         return delta
-
-
-def interrupt_all(generations: Sequence[TokenStream], message: str) -> None:
-    """End all answers to a request with an error."""
-    for generation in generations:
-        generation.give_up(message)
-        generation.abort()

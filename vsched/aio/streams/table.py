@@ -9,7 +9,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from vsched.aio.streams.stream import BROKEN, TokenLogprob, TokenStream
+from vsched.aio.streams.sink import AnswerSink
+from vsched.aio.streams.stream import BROKEN, TokenLogprob
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
 from vsched.wire import GenerateResult, PromptPiece, SlotLogprob
@@ -22,14 +23,14 @@ class StreamTable:
 
     def __init__(self, on_broken: Callable[[str], None]) -> None:
         self._on_broken = on_broken
-        self._by_number: dict[int, TokenStream] = {}
+        self._by_number: dict[int, AnswerSink] = {}
         self._numbers: dict[str, int] = {}
         self._loop = asyncio.get_running_loop()
-        self._changed: dict[str, TokenStream] = {}
+        self._changed: dict[str, AnswerSink] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def add(self, number: int, generation: TokenStream) -> None:
+    def add(self, number: int, generation: AnswerSink) -> None:
         """Register an accepted request."""
         self._by_number[number] = generation
         self._numbers[generation.request_id] = number
@@ -66,11 +67,14 @@ class StreamTable:
                 self._push(stream, further, told)
             self._note(stream)
 
-    def _push(self, stream: TokenStream, token: int, told: deque[SlotLogprob] | tuple[()]) -> None:
+    def _push(self, stream: AnswerSink, token: int, told: deque[SlotLogprob] | tuple[()]) -> None:
         logprob = None
         if told:
             found = told.popleft()
             logprob = TokenLogprob(token, found.logprob, found.top)
+        self._put(stream, token, logprob)
+
+    def _put(self, stream: AnswerSink, token: int, logprob: TokenLogprob | None) -> None:
         try:
             stream.push(token, logprob)
         except Exception:
@@ -78,7 +82,17 @@ class StreamTable:
             stream.give_up(BROKEN)
             self._on_broken(stream.request_id)
 
-    def _note(self, stream: TokenStream) -> None:
+    def take(self, number: int, token: int, logprob: TokenLogprob | None) -> None:
+        """Hand a token to its stream; one that comes before the last was told is told by itself."""
+        stream = self._by_number.get(number)
+        if stream is None:
+            return
+        if stream.request_id in self._changed:
+            self._read(stream)
+        self._put(stream, token, logprob)
+        self._note(stream)
+
+    def _note(self, stream: AnswerSink) -> None:
         """Have the readers called that have something to take: all in one go, once this turn of the kernel is over."""
         if not self._changed:
             self._loop.call_soon(self._deliver)
@@ -89,7 +103,7 @@ class StreamTable:
         for stream in changed.values():
             self._read(stream)
 
-    def _read(self, stream: TokenStream) -> None:
+    def _read(self, stream: AnswerSink) -> None:
         try:
             stream.deliver()
         except Exception:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.sink import AnswerSink
 from vsched.types import FinishReason
 
 
@@ -25,7 +25,7 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
 
 
-def timeline_of(generation: TokenStream, preprocess_ms: float) -> RequestTimeline:
+def timeline_of(generation: AnswerSink, preprocess_ms: float) -> RequestTimeline:
     """Return the timeline of a request that has ended."""
     times = generation.times
 

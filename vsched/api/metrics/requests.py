@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
@@ -15,6 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 from vsched.api.contract import EngineContract
 from vsched.api.metrics.engine import EngineCollector
+from vsched.api.metrics.reports import Added, MetricSamples, Report
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +54,19 @@ class _Times(Collector):
 class ApiMetrics:
     """The metrics of one application, in a registry of its own.
 
+    Those of other processes count as if they had been made here.
+
     Attributes:
         in_flight: Requests whose record has begun and not ended.
+        reports: Returns what other processes have counted.
     """
 
-    def __init__(self, engine: EngineContract, *, tenants_max: int = 64) -> None:
+    def __init__(self, engine: EngineContract | None = None, *, tenants_max: int = 64) -> None:
+        """Begin; without an engine there is nothing of one to tell."""
         self.registry = CollectorRegistry()
         self.in_flight = 0
+        self.reports: Callable[[], Sequence[Report]] = tuple
+        self._of_engine = CollectorRegistry()
         self._tenants: set[str] = set()
         self._tenants_max = tenants_max
         self.tenant_requests = Counter(
@@ -111,7 +118,10 @@ class ApiMetrics:
             buckets=_REQUEST_S,
             registry=self.registry,
         )
-        self.registry.register(EngineCollector(engine.statistics, engine.groups, engine.adapters))
+        if engine is not None:
+            self._of_engine.register(
+                EngineCollector(engine.statistics, engine.groups, engine.adapters)
+            )
 
     def begin(self, endpoint: str, *, tenant: str = "") -> RequestRecord:
         """Start recording one request."""
@@ -125,9 +135,21 @@ class ApiMetrics:
             self._tenants.add(tenant)
         return tenant
 
+    @property
+    def under_way(self) -> int:
+        """Requests in all processes whose record has begun and not ended."""
+        return self.in_flight + sum(report.in_flight for report in self.reports())
+
+    def report(self) -> Report:
+        """Return what was counted here."""
+        return Report(
+            self.in_flight, [MetricSamples.of(metric) for metric in self.registry.collect()]
+        )
+
     def render(self) -> bytes:
         """Return the exposition text."""
-        return generate_latest(self.registry)
+        everywhere = Added([self.report(), *self.reports()])
+        return generate_latest(everywhere) + generate_latest(self._of_engine)
 
 
 class RequestRecord:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from vsched.api.server import RunningServer, favour_event_loop, forgo_models, running_server
+from vsched.api.listening.http_server import favour_event_loop, forgo_models
+from vsched.api.server import RunningServer, running_server
 from vsched.bench.front.stub_plugin import NAME
 from vsched.bench.load.client_process_main import LoadOrder
 from vsched.bench.load.client_processes import ready_clients, run_clients

@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from vsched.api.contract import ApiSettings
-from vsched.api.server import RunningServer, favour_event_loop, forgo_models, running_server
+from vsched.api.listening.http_server import favour_event_loop, forgo_models
+from vsched.api.server import RunningServer, running_server
 from vsched.bench.lag.cases import LagCase, lag_cases
 from vsched.bench.lag.client_process_main import ANSWER_S, ClientsOrder
 from vsched.bench.lag.meter import LagMeter

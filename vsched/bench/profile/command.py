@@ -48,7 +48,7 @@ def profile(
     import uvloop
     from rich.console import Console
 
-    from vsched.api.server import forgo_models
+    from vsched.api.listening.http_server import forgo_models
     from vsched.bench.load.client_process_main import LoadOrder
     from vsched.bench.profile.measure import profile as measure
     from vsched.terminal.progress import loading_progress

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import Receive, Scope, Send
 
 from vsched.api.completions import ChatEndpoint, CheckedRequest, check_ready
-from vsched.api.contract import EngineContract, Generation
+from vsched.api.contract import Generation, ServingContract
 from vsched.api.dialects.blocks import AnswerBlocks
 from vsched.api.dialects.messages.answer import CountedTokens, MessagesFormatter
 from vsched.api.dialects.messages.request import NAMES, chat_request
@@ -44,7 +44,7 @@ class MessagesEndpoint(ChatEndpoint):
 class CountTokensEndpoint:
     """The tokens that a message would take."""
 
-    def __init__(self, engine: EngineContract, messages: MessagesEndpoint) -> None:
+    def __init__(self, engine: ServingContract, messages: MessagesEndpoint) -> None:
         self._engine = engine
         self._messages = messages
 

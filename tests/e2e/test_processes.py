@@ -1,0 +1,232 @@
+"""Several processes that serve HTTP: the same answers, and what happens when one of them dies, or the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+httpx = pytest.importorskip("httpx")
+
+from tests.e2e.asking import TEXTS, Ask, answer, drawn_image  # noqa: E402
+from tests.e2e.conftest import SETTINGS  # noqa: E402
+from tests.patience import PATIENCE_S, patience, until, wait_until  # noqa: E402
+from tests.traces import is_alive, parent, running  # noqa: E402
+from vsched import Config  # noqa: E402
+from vsched.api.server import RunningServer, running_server  # noqa: E402
+
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
+
+ROOM = 'generate.memory={use="pinned", tokens=8192}'
+ASK = Ask(TEXTS[1], [drawn_image(7000, (112, 84)), drawn_image(7001)], count=40)
+LONG = Ask(TEXTS[2], count=600)
+CHAT = "/v1/chat/completions"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def split(configure: Callable[..., Config]) -> AsyncIterator[RunningServer]:
+    """A server of two processes beside the engine's."""
+    async with running_server(configure("nano25", "server.processes=2", ROOM)) as running:
+        yield running
+
+
+def body(ask: Ask, **fields: Any) -> dict[str, Any]:
+    return {
+        "messages": ask.messages,
+        "max_tokens": ask.count,
+        "temperature": 0,
+        "ignore_eos": True,
+        **fields,
+    }
+
+
+def owner(server_port: int, client_port: int, pids: Sequence[int]) -> int:
+    """Return which process has accepted a connection on this machine."""
+    wanted = (f":{server_port:04X}", f":{client_port:04X}")
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text("ascii").splitlines()[1:]]
+    inodes = {row[9] for row in rows if (row[1][8:], row[2][8:]) == wanted}
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if link.readlink().name.removeprefix("socket:[").rstrip("]") in inodes:
+                    return pid
+    raise AssertionError("nobody has accepted it")
+
+
+@contextlib.asynccontextmanager
+async def clients(server: RunningServer) -> AsyncIterator[dict[int, Any]]:
+    """Yield a client of each process, by the process: the system chooses, so there are as many attempts as it takes."""
+    port = int(server.url.rpartition(":")[2])
+    found: dict[int, Any] = {}
+    async with contextlib.AsyncExitStack() as opened, patience():
+        while found.keys() != set(server.api_pids):
+            client = httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S)
+            await opened.enter_async_context(client)
+            health = await client.get("/health")
+            assert health.status_code == 200
+            own = health.extensions["network_stream"].get_extra_info("client_addr")[1]
+            found.setdefault(owner(port, own, server.api_pids), client)
+        yield found
+
+
+async def said(response: Any) -> AsyncIterator[str]:
+    """Yield the text of each event of a stream."""
+    async for line in response.aiter_lines():
+        if line.startswith("data: {"):
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                yield choice["delta"].get("content") or ""
+
+
+async def test_processes_answer_as_the_engine_does(split: RunningServer) -> None:
+    """The same tokens from each, streamed or whole, with images; each request is counted once, wherever one asks."""
+    wanted = await answer(split.engine, ASK)
+    async with clients(split) as found:
+        assert len(found) == 2
+        for client in found.values():
+            whole = (await client.post(CHAT, json=body(ASK, return_token_ids=True))).json()
+            assert whole["choices"][0]["token_ids"] == wanted.token_ids
+            assert whole["usage"]["prompt_tokens"] == len(ASK.prompt(split.engine.preprocessor))
+            async with client.stream("POST", CHAT, json=body(ASK, stream=True)) as response:
+                assert "".join([text async for text in said(response)]) == wanted.text
+        pages = [(await client.get("/metrics")).text.splitlines() for client in found.values()]
+        for lines in pages:
+            assert 'vsched_requests_total{endpoint="chat",outcome="length"} 4.0' in lines
+        adapters = [(await client.get("/admin/adapters")).json() for client in found.values()]
+        assert adapters[0] == adapters[1]
+    assert split.engine.statistics()["running"] == 0
+
+
+async def test_processes_cancel_what_a_client_leaves(split: RunningServer) -> None:
+    before = split.engine.statistics()["finished"].get("abort", 0)
+    async with clients(split) as found:
+        for client in found.values():
+            async with client.stream("POST", CHAT, json=body(LONG, stream=True)) as response:
+                await anext(said(response))
+    await until(lambda: not split.engine.statistics()["running"], "both are cancelled")
+    assert split.engine.statistics()["finished"]["abort"] == before + 2
+
+
+async def test_process_that_dies_takes_only_its_own_requests(split: RunningServer) -> None:
+    """In the middle of streams: the other's go on, the engine ends those of the dead one, and it is started anew."""
+    wanted = await answer(split.engine, LONG)
+    async with clients(split) as found, contextlib.AsyncExitStack() as opened:
+        dead, alive = found
+        streams = {}
+        for pid, client in found.items():
+            stream = client.stream("POST", CHAT, json=body(LONG, stream=True))
+            streams[pid] = said(await opened.enter_async_context(stream))
+            await anext(streams[pid])
+        with standing_still(split.engine.rank_pids):
+            assert split.engine.statistics()["running"] == 2, "both are still being answered"
+            os.kill(dead, signal.SIGKILL)
+            with pytest.raises(httpx.TransportError):
+                _ = [text async for text in streams[dead]]
+        assert "".join([text async for text in streams[alive]]) == wanted.text
+        assert alive in split.api_pids
+    await until(lambda: not split.engine.statistics()["running"])
+    await until(lambda: len(split.api_pids) == 2, "it is started anew")
+    assert dead not in split.api_pids
+    async with clients(split) as found:
+        for client in found.values():
+            reply = await client.post(CHAT, json=body(ASK, return_token_ids=True))
+            assert reply.status_code == 200
+
+
+@contextlib.contextmanager
+def standing_still(pids: Sequence[int]) -> Iterator[None]:
+    """Have processes do nothing in the body."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+class Served:
+    """`vsched serve` with two processes, and the ids of these."""
+
+    def __init__(self, path: Path) -> None:
+        sets = [*SETTINGS, ROOM, "server.processes=2"]
+        command = [sys.executable, "-m", "vsched", "serve", str(path)]
+        self.process = subprocess.Popen(
+            [*command, *(word for one in sets for word in ("--set", one))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.url = self._url()
+        self.pids = [pid for pid in running() if parent(pid) == self.process.pid and is_api(pid)]
+
+    def _url(self) -> str:
+        assert self.process.stdout is not None
+        told = []
+        for line in self.process.stdout:
+            told.append(line)
+            if " is served at " in line:
+                return line.rpartition(" is served at ")[2].split("/v1")[0]
+        raise AssertionError("".join(told))
+
+
+def is_api(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text("utf-8").startswith("vsched: api")
+    return False
+
+
+@pytest.fixture
+def served(checkpoints: Callable[[str], Path]) -> Iterator[Served]:
+    made = Served(checkpoints("nano25"))
+    with made.process:
+        yield made
+        made.process.kill()
+    wait_until(lambda: not any(map(is_alive, made.pids)), "its processes end with it")
+
+
+@contextlib.asynccontextmanager
+async def stream_of(served: Served, ask: Ask) -> AsyncIterator[Any]:
+    async with (
+        httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S) as client,
+        client.stream("POST", CHAT, json=body(ask, stream=True)) as response,
+    ):
+        yield response
+
+
+async def test_processes_drain_with_the_engine(served: Served) -> None:
+    """After a signal, what is being answered is answered to its end, and nothing is left."""
+    async with stream_of(served, LONG) as response:
+        texts = said(response)
+        await anext(texts)
+        served.process.send_signal(signal.SIGTERM)
+        rest = [text async for text in texts]
+    assert len(rest) >= LONG.count - 2
+    assert await asyncio.to_thread(served.process.wait, PATIENCE_S) == 0
+    assert len(served.pids) == 2
+    await until(lambda: not any(map(is_alive, served.pids)))
+
+
+async def test_processes_end_with_an_engine_that_dies(served: Served) -> None:
+    """A client reads an error as the last event of its stream, not silence; then nobody listens any more."""
+    async with stream_of(served, Ask(TEXTS[2], count=1500)) as response:
+        lines = response.aiter_lines()
+        await anext(lines)
+        served.process.kill()
+        rest = [line async for line in lines if line.startswith("data: {")]
+    last = json.loads(rest[-1].removeprefix("data: "))
+    assert last["error"]["code"] == "stopping"
+    await until(lambda: not any(map(is_alive, served.pids)), "they end")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{served.url}/health")

@@ -1,0 +1,134 @@
+"""An API process's engine and the engine's desk, joined without sockets, over a real shell and simulated ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from tests.unit.aio.ranks import ShellHarness
+from tests.unit.media.fakes import FakePreprocessor, model_info
+from vsched.aio.streams.stream import OutputDelta, TokenStream
+from vsched.api.app import create_operations
+from vsched.api.contract import ApiSettings
+from vsched.api.metrics import ApiMetrics
+from vsched.api.processes import remote_engine as remote_engine_module
+from vsched.api.processes.desk import Desk
+from vsched.api.processes.link import Link
+from vsched.api.processes.messages import Counted, Served, TakesRequests, Turn, Up
+from vsched.api.processes.outbox import TurnBox, UpBox
+from vsched.api.processes.remote_engine import RemoteEngine
+from vsched.config import Config
+from vsched.engine import Engine
+from vsched.media import MediaPipeline, MediaSettings, PixelStore
+
+PREPARING_MAX = 2
+
+
+class Wire:
+    """Stands for a link: what is sent is decoded and taken, unless the wire is held or cut."""
+
+    def __init__(self, kind: Any, take: Any) -> None:
+        self.sent: list[Any] = []
+        self.held = False
+        self.cut = False
+        self._waiting: list[Any] = []
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._take = take
+
+    def send(self, content: object) -> None:
+        if self.cut:
+            return
+        self.sent.append(content)
+        frame = self._decoder.decode(msgspec.msgpack.encode(content))
+        if self.held:
+            self._waiting.append(frame)
+        else:
+            self._take(frame)
+
+    def let_go(self) -> None:
+        self.held = False
+        waiting, self._waiting = self._waiting, []
+        for frame in waiting:
+            self._take(frame)
+
+    async def writable(self) -> None:
+        pass
+
+
+class Joined:
+    """One API process and its engine.
+
+    Attributes:
+        up: From the process to the engine.
+        down: From the engine to the process.
+    """
+
+    desk: Desk
+    remote: RemoteEngine
+
+    def __init__(self, played: ShellHarness) -> None:
+        self.played = played
+        self.engine: Engine = played.engine()
+        self.engine.info = model_info(context_tokens=64)
+        self.engine.preprocessor = FakePreprocessor(self.engine.info)
+        store = PixelStore(memoryview(bytearray()))
+        settings = MediaSettings(preparing_max=PREPARING_MAX)
+        assert self.engine._running is not None
+        self.media = MediaPipeline(self.engine.preprocessor, store, settings)
+        adapters = SimpleNamespace(rows=list)
+        self.engine._running = dataclasses.replace(
+            self.engine._running, media=self.media, adapters=cast("Any", adapters)
+        )
+        self.life: list[TakesRequests | Counted] = []
+        self.up = Wire(list[Up], lambda messages: self.desk.take(messages))
+        self.down = Wire(Turn, lambda turn: self.remote.take(turn))
+        self.box = TurnBox(cast("Link", self.down))
+        operations = create_operations(self.engine, ApiSettings(), ApiMetrics(self.engine))
+        self.desk = Desk(self.engine, self.box, operations=operations, on_life=self.life.append)
+        self.remote = RemoteEngine("demo", UpBox(cast("Link", self.up)))
+
+    async def load(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have the process load, with what the engine tells it."""
+
+        def load(*_: object, **__: object) -> tuple[FakePreprocessor, None, bool]:
+            return FakePreprocessor(self.engine.info), None, False
+
+        monkeypatch.setattr(remote_engine_module, "load_worker", lambda *_, **__: None)
+        monkeypatch.setattr(remote_engine_module, "load_front_end", load)
+        self.box.turn.served = Served(Config(), self.engine.info)
+        self.desk.tell_facts()
+        await self.remote.load()
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Requests that are live for the kernel, known to the desk, and known to the process: all 0 in the end."""
+        told = self.played.shell.statistics()
+        desk = len(self.desk._arriving) + len(self.desk._live)
+        remote = self.remote
+        known = len(remote._pending) + len(remote._answers) + len(remote._streams._by_number)
+        return told["running"] + told["waiting"], desk, known
+
+    async def turns(self, count: int = 12) -> None:
+        """Let the loop turn a few times: longer than any message takes, for nothing here waits for another process."""
+        for _ in range(count):
+            await asyncio.sleep(0)
+
+    async def read(self, stream: TokenStream) -> list[OutputDelta]:
+        """Have the ranks compute, and return what comes of one answer."""
+        reading = asyncio.ensure_future(_deltas(stream))
+        for _ in range(1000):
+            if reading.done():
+                break
+            self.played.ranks.run(1)
+            await self.turns(3)
+        assert reading.done(), "it has no end"
+        return await reading
+
+
+async def _deltas(stream: TokenStream) -> list[OutputDelta]:
+    return [delta async for delta in stream]

@@ -1,0 +1,72 @@
+"""Messages say the same on both sides of a link."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from vsched.api.processes.messages import Refusal, SentImage, Submit, Up
+from vsched.errors import RequestFailed, RequestRefused
+from vsched.media import BoundedImage, EmbeddedImage, ImageReference, NamedImage
+from vsched.media.base64_text import TextWithBase64, base64_of
+from vsched.worker.capabilities import PixelBounds
+
+LONG = TextWithBase64.of("data:image/png;base64,stand-in", 22, b"iVBORw0KGgo=")
+BOUNDS = PixelBounds(28, 784)
+
+
+def sent(reference: ImageReference) -> ImageReference:
+    frame = msgspec.msgpack.encode([Submit(1, [2, 3], [SentImage.of(reference)])])
+    (submit,) = msgspec.msgpack.decode(frame, type=list[Up])
+    assert isinstance(submit, Submit)
+    return submit.images[0].reference
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "https://example.com/a.png",
+        EmbeddedImage("c2FmZQ=="),
+        NamedImage("a name", None),
+        NamedImage("a name", "https://example.com/a.png"),
+        BoundedImage("https://example.com/a.png", BOUNDS),
+        BoundedImage(NamedImage("a name", "https://example.com/a.png"), BOUNDS),
+    ],
+    ids=["url", "embedding", "name", "named", "bounded", "bounded and named"],
+)
+def test_messages_bring_every_form_of_an_image(reference: ImageReference) -> None:
+    assert sent(reference) == reference
+
+
+@pytest.mark.parametrize("wrap", [str, EmbeddedImage, lambda url: NamedImage("name", url)])
+def test_messages_bring_long_base64_as_bytes(wrap: object) -> None:
+    """It stays beside its text: as a text it would be copied under the GIL."""
+    reference = LONG if wrap is str else wrap(LONG)  # type: ignore[operator]
+    found = sent(reference)
+    text = found if isinstance(found, str) else getattr(found, "data", None) or found.reference  # type: ignore[union-attr]
+    assert isinstance(text, TextWithBase64)
+    assert (text, base64_of(text, 22)) == (LONG, LONG.base64)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestRefused("full. Remedy: wait.", code="queue_full", status=429, retry_after_s=1),
+        RequestRefused("elsewhere", code="redirected", status=307, location="http://other"),
+        RequestFailed("stopping", code="stopping", status=503, retry_after_s=5),
+    ],
+)
+def test_messages_bring_errors_with_all_that_clients_are_told(
+    error: RequestRefused | RequestFailed,
+) -> None:
+    frame = msgspec.msgpack.encode(Refusal.of(7, error))
+    refusal = msgspec.msgpack.decode(frame, type=Refusal)
+    assert refusal.number == 7
+    assert type(refusal.error) is type(error)
+    assert vars(refusal.error) == vars(error)
+
+
+def test_messages_tell_nothing_of_a_mistake() -> None:
+    error = Refusal.of(7, KeyError("/secret/path")).error
+    assert isinstance(error, RequestFailed)
+    assert error.message == "the server made a mistake"

@@ -1,0 +1,294 @@
+"""Requests of an API process: the kernel hears of them as of others, and each has one end on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.patience import patience
+from tests.unit.aio.ranks import SEPARATE, ShellHarness
+from tests.unit.api.processes.harness import PREPARING_MAX, Joined
+from vsched.api.processes.messages import Ask, GiveUp, Submit
+from vsched.errors import RequestFailed, RequestRefused
+from vsched.kernel.events import Aborted, Cleared, Event, Knocked, Submitted, Withdrawn
+from vsched.policy import FrontDoorAnswer, FrontDoorPolicy, FrontDoorView, LetIn, Shed
+from vsched.types import FinishReason, SamplingParams
+
+
+@pytest.fixture
+async def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[ShellHarness]:
+    played = ShellHarness(monkeypatch, tmp_path)
+    await played.start(SEPARATE)
+    yield played
+    await played.close()
+
+
+@pytest.fixture
+async def joined(played: ShellHarness, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Joined]:
+    made = Joined(played)
+    await made.load(monkeypatch)
+    yield made
+    made.media.close()
+
+
+@pytest.fixture
+def events(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """What the kernel hears of requests."""
+    heard: list[Event] = []
+    handle = joined.played.shell._kernel.handle
+    kinds = (Knocked, Submitted, Withdrawn, Aborted, Cleared)
+
+    def note(event: Event, now_ns: int) -> Any:
+        if isinstance(event, kinds):
+            heard.append(event)
+        return handle(event, now_ns)
+
+    monkeypatch.setattr(joined.played.shell._kernel, "handle", note)
+    return heard
+
+
+def ask(
+    engine: Any, prompt: Any = "hello", *, names: tuple[str, ...] = ("r",), **sampling: Any
+) -> Any:
+    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 3, **sampling})
+    return engine.generate_answers(
+        prompt=prompt, images=(), sampling=wanted, request_ids=names, tenant="t"
+    )
+
+
+async def test_remote_answer_is_that_of_the_engine(joined: Joined, events: list[Event]) -> None:
+    """Tokens, text, reason and usage; and the kernel hears the same."""
+    (near,) = await ask(joined.engine)
+    wanted = await joined.read(near)
+    heard, events[:] = list(events), []
+    (far,) = await ask(joined.remote)
+    found = await joined.read(far)
+    assert [token for delta in found for token in delta.token_ids] == [
+        token for delta in wanted for token in delta.token_ids
+    ]
+    assert "".join(delta.text for delta in found) == "".join(delta.text for delta in wanted)
+    assert found[-1].finish_reason == wanted[-1].finish_reason == "length"
+    assert (far.prompt_tokens, far.output_tokens) == (near.prompt_tokens, near.output_tokens)
+    assert far.prompt_token_ids == near.prompt_token_ids
+    assert (near.cached_tokens, far.cached_tokens) == (0, 4), "the second finds what the first left"
+    assert [type(event) for event in events] == [type(event) for event in heard]
+    assert joined.numbers == (0, 0, 0)
+
+
+async def test_remote_answers_to_one_request_are_told_apart(joined: Joined) -> None:
+    streams = await ask(joined.remote, names=("a", "b", "c"))
+    for stream in streams:
+        assert sum(len(delta.token_ids) for delta in await joined.read(stream)) == 3
+    assert [stream.request_id for stream in streams] == ["a", "b", "c"]
+    assert joined.numbers == (0, 0, 0)
+
+
+async def test_remote_prompt_is_prepared_only_once_it_may_come_in(
+    joined: Joined, events: list[Event]
+) -> None:
+    """The door is asked first; who is turned away there is never tokenized, and leaves nothing."""
+
+    class Full(FrontDoorPolicy, frozen=True, kw_only=True):
+        def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+            return Shed("full", 7) if view.request.tenant == "t" else LetIn()
+
+    joined.played.shell._kernel._door._seat.ask = Full().receive
+    rendered: list[str] = []
+
+    def render() -> str:
+        rendered.append("now")
+        return "hello"
+
+    with pytest.raises(RequestRefused) as refused:
+        await ask(joined.remote, render)
+    assert (refused.value.code, refused.value.retry_after_s) == ("shed", 7)
+    assert rendered == []
+    assert not any(isinstance(one, Submit | GiveUp) for sent in joined.up.sent for one in sent)
+    assert joined.numbers == (0, 0, 0)
+
+
+async def test_remote_refusals_of_both_sides_reach_the_client(joined: Joined) -> None:
+    """A prompt that is too long is refused in the engine, one that cannot be told of in the process."""
+    with pytest.raises(RequestRefused) as late:
+        await ask(joined.remote, [5] * 100)
+    assert late.value.code == "context_exceeded"
+    with pytest.raises(RequestRefused) as early:
+        await ask(joined.remote, prompt_logprobs=1)
+    assert "prompt" in early.value.message
+    await joined.turns()
+    assert joined.numbers == (0, 0, 0)
+
+
+async def test_remote_preparations_of_all_processes_have_one_limit(joined: Joined) -> None:
+    """The engine counts them, whoever tokenizes."""
+    joined.up.held = True
+    tasks = [asyncio.ensure_future(ask(joined.remote, names=(f"r{n}",))) for n in range(3)]
+    await joined.turns()
+    joined.up.let_go()
+    joined.up.held = True  # nobody submits any more
+    await joined.turns()
+    assert joined.media.statistics().preparing == PREPARING_MAX
+    (done,) = [task for task in tasks if task.done()]
+    assert done.exception().code == "queue_full"
+    joined.up.let_go()
+    async with patience():
+        answered = await asyncio.gather(*tasks, return_exceptions=True)
+    for streams in answered:
+        if not isinstance(streams, BaseException):
+            await joined.read(streams[0])
+    assert joined.media.statistics().preparing == 0
+    assert joined.numbers == (0, 0, 0)
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_remote_client_that_leaves_early_leaves_nothing(
+    joined: Joined, turns: int, events: list[Event]
+) -> None:
+    """At whatever moment of its arrival: nothing is known of it any more, and the kernel hears of its end."""
+    task = asyncio.ensure_future(ask(joined.remote, max_tokens=50))
+    await joined.turns(turns)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    if not task.cancelled():
+        task.result()[0].abort()
+    await joined.turns()
+    joined.played.ranks.run(2)
+    await joined.turns()
+    assert joined.numbers == (0, 0, 0)
+    ends = [one for one in events if isinstance(one, Aborted | Withdrawn)]
+    assert len(ends) == sum(isinstance(one, Knocked) for one in events)
+
+
+async def test_remote_client_that_leaves_ends_its_answer(
+    joined: Joined, events: list[Event]
+) -> None:
+    (left,) = await ask(joined.remote, max_tokens=50)
+    left.abort()
+    await joined.turns()
+    assert [(one.request_id, one.reason) for one in events if isinstance(one, Aborted)] == [
+        ("r", FinishReason.ABORT)
+    ]
+    await joined.read(left)
+    left.abort()
+    await joined.turns()
+    assert joined.numbers == (0, 0, 0)
+
+
+async def test_remote_stop_string_ends_an_answer_where_it_is_found(
+    joined: Joined, events: list[Event]
+) -> None:
+    """The same text as in the engine's process, though the rank may be a token further by then."""
+    (free,) = await ask(joined.engine, max_tokens=9)
+    text = "".join(delta.text for delta in await joined.read(free))
+    (near,) = await ask(joined.engine, max_tokens=9, stop=(text[4],))
+    wanted = await joined.read(near)
+    events.clear()
+    (far,) = await ask(joined.remote, max_tokens=9, stop=(text[4],))
+    found = await joined.read(far)
+    assert "".join(one.text for one in found) == "".join(one.text for one in wanted) == text[:4]
+    assert found[-1].finish_reason == wanted[-1].finish_reason == "stop"
+    assert far.output_tokens == near.output_tokens
+    assert [one.reason for one in events if isinstance(one, Aborted)] == [FinishReason.STOP]
+    assert joined.numbers == (0, 0, 0)
+
+
+async def test_remote_clear_ends_what_is_being_prepared_in_the_process(joined: Joined) -> None:
+    """With the reply of one in the engine; its own work is interrupted, too."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def render() -> str:
+        loop.call_soon_threadsafe(begun.set)
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+        return "hello"
+
+    task = asyncio.ensure_future(ask(joined.remote, render))
+    async with patience():
+        await begun.wait()
+        await joined.engine.clear()
+        with pytest.raises(RequestFailed) as failed:
+            await task
+    assert (failed.value.code, failed.value.status) == ("cleared", 503)
+    go_on.set()
+    assert joined.numbers == (0, 0, 0)
+
+
+async def test_remote_engine_that_is_gone_ends_every_request_once(joined: Joined) -> None:
+    (streaming,) = await ask(joined.remote, names=("streaming",), max_tokens=50)
+    joined.up.held = True
+    waiting = asyncio.ensure_future(ask(joined.remote, names=("waiting",)))
+    asking = asyncio.ensure_future(
+        joined.remote.ask(lambda number: Ask(number, "GET", "/metrics", b"", [], b""))
+    )
+    await joined.turns()
+    joined.remote.lose("the engine has closed its link")
+    for failing in (waiting, asking, joined.read(streaming), ask(joined.remote)):
+        with pytest.raises(RequestFailed) as failed:
+            await failing
+        assert (failed.value.code, failed.value.status) == ("stopping", 503)
+    assert joined.remote.state == "stopped"
+    streaming.abort()
+    joined.up.cut = True
+    joined.desk.close()
+    await joined.turns()
+
+
+async def test_remote_process_that_is_gone_frees_all_that_it_held(
+    joined: Joined, events: list[Event]
+) -> None:
+    """Those that run and those on their way; what others asked for goes on."""
+    (other,) = await ask(joined.engine, names=("other",), max_tokens=5)
+    await ask(joined.remote, names=("running",), max_tokens=50)
+    joined.up.held = True
+    on_its_way = asyncio.ensure_future(ask(joined.remote, names=("on its way",)))
+    await joined.turns()
+    joined.up.cut = joined.down.cut = True
+    joined.desk.close()
+    await joined.turns()
+    assert [one.request_id for one in events if isinstance(one, Aborted)] == ["running"]
+    assert sum(len(delta.token_ids) for delta in await joined.read(other)) == 5
+    assert joined.numbers[:2] == (0, 0)
+    on_its_way.cancel()
+    await asyncio.gather(on_its_way, return_exceptions=True)
+
+
+async def test_remote_tokenizes_text_by_itself(joined: Joined) -> None:
+    before = len(joined.up.sent)
+    assert await joined.remote.tokenize("ab") == [97, 98]
+    assert len(joined.up.sent) == before
+
+
+async def test_remote_asks_the_engine_for_what_operators_ask(joined: Joined) -> None:
+    reply = await joined.remote.ask(
+        lambda number: Ask(number, "GET", "/admin/replicas", b"", [], b"")
+    )
+    assert reply.status == 200
+    assert b'"groups"' in reply.body
+    missing = await joined.remote.ask(
+        lambda number: Ask(number, "GET", "/admin/nothing", b"", [], b"")
+    )
+    assert missing.status == 404
+
+
+async def test_remote_state_is_the_engine_s_once_all_is_loaded(
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Joined(played)
+    made.desk.tell_facts()
+    await made.turns()
+    assert made.remote.state == "loading"
+    await made.load(monkeypatch)
+    assert made.remote.state == "ready"
+    made.engine._state = "draining"
+    made.desk.tell_facts()
+    made.desk.tell_facts()
+    await made.turns()
+    assert made.remote.state == "draining"
+    assert sum(turn.facts is not None for turn in made.down.sent) == 2, (
+        "what is not new is not told"
+    )
+    made.media.close()

@@ -1,0 +1,1 @@
+"""Where HTTP is listened to: the socket, and uvicorn within the limits of the configuration."""

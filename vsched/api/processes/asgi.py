@@ -1,0 +1,96 @@
+"""Whole HTTP requests that go through a link: asked in an API process, answered by an application in the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vsched.api.http_exchange import ROOMLESS_BYTES, HttpExchange
+from vsched.api.processes.messages import Ask, HttpReply
+from vsched.errors import RequestRefused, limit_message
+
+Message = MutableMapping[str, Any]
+
+
+class AskEngine:
+    """An ASGI application that has the engine's process answer; a client that disconnects meanwhile stops nothing."""
+
+    def __init__(self, ask: Callable[[Callable[[int], Ask]], Awaitable[HttpReply]]) -> None:
+        """Take what sends a message, made for its number, and returns the reply to it."""
+        self._ask = ask
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        exchange = HttpExchange(scope, receive, send)
+        await exchange.answer_itself(self._answer(exchange, scope, send))
+
+    async def _answer(self, exchange: HttpExchange, scope: Scope, send: Send) -> None:
+        pieces = await exchange.read_body(ROOMLESS_BYTES, _no_room)
+
+        def asked(number: int) -> Ask:
+            return Ask(
+                number=number,
+                method=scope["method"],
+                path=scope["path"],
+                query=scope.get("query_string", b""),
+                headers=[(bytes(name), bytes(value)) for name, value in scope["headers"]],
+                body=b"".join(pieces),
+            )
+
+        reply = await self._ask(asked)
+        exchange.started = True
+        await send(
+            {"type": "http.response.start", "status": reply.status, "headers": reply.headers}
+        )
+        await send({"type": "http.response.body", "body": reply.body})
+
+
+async def _no_room(size: int) -> Any:
+    message = limit_message(
+        "the request body is too large for this path",
+        value=f"{size} bytes",
+        limit=f"{ROOMLESS_BYTES} bytes with several server.processes",
+        remedy="send what this path describes",
+    )
+    raise RequestRefused(message, code="body_too_large", status=413)
+
+
+async def respond(app: ASGIApp, asked: Ask) -> HttpReply:
+    """Return what an application answers; its client stays until then.
+
+    Blocks: as long as the application does.
+    """
+    bodies = [asked.body]
+    status, headers, content = 500, [], bytearray()
+
+    async def receive() -> Message:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    async def send(message: Message) -> None:
+        nonlocal status, headers
+        if message["type"] == "http.response.start":
+            status, headers = message["status"], list(message.get("headers", ()))
+        else:
+            content.extend(message.get("body", b""))
+
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "method": asked.method,
+        "path": asked.path,
+        "raw_path": asked.path.encode(),
+        "query_string": asked.query,
+        "root_path": "",
+        "headers": asked.headers,
+        "client": None,
+        "server": None,
+    }
+    await app(scope, receive, send)
+    return HttpReply(asked.number, status, headers, bytes(content))

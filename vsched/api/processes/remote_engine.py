@@ -1,0 +1,312 @@
+"""The engine as an API process sees it: prompts are prepared and text is made here, and the rest is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vsched.aio.grammar_checks import GrammarChecks
+from vsched.aio.preparations import Preparations
+from vsched.aio.request_bounds import check_stop_tokens, prompts_untold
+from vsched.aio.serving import load_front_end, token_stream
+from vsched.aio.streams.prompt_report import PromptReport
+from vsched.aio.streams.sink import Answering
+from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.table import StreamTable
+from vsched.api.processes.messages import (
+    AcceptedRequest,
+    Arrive,
+    Ask,
+    End,
+    Facts,
+    GiveUp,
+    HttpReply,
+    SentImage,
+    Served,
+    Submit,
+    Tokenize,
+    Turn,
+    Up,
+)
+from vsched.api.processes.outbox import UpBox
+from vsched.assembly import media_settings
+from vsched.errors import RequestFailed, RequestRefused
+from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
+from vsched.record.left import Begun
+from vsched.types import FinishReason, ModelInfo, Request, SamplingParams
+from vsched.worker.contract import Preprocessor
+from vsched.worker.registry import load_worker
+
+
+class _Pending:
+    """A request that is not accepted yet."""
+
+    def __init__(self, asked: Request, request_ids: tuple[str, ...]) -> None:
+        loop = asyncio.get_running_loop()
+        self.asked = asked
+        self.request_ids = request_ids
+        self.prompt_token_ids: list[int] = []
+        self.entered: asyncio.Future[None] = loop.create_future()
+        self.accepted: asyncio.Future[list[TokenStream]] = loop.create_future()
+        self.preparing = Preparations()
+        self.refused = False
+
+    def refuse(self, error: RequestRefused | RequestFailed) -> None:
+        """End it with an error, wherever it is."""
+        self.refused = True
+        for future in (self.entered, self.accepted):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # one of the two is waited for, or neither while it is being prepared
+        self.preparing.interrupt(error)
+
+
+class RemoteEngine:
+    """Implements `ServingContract` over a link.
+
+    Attributes:
+        served: Done once the engine has told what it serves.
+    """
+
+    info: ModelInfo
+    preprocessor: Preprocessor
+
+    def __init__(self, model_name: str, box: UpBox) -> None:
+        loop = asyncio.get_running_loop()
+        self.model_name = model_name
+        self.served: asyncio.Future[Served] = loop.create_future()
+        self._box = box
+        self._facts = Facts("loading", [])
+        self._lost = False
+        self._next = 1
+        self._pending: dict[int, _Pending] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._streams = StreamTable(self._on_broken)
+        self._answers: dict[str, int] = {}
+        self._media: MediaPipeline | None = None
+        self._grammars: GrammarChecks
+        self._tells_prompts = False
+
+    async def load(self) -> None:
+        """Wait for what the engine serves, and load what prepares requests for it.
+
+        Raises:
+            CheckpointError, ConfigError: When it cannot be loaded.
+        """
+        served = await self.served
+        config, self.info = served.config, served.info
+        self.model_name = config.model.served_name
+        plugin = load_worker(config.generate.plugin, path="generate.plugin")
+        self.preprocessor, grammars, self._tells_prompts = await asyncio.to_thread(
+            load_front_end, plugin, self.info, ranks=config.generate.tensor_parallel
+        )
+        self._grammars = GrammarChecks(grammars, deadline_s=config.media.prepare_s)
+        nothing = PixelStore(memoryview(bytearray()))  # the engine has the pixels
+        self._media = MediaPipeline(self.preprocessor, nothing, media_settings(config))
+
+    @property
+    def state(self) -> str:
+        """The engine's, once everything is loaded here, too."""
+        if self._lost:
+            return "stopped"
+        return "loading" if self._media is None else self._facts.state
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """As the engine told last."""
+        return self._facts.adapters
+
+    # --- what the engine says ---
+
+    def take(self, turn: Turn) -> None:
+        """Take what came of a turn of the engine's loop."""
+        if turn.served is not None and not self.served.done():
+            self.served.set_result(turn.served)
+        if turn.facts is not None:
+            self._facts = turn.facts
+        for number in turn.entered:
+            pending = self._pending.get(number)
+            if pending is not None and not pending.entered.done():
+                pending.entered.set_result(None)
+        for accepted in turn.accepted:
+            self._accept(accepted)
+        for refusal in turn.refused:
+            self._refuse(refusal.number, refusal.error)
+        for reply in turn.replies:
+            self._answer(reply.number, reply)
+        for tokens in turn.tokenized:
+            self._answer(tokens.number, tokens.token_ids)
+        self._streams.report(turn.prompts)
+        told = turn.logprobs
+        for index, (number, token) in enumerate(zip(turn.numbers, turn.tokens, strict=True)):
+            self._streams.take(number, token, told.get(index) if told else None)
+        for finish in turn.finished:
+            self._answers.pop(finish.request_id, None)
+            self._streams.finish(finish)
+
+    def lose(self, why: str) -> None:
+        """The engine is gone: every request ends, once."""
+        self._lost = True
+        error = RequestFailed(why, code="stopping", status=503, retry_after_s=5)
+        for number in [*self._pending, *self._asked]:
+            self._refuse(number, error)
+        self._answers.clear()
+        self._streams.fail_all(why, code="stopping")
+
+    def _answer(self, number: int, value: object) -> None:
+        asked = self._asked.pop(number, None)
+        if asked is not None and not asked.done():
+            asked.set_result(value)
+
+    def _refuse(self, number: int, error: RequestRefused | RequestFailed) -> None:
+        asked, pending = self._asked.pop(number, None), self._pending.pop(number, None)
+        if asked is not None and not asked.done():
+            asked.set_exception(error)
+        if pending is not None:
+            pending.refuse(error)
+
+    def _accept(self, accepted: AcceptedRequest) -> None:
+        pending = self._pending.pop(accepted.number, None)
+        if pending is None:
+            return  # it was given up meanwhile
+        told = accepted.prompt_token_ids
+        token_ids = pending.prompt_token_ids if told is None else told
+        streams = self._make_streams(pending, token_ids)
+        for number, stream in enumerate(streams, accepted.number):
+            self._answers[stream.request_id] = number
+            self._streams.add(number, stream)
+        pending.accepted.set_result(streams)
+
+    def _make_streams(self, pending: _Pending, token_ids: list[int]) -> list[TokenStream]:
+        """Return the streams of a request's answers, which are made as in the engine's process."""
+        sampling = pending.asked.sampling
+        own = () if sampling.ignore_eos else self.info.stop_token_ids
+        stops = frozenset(check_stop_tokens(sampling.stop_token_ids, own))
+        top = sampling.prompt_logprobs
+        report = None if top is None else PromptReport(token_ids, top)
+        return [
+            token_stream(
+                self.preprocessor.detokenizer,
+                Answering(
+                    request_id=name,
+                    prompt_token_ids=token_ids,
+                    sampling=sampling,
+                    stop_token_ids=stops,
+                    report=report,
+                    on_stop=self._end,
+                    on_end=lambda: None,
+                ),
+            )
+            for name in pending.request_ids
+        ]
+
+    def _end(self, request_id: str, reason: FinishReason) -> None:
+        number = self._answers.get(request_id)
+        if number is not None:
+            self._box.put(End(number, reason))
+
+    def _on_broken(self, request_id: str) -> None:
+        self._end(request_id, FinishReason.ERROR)
+
+    # --- requests ---
+
+    async def generate_answers(
+        self,
+        *,
+        prompt: Prompt,
+        images: Sequence[ImageReference] = (),
+        sampling: SamplingParams,
+        request_ids: Sequence[str],
+        priority: int = 0,
+        ttft_target_ms: int | None = None,
+        cache_salt: str = "",
+        tenant: str = "",
+        session: str = "",
+        adapter: str = "",
+        begun: Begun | None = None,
+    ) -> list[TokenStream]:
+        """As `Engine.generate_answers`."""
+        asked = Request(
+            request_id=request_ids[0],
+            prompt_token_ids=[],
+            sampling=sampling,
+            priority=priority,
+            ttft_target_ms=ttft_target_ms,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            session=session,
+        )
+        self._check_there()
+        number, self._next = self._next, self._next + len(request_ids)
+        pending = self._pending[number] = _Pending(asked, tuple(request_ids))
+        self._box.put(Arrive(number, asked, pending.request_ids, len(images), adapter, begun))
+        try:
+            await pending.entered
+            preparing = self._prepare(pending, number, prompt, images)
+            await pending.preparing.run(asked.request_id, preparing)
+            return await pending.accepted
+        except BaseException:
+            self._pending.pop(number, None)
+            if not pending.refused:  # it may have been accepted already, or be on its way to it
+                self._box.put(GiveUp(number, len(request_ids)))
+            raise
+
+    async def _prepare(
+        self, pending: _Pending, number: int, prompt: Prompt, images: Sequence[ImageReference]
+    ) -> None:
+        """Prepare what is this process's to prepare, and submit it."""
+        assert self._media is not None, "requests come when all is loaded"
+        sampling = pending.asked.sampling
+        if sampling.prompt_logprobs is not None and not self._tells_prompts:
+            raise prompts_untold()
+        await self._grammars.check(sampling)
+        token_ids = await self._media.tokenize(prompt, images=bool(images))
+        if images:
+            await self._box.put_large(Submit(number, token_ids, _to_send(images)))
+        else:
+            pending.prompt_token_ids = token_ids
+            self._box.put(Submit(number, token_ids))
+
+    async def tokenize(self, prompt: Prompt, images: Sequence[ImageReference] = ()) -> list[int]:
+        """As `Engine.tokenize`."""
+        assert self._media is not None, "requests come when all is loaded"
+        if not images:
+            return (await self._media.prepare(prompt, ())).token_ids
+        token_ids, sent = await self._media.tokenize(prompt, images=True), _to_send(images)
+        found: list[int] = await self._call(
+            lambda number: Tokenize(number, token_ids, sent), is_large=True
+        )
+        return found
+
+    async def ask(self, make: Callable[[int], Ask]) -> HttpReply:
+        """Return the engine's response to a whole HTTP request.
+
+        Blocks: as long as the engine takes for it.
+
+        Raises:
+            RequestFailed: When the engine is gone.
+        """
+        reply: HttpReply = await self._call(make)
+        return reply
+
+    async def _call(self, make: Callable[[int], Up], *, is_large: bool = False) -> Any:
+        self._check_there()
+        number, self._next = self._next, self._next + 1
+        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            if is_large:
+                await self._box.put_large(make(number))
+            else:
+                self._box.put(make(number))
+            return await asked
+        finally:
+            self._asked.pop(number, None)
+
+    def _check_there(self) -> None:
+        """Raise where nobody would answer any more."""
+        if self._lost:
+            raise RequestFailed("the engine is gone", code="stopping", status=503, retry_after_s=5)
+
+
+def _to_send(images: Sequence[ImageReference]) -> list[SentImage]:
+    return [SentImage.of(image) for image in images]

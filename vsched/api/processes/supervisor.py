@@ -1,0 +1,242 @@
+"""Starts the API processes, watches them, starts anew those that die, and ends them with the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+
+from vsched.api.app import create_operations
+from vsched.api.contract import ApiSettings
+from vsched.api.listening.listener import another
+from vsched.api.metrics import ApiMetrics
+from vsched.api.metrics.reports import Report, added
+from vsched.api.processes.desk import Desk
+from vsched.api.processes.link import BEAT_S, SILENT_S, Link, framed
+from vsched.api.processes.messages import Counted, Order, Served, TakesRequests, Up, bodies_bytes
+from vsched.api.processes.outbox import TurnBox
+from vsched.engine import Engine
+from vsched.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
+"""How long a process that died is not started anew: twice as long each time, up to the most."""
+STEADY_S = 30.0
+"""A process that lived for so long begins with the shortest pause again."""
+FACTS_S = 0.1
+"""How old what processes know of the engine's state may be."""
+REPORT_S = 1.0
+"""How long a process may take to say what it has counted; then its last word counts."""
+END_S = 5.0
+_COMMAND = ("-m", "vsched.api.processes.process_main")
+
+
+class _Process:
+    """One process, from its start to its end."""
+
+    def __init__(self, order: Order, kept: socket.socket, engine: Engine, operations: Any) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.loaded: asyncio.Future[str] = self._loop.create_future()
+        self.ended = asyncio.Event()
+        self.began_s = self._loop.time()
+        self.report = Report()
+        self._reported: list[asyncio.Future[None]] = []
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs, another(kept) as listener:
+            order = msgspec.structs.replace(order, listener=listener.fileno())
+            self.popen = subprocess.Popen(  # noqa: S603 - the engine's own words
+                [sys.executable, *_COMMAND, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), listener.fileno()),
+                start_new_session=True,  # a terminal's Ctrl-C is for the engine alone
+            )
+        self._ours.sendall(framed(msgspec.msgpack.encode(order)))
+        self.link = Link(
+            list[Up],
+            lambda messages: self.desk.take(messages),
+            self._on_lost,
+            frame_bytes_max=bodies_bytes(order),
+        )
+        self.box = TurnBox(self.link)
+        self.desk = Desk(engine, self.box, operations=operations, on_life=self._on_life)
+
+    async def open(self) -> None:
+        await self.link.open(self._ours)
+
+    def _on_life(self, message: TakesRequests | Counted) -> None:
+        if isinstance(message, TakesRequests):
+            self._on_loaded(message.error)
+            return
+        self.report = message.report
+        reported, self._reported = self._reported, []
+        for future in reported:
+            if not future.done():
+                future.set_result(None)
+
+    def _on_loaded(self, error: str) -> None:
+        if not self.loaded.done():
+            self.loaded.set_result(error)
+
+    def _on_lost(self, why: str) -> None:
+        self._on_loaded(f"process {self.popen.pid} {why} before it had loaded")
+        self.desk.close()
+        self.popen.kill()
+        for future in self._reported:
+            future.cancel()
+        self.ended.set()
+
+    async def ask_report(self) -> None:
+        """Bring the report up to date.
+
+        Blocks: for `REPORT_S` at most.
+        """
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._reported.append(future)
+        self.box.turn.asks_report = True
+        await asyncio.wait([future], timeout=REPORT_S)
+
+    async def reap(self) -> int:
+        return await asyncio.to_thread(self.popen.wait)
+
+
+class ApiProcesses:
+    """All of them, on one address: each has a socket of its own there, and the system shares connections out."""
+
+    def __init__(self, engine: Engine, settings: ApiSettings, kept: socket.socket) -> None:
+        """Take an engine that has not started, and the socket that keeps the address."""
+        self._engine = engine
+        self._kept = kept
+        count = engine.config.server.processes
+        self._settings = share_of(settings, count)
+        self._metrics = ApiMetrics(engine, tenants_max=settings.tenants_max)
+        self._metrics.reports = lambda: [
+            self._gone,
+            *(one.report for one in self._running.values()),
+        ]
+        self._operate = create_operations(engine, settings, self._metrics)
+        self._gone = Report()
+        self._running: dict[int, _Process] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._served: Served | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of those that run."""
+        return [one.popen.pid for one in self._running.values() if not one.ended.is_set()]
+
+    async def begin(self) -> None:
+        """Start all; they answer 503 until `ready`."""
+        for index in range(self._engine.config.server.processes):
+            await self._start(index, at_once=True)
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._watch(index)) for index in self._running]
+        self._tasks.append(loop.create_task(self._tell()))
+
+    async def ready(self) -> None:
+        """Tell all what the engine serves, and wait until they take requests.
+
+        Blocks: up to `deadlines.ready_s`.
+
+        Raises:
+            ConfigError: When one cannot.
+        """
+        engine = self._engine
+        self._served = Served(engine.config, engine.info)
+        running = list(self._running.values())
+        for one in running:
+            one.box.turn.served = self._served
+            one.desk.tell_facts()
+        async with asyncio.timeout(engine.config.deadlines.ready_s):
+            errors = await asyncio.gather(*(asyncio.shield(one.loaded) for one in running))
+        for error in filter(None, errors):
+            raise ConfigError(f"server.processes: an API process cannot serve: {error}")
+
+    async def _start(self, index: int, *, at_once: bool) -> None:
+        config = self._engine.config
+        share = -(-config.server.max_connections // config.server.processes)
+        server = msgspec.structs.replace(config.server, max_connections=share)
+        order = Order(
+            index=index,
+            config=msgspec.structs.replace(config, server=server),
+            settings=self._settings,
+            listener=0,
+            at_once=at_once,
+        )
+        one = self._running[index] = _Process(order, self._kept, self._engine, self._operations)
+        await one.open()
+        if self._served is not None:
+            one.box.turn.served = self._served
+        one.desk.tell_facts()
+
+    async def _operations(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer what only the engine can, with what all processes have counted until now."""
+        running = [one for one in self._running.values() if not one.ended.is_set()]
+        await asyncio.gather(*(one.ask_report() for one in running))
+        await self._operate(scope, receive, send)
+        for one in running:
+            one.desk.tell_facts()
+
+    async def _watch(self, index: int) -> None:
+        """Start a process anew whenever it has died."""
+        pause_s = PAUSE_S
+        loop = asyncio.get_running_loop()
+        while True:
+            one = self._running[index]
+            await one.ended.wait()
+            code = await one.reap()
+            self._gone = Report(0, added([self._gone, one.report]))
+            one.report = Report()
+            if loop.time() - one.began_s > STEADY_S:
+                pause_s = PAUSE_S
+            logger.warning("API process %d ended (exit code %d); it is started anew", index, code)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+            await self._start(index, at_once=False)
+
+    async def _tell(self) -> None:
+        """Tell processes of the engine, and that it lives; give up those that say nothing."""
+        since_beat_s = 0.0
+        while True:
+            await asyncio.sleep(FACTS_S)
+            since_beat_s += FACTS_S
+            for one in self._running.values():
+                if one.ended.is_set():
+                    continue
+                one.desk.tell_facts()
+                if one.link.silent_s() > SILENT_S:
+                    one.link.lose(f"has said nothing for {SILENT_S:g} s")
+                elif since_beat_s >= BEAT_S:
+                    _ = one.box.turn  # an empty one
+            if since_beat_s >= BEAT_S:
+                since_beat_s = 0.0
+
+    async def stop(self) -> None:
+        """End all: what has been said is written to its end.
+
+        Blocks: for `END_S` at most, after which they are killed.
+        """
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        running = [one for one in self._running.values() if not one.ended.is_set()]
+        for one in running:
+            one.box.turn.stop = True
+        ends = [asyncio.create_task(one.ended.wait()) for one in running]
+        if ends:
+            _, late = await asyncio.wait(ends, timeout=END_S)
+            if late:
+                logger.warning("%d API processes did not end in %g s: killed", len(late), END_S)
+        for one in self._running.values():
+            one.link.lose("is to end")
+            await one.reap()
+
+
+def share_of(settings: ApiSettings, processes: int) -> ApiSettings:
+    """Return the settings of one process of several: the limits of all together are those that were set."""
+    share = -(-settings.bodies_bytes_max // processes)
+    return msgspec.structs.replace(settings, bodies_bytes_max=share)
