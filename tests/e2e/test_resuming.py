@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.asking import TEXTS, Ask, answer, read
-from tests.patience import patience
+from tests.e2e.asking import TEXTS, Ask, answer, data_url, drawn_image, read
+from tests.e2e.conftest import SETTINGS
+from tests.patience import PATIENCE_S, patience, until
+from tests.traces import abandoned_memory, is_alive, parent, running
 from vsched import Engine, SamplingParams
 from vsched.errors import RequestRefused
+from vsched.record.journal import folder_of
 from vsched.record.left import Begun, prompt_digest
 from vsched.types import Request
 
@@ -67,3 +79,188 @@ async def test_tokens_that_no_model_has_are_refused(engine: Engine) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=40)
     with pytest.raises(RequestRefused, match="a token id"):
         await go_on(engine, [1 << 30], sampling)
+
+
+# --- a server is killed, and started again ---
+
+COUNT = 300
+CHAT = "/v1/chat/completions"
+PICTURE = {"type": "image_url", "image_url": {"url": data_url(drawn_image(77))}}
+QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": (
+        CHAT,
+        {"messages": [{"role": "user", "content": "Count."}], "temperature": 0.0},
+    ),
+    "drawn": (
+        CHAT,
+        {
+            "messages": [
+                {"role": "user", "content": [PICTURE, {"type": "text", "text": "What is this?"}]}
+            ],
+            "seed": 5,
+            "frequency_penalty": 0.2,
+        },
+    ),
+    "plain": ("/v1/completions", {"prompt": "0 1 2 3 4", "seed": 9}),
+    "responses": ("/v1/responses", {"input": "Tell me more.", "temperature": 0.0}),
+}
+"""By the id that the client gives."""
+
+
+class Serving:
+    """`vsched serve` in a process, with a record and a journal."""
+
+    def __init__(self, checkpoint: Path, record: Path, port: int = 0) -> None:
+        command = [sys.executable, "-c", "from vsched.cli.main import main; main()", "serve"]
+        command += [str(checkpoint), "--record", str(record), "--resume"]
+        for setting in (*SETTINGS, f"server.port={port}"):
+            command += ["--set", setting]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self.said: list[str] = []
+        self.url = ""
+        self._ready = threading.Event()
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            if "http://" in line:
+                self.url = "http://" + line.partition("http://")[2].split("/v1")[0]
+                self._ready.set()
+        self._ready.set()
+
+    async def ready(self) -> Serving:
+        """Wait until it serves."""
+        await asyncio.to_thread(self._ready.wait, PATIENCE_S)
+        assert self.url, "".join(self.said)
+        return self
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def children(self) -> list[int]:
+        return [one for one in running() if parent(one) == self.process.pid]
+
+    def kill(self) -> None:
+        """Give it no chance to clean up."""
+        self.process.kill()
+        self.process.wait()
+        self._listener.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    async def get(self, path: str, **headers: str) -> list[str]:
+        return await asyncio.to_thread(lambda: list(self.lines(path, headers=headers)))
+
+    async def post(self, path: str, body: dict[str, Any]) -> list[str]:
+        return await asyncio.to_thread(lambda: list(self.lines(path, body)))
+
+    def lines(
+        self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> Iterator[str]:
+        """Yield the lines of a response as they come; none after the server is gone."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path,
+            data=data,
+            headers={"content-type": "application/json", **(headers or {})},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+                for line in response:
+                    if line.endswith(b"\n") and line.strip():
+                        yield line.decode().strip()
+        except (ConnectionError, urllib.error.URLError):
+            return
+
+
+def asked(name: str) -> tuple[str, dict[str, Any]]:
+    path, fields = QUESTIONS[name]
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    return path, {**fields, limit: COUNT, "stream": True, "ignore_eos": True}
+
+
+def told(lines: list[str]) -> list[dict[str, Any]]:
+    """Return the events of a stream without what tells one request from another."""
+    events = []
+    for line in lines:
+        if line.startswith("data: {"):
+            event = json.loads(line.removeprefix("data: "))
+            events.append(_without_ids(event))
+    return events
+
+
+def _without_ids(value: Any) -> Any:
+    varying = ("id", "item_id", "created", "created_at", "cached_tokens", "prompt_tokens_details")
+    if isinstance(value, dict):
+        return {key: _without_ids(each) for key, each in value.items() if key not in varying}
+    return [_without_ids(each) for each in value] if isinstance(value, list) else value
+
+
+def kept(record: Path) -> list[Path]:
+    """Return the files of requests without an end."""
+    return list(folder_of(record).iterdir())
+
+
+def event_ids(lines: list[str]) -> list[int]:
+    return [int(line[4:]) for line in lines if line.startswith("id: ")]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_fork_server")
+async def test_killed_server_goes_on_with_its_streams(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In float32 each client has, after all, the events of an undisturbed stream, and one end.
+
+    The second server starts at once, on the same port, while the ranks of the first may still be there.
+    """
+    checkpoint, record = checkpoints("nano25"), tmp_path / "run.vlog"
+    before = abandoned_memory()
+    servers = [await Serving(checkpoint, record).ready()]
+    try:
+        first = servers[0]
+        undisturbed: dict[str, list[str]] = {}
+        for name in QUESTIONS:
+            undisturbed[name] = await first.post(*asked(name))
+        await until(lambda: not kept(record), "what was told is forgotten")
+        had: dict[str, list[str]] = {name: [] for name in QUESTIONS}
+
+        def follow(name: str) -> None:
+            for line in first.lines(*asked(name), {"x-request-id": name}):
+                had[name].append(line)
+
+        following = [threading.Thread(target=follow, args=(name,)) for name in QUESTIONS]
+        for thread in following:
+            thread.start()
+        await until(lambda: all(len(event_ids(one)) > 20 for one in had.values()), "all have begun")
+        ranks, port = first.children, first.port
+        first.kill()
+        servers.append(Serving(checkpoint, record, port))
+        for thread in following:
+            thread.join()
+        assert not any("[DONE]" in line for lines in had.values() for line in lines)
+        second = await servers[1].ready()
+        assert not any(map(is_alive, ranks))
+        assert any(
+            "4 requests were left by a server that died: 4 go on" in line for line in second.said
+        )
+        for name, (path, _) in QUESTIONS.items():
+            last = event_ids(had[name])[-1]
+            complete = [line for line in had[name] if line.startswith("data: ")]
+            rest = await second.get(f"{path}/{name}?starting_after={last}")
+            assert event_ids(rest)[0] == last + 1
+            whole = [*complete[: last + 1], *rest]
+            assert told(whole) == told(undisturbed[name])
+            assert sum("[DONE]" in line for line in whole) == (path != "/v1/responses")
+        await until(lambda: not kept(record), "what was told is forgotten")
+        assert abandoned_memory() <= before
+    finally:
+        for one in servers:
+            one.kill()

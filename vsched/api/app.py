@@ -29,6 +29,8 @@ from vsched.api.operations import (
     TokenizeEndpoint,
     json_response,
 )
+from vsched.api.resuming.endpoint import KeptAnswerEndpoint, KeptAnswerRoute
+from vsched.api.resuming.resumption import Resumption
 from vsched.api.wire_forms import form_of
 from vsched.errors import RequestFailed
 
@@ -59,18 +61,24 @@ OPERATIONS = (
 
 
 def create_app(
-    engine: EngineContract, settings: ApiSettings, metrics: ApiMetrics | None = None
+    engine: EngineContract,
+    settings: ApiSettings,
+    metrics: ApiMetrics | None = None,
+    *,
+    resumption: Resumption | None = None,
 ) -> Starlette:
     """Build the HTTP application over an engine.
 
     The engine may still be loading: `/health` tells, and completions are refused until it is ready. `metrics` are
-    those that requests are counted in, by default its own.
+    those that requests are counted in, by default its own. What `resumption` has of an engine before this one is told
+    by the ids of its answers.
     """
     metrics = metrics or ApiMetrics(engine, tenants_max=settings.tenants_max)
-    bodies = RequestBodies(settings)
+    resumption = resumption or Resumption()
+    bodies = RequestBodies(settings, keeps=resumption.journal is not None)
     return _application(
         [
-            *_answering(engine, settings, metrics, bodies),
+            *_answering(engine, settings, metrics, bodies, resumption),
             *_operating(engine, metrics, bodies),
         ],
         access_middleware(settings),
@@ -83,7 +91,7 @@ def create_front(
     """Build the application of a process that has no engine of its own: `operations` has what only that can tell."""
     return _application(
         [
-            *_answering(engine, settings, metrics, RequestBodies(settings)),
+            *_answering(engine, settings, metrics, RequestBodies(settings), Resumption()),
             *(Route(path, operations) for path in OPERATIONS),
         ],
         access_middleware(settings),
@@ -98,29 +106,30 @@ def create_operations(
 
 
 def _answering(
-    engine: ServingContract, settings: ApiSettings, metrics: ApiMetrics, bodies: RequestBodies
+    engine: ServingContract,
+    settings: ApiSettings,
+    metrics: ApiMetrics,
+    bodies: RequestBodies,
+    resumption: Resumption,
 ) -> list[Route]:
     """Return the routes of clients, and those of what a process knows by itself."""
     described = Descriptions(engine)
-    messages = MessagesEndpoint(engine, settings, metrics, bodies)
+    parts = engine, settings, metrics, bodies, resumption.journal
+    messages = MessagesEndpoint(*parts)
+    answering: dict[str, CompletionEndpoint] = {
+        "/v1/chat/completions": ChatEndpoint(*parts),
+        "/v1/completions": CompletionEndpoint(*parts),
+        "/v1/responses": ResponsesEndpoint(*parts),
+        "/v1/messages": messages,
+    }
+    resumption.serve(answering)
     return [
-        Route(
-            "/v1/chat/completions",
-            ChatEndpoint(engine, settings, metrics, bodies),
-            methods=["POST"],
-        ),
-        Route(
-            "/v1/completions",
-            CompletionEndpoint(engine, settings, metrics, bodies),
-            methods=["POST"],
-        ),
-        Route(
-            "/v1/responses",
-            ResponsesEndpoint(engine, settings, metrics, bodies),
-            methods=["POST"],
-        ),
-        Route("/v1/messages", messages, methods=["POST"]),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in answering.items()),
         Route("/v1/messages/count_tokens", CountTokensEndpoint(engine, messages), methods=["POST"]),
+        *(
+            KeptAnswerRoute(path, KeptAnswerEndpoint(resumption, path, endpoint))
+            for path, endpoint in answering.items()
+        ),
         Route("/v1/models", described.models),
         Route("/v1/models/{model:path}", described.model),
         Route("/tokenize", TokenizeEndpoint(engine, settings, bodies), methods=["POST"]),

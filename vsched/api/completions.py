@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from vsched.aio.grammar_checks import GRAMMAR_REFUSALS
 from vsched.api import parameters
 from vsched.api.bodies.constraints import behind_thought, beside_calls, constraint_of
+from vsched.api.bodies.keeping import keep_request
 from vsched.api.bodies.messages import split_messages
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.choices.accepted import AcceptedAnswers, Drawn, answer_id, without_logprobs
@@ -42,6 +43,8 @@ from vsched.api.tools.template_reader import TemplateReader
 from vsched.api.tools.wording import AnswerWording
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import ImageReference, Prompt, refuse_images
+from vsched.record.journal import RequestJournal
+from vsched.record.left import Begun
 from vsched.types import SamplingParams
 from vsched.worker.capabilities import ParsesAnswers
 
@@ -72,6 +75,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     images: Sequence[ImageReference]
     sampling: SamplingParams
     request_id: str
+    created: int
     model: str
     adapter: str
     priority: int
@@ -85,7 +89,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     drawn: int = 1
     hides_logprobs: bool = False
     echoes: tuple[str | None, ...] = ()
-    wording: Callable[[], AnswerWording] | None = None
+    wording: Callable[[int], AnswerWording] | None = None
     asked: object = None
 
 
@@ -159,11 +163,13 @@ class CompletionEndpoint:
         settings: ApiSettings,
         metrics: ApiMetrics,
         bodies: RequestBodies,
+        journal: RequestJournal | None = None,
     ) -> None:
         self._engine = engine
         self._settings = settings
         self._metrics = metrics
         self._bodies = bodies
+        self._journal = journal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; every end is counted once and answered once."""
@@ -256,6 +262,7 @@ class CompletionEndpoint:
             images=images,
             sampling=sampling,
             request_id=request_id,
+            created=int(time.time()),
             model=adapter or self._engine.model_name,
             adapter=adapter,
             priority=request.priority,
@@ -286,14 +293,23 @@ class CompletionEndpoint:
     ) -> str:
         answers = AcceptedAnswers()
         try:
-            await self._accept(job, answers, tenant_of(exchange.scope))
+            if self._journal is not None:
+                await keep_request(
+                    self._journal,
+                    exchange,
+                    request_id=job.request_id,
+                    created=job.created,
+                    seed=job.sampling.seed,
+                    answers=len(job.prompts) * job.drawn,
+                )
+            await self.accept(job, answers, tenant_of(exchange.scope))
             job = msgspec.structs.replace(job, prompts=(), images=())
             exchange.release_room()
-            if job.stream:
-                return await self._stream(exchange, record, answers, job)
-            return await self._whole(exchange, record, answers, job)
+            return await self.tell(exchange, record, answers, job)
         finally:
             answers.abort()
+            if self._journal is not None:
+                self._journal.end(job.request_id)
             used = answers.usage
             record.tokens(
                 prompt=used.prompt_tokens,
@@ -306,7 +322,7 @@ class CompletionEndpoint:
             generation,
             index=index,
             request_id=job.request_id,
-            created=int(time.time()),
+            created=job.created,
             model=job.model,
             preprocessor=self._engine.preprocessor,
             options=job.options,
@@ -315,8 +331,16 @@ class CompletionEndpoint:
             formatter.echo = job.echoes[index // job.n]
         return formatter
 
-    async def _accept(self, job: CheckedRequest, answers: AcceptedAnswers, tenant: str) -> None:
+    async def accept(
+        self,
+        job: CheckedRequest,
+        answers: AcceptedAnswers,
+        tenant: str,
+        begun: Begun | None = None,
+    ) -> None:
         """Have the engine accept all prompts of a request, one after the other, with their answers.
+
+        Of a request with one answer, `begun` is what a dead engine told of it.
 
         Raises:
             RequestRefused: When it cannot; a refusal of its grammar names the parameter.
@@ -336,6 +360,7 @@ class CompletionEndpoint:
                     tenant=tenant,
                     session=job.session,
                     adapter=job.adapter,
+                    begun=begun,
                 )
                 answers.add(accepted)
         except RequestRefused as error:
@@ -343,6 +368,22 @@ class CompletionEndpoint:
                 raise
             param = job.constrained_by or None
             raise ParameterRefused(error.message, param=param, code=error.code) from None
+
+    async def tell(
+        self,
+        exchange: HttpExchange,
+        record: RequestRecord,
+        answers: AcceptedAnswers,
+        job: CheckedRequest,
+    ) -> str:
+        """Tell a client its answers, as a stream or whole; return why the first one ended.
+
+        Raises:
+            RequestFailed: When one ended in an error.
+        """
+        if job.stream:
+            return await self._stream(exchange, record, answers, job)
+        return await self._whole(exchange, record, answers, job)
 
     async def _stream(
         self,
@@ -355,6 +396,10 @@ class CompletionEndpoint:
             Voice(generation, self._formatter(generation, job, index))
             for index, generation in enumerate(answers.generations)
         ]
+        if exchange.numbers_events:
+            voices[
+                0
+            ].generation.one_by_one()  # so that an event has the same number when it is told again
         await exchange.start_stream(_id_header(job))
         outcome = await SseWriter(exchange, record, voices).run()
         if job.options.usage:
@@ -406,8 +451,14 @@ def _id_header(job: CheckedRequest) -> list[tuple[bytes, bytes]]:
     return [(b"x-request-id", job.request_id.encode("ascii"))]
 
 
-def _wording(request: ChatRequest, reader: AnswerReader | TemplateReader) -> AnswerWording:
-    return AnswerWording(reader, hides_reasoning=request.include_reasoning is False)
+def _wording(
+    request: ChatRequest, reader: Callable[[], AnswerReader | TemplateReader], request_id: str
+) -> Callable[[int], AnswerWording]:
+    """Return what words an answer, by its index."""
+    hides_reasoning = request.include_reasoning is False
+    return lambda index: AnswerWording(
+        reader(), answer_id=answer_id(request_id, index), hides_reasoning=hides_reasoning
+    )
 
 
 class ChatEndpoint(CompletionEndpoint):
@@ -465,7 +516,7 @@ class ChatEndpoint(CompletionEndpoint):
             job = msgspec.structs.replace(job, echoes=(parameters.echoed_message(request),))
         if parsed:
             parser = partial(self._parser, prompt, arguments, tools)
-            return msgspec.structs.replace(job, wording=lambda: _wording(request, parser()))
+            return msgspec.structs.replace(job, wording=_wording(request, parser, request_id))
         if tools is None and reasoning is None:
             return job
         reader = partial(
@@ -476,7 +527,7 @@ class ChatEndpoint(CompletionEndpoint):
             reasoning=reasoning,
             thinking=thinking,
         )
-        return msgspec.structs.replace(job, wording=lambda: _wording(request, reader()))
+        return msgspec.structs.replace(job, wording=_wording(request, reader, request_id))
 
     def _parses(self, template: str) -> bool:
         """Return whether the checkpoint says how its answers are read, and no form is known that streams calls."""
@@ -525,11 +576,11 @@ class ChatEndpoint(CompletionEndpoint):
             generation,
             index=index,
             request_id=job.request_id,
-            created=int(time.time()),
+            created=job.created,
             model=job.model,
             preprocessor=self._engine.preprocessor,
             options=job.options,
-            wording=job.wording() if job.wording is not None else None,
+            wording=job.wording(index) if job.wording is not None else None,
         )
         if job.echoes:
             formatter.echo = job.echoes[0] or ""

@@ -116,6 +116,10 @@ class Generation(Protocol):
         """
         ...
 
+    def one_by_one(self) -> None:
+        """From now on, let each delta have one token, so that they are the same whenever they are taken."""
+        ...
+
     def take(self) -> OutputDelta | None:
         """Return the next delta; None when there is none yet, or the last one was taken.
 

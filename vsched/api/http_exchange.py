@@ -42,11 +42,17 @@ class Room(Protocol):
 
 
 class HttpExchange:
-    """A request being read and a response being written, in the form that clients of its path read."""
+    """A request being read and a response being written, in the form that clients of its path read.
+
+    Attributes:
+        started: Whether the response has begun.
+        body: What was sent, where it is to be kept; empty once it is.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self.started = False
+        self.body = b""
         self._form = form_of(scope.get("path", ""))
         self._receive = receive
         self._send = send
@@ -199,6 +205,15 @@ class HttpExchange:
         await self._send(
             {"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *headers]}
         )
+
+    @property
+    def numbers_events(self) -> bool:
+        """Whether the events of a stream have numbers."""
+        return self._form.after is not None
+
+    def number_events(self, *, after: int = -1) -> None:
+        """Let the events of a stream have their numbers, from 0, as ids, and leave those up to `after` out."""
+        self._form.after = after
 
     async def send_event(self, content: object) -> None:
         """Send one event, or those that a dialect has for it."""

@@ -20,9 +20,11 @@ from vsched.api.listening.http_server import favour_event_loop, http_server
 from vsched.api.listening.listener import listen
 from vsched.api.middleware.tenants import read_tenant_keys
 from vsched.api.processes.supervisor import ApiProcesses
+from vsched.api.resuming.resumption import Resumption, open_resumption
 from vsched.config import Config
 from vsched.engine import Engine, Progress
 from vsched.errors import ConfigError
+from vsched.record.recorder import check_record_path
 
 logger = logging.getLogger(__name__)
 LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - only compared with
@@ -42,9 +44,16 @@ class _Front(Protocol):
 class _OwnFront:
     """Serves HTTP in the engine's process."""
 
-    def __init__(self, engine: Engine, settings: ApiSettings, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ApiSettings,
+        listener: socket.socket,
+        resumption: Resumption,
+    ) -> None:
         self.pids: list[int] = []
-        self._server = http_server(create_app(engine, settings), engine.config)
+        app = create_app(engine, settings, resumption=resumption)
+        self._server = http_server(app, engine.config)
         self._listener = listener
 
     async def begin(self) -> None:
@@ -106,20 +115,32 @@ async def running_server(
         raise ConfigError("model.path: no checkpoint given. Remedy: vsched serve PATH")
     with contextlib.closing(listen(config)) as listener:
         engine = Engine(config, on_progress=on_progress, environment=environment)
+        check_record_path(config)  # of which the journal is a part
+        resumption = open_resumption(config)
         settings = api_settings(config, listener.getsockname()[0])
-        several = config.server.processes > 1
-        front: _Front = (ApiProcesses if several else _OwnFront)(engine, settings, listener)
+        front: _Front
+        if config.server.processes > 1:
+            front = ApiProcesses(engine, settings, listener)
+        else:
+            front = _OwnFront(engine, settings, listener, resumption)
         running: RunningServer | None = None
+        resuming: asyncio.Task[None] | None = None
         try:
             await front.begin()
+            await (
+                resumption.read()
+            )  # before another record takes the place of the one that tells of it
             await engine.start()
             await front.ready()
+            resuming = asyncio.create_task(resumption.run())
             running = RunningServer(listener, engine, front)
             yield running
             if not running.stop_requested.is_set():
                 await _unless(running.stop_requested, engine.drain())
         finally:
             hurried = running is not None and running.stop_requested.is_set()
+            if resuming is not None:
+                resuming.cancel()
             try:
                 await engine.stop(grace_s=0 if hurried else STOP_GRACE_S)
             finally:

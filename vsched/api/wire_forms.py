@@ -16,10 +16,18 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class WireForm:
-    """OpenAI's form; one for each exchange."""
+    """OpenAI's form; one for each exchange.
+
+    Attributes:
+        end: What ends a stream.
+        after: Events have their numbers, from 0, as their ids, and those up to this one are left out; None for neither.
+    """
 
     end = b"data: [DONE]\n\n"
-    """What ends a stream."""
+    after: int | None = None
+
+    def __init__(self) -> None:
+        self._number = 0
 
     def status(self, error: RequestRefused | RequestFailed) -> int:
         """Return the HTTP status of an error."""
@@ -31,11 +39,19 @@ class WireForm:
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
         """Return what tells of an error within a stream."""
+        self.after = None  # whatever a reader has already, it has no error
         return self.events(self.error(error))
 
     def events(self, content: object) -> bytes:
         """Return what a formatter made, as events."""
-        return b"data: " + _ENCODER.encode(content) + b"\n\n"
+        return self._numbered(b"data: " + _ENCODER.encode(content) + b"\n\n")
+
+    def _numbered(self, event: bytes) -> bytes:
+        number = self._number
+        self._number += 1
+        if self.after is None:
+            return event
+        return b"id: %d\n%b" % (number, event) if number > self.after else b""
 
 
 class StreamEvent(msgspec.Struct, kw_only=True, tag_field="type"):
@@ -53,7 +69,7 @@ class NamedEvents(WireForm):
 
     def _event(self, event: StreamEvent) -> bytes:
         name = str(event.__struct_config__.tag).encode()
-        return b"event: %b\ndata: %b\n\n" % (name, _ENCODER.encode(event))
+        return self._numbered(b"event: %b\ndata: %b\n\n" % (name, _ENCODER.encode(event)))
 
 
 class MessagesErrorBody(msgspec.Struct):
@@ -91,6 +107,7 @@ class MessagesForm(NamedEvents):
         return MessagesError(error=MessagesErrorBody(kind, envelope(error).error.message))
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
+        self.after = None
         return self._event(self.error(error))
 
 
@@ -111,10 +128,8 @@ class ResponsesErrorEvent(NumberedEvent, tag="error"):
 class ResponsesForm(NamedEvents):
     """That of OpenAI's Responses API: errors as ever, events by name and number."""
 
-    def __init__(self) -> None:
-        self._number = 0
-
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
+        self.after = None
         found = envelope(error).error
         event = ResponsesErrorEvent(code=found.code, message=found.message, param=found.param)
         return self.events([event])
@@ -122,7 +137,6 @@ class ResponsesForm(NamedEvents):
     def _event(self, event: StreamEvent) -> bytes:
         assert isinstance(event, NumberedEvent)
         event.sequence_number = self._number
-        self._number += 1
         return super()._event(event)
 
 

@@ -46,6 +46,10 @@ def serve(
     record: Annotated[
         str, typer.Option(help="Record what the scheduler does into a file; record.path.")
     ] = "",
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with what a killed server left; record.resume."),
+    ] = False,
     ray: Annotated[
         str,
         typer.Option(
@@ -68,6 +72,8 @@ def serve(
         overrides.append(f"server.port={port}")
     if record:
         overrides.append(f"record.path={record}")
+    if resume:
+        overrides.append("record.resume=true")
     if ray:
         overrides.append(f"cluster.ray={ray}")
     console = Console(stderr=True)

@@ -313,6 +313,25 @@ class RecordConfig(Section, frozen=True, kw_only=True):
         int,
         Meta(ge=2, description="Number of segments that are kept; the oldest is deleted first."),
     ] = 8
+    resume: Annotated[
+        bool,
+        Meta(
+            description="Keep requests in a folder beside the record while they are answered; the server that starts "
+            "after one that was killed goes on with them."
+        ),
+    ] = False
+    resume_bytes: Annotated[
+        int,
+        Meta(
+            ge=4096,
+            description="Most bytes of requests in that folder, and of answers that wait for clients; requests beyond "
+            "it are served, and not kept.",
+        ),
+    ] = 256 << 20
+    resume_keep_s: Annotated[
+        float,
+        Meta(gt=0, description="How long an answer that was resumed waits for its client."),
+    ] = 600.0
 
 
 class DeadlinesConfig(Section, frozen=True, kw_only=True):

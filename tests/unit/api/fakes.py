@@ -62,6 +62,9 @@ class FakeGeneration:
     def subscribe(self, reader: Callable[[], None] | None) -> None:
         self._reader = reader
 
+    def one_by_one(self) -> None:
+        assert all(len(getattr(step, "token_ids", ())) < 2 for step in self._script), "write it so"
+
     def take(self) -> OutputDelta | None:
         if not self._script:
             return None

@@ -148,6 +148,7 @@ class TokenStream:
         self._on_stop = on_stop
         self._on_end = on_end
         self._text: list[str] = []
+        self._single = False
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = [] if logprobs else None
         self._stopped = False
@@ -181,13 +182,13 @@ class TokenStream:
         if self._logprobs is not None and logprob is not None:
             self._logprobs.append(logprob)
         if token_id in self._silent_token_ids:
+            self._text.append("")
             self._changed.set()  # it ends the answer and is no part of its text
             return
         text = self._detokenizer.push((token_id,))
         if self._has_stops:
             text, self._stopped = self._matcher.push(text)
-        if text:
-            self._text.append(text)
+        self._text.append(text)
         if self._stopped:
             self._on_stop(self.request_id, FinishReason.STOP)
         self._changed.set()
@@ -240,6 +241,10 @@ class TokenStream:
         """
         self._reader = reader
 
+    def one_by_one(self) -> None:
+        """From now on, let each delta have one token, however fast they come: the same ones whenever they are read."""
+        self._single = True
+
     def deliver(self) -> None:
         """Call the reader, if there is one; called once after each step that changed something."""
         if self._reader is not None:
@@ -272,8 +277,10 @@ class TokenStream:
         return self._take()
 
     def _take(self) -> OutputDelta:
-        self._changed.clear()
         finish = self._finish
+        if self._single and len(self._token_ids) > 1 and not (finish and finish.message):
+            return self._take_first()
+        self._changed.clear()
         if finish is not None:
             self._ended = True
             if finish.reason is FinishReason.ERROR or finish.message:
@@ -289,3 +296,9 @@ class TokenStream:
         if self._logprobs is not None:
             self._logprobs = []
         return delta
+
+    def _take_first(self) -> OutputDelta:
+        told = None
+        if self._logprobs is not None:
+            told, self._logprobs = self._logprobs[:1], self._logprobs[1:]
+        return OutputDelta(self._text.pop(0), [self._token_ids.pop(0)], told)

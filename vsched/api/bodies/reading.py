@@ -47,7 +47,9 @@ _MARKS = (ord(","), ord("["), ord("{"))
 class RequestBodies:
     """The bodies that are being read and decoded, and those of requests that are being prepared."""
 
-    def __init__(self, settings: ApiSettings) -> None:
+    def __init__(self, settings: ApiSettings, *, keeps: bool = False) -> None:
+        """Read within the limits; with `keeps`, an exchange has its body once it is read."""
+        self._keeps = keeps
         self._body_bytes_max = settings.body_bytes_max
         self._bytes_max = settings.bodies_bytes_max
         self._wait_s = settings.body_wait_s
@@ -72,9 +74,17 @@ class RequestBodies:
         """
         pieces = await exchange.read_body(self._body_bytes_max, self._room)
         if sum(map(len, pieces)) <= _THREAD_BYTES:
-            return read_request(pieces, kind, tokens, strict=self._strict)
+            return self._read(exchange, pieces, kind, tokens)
         async with self._turn:
-            return await asyncio.to_thread(read_request, pieces, kind, tokens, strict=self._strict)
+            return await asyncio.to_thread(self._read, exchange, pieces, kind, tokens)
+
+    def _read(
+        self, exchange: HttpExchange, pieces: list[bytes], kind: type[Body], tokens: int
+    ) -> Body:
+        if self._keeps:
+            pieces[:] = [b"".join(pieces)]
+            exchange.body = pieces[0]
+        return read_request(pieces, kind, tokens, strict=self._strict)
 
     async def _room(self, size: int) -> Grant:
         """Return room for a body, the largest there can be if need be.

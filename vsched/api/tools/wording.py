@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
+from hashlib import blake2b
 
 from msgspec import UNSET
 
@@ -22,12 +22,20 @@ ID_CHARACTERS = 9
 
 
 class AnswerWording:
-    """Words one answer; every call gets an id. With `hides_reasoning`, what was thought is not told."""
+    """Words one answer; every call gets an id. With `hides_reasoning`, what was thought is not told.
+
+    The ids follow from that of the answer, so that they are the same when it is worded once more.
+    """
 
     def __init__(
-        self, reader: AnswerReader | TemplateReader, *, hides_reasoning: bool = False
+        self,
+        reader: AnswerReader | TemplateReader,
+        *,
+        answer_id: str,
+        hides_reasoning: bool = False,
     ) -> None:
         self._reader = reader
+        self._answer_id = answer_id
         self._hides_reasoning = hides_reasoning
         self._calls = 0
 
@@ -61,7 +69,7 @@ class AnswerWording:
             elif isinstance(event, Reasoning):
                 reasoning += "" if self._hides_reasoning else event.text
             elif isinstance(event, CallBegins):
-                made = secrets.token_hex(ID_CHARACTERS)[:ID_CHARACTERS]
+                made = self._call_id()
                 begun = FunctionOutput(event.name)
                 calls.append(ToolCallDelta(self._calls, begun, id=made, type="function"))
                 self._calls += 1
@@ -74,3 +82,7 @@ class AnswerWording:
             tool_calls=calls or UNSET,
             reasoning_content=reasoning or UNSET,
         )
+
+    def _call_id(self) -> str:
+        name = f"{self._answer_id}/{self._calls}".encode()
+        return blake2b(name, person=b"vsched.call").hexdigest()[:ID_CHARACTERS]

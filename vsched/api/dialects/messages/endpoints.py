@@ -37,7 +37,7 @@ class MessagesEndpoint(ChatEndpoint):
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
         assert not index, "a dialect asks for one answer"
-        blocks = AnswerBlocks(job.wording() if job.wording is not None else None)
+        blocks = AnswerBlocks(job.wording(index) if job.wording is not None else None)
         return MessagesFormatter(generation, model=job.model, blocks=blocks)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import msgspec
@@ -44,10 +43,10 @@ class ResponsesEndpoint(ChatEndpoint):
         assert isinstance(job.asked, ResponsesRequest)
         return ResponsesFormatter(
             generation,
-            created=int(time.time()),
+            created=job.created,
             model=job.model,
             blocks=AnswerBlocks(
-                job.wording() if job.wording is not None else None,
+                job.wording(index) if job.wording is not None else None,
                 logprobs=job.sampling.logprobs is not None,
             ),
             asked=job.asked,

@@ -1,0 +1,388 @@
+"""What another engine left: it is accepted anew, and clients read it by its id, from any event on, and once more."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.patience import until
+from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, Reply, chat
+from vsched.aio.streams.stream import OutputDelta
+from vsched.api import ApiSettings, create_app
+from vsched.api.resuming import resumption as resuming
+from vsched.api.resuming.resumption import Resumption
+from vsched.errors import RequestFailed, RequestRefused
+from vsched.record.journal import RequestJournal
+from vsched.record.left import Begun, Ended, Left
+
+DELTAS = (
+    OutputDelta("Hel", [1]),
+    OutputDelta("", [2]),
+    OutputDelta("lo", [3]),
+    OutputDelta("!", [4], finish_reason="stop"),
+)
+PATHS = (CHAT, PLAIN, "/v1/responses", "/v1/messages")
+
+
+def body_for(path: str, **fields: Any) -> dict[str, Any]:
+    if path == PLAIN:
+        return {"prompt": "hi", **fields}
+    if path == "/v1/responses":
+        return {"input": "hi", **fields}
+    return chat(**fields)
+
+
+class Server:
+    """An engine with an application over it, and a folder that outlives both."""
+
+    def __init__(
+        self, folder: Path, *script: Any, settings: ApiSettings | None = None, **bounds: Any
+    ) -> None:
+        self.folder = folder
+        self.engine = FakeEngine(*(script or DELTAS))
+        journal = RequestJournal(folder / "requests", bytes_max=1 << 20)
+        self.resumption = Resumption(journal, record=folder / "run.vlog", **bounds)
+        self.app = create_app(self.engine, settings or ApiSettings(), resumption=self.resumption)
+
+    async def start(self) -> Server:
+        await self.resumption.read()
+        await self.resumption.run()
+        return self
+
+    @property
+    def files(self) -> list[Path]:
+        return list((self.folder / "requests").iterdir())
+
+    async def post(self, path: str, body: object, **headers: str) -> Reply:
+        return await Client(self.app).send("POST", path, body, headers=headers)
+
+    async def get(self, path: str, **headers: str) -> Reply:
+        return await Client(self.app).send("GET", path, headers=headers)
+
+    async def killed_in(
+        self, path: str, body: object, *, tokens: int = 2, headers: dict[str, str] | None = None
+    ) -> Reply:
+        """Ask, and be killed after some tokens; return what the client has by then."""
+        held = asyncio.Event()
+        self.engine.script = (*DELTAS[:tokens], held, *DELTAS[tokens:])
+        client, before = Client(self.app), len(self.engine.generations)
+        asking = asyncio.create_task(client.send("POST", path, body, headers=headers))
+        await until(lambda: len(self.engine.generations) > before, "it is accepted")
+        await self.engine.generations[before].waiting.wait()
+        kept = {one: one.read_bytes() for one in self.files}
+        client.leave()
+        reply = await asking
+        held.set()
+        for one, data in kept.items():  # a killed server removes nothing
+            one.write_bytes(data)
+        return reply
+
+
+def record(monkeypatch: pytest.MonkeyPatch, left: Left) -> list[list[str]]:
+    """Let the record of the dead engine say this; return what it is asked about."""
+    asked: list[list[str]] = []
+
+    def read(_path: Path, names: list[str]) -> Left:
+        asked.append(names)
+        return left
+
+    monkeypatch.setattr(resuming, "read_left", read)
+    return asked
+
+
+def blocks(reply: Reply) -> list[bytes]:
+    return reply.body.split(b"\n\n")[:-1]
+
+
+def ids(reply: Reply) -> list[int]:
+    lines = [line for block in blocks(reply) for line in block.splitlines()]
+    return [int(line[4:]) for line in lines if line.startswith(b"id: ")]
+
+
+def events(reply: Reply) -> list[Any]:
+    """Return the events of a stream of OpenAI's completions."""
+    *data, done = [block.rpartition(b"data: ")[2] for block in blocks(reply)]
+    assert done == b"[DONE]"
+    return [msgspec.json.decode(one) for one in data]
+
+
+def answer_id(reply: Reply) -> str:
+    """Return the id of an answer as its first event tells it."""
+    lines = blocks(reply)[0].splitlines()
+    event = msgspec.json.decode(lines[-1].removeprefix(b"data: "))
+    inner = event.get("response") or event.get("message") or event
+    return str(inner["id"])
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_client_reads_the_rest_of_a_stream_after_its_last_event(
+    tmp_path: Path, path: str
+) -> None:
+    """What it has and what it gets are, together, an undisturbed stream."""
+    body = body_for(path, stream=True)
+    first = Server(tmp_path)
+    begun = await first.killed_in(path, body, tokens=2)
+    had = ids(begun)
+    assert had == list(range(len(had)))
+    second = await Server(tmp_path).start()
+    name = answer_id(begun)
+    everything = await second.get(f"{path}/{name}")
+    assert everything.status == 200
+    assert everything.body.startswith(begun.body)
+    rest = await second.get(f"{path}/{name}?starting_after={had[-1]}")
+    assert begun.body + rest.body == everything.body
+    same = await second.get(f"{path}/{name}", **{"last-event-id": str(had[-1])})
+    assert same.body == rest.body
+    last = ids(everything)[-1]
+    end = await second.get(f"{path}/{name}?starting_after={last}")
+    assert ids(end) == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_client_reads_a_whole_answer(tmp_path: Path, path: str) -> None:
+    """With what the first engine drew and told of the time; the other form is there, too."""
+    first = Server(tmp_path)
+    await first.killed_in(path, body_for(path), headers={"x-request-id": "mine"})
+    second = await Server(tmp_path).start()
+    reply = await second.get(f"{path}/mine")
+    assert reply.status == 200
+    assert "Hello!" in reply.body.decode()
+    assert second.engine.sampling.seed == first.engine.sampling.seed
+    assert second.engine.calls[0]["request_ids"] == first.engine.calls[0]["request_ids"]
+    name = second.engine.calls[0]["request_ids"][0]
+    assert (await second.get(f"{path}/{name}")).body == reply.body
+    assert ids(await second.get(f"{path}/{name}?stream=true"))
+
+
+async def test_answer_goes_on_behind_what_the_record_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is kept with the request before another record begins, so it survives a start that fails."""
+    first = Server(tmp_path)
+    reply = await first.killed_in(CHAT, chat(stream=True))
+    name = answer_id(reply)
+    begun = Begun(b"digest", (1, 2))
+    asked = record(monkeypatch, Left({name: begun}, {}))
+    await Server(tmp_path).resumption.read()
+    assert asked == [[name]]
+    record(monkeypatch, Left({}, {}, "it is gone"))
+    second = await Server(tmp_path).start()
+    assert [call["begun"] for call in second.engine.calls] == [begun]
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": True}, {"n": 2}])
+async def test_what_is_in_no_record_is_computed_from_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, object]
+) -> None:
+    first = Server(tmp_path)
+    await first.killed_in(CHAT, chat(**fields), headers={"x-request-id": "mine"})
+    name = first.engine.calls[0]["request_ids"][0]
+    record(monkeypatch, Left({name: Begun(b"digest", (1, 2))} if "n" not in fields else {}, {}))
+    second = await Server(tmp_path).start()
+    assert [call["begun"] for call in second.engine.calls] == [None]
+    choices = (await second.get(f"{CHAT}/mine")).json["choices"]
+    assert [choice["message"]["content"] for choice in choices] == ["Hello!"] * len(choices)
+    assert len(choices) == fields.get("n", 1)
+
+
+async def test_request_that_ended_is_not_kept(tmp_path: Path) -> None:
+    """Told, refused, failed, or left by its client: nobody asks for it again."""
+    server = Server(tmp_path)
+    assert (await server.post(CHAT, chat())).status == 200
+    assert (await server.post(CHAT, chat(stream=True))).status == 200
+    assert (await server.post(CHAT, chat(temperature=-1))).status == 400
+    server.engine.script = [RequestFailed("no")]
+    assert (await server.post(CHAT, chat())).status == 500
+    server.engine.refusal = RequestRefused("no", code="x")
+    assert (await server.post(CHAT, chat())).status == 400
+    assert server.files == []
+
+
+async def test_refused_now_is_the_end_that_its_client_reads(tmp_path: Path) -> None:
+    """The error is a response of the form of its path, and the same for whoever asks; the next server does not try."""
+    await Server(tmp_path).killed_in("/v1/messages", chat(), headers={"x-request-id": "mine"})
+    second = Server(tmp_path)
+    second.engine.refusal = RequestRefused(
+        "the prompt changed. Remedy: send it again.", code="prompt_changed", status=409
+    )
+    await second.start()
+    for _ in range(2):
+        reply = await second.get("/v1/messages/mine")
+        assert reply.status == 409
+        assert reply.json["type"] == "error"
+        assert "the prompt changed" in reply.json["error"]["message"]
+    assert second.files == []
+
+
+async def test_request_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that is full when everything comes at once is no reason to lose what was accepted before."""
+    monkeypatch.setattr(resuming, "_AGAIN_S", 0)
+    await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
+    second = Server(tmp_path)
+    second.engine.refusal = RequestRefused("full", code="queue_full", status=429)
+    await second.resumption.read()
+    running = asyncio.create_task(second.resumption.run())
+    await until(lambda: len(second.engine.calls) > 2, "it is tried again")
+    second.engine.refusal = None
+    await running
+    assert (await second.get(f"{CHAT}/mine")).status == 200
+
+
+@pytest.mark.parametrize("message", ["no memory", ""])
+async def test_request_that_had_ended_in_an_error_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
+    """Its client reads that error; where its client had left, it is forgotten."""
+    first = Server(tmp_path)
+    name = answer_id(await first.killed_in(CHAT, chat(stream=True)))
+    record(monkeypatch, Left({}, {name: Ended(message, "encode_failed")}))
+    second = await Server(tmp_path).start()
+    reply = await second.get(f"{CHAT}/{name}")
+    assert second.engine.calls == []
+    assert reply.status == (500 if message else 404)
+    assert reply.json["error"]["code"] == ("encode_failed" if message else "answer_unknown")
+    assert second.files == []
+
+
+async def test_request_that_may_be_why_is_given_up(tmp_path: Path) -> None:
+    """Servers that die while they answer it resume it twice; starts that fail do not count."""
+    await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
+    for _ in range(resuming.RESUMED_MAX):
+        for _ in range(3):
+            await Server(tmp_path).resumption.read()
+        resumed = Server(tmp_path, asyncio.Event(), *DELTAS)
+        await resumed.start()
+        assert len(resumed.engine.calls) == 1
+    last = await Server(tmp_path).start()
+    assert last.engine.calls == []
+    error = (await last.get(f"{CHAT}/mine")).error
+    assert error["code"] == "not_resumed"
+    assert "value resumed 2 times, limit 2. Remedy: " in error["message"]
+
+
+async def test_answer_is_forgotten_in_time(tmp_path: Path) -> None:
+    await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
+    second = await Server(tmp_path, keep_s=0.01).start()
+    await until(lambda: second.files == [], "its time is over")
+    error = (await second.get(f"{CHAT}/mine")).error
+    assert (error["code"], "record.resume_keep_s" in error["message"]) == ("answer_unknown", True)
+
+
+async def test_answers_are_forgotten_where_they_are_too_large_together(tmp_path: Path) -> None:
+    """The oldest first, and none that is not done."""
+    first = Server(tmp_path)
+    for name in ("a", "b", "c"):
+        await first.killed_in(CHAT, chat(), headers={"x-request-id": name})
+    size = 4 * 256 + len("Hello!")
+    second = await Server(tmp_path, bytes_max=2 * size).start()
+    assert [(await second.get(f"{CHAT}/{name}")).status for name in "abc"] == [404, 200, 200]
+
+
+async def test_read_answer_is_not_resumed_once_more(tmp_path: Path) -> None:
+    """It can be read again while this server lives."""
+    await Server(tmp_path).killed_in(CHAT, chat(stream=True), headers={"x-request-id": "mine"})
+    second = await Server(tmp_path).start()
+    assert len(second.files) == 1
+    assert (await second.get(f"{CHAT}/mine")).status == 200
+    assert second.files == []
+    assert (await second.get(f"{CHAT}/mine")).status == 200
+
+
+async def test_reader_that_comes_early_gets_what_comes(tmp_path: Path) -> None:
+    """Before it is accepted, and while it is computed; one that leaves stops nothing."""
+    await Server(tmp_path).killed_in(CHAT, chat(stream=True), headers={"x-request-id": "mine"})
+    held = asyncio.Event()
+    second = Server(tmp_path, *DELTAS[:2], held, *DELTAS[2:])
+    await second.resumption.read()
+    early = asyncio.create_task(second.get(f"{CHAT}/mine"))
+    leaver = Client(second.app)
+    leaving = asyncio.create_task(leaver.send("GET", f"{CHAT}/mine"))
+    await asyncio.sleep(0)
+    await second.resumption.run()
+    await second.engine.generations[0].waiting.wait()
+    leaver.leave()
+    await leaving
+    held.set()
+    reply = await early
+    texts = [event["choices"][0]["delta"].get("content", "") for event in events(reply)]
+    assert "".join(texts) == "Hello!"
+    assert second.engine.generations[0].aborted == 0
+
+
+async def test_failure_in_mid_stream_is_told_behind_any_event(tmp_path: Path) -> None:
+    """Also to a client that has more events than there are."""
+    await Server(tmp_path).killed_in(CHAT, chat(stream=True), headers={"x-request-id": "mine"})
+    second = await Server(tmp_path, DELTAS[0], RequestFailed("broken")).start()
+    reply = await second.get(f"{CHAT}/mine?starting_after=5")
+    assert events(reply)[-1]["error"]["message"] == "broken"
+    assert second.files == []
+
+
+async def test_answers_belong_to_their_tenant_and_path(tmp_path: Path) -> None:
+    settings = ApiSettings(tenant_header="x-tenant")
+    first = Server(tmp_path, settings=settings)
+    await first.killed_in(CHAT, chat(), headers={"x-request-id": "mine", "x-tenant": "blue"})
+    second = await Server(tmp_path, settings=settings).start()
+    assert (await second.get(f"{CHAT}/mine", **{"x-tenant": "red"})).status == 404
+    assert (await second.get(f"{CHAT}/mine")).status == 404
+    assert (await second.get(f"{PLAIN}/mine", **{"x-tenant": "blue"})).status == 404
+    assert (await second.get(f"{CHAT}/mine", **{"x-tenant": "blue"})).status == 200
+    assert second.engine.calls[0]["tenant"] == "blue"
+
+
+async def test_id_of_several_requests_is_told_from_them(tmp_path: Path) -> None:
+    first = Server(tmp_path)
+    for _ in range(2):
+        await first.killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
+    second = await Server(tmp_path).start()
+    error = (await second.get(f"{CHAT}/mine")).error
+    names = [name for call in second.engine.calls for name in call["request_ids"]]
+    assert error["code"] == "ambiguous_id"
+    assert all(name in error["message"] for name in names)
+    assert (await second.get(f"{CHAT}/{names[1]}")).status == 200
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("starting_after=-1", "starting_after"),
+        ("starting_after=x", "starting_after"),
+        ("stream=perhaps", "stream"),
+    ],
+)
+async def test_wrong_parameters_are_refused(tmp_path: Path, query: str, param: str) -> None:
+    server = await Server(tmp_path).start()
+    reply = await server.get(f"{CHAT}/mine?{query}")
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+async def test_whole_answer_and_several_begin_at_the_beginning(tmp_path: Path) -> None:
+    first = Server(tmp_path)
+    await first.killed_in(CHAT, chat(n=2, stream=True), headers={"x-request-id": "two"})
+    await first.killed_in(CHAT, chat(), headers={"x-request-id": "whole"})
+    second = await Server(tmp_path).start()
+    for name in ("two", "whole"):
+        reply = await second.get(f"{CHAT}/{name}?starting_after=1")
+        assert (reply.status, reply.error["param"]) == (400, "starting_after")
+        assert (await second.get(f"{CHAT}/{name}")).status == 200
+
+
+async def test_what_is_left_is_not_known_before_it_is_read(tmp_path: Path) -> None:
+    """While the server loads, a client must not hear that there is nothing."""
+    await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
+    reply = await Server(tmp_path).get(f"{CHAT}/mine")
+    assert (reply.status, reply.headers["retry-after"]) == (503, "5")
+
+
+async def test_without_a_journal_streams_are_as_they_were() -> None:
+    """Events have no ids, and several tokens share one where they come together."""
+    engine = FakeEngine(OutputDelta("ab", [1, 2]), OutputDelta("c", [3], finish_reason="stop"))
+    app = create_app(engine, ApiSettings())
+    reply = await Client(app).send("POST", CHAT, chat(stream=True))
+    assert ids(reply) == []
+    assert len(reply.events) == 2
+    assert (await Client(app).send("GET", f"{CHAT}/x")).error["code"] == "answer_unknown"
