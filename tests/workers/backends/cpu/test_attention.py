@@ -195,12 +195,7 @@ def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch)
             4e-2,
             marks=needs_bf16_dot,
         ),
-        pytest.param(
-            with_operand(FLOAT32, prefill_attention.prefill),
-            torch.bfloat16,
-            1e-2,
-            marks=needs_bf16_dot,
-        ),
+        (with_operand(FLOAT32, prefill_attention.prefill), torch.bfloat16, 1e-2),
     ],
 )
 @pytest.mark.parametrize(
@@ -389,10 +384,8 @@ def test_softmax_tile_keeps_an_online_softmax(kernel: Any) -> None:
     "attend_all",
     [
         tiled_attention.attend_patches,
-        *(
-            pytest.param(with_operand(each, prefill_attention.attend_patches), marks=needs_bf16_dot)
-            for each in (BF16, FLOAT32)
-        ),
+        pytest.param(with_operand(BF16, prefill_attention.attend_patches), marks=needs_bf16_dot),
+        with_operand(FLOAT32, prefill_attention.attend_patches),
     ],
 )
 @pytest.mark.parametrize("head_dim", [16, 48, 80])
@@ -419,8 +412,10 @@ def test_attend_all_equals_attention_written_out(
     torch.testing.assert_close(out.double(), expected, rtol=4e-2, atol=4e-2)
 
 
-@needs_bf16_dot
-@pytest.mark.parametrize("operand", [BF16, FLOAT32], ids=["bf16", "float32"])
+@pytest.mark.parametrize(
+    "operand",
+    [pytest.param(BF16, marks=needs_bf16_dot, id="bf16"), pytest.param(FLOAT32, id="float32")],
+)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_custom_prefill_gives_a_row_the_same_however_its_prompt_is_cut(
     threads: int, operand: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
@@ -483,6 +478,7 @@ def test_choose_prefill_takes_the_custom_or_the_tiled_kernel_for_bfloat16_on_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(operand_choice, "runs_here", lambda: False)
+    monkeypatch.setattr(operand_choice, "packs", lambda _: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is tiled_attention.prefill
     assert choose_patches(1, 2, 20) is tiled_attention.attend_patches
@@ -491,9 +487,12 @@ def test_choose_prefill_takes_the_custom_or_the_tiled_kernel_for_bfloat16_on_the
     assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather
 
 
-@needs_bf16_dot
-def test_custom_prefill_is_chosen_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operand_choice, "pays_here", lambda: True)
+@pytest.mark.parametrize("has_product", [pytest.param(True, marks=needs_bf16_dot), False])
+def test_custom_prefill_is_chosen_where_it_pays_or_onednn_has_no_product(
+    has_product: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operand_choice, "pays_here", lambda: has_product)
+    monkeypatch.setattr(operand_choice, "packs", lambda _: has_product)
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_attention.prefill
     assert choose_patches(1, 2, 16) is prefill_attention.attend_patches
     assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather

@@ -24,6 +24,7 @@ from vsched_workers.backends.cpu.kernel_store import kernel_folder
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, repeat_pass
 from vsched_workers.backends.cpu.kernels.simd import has_amx, has_bf16_dot
+from vsched_workers.backends.reference.packed_weights import packs
 
 FLOAT32_SHARE_MAX = 0.9
 """float32 is chosen where it takes at most this share of the time: rows must be widened for it."""
@@ -41,9 +42,16 @@ def pays_here() -> bool:
     return runs_here() and not has_amx()
 
 
+def attends_here() -> bool:
+    """Return whether a custom kernel attends for any number of rows: where it pays, or oneDNN has no such product."""
+    return pays_here() or not packs(torch.bfloat16)
+
+
 @functools.cache
 def operand() -> npt.NDArray[Any]:
     """Return the dtype tag, `BF16` or `FLOAT32`, of what this processor multiplies faster."""
+    if not runs_here():
+        return FLOAT32
     file = choice_file()
     kept = "" if file is None else _read(file)
     if not kept:

@@ -1,6 +1,6 @@
-"""Attention of chunks and images on processors with VDPBF16PS: calls `kernels/prefill_attention.py`.
+"""Attention of chunks and images by `kernels/prefill_attention.py`: in pairs or float32, whichever is faster here.
 
-On other processors, where heads have another size, or with AMX, `tiled_attention.py` does the same with oneDNN.
+Where oneDNN multiplies bfloat16 faster, as with AMX, or heads have another size, `tiled_attention.py` does the same.
 """
 
 from __future__ import annotations

@@ -82,12 +82,13 @@ def choose_patches(
 
     With `deterministic`, it is one whose result for a sequence does not depend on the others.
     """
-    custom = operand_choice.runs_here() and prefill_attention.fits(head_dim)
     if deterministic:
         custom_kernel.warm_up(operand_choice.operand(), threads=threads)
         return functools.partial(prefill_attention.attend_patches, parallel=threads > 1)
-    if custom and _custom_pays(threads):
+    fits = prefill_attention.fits(head_dim)
+    if fits and _custom_pays(threads):
         return prefill_attention.attend_patches
+    custom = fits and operand_choice.runs_here()
     softmax.warm_up(threads=threads)
     tiled_attention.warm_up_patches(heads, head_dim, windows=not custom)
     if not custom:
@@ -110,7 +111,7 @@ def _custom_pays(threads: int) -> bool:
 
     For chunks it leaves heads of odd sizes to oneDNN; the profiling run compiles for them.
     """
-    if not operand_choice.pays_here():
+    if not operand_choice.attends_here():
         softmax.warm_up(threads=threads)
         return False
     custom_kernel.warm_up(operand_choice.operand(), threads=threads)

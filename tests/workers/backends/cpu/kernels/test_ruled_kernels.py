@@ -96,8 +96,7 @@ def test_decode_reads_the_blocks_of_its_window_alone(
         torch.testing.assert_close(out[row].double(), wanted, rtol=2e-2, atol=2e-2)
 
 
-@needs_bf16_dot
-@pytest.mark.parametrize("operand", [BF16, FLOAT32], ids=["bf16", "float32"])
+@pytest.mark.parametrize("operand", TAGS)
 @pytest.mark.parametrize(("window", "softcap"), RULES)
 @pytest.mark.parametrize(("first", "rows"), [(0, 9), (130, 70), (36, 1), (4, 33)])
 def test_prefill_by_rule_is_that_of_torch(

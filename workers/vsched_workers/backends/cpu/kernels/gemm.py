@@ -62,7 +62,14 @@ class Pass:
     """Writes one pass: some rows times a panel of some vectors."""
 
     def __init__(
-        self, builder: Any, rows: int, *, lines: int = 0, vectors: int = 4, float32: bool = False
+        self,
+        builder: Any,
+        rows: int,
+        *,
+        lines: int = 0,
+        vectors: int = 4,
+        panel_vectors: int = 0,
+        float32: bool = False,
     ) -> None:
         """Describe a pass.
 
@@ -70,7 +77,8 @@ class Pass:
             builder: Where to write it.
             rows: Rows of it.
             lines: Lines of memory to prefetch for each pair of inputs.
-            vectors: Vectors of outputs of the panel.
+            vectors: Vectors of outputs.
+            panel_vectors: Vectors of outputs of the panel, of which those at `panel_at` are taken; else as many.
             float32: Whether rows are float32 and weights are widened; else both are bfloat16, and VDPBF16PS is used.
         """
         self._builder = builder
@@ -78,6 +86,7 @@ class Pass:
         self._rows = rows
         self._lines = lines
         self._vectors = vectors
+        self._panel_vectors = panel_vectors or vectors
         self._float32 = float32
 
     def sums(
@@ -98,11 +107,11 @@ class Pass:
 
     def _places(self, panel_at: Any, pair: Any) -> Sequence[Any]:
         """Return the addresses of the vectors of weights of a pair of inputs."""
-        return self._vectors_at(panel_at, pair, self._vectors)
+        return self._vectors_at(panel_at, pair, self._vectors, self._panel_vectors)
 
-    def _vectors_at(self, start: Any, pair: Any, count: int) -> list[Any]:
-        """Return the addresses of a pair's vectors, of which there are so many for each pair from an address on."""
-        at = self._writer.advance(start, pair, count * LINE)
+    def _vectors_at(self, start: Any, pair: Any, count: int, apart: int) -> list[Any]:
+        """Return the addresses of some vectors of a pair; a pair's lie so many vectors behind the pair's before."""
+        at = self._writer.advance(start, pair, apart * LINE)
         one = ir.Constant(LONG, 1)
         return [self._writer.advance(at, one, vector * LINE) for vector in range(count)]
 
@@ -176,7 +185,8 @@ class _HalvesPass(Pass):
     """Some rows times a panel that lies in two halves."""
 
     def _places(self, panel_at: Any, pair: Any) -> Sequence[Any]:
-        return [at for half in panel_at for at in self._vectors_at(half, pair, self._vectors // 2)]
+        half = self._vectors // 2
+        return [at for start in panel_at for at in self._vectors_at(start, pair, half, half)]
 
 
 @emits(numba.void, None, *[numba.intp] * 11)

@@ -41,7 +41,15 @@ from vsched_workers.backends.cpu.kernels.bf16 import (
 )
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, Pass, read_row
-from vsched_workers.backends.cpu.kernels.simd import LANES, LINE, WORD, InstructionWriter, cases
+from vsched_workers.backends.cpu.kernels.simd import (
+    LANES,
+    LINE,
+    LONG,
+    WORD,
+    InstructionWriter,
+    cases,
+    has_avx512,
+)
 
 BLOCK = 4 * PASS_ROWS
 """Rows that are computed at once: a panel is read for all of them, and their scores stay in the cache."""
@@ -112,12 +120,19 @@ def _multiply(
     out_at: Any,
     out_bytes: Any,
 ) -> None:
-    """Multiply six rows with a panel of 1, 2 or 4 vectors; rows and results are of the types of the kinds."""
+    """Multiply six rows with a panel of 1, 2 or 4 vectors; rows and results are of the types of the kinds.
+
+    Sixteen registers of 256 bits hold the sums of six rows and one vector, so its vectors follow each other there.
+    """
     float32, out_float32 = (isinstance(each, numba.types.Float) for each in (kind, out_kind))
     for count in cases(builder, vectors, (1, 2, 4)):
-        one = Pass(builder, PASS_ROWS, vectors=count, float32=float32)
-        sums = one.sums(rows_at, row_bytes, panel_at, pairs)
-        one.store(sums, out_at, out_bytes, float32=out_float32)
+        together = count if has_avx512() else 1
+        for first in range(0, count, together):
+            one = Pass(builder, PASS_ROWS, vectors=together, panel_vectors=count, float32=float32)
+            weights_at = builder.add(panel_at, ir.Constant(LONG, first * LINE))
+            place = ir.Constant(LONG, first * LANES * (4 if out_float32 else 2))
+            sums = one.sums(rows_at, row_bytes, weights_at, pairs)
+            one.store(sums, builder.add(out_at, place), out_bytes, float32=out_float32)
 
 
 @emits(numba.void, *[numba.intp] * 3)

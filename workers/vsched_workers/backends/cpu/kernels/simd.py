@@ -55,6 +55,12 @@ def has_bf16_dot() -> bool:
 
 
 @functools.cache
+def has_avx512() -> bool:
+    """Return whether registers hold 512 bits; else a vector takes two of them."""
+    return bool(binding.get_host_cpu_features().get("avx512f"))
+
+
+@functools.cache
 def has_amx() -> bool:
     """Return whether this processor multiplies whole tiles of bfloat16 (AMX), several times as fast as VDPBF16PS."""
     return bool(binding.get_host_cpu_features().get("amx-bf16"))

@@ -36,7 +36,7 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array, narrow, widen
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
@@ -50,9 +50,10 @@ from vsched_workers.backends.cpu.kernels.simd import (
     InstructionWriter,
     Loop,
     cases,
+    has_avx512,
 )
 
-_WIDE = bool(binding.get_host_cpu_features().get("avx512f"))
+_WIDE = has_avx512()
 _VECTORS = 4 if _WIDE else 2
 PANEL = _VECTORS * LANES
 """Outputs of a panel: with registers of 512 bits four of them, else four of 256."""
