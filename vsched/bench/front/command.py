@@ -16,6 +16,9 @@ def front(
     requests: Annotated[int, typer.Option(min=1, help="Requests of each load.")] = 400,
     short: Annotated[int, typer.Option(min=1, help="Tokens of a short answer.")] = 8,
     long: Annotated[int, typer.Option(min=1, help="Tokens of a long one.")] = 128,
+    processes: Annotated[
+        str, typer.Option(help="Numbers of server.processes to compare, by commas.")
+    ] = "1",
     out: JsonOption = None,
 ) -> None:
     """Serve a checkpoint's requests without its model: short answers, long ones, images; report what each costs."""
@@ -23,7 +26,7 @@ def front(
     from rich.console import Console
     from rich.table import Table
 
-    from vsched.bench.front.measure import FrontLoad, measure_front
+    from vsched.bench.front.measure import FrontLoad, FrontRow, measure_front
     from vsched.bench.load.shapes import Case
 
     console = Console()
@@ -36,20 +39,26 @@ def front(
         )
     ]
     settings = [*_ROOM, *(assignments or ()), f"model.path={path}"]
-    rows = uvloop.run(
-        measure_front(settings, loads, lambda row: console.print(f"[dim]{row.case}: done[/dim]"))
-    )
+
+    def advanced(row: FrontRow) -> None:
+        console.print(f"[dim]{row.processes} processes, {row.case}: done[/dim]")
+
+    rows: list[FrontRow] = []
+    for count in processes.split(","):
+        one = [*settings, f"server.processes={count.strip()}"]
+        rows += uvloop.run(measure_front(one, loads, advanced))
     table = Table(title="A server whose ranks compute nothing")
     for name in (
-        *("case", "tokens", "clients", "requests/s", "tokens/s"),
-        *("engine, ms a request", "ranks, ms a request", "clients' cores"),
+        *("processes", "case", "tokens", "clients", "requests/s", "tokens/s"),
+        *("HTTP, ms a request", "engine", "ranks", "clients' cores"),
     ):
         table.add_column(name, justify="left" if name == "case" else "right")
     for row in rows:
         table.add_row(
-            *(row.case, str(row.output_tokens), str(row.clients)),
+            *(str(row.processes), row.case, str(row.output_tokens), str(row.clients)),
             *(f"{row.requests_s:.1f}", f"{row.output_tokens_s:.0f}"),
-            *(f"{row.engine_ms:.2f}", f"{row.ranks_ms:.2f}", f"{row.client_cpu:.2f}"),
+            *(f"{row.http_ms:.2f}", f"{row.engine_ms:.2f}"),
+            *(f"{row.ranks_ms:.2f}", f"{row.client_cpu:.2f}"),
         )
     console.print(table)
     if out is not None:

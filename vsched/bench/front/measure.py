@@ -7,7 +7,7 @@ of their own. Where cores are few or busy, the rate says little and the processo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -44,16 +44,20 @@ class FrontRow(msgspec.Struct, frozen=True, kw_only=True):
     """What came of one load.
 
     Attributes:
-        engine_ms: Processor time of the engine's process for a request, all its threads together.
+        processes: `server.processes`; with 1, the engine's process serves HTTP, too.
+        http_ms: Processor time of the processes beside the engine's for a request, all together.
+        engine_ms: That of the engine's process, all its threads together.
         ranks_ms: That of all ranks, which is decoding messages and writing results.
         client_cpu: Cores that the clients kept busy; near 1 they are what was measured.
     """
 
+    processes: int
     case: str
     output_tokens: int
     clients: int
     requests_s: float
     output_tokens_s: float
+    http_ms: float
     engine_ms: float
     ranks_ms: float
     client_cpu: float
@@ -88,23 +92,34 @@ async def _measure(server: RunningServer, load: FrontLoad) -> FrontRow:
         model=server.engine.model_name,
     )
     async with ready_clients(order) as clients:
-        pids = server.engine.rank_pids
-        engine_s, ranks_s = time.process_time(), sum(map(process_s, pids))
+        before = _spent(server)
         figures = await run_clients(clients)
-        engine_s = time.process_time() - engine_s
-        ranks_s = sum(map(process_s, pids)) - ranks_s
-    return front_row(load, figures, engine_s=engine_s, ranks_s=ranks_s)
+        spent = {name: now - before[name] for name, now in _spent(server).items()}
+    return front_row(load, figures, spent, processes=server.engine.config.server.processes)
 
 
-def front_row(load: FrontLoad, figures: Figures, *, engine_s: float, ranks_s: float) -> FrontRow:
-    """Return what a load came to, from what clients saw and processes took."""
+def _spent(server: RunningServer) -> dict[str, float]:
+    """Return the processor time that each kind of process has had."""
+    return {
+        "http": sum(map(process_s, server.api_pids)),
+        "engine": time.process_time(),
+        "ranks": sum(map(process_s, server.engine.rank_pids)),
+    }
+
+
+def front_row(
+    load: FrontLoad, figures: Figures, spent: Mapping[str, float], *, processes: int
+) -> FrontRow:
+    """Return what a load came to, from what clients saw and each kind of process spent."""
     return FrontRow(
+        processes=processes,
         case=str(load.case),
         output_tokens=load.output_tokens,
         clients=load.clients,
         requests_s=round(figures.requests_s, 1),
         output_tokens_s=round(figures.output_tokens_s, 1),
-        engine_ms=round(engine_s / load.requests * 1e3, 2),
-        ranks_ms=round(ranks_s / load.requests * 1e3, 2),
+        http_ms=round(spent["http"] / load.requests * 1e3, 2),
+        engine_ms=round(spent["engine"] / load.requests * 1e3, 2),
+        ranks_ms=round(spent["ranks"] / load.requests * 1e3, 2),
         client_cpu=round(figures.client_cpu, 2),
     )

@@ -21,7 +21,9 @@ def test_costs_are_of_one_request() -> None:
         for _ in range(4)
     ]
     answers = Answers(sessions=[[one] for one in samples], tokens=[2] * 4, wall_s=2.0, cpu_s=0.5)
-    row = front_row(load, summarise(Case.TEXT, 1, answers), engine_s=0.02, ranks_s=0.008)
+    spent = {"http": 0.04, "engine": 0.02, "ranks": 0.008}
+    row = front_row(load, summarise(Case.TEXT, 1, answers), spent, processes=2)
+    assert (row.processes, row.http_ms) == (2, 10.0)
     assert (row.requests_s, row.output_tokens_s) == (2.0, 4.0)
     assert (row.engine_ms, row.ranks_ms, row.client_cpu) == (5.0, 2.0, 0.25)
 
