@@ -23,6 +23,7 @@ from tests.e2e.conftest import SETTINGS  # noqa: E402
 from tests.patience import PATIENCE_S, patience, until, wait_until  # noqa: E402
 from tests.traces import is_alive, parent, running  # noqa: E402
 from vsched import Config  # noqa: E402
+from vsched.api.processes import supervisor  # noqa: E402
 from vsched.api.server import RunningServer, running_server  # noqa: E402
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
@@ -123,6 +124,9 @@ async def test_process_that_dies_takes_only_its_own_requests(split: RunningServe
     wanted = await answer(split.engine, LONG)
     async with clients(split) as found, contextlib.AsyncExitStack() as opened:
         dead, alive = found
+        for client in found.values():
+            assert (await client.post(CHAT, json=body(ASK))).status_code == 200
+        before = await answered(found[alive])
         streams = {}
         for pid, client in found.items():
             stream = client.stream("POST", CHAT, json=body(LONG, stream=True))
@@ -140,8 +144,30 @@ async def test_process_that_dies_takes_only_its_own_requests(split: RunningServe
     assert dead not in split.api_pids
     async with clients(split) as found:
         for client in found.values():
-            reply = await client.post(CHAT, json=body(ASK, return_token_ids=True))
-            assert reply.status_code == 200
+            assert (await client.post(CHAT, json=body(ASK))).status_code == 200
+        after = await answered(found[alive])
+    assert after == before + 3, "what the dead one had counted is kept"
+
+
+async def answered(client: Any) -> float:
+    """Return how many requests were answered at their full length."""
+    name = 'vsched_requests_total{endpoint="chat",outcome="length"} '
+    lines = (await client.get("/metrics")).text.splitlines()
+    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
+async def test_process_that_stands_still_is_replaced(
+    split: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a link that nobody closes: what it no longer says is how it is found."""
+    dead, _ = split.api_pids
+    os.kill(dead, signal.SIGSTOP)
+    monkeypatch.setattr(supervisor, "SILENT_S", 3.0)
+    await until(lambda: dead not in split.api_pids)
+    monkeypatch.undo()
+    await until(lambda: len(split.api_pids) == 2)
+    async with clients(split) as found:
+        assert dead not in found
 
 
 @contextlib.contextmanager

@@ -19,6 +19,9 @@ def front(
     processes: Annotated[
         str, typer.Option(help="Numbers of server.processes to compare, by commas.")
     ] = "1",
+    paced: Annotated[
+        bool, typer.Option(help="Let a step take 10 ms, so that all running requests are in each.")
+    ] = False,
     out: JsonOption = None,
 ) -> None:
     """Serve a checkpoint's requests without its model: short answers, long ones, images; report what each costs."""
@@ -27,6 +30,7 @@ def front(
     from rich.table import Table
 
     from vsched.bench.front.measure import FrontLoad, FrontRow, measure_front
+    from vsched.bench.front.stub_plugin import PACED
     from vsched.bench.load.shapes import Case
 
     console = Console()
@@ -39,6 +43,8 @@ def front(
         )
     ]
     settings = [*_ROOM, *(assignments or ()), f"model.path={path}"]
+    if paced:
+        settings.append(f"generate.plugin={PACED}")
 
     def advanced(row: FrontRow) -> None:
         console.print(f"[dim]{row.processes} processes, {row.case}: done[/dim]")

@@ -16,7 +16,8 @@ from vsched.api.processes.messages import Ask, GiveUp, Submit
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.events import Aborted, Cleared, Event, Knocked, Submitted, Withdrawn
 from vsched.policy import FrontDoorAnswer, FrontDoorPolicy, FrontDoorView, LetIn, Shed
-from vsched.types import FinishReason, SamplingParams
+from vsched.record.left import Begun, prompt_digest
+from vsched.types import FinishReason, Request, SamplingParams
 
 
 @pytest.fixture
@@ -52,11 +53,16 @@ def events(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 
 
 def ask(
-    engine: Any, prompt: Any = "hello", *, names: tuple[str, ...] = ("r",), **sampling: Any
+    engine: Any,
+    prompt: Any = "hello",
+    *,
+    names: tuple[str, ...] = ("r",),
+    begun: Begun | None = None,
+    **sampling: Any,
 ) -> Any:
     wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 3, **sampling})
     return engine.generate_answers(
-        prompt=prompt, images=(), sampling=wanted, request_ids=names, tenant="t"
+        prompt=prompt, images=(), sampling=wanted, request_ids=names, tenant="t", begun=begun
     )
 
 
@@ -76,6 +82,22 @@ async def test_remote_answer_is_that_of_the_engine(joined: Joined, events: list[
     assert far.prompt_token_ids == near.prompt_token_ids
     assert (near.cached_tokens, far.cached_tokens) == (0, 4), "the second finds what the first left"
     assert [type(event) for event in events] == [type(event) for event in heard]
+    assert joined.numbers == (0, 0, 0)
+
+
+async def test_remote_answer_goes_on_where_a_dead_engine_left_it(joined: Joined) -> None:
+    """The process has the tokens that were there before those that are computed now."""
+    (whole,) = await ask(joined.engine, max_tokens=5)
+    wanted = [token for delta in await joined.read(whole) for token in delta.token_ids]
+    prompt = [ord(one) for one in "hello"]
+    asked = Request(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams())
+    begun = Begun(prompt_digest(asked), tuple(wanted[:3]))
+    (rest,) = await ask(joined.remote, max_tokens=5, begun=begun)
+    found = [token for delta in await joined.read(rest) for token in delta.token_ids]
+    assert found == wanted
+    with pytest.raises(RequestRefused) as refused:
+        await ask(joined.remote, "another", begun=begun)
+    assert refused.value.code == "prompt_changed"
     assert joined.numbers == (0, 0, 0)
 
 
@@ -243,12 +265,14 @@ async def test_remote_process_that_is_gone_frees_all_that_it_held(
     """Those that run and those on their way; what others asked for goes on."""
     (other,) = await ask(joined.engine, names=("other",), max_tokens=5)
     await ask(joined.remote, names=("running",), max_tokens=50)
-    joined.up.held = True
+    joined.down.held = True  # it never hears that it may submit
     on_its_way = asyncio.ensure_future(ask(joined.remote, names=("on its way",)))
     await joined.turns()
+    assert joined.media.statistics().preparing == 1
     joined.up.cut = joined.down.cut = True
     joined.desk.close()
     await joined.turns()
+    assert joined.media.statistics().preparing == 0
     assert [one.request_id for one in events if isinstance(one, Aborted)] == ["running"]
     assert sum(len(delta.token_ids) for delta in await joined.read(other)) == 5
     assert joined.numbers[:2] == (0, 0)

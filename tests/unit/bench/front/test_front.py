@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -28,10 +30,13 @@ def test_costs_are_of_one_request() -> None:
     assert (row.engine_ms, row.ranks_ms, row.client_cpu) == (5.0, 2.0, 0.25)
 
 
-def test_ranks_yield_a_token_for_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step_s", [0.0, 0.25])
+def test_ranks_yield_a_token_for_every_row(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(stub_plugin, "load_worker", lambda _name: idle)
     info = idle.inspect("", dtype="auto", item_tokens_max=0)
-    generator = stub_plugin.StubGenerator(info)
+    generator = stub_plugin.StubGenerator(info, step_s=step_s)
     rows = np.zeros(3, np.int32)
     batch = Batch(
         decode_slots=rows,
@@ -42,3 +47,4 @@ def test_ranks_yield_a_token_for_every_row(monkeypatch: pytest.MonkeyPatch) -> N
         embeddings=np.zeros((0, 1, 1), np.uint8),
     )
     assert generator.step(batch).tokens.tolist() == [ord("d")] * 3
+    assert slept == ([step_s] if step_s else [])
