@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -22,9 +23,10 @@ from tests.e2e.asking import TEXTS, Ask, answer, drawn_image  # noqa: E402
 from tests.e2e.conftest import SETTINGS  # noqa: E402
 from tests.patience import PATIENCE_S, patience, until, wait_until  # noqa: E402
 from tests.traces import is_alive, parent, running  # noqa: E402
-from vsched import Config  # noqa: E402
+from vsched import Config, Engine  # noqa: E402
 from vsched.api.processes import supervisor  # noqa: E402
 from vsched.api.server import RunningServer, running_server  # noqa: E402
+from vsched.errors import CheckpointError  # noqa: E402
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 
@@ -168,6 +170,42 @@ async def test_process_that_stands_still_is_replaced(
     await until(lambda: len(split.api_pids) == 2)
     async with clients(split) as found:
         assert dead not in found
+
+
+async def test_processes_answer_before_the_engine_is_ready_and_end_where_it_never_is(
+    configure: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They listen from the start; an engine that cannot start takes them with it."""
+    asked = asyncio.Event()
+
+    async def start(_: Engine) -> None:
+        await asked.wait()
+        raise CheckpointError("corrupt")
+
+    monkeypatch.setattr(Engine, "start", start)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = configure("nano25", "server.processes=2", f"server.port={port}")
+    before = set(running())
+
+    async def serve() -> None:
+        async with running_server(settings):
+            raise AssertionError("it runs")
+
+    serving = asyncio.create_task(serve())
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
+        health = None
+        async with patience():
+            while health is None:
+                with contextlib.suppress(httpx.ConnectError):
+                    health = await client.get("/health")
+        refused = await client.post(CHAT, json=body(ASK))
+    assert (health.status_code, refused.status_code) == (503, 503)
+    assert refused.json()["error"]["code"] == "not_ready"
+    asked.set()
+    with pytest.raises(CheckpointError, match="corrupt"):
+        await serving
+    await until(lambda: not any(map(is_api, set(running()) - before)))
 
 
 @contextlib.contextmanager
