@@ -397,9 +397,8 @@ class CompletionEndpoint:
             for index, generation in enumerate(answers.generations)
         ]
         if exchange.numbers_events:
-            voices[
-                0
-            ].generation.one_by_one()  # so that an event has the same number when it is told again
+            # So that an event has the same number when it is told again.
+            voices[0].generation.one_by_one()
         await exchange.start_stream(_id_header(job))
         outcome = await SseWriter(exchange, record, voices).run()
         if job.options.usage:

@@ -79,7 +79,7 @@ def read_left(path: Path, request_ids: Collection[str]) -> Left:
     Blocks: for as long as the replay of a segment takes.
     """
     seen = _Seen(frozenset(request_ids))
-    running = Replay(None, seen)
+    running = seen.replay = Replay(None, seen)
     trouble = ""
     try:
         report = running.run(find_segments(path)[-1:])
@@ -95,6 +95,8 @@ def read_left(path: Path, request_ids: Collection[str]) -> Left:
 class _Seen:
     """Follows the requests that are asked about through a replay."""
 
+    replay: Replay
+
     def __init__(self, wanted: frozenset[str]) -> None:
         self._wanted = wanted
         self._states: dict[str, RequestState] = {}
@@ -103,7 +105,9 @@ class _Seen:
         self.ended: dict[str, Ended] = {}
 
     def begin(self, header: SegmentHeader, config: Config) -> None:
-        """Hear what was recorded."""
+        """Take in the requests that a segment begins with."""
+        assert self.replay.kernel is not None
+        self.take(self.replay.kernel)
 
     def take(self, kernel: Scheduler) -> None:
         """Take in the requests that a kernel has."""
@@ -115,8 +119,6 @@ class _Seen:
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
     ) -> None:
         """Follow those that came and went."""
-        if not self._now_ns:
-            self.take(kernel)
         self._now_ns = now_ns
         for command in commands:
             if isinstance(command, Accept) and command.request_id in self._wanted:

@@ -201,14 +201,15 @@ class Replay:
                 f"recorded with vsched {header.version}, and its configuration does not load here: {error}"
             ) from error
         kernel = restore_scheduler(header.state, limits, policies)
-        if self.kernel is None:
+        is_first = self.kernel is None
+        if not is_first:
+            self._check_joint(header, kernel)
+        self.kernel = kernel
+        if is_first:
             self._run, self._number, self._version = header.run, header.number, header.version
             self._counts.first_event = header.number
             if self._observer is not None:
                 self._observer.begin(header, config)
-        else:
-            self._check_joint(header, kernel)
-        self.kernel = kernel
         self._counts.segments += 1
 
     def _check_joint(self, header: SegmentHeader, kernel: Scheduler) -> None:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.unit.kernel.policy_pool import random_policies
 from tests.unit.record.recorded import record_run
 from vsched.errors import RequestRefused
 from vsched.kernel.commands import RefusalCode
 from vsched.kernel.events import Submitted
+from vsched.record.entries import decode_header
 from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
 from vsched.record.left import Begun, prompt_digest, read_left
 from vsched.testing import ModelCluster
 from vsched.types import FinishReason
 
 
-def cut(path: Path, share: float) -> int:
-    """Leave a share of a record, as if the engine had been killed there; return how many events that are."""
+def cut(path: Path, share: float) -> tuple[int, int]:
+    """Leave a share of the newest segment, as if the engine had been killed there; return the events that it is of."""
     bodies = [body for _, body in FrameReader(path, newest=True).bodies()]
     kept = max(2, int(len(bodies) * share))
     path.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies[:kept])) + b"\xb5\x1e half")
-    return kept - 1
+    first = decode_header(bodies[0]).number
+    return first, first + min(kept, len(bodies)) - 1
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -30,12 +34,19 @@ def cut(path: Path, share: float) -> int:
 def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_told(
     tmp_path: Path, seed: int, share: float
 ) -> None:
+    """Also with drafts, swaps and whatever policies do, and where earlier segments are not read."""
     path = tmp_path / "run.vlog"
-    first = record_run(path, seed)
-    events = cut(path, share)
+    policies = random_policies(random.Random(seed)) if seed % 2 else None
+    segment_bytes = 4096 if seed % 3 else 64 << 20
+    first = record_run(path, seed, policies=policies, segment_bytes=segment_bytes)
+    begin, events = cut(path, share)
     told, ended = first.seen[events - 1]
     left = read_left(path, told.keys())
     assert not left.trouble
+    if begin:  # what had ended by then is in earlier segments
+        before = first.seen[begin - 1][1]
+        ended = ended - before
+        told = {name: count for name, count in told.items() if name not in before}
     gone = {
         name
         for name in ended

@@ -153,6 +153,11 @@ class ResumedRequest:
         self._settled = asyncio.Event()
 
     @property
+    def settled(self) -> bool:
+        """Whether it is accepted, or has its error."""
+        return self._settled.is_set()
+
+    @property
     def ended(self) -> bool:
         """Whether nothing more comes."""
         whole = bool(self.answers) and all(answer.ended for answer in self.answers)

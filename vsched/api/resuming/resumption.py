@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 from starlette.types import Message
 
+from vsched.aio.streams.stream import failure_of
 from vsched.api.choices.accepted import AcceptedAnswers
 from vsched.api.completions import CheckedRequest, CompletionEndpoint
 from vsched.api.errors import ParameterRefused
@@ -137,13 +138,22 @@ class Resumption:
     async def run(self) -> None:
         """Have the engine, which is ready, accept what was left, oldest first.
 
+        Where it is cancelled, for the server stops, those that were not accepted are left for the next one.
+
         Blocks: until each is accepted or refused; one for which there is no room waits for up to `keep_s`.
         """
         gate = asyncio.Semaphore(_AT_ONCE)
-        async with asyncio.TaskGroup() as group:
-            for resumed in [one for one in self._requests.values() if not one.ended]:
-                await gate.acquire()
-                group.create_task(self._resume(resumed)).add_done_callback(lambda _: gate.release())
+        due = [one for one in self._requests.values() if not one.ended]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for resumed in due:
+                    await gate.acquire()
+                    task = group.create_task(self._resume(resumed))
+                    task.add_done_callback(lambda _: gate.release())
+        finally:
+            for resumed in due:
+                if not resumed.settled:
+                    resumed.fail(failure_of("the server is stopping", code="stopping"))
 
     async def _resume(self, resumed: ResumedRequest) -> None:
         request = resumed.request

@@ -137,6 +137,42 @@ async def test_generation_merges_what_comes_faster_than_it_is_read() -> None:
     assert (made.output_tokens, made.cached_tokens) == (4, 2)
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 3, 6])
+async def test_generation_one_by_one_has_the_same_deltas_however_fast_they_come(
+    at_once: int,
+) -> None:
+    """Each has a token with its text and its log-probability; the last has what was held back, and the end."""
+    made, _ = generation(stop=("ex",), logprobs=True, stop_token_ids=frozenset({9}))
+    made.one_by_one()
+    found: list[OutputDelta] = []
+    for index, token in enumerate((0, 1, 4, 2, 4, 9)):
+        made.push(token, TokenLogprob(token, -1.0, []))
+        if index == 5:
+            made.finish(finish(FinishReason.STOP))
+        if (index + 1) % at_once == 0:
+            while (delta := made.take()) is not None:
+                found.append(delta)
+    texts = ["a", "b", "", "ec", "", "e"]
+    assert [(one.text, one.token_ids) for one in found] == list(
+        zip(texts, [[0], [1], [4], [2], [4], [9]], strict=True)
+    )
+    assert [one.logprobs for one in found] == [
+        [TokenLogprob(token, -1.0, [])] for token in (0, 1, 4, 2, 4, 9)
+    ]
+    assert [one.finish_reason for one in found] == [None] * 5 + ["stop"]
+
+
+async def test_generation_one_by_one_tells_an_error_at_once() -> None:
+    made, _ = generation()
+    made.one_by_one()
+    for token in (0, 1, 2):
+        made.push(token, None)
+    made.finish(finish(FinishReason.ERROR, message="no"))
+    with pytest.raises(RequestFailed, match="no"):
+        made.take()
+    assert made.take() is None
+
+
 async def test_generation_waits_for_a_token() -> None:
     made, _ = generation()
     reading = asyncio.ensure_future(anext(made))

@@ -44,7 +44,7 @@ class Server:
     ) -> None:
         self.folder = folder
         self.engine = FakeEngine(*(script or DELTAS))
-        journal = RequestJournal(folder / "requests", bytes_max=1 << 20)
+        journal = RequestJournal(folder / "requests", bytes_max=1 << 22)
         self.resumption = Resumption(journal, record=folder / "run.vlog", **bounds)
         self.app = create_app(self.engine, settings or ApiSettings(), resumption=self.resumption)
 
@@ -322,6 +322,41 @@ async def test_failure_in_mid_stream_is_told_behind_any_event(tmp_path: Path) ->
     assert second.files == []
 
 
+async def test_what_is_not_accepted_when_the_server_stops_is_left_for_the_next(
+    tmp_path: Path,
+) -> None:
+    """Its client hears of that, and asks the next one."""
+    await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
+    second = Server(tmp_path)
+    second.engine.entering = asyncio.Event()
+    await second.resumption.read()
+    running = asyncio.create_task(second.resumption.run())
+    await second.engine.entered.wait()
+    asking = asyncio.create_task(second.get(f"{CHAT}/mine"))
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    reply = await asking
+    assert (reply.status, reply.error["code"]) == (503, "stopping")
+    third = await Server(tmp_path).start()
+    assert (await third.get(f"{CHAT}/mine")).status == 200
+
+
+async def test_large_body_is_kept_as_it_came(tmp_path: Path) -> None:
+    """In pieces, with an image, and read in a thread: what is resumed is the same request."""
+    image = "data:image/png;base64," + "iVBORw0KGgo" * (1 << 17)
+    content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": "?"}]
+    first = Server(tmp_path)
+    body = {"messages": [{"role": "user", "content": content}]}
+    await first.killed_in(CHAT, body, headers={"x-request-id": "mine"})
+    second = await Server(tmp_path).start()
+    (sent,), (read,) = (server.engine.calls[0]["images"] for server in (first, second))
+    assert read.base64 == sent.base64 == image.partition(",")[2].encode()
+    assert second.engine.sampling == first.engine.sampling
+    assert (await second.get(f"{CHAT}/mine")).status == 200
+
+
 async def test_answers_belong_to_their_tenant_and_path(tmp_path: Path) -> None:
     settings = ApiSettings(tenant_header="x-tenant")
     first = Server(tmp_path, settings=settings)
@@ -386,3 +421,23 @@ async def test_without_a_journal_streams_are_as_they_were() -> None:
     assert ids(reply) == []
     assert len(reply.events) == 2
     assert (await Client(app).send("GET", f"{CHAT}/x")).error["code"] == "answer_unknown"
+
+
+@pytest.mark.slow
+async def test_openai_client_reads_on_behind_its_last_event(tmp_path: Path) -> None:
+    openai, httpx2 = pytest.importorskip("openai"), pytest.importorskip("httpx2")
+    begun = await Server(tmp_path).killed_in("/v1/responses", {"input": "hi", "stream": True})
+    second = await Server(tmp_path).start()
+    transport = httpx2.ASGITransport(second.app)
+    async with httpx2.AsyncClient(transport=transport) as inner:
+        client = openai.AsyncOpenAI(
+            base_url="http://localhost/v1", api_key="key", http_client=inner, max_retries=0
+        )
+        name, last = answer_id(begun), ids(begun)[-1]
+        stream = await client.responses.retrieve(name, stream=True, starting_after=last)
+        numbers = [event.sequence_number async for event in stream]
+        assert numbers == list(range(last + 1, last + 1 + len(numbers)))
+        assert len(numbers) > 3
+        whole = await client.responses.retrieve(name, stream=False)
+        assert whole.output_text == "Hello!"
+        assert (await client.responses.retrieve(name, stream=False)).id == name
