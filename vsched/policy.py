@@ -30,6 +30,7 @@ from vsched.policy_contracts.caches import Dispatch as Dispatch
 from vsched.policy_contracts.caches import DispatchPolicy as DispatchPolicy
 from vsched.policy_contracts.caches import DispatchView as DispatchView
 from vsched.policy_contracts.caches import EncodeGroupView as EncodeGroupView
+from vsched.policy_contracts.caches import EncodeReplica as EncodeReplica
 from vsched.policy_contracts.caches import InsertionPolicy as InsertionPolicy
 from vsched.policy_contracts.caches import InsertionView as InsertionView
 from vsched.policy_contracts.caches import ReadyEmbedding as ReadyEmbedding
@@ -278,16 +279,31 @@ class MemoryPolicy(Policy, frozen=True, kw_only=True):
 # --- routing -----------------------------------------------------------------------------------------------------
 
 
-class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """One generate replica, as a request finds it.
+class Replica(Protocol):
+    """One generate replica, as a request finds it. What nobody reads is not worked out.
 
-    Attributes:
-        load_tokens: Prompt and output tokens of every request that it has: not yet pulled, waiting and running.
-        healthy: Whether it takes requests: up, and not draining.
-        prefix_tokens: Tokens at the front of the request's prompt that its KV cache holds.
-        items_seen: Items of the request that were last sent to this replica, as far as that is remembered.
-        measured: What was measured there.
+    `load_tokens` is the prompt and output tokens of every request that it has: not yet pulled, waiting and running.
+    `healthy` says whether it takes requests: up, and not draining. `prefix_tokens` at the front of the request's
+    prompt are in its KV cache, and `items_seen` of the request's items were last sent there, as far as that is
+    remembered. `measured` is what was measured there.
     """
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def load_tokens(self) -> int: ...
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def prefix_tokens(self) -> int: ...
+    @property
+    def items_seen(self) -> int: ...
+    @property
+    def measured(self) -> Measured: ...
+
+
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """A `Replica` of plain values, for tests of policies."""
 
     index: int
     load_tokens: int
@@ -304,7 +320,7 @@ class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
     replicas together, and `state` what the policy remembers, to be changed in place.
     """
 
-    replicas: Sequence[ReplicaView]
+    replicas: Sequence[Replica]
     prompt_tokens: int
     item_keys: Sequence[bytes]
     routed: int

@@ -16,13 +16,15 @@ CHECKS = (
 _FUNCTIONS: dict[str, str] = {
     "vsched.kernel.scheduler:Scheduler": """
         _on_stepped _on_aborted _on_open _on_group_lost _lose_generator _on_retired _on_drain
-        _take_drained _awaited _plan_generate _break_stall _at_rest
+        _take_drained _awaited _plan_generate _notice_time _break_stall _at_rest
     """,
     "vsched.kernel.request_moves:RequestMoves": """
         enqueue claim_items items_ready requeue move_waiting move _suspend finish drop_claims
     """,
     "vsched.kernel.waiting_queue:OrderedQueue": "held_until put_new put remove __contains__",
-    "vsched.kernel.generate.request_queue:RequestQueue": "enqueue dequeue",
+    "vsched.kernel.waiting_queue:Holds": "note take_ended first_end _pop",
+    "vsched.kernel.groups:PlanMarks": "mark walk __contains__",
+    "vsched.kernel.generate.request_queue:RequestQueue": "enqueue dequeue may_join unblock",
     "vsched.kernel.generate.group:GenerateGroup": """
         _reset takes add dequeue let_go _know_outputs complete_step remove _release_slot _preempt
         favour_front lose

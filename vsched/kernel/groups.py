@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
+from heapq import heappop, heappush
 
 
 class Status(enum.StrEnum):
@@ -37,8 +39,52 @@ class Group:
         self.ready = status in (Status.UP, Status.DRAINING)
         self.open = status is Status.UP
         self.retired = status is Status.RETIRED
+        self.look()
+
+    def look(self) -> None:
+        """Something has changed after which it may have a step to plan."""
 
     @property
     def idle(self) -> bool:
         """Whether it has nothing in flight."""
         raise NotImplementedError
+
+
+class PlanMarks:
+    """Which groups need a look: something has changed after which they may have a step to plan.
+
+    A group that is not marked would plan nothing, so nobody asks it: an event costs what it changes, however many
+    groups there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Mark none of `count` groups."""
+        self._marked = [False] * count
+        self._indices: list[int] = []
+
+    def mark(self, index: int) -> None:
+        """Let a group be looked at, in its turn."""
+        if not self._marked[index]:
+            self._marked[index] = True
+            heappush(self._indices, index)
+
+    def walk(self) -> Iterator[int]:
+        """Yield the marked groups in their order, and take their marks.
+
+        One that is marked meanwhile has its turn if that is still to come, and else keeps its mark for the next walk.
+        """
+        indices, marked, at = self._indices, self._marked, -1
+        later: list[int] = []
+        while indices:
+            index = heappop(indices)
+            if index <= at:
+                later.append(index)
+                continue
+            at = index
+            marked[index] = False
+            yield index
+        for index in later:
+            heappush(indices, index)
+
+    def __contains__(self, index: int) -> bool:
+        return self._marked[index]

@@ -59,7 +59,7 @@ class RequestMoves:
         self._table = table
         self._cache = cache
         self._groups = groups
-        self._router = Router(seats.place("routing", policies.routing), limits, measured)
+        self._router = Router(seats.place("routing", policies.routing), limits, groups, measured)
         self._given_up = ""
         self.ended_answers: list[RequestState] = []
 
@@ -69,7 +69,7 @@ class RequestMoves:
 
     def requests_of(self, group: GenerateGroup, *phases: Phase) -> list[RequestState]:
         """Return the requests of a group, those in some phases or all, oldest first."""
-        return self._table.of_replica(self._groups.index(group), *phases)
+        return self._table.of_replica(group.index, *phases)
 
     # --- arrivals ---
 
@@ -118,9 +118,11 @@ class RequestMoves:
 
     def _refuse_full(self, request: Request, answers: int) -> Refuse | None:
         table, limits = self._table, self._limits
-        waiting = len(table.live) - sum(group.slots_held for group in self._groups)
         waiting_bytes = table.live_bytes + host_bytes(request)
         waiting_bytes += (answers - 1) * host_bytes(request, items=False)
+        if len(table.live) + answers <= limits.waiting and waiting_bytes <= limits.waiting_bytes:
+            return None  # however many of them run
+        waiting = len(table.live) - sum(group.slots_held for group in self._groups)
         if waiting_bytes > limits.waiting_bytes:  # else it does not matter which of them run
             running = [state for group in self._groups for state in group.running]
             waiting_bytes -= sum(state.host_bytes for state in running)
@@ -137,8 +139,8 @@ class RequestMoves:
         if first is not None and first is not state and self.group_of(first).open:
             group = self.group_of(first)  # where the prompt is computed
         else:
-            group = self._router.choose(state, self._groups)
-        state.replica = self._groups.index(group)
+            group = self._router.choose(state)
+        state.replica = group.index
         group.add(state)
         return self.enqueue(state, now_ns, arriving=arriving)
 
@@ -257,6 +259,8 @@ class RequestMoves:
         for state in self._table.get_all(numbers):
             if state.phase is Phase.ITEMS:
                 commands += self.enqueue(state, now_ns)
+            elif state.phase is Phase.PREFILL:
+                self.group_of(state).look()
         return commands
 
     # --- to another group ---

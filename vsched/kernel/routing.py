@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -25,27 +26,83 @@ class RouterState(msgspec.Struct):
     sent: dict[bytes, int]
 
 
+class Asked:
+    """The request that a routing policy is asked about, and how many of its items each replica was sent last."""
+
+    __slots__ = ("seen", "state")
+
+    state: RequestState
+    seen: Counter[int]
+
+
+class RoutedGroup:
+    """A generate group as a routing policy sees it: of the request that is asked about it tells when it is read."""
+
+    __slots__ = ("_asked", "_group", "index")
+
+    def __init__(self, group: GenerateGroup, asked: Asked) -> None:
+        self.index = group.index
+        self._group = group
+        self._asked = asked
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens of all its requests."""
+        return self._group.load_tokens
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it takes requests."""
+        return self._group.open
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens of the request that are cached there."""
+        return self._group.cached_tokens(self._asked.state)
+
+    @property
+    def items_seen(self) -> int:
+        """Items of the request that were last sent there."""
+        return self._asked.seen[self.index]
+
+    @property
+    def measured(self) -> Measured:
+        """What was measured there."""
+        return self._group.measured
+
+    def __repr__(self) -> str:
+        values = {name: getattr(self, name) for name in ReplicaView.__struct_fields__}
+        return repr(ReplicaView(**values))
+
+
 class Router:
     """Finds groups for requests."""
 
     def __init__(
-        self, seat: PolicySeat[RoutingPolicy], limits: SchedulerLimits, measured: Measured
+        self,
+        seat: PolicySeat[RoutingPolicy],
+        limits: SchedulerLimits,
+        groups: Sequence[GenerateGroup],
+        measured: Measured,
     ) -> None:
         self._seat = seat
+        self._groups = groups
+        self._asked = Asked()
+        self._replicas = tuple(RoutedGroup(group, self._asked) for group in groups)
         self._measured = measured
         self._limits = limits
         self._routed = 0
         self._sent: dict[bytes, int] = {}
 
-    def choose(self, state: RequestState, groups: Sequence[GenerateGroup]) -> GenerateGroup:
+    def choose(self, state: RequestState) -> GenerateGroup:
         """Return the group of a request: one that takes work, or else one that will come back."""
-        usable = [group for group in groups if group.open] or [
-            group for group in groups if not group.retired
+        usable = [group for group in self._groups if group.open] or [
+            group for group in self._groups if not group.retired
         ]
-        chosen = usable[0] if len(usable) == 1 else self._ask(state, groups, usable)
+        chosen = usable[0] if len(usable) == 1 else self._ask(state, usable)
         self._routed += 1
-        if len(groups) > 1:
-            self._remember(state, groups.index(chosen))
+        if len(self._groups) > 1:
+            self._remember(state, chosen.index)
         return chosen
 
     def state(self) -> RouterState:
@@ -56,25 +113,12 @@ class Router:
         """Take over a state."""
         self._routed, self._sent = state.routed, state.sent
 
-    def _ask(
-        self,
-        state: RequestState,
-        groups: Sequence[GenerateGroup],
-        usable: Sequence[GenerateGroup],
-    ) -> GenerateGroup:
+    def _ask(self, state: RequestState, usable: Sequence[GenerateGroup]) -> GenerateGroup:
         keys = [item.key for item in state.items]
+        self._asked.state = state
+        self._asked.seen = Counter(self._sent[key] for key in keys if key in self._sent)
         view = RoutingView(
-            replicas=[
-                ReplicaView(
-                    index=index,
-                    load_tokens=group.load_tokens,
-                    healthy=group.open,
-                    prefix_tokens=group.cached_tokens(state),
-                    items_seen=sum(self._sent.get(key) == index for key in keys),
-                    measured=group.measured,
-                )
-                for index, group in enumerate(groups)
-            ],
+            replicas=self._replicas,
             prompt_tokens=state.prompt_length,
             item_keys=keys,
             routed=self._routed,
@@ -83,8 +127,8 @@ class Router:
             measured=self._measured,
             state=self._seat.state,
         )
-        chosen = groups[ask_routing(self._seat, view)]
-        if chosen in usable:
+        chosen = self._groups[ask_routing(self._seat, view)]
+        if chosen.open or chosen in usable:
             return chosen
         return min(usable, key=lambda group: group.load_tokens)  # the first of equals
 

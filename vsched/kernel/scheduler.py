@@ -48,13 +48,13 @@ from vsched.kernel.generate.group_state import GenerateGroupState
 from vsched.kernel.generate.measures import MeasuredGroups
 from vsched.kernel.generate.quarantine import is_suspect
 from vsched.kernel.generate.step_budget import PlannedStep
-from vsched.kernel.groups import Group, Status
+from vsched.kernel.groups import Group, PlanMarks, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_seats import Ask, PolicyFaultsState, PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.request_moves import RequestMoves, RequestMovesState
 from vsched.kernel.request_table import RequestTable, RequestTableState
-from vsched.kernel.waiting_queue import OrderedQueue
+from vsched.kernel.waiting_queue import Holds, OrderedQueue
 from vsched.probes import probe
 from vsched.types import FinishReason, group_names
 
@@ -103,9 +103,12 @@ class Scheduler:
             seats.place("encode.dispatch", policies.dispatch),
             self.embeddings,
         )
+        self._marks = marks = PlanMarks(limits.generators)
         self.generators = [
-            GenerateGroup(name, limits, policies, self.embeddings, self._table.live, seats)
-            for name in group_names("generate", limits.generators)
+            GenerateGroup(
+                name, index, limits, policies, self.embeddings, self._table.live, seats, marks
+            )
+            for index, name in enumerate(group_names("generate", limits.generators))
         ]
         measured = MeasuredGroups(self.generators, self.encode)
         self.encode.measured = self.embeddings.measured = measured
@@ -129,10 +132,13 @@ class Scheduler:
             zip(self.encode.groups, self.generators, strict=True) if limits.encode_pauses else ()
         )
         self._hosts = {encoder.name: generator for encoder, generator in shared}
+        self.encode.place(self._hosts)
         self._queues: tuple[OrderedQueue[Any], ...] = (
-            self.embeddings.queue,
             *(group.queue for group in self.generators),
+            self.embeddings.queue,
         )
+        self._holds = Holds(self._queues)
+        self._at_work = self.generators[0]
         self._draining: list[Group] = []
         self._now_ns = 0
         self._timer_ns: int | None = None
@@ -340,16 +346,15 @@ class Scheduler:
     # --- planning ---
 
     def _plan(self, commands: list[Command], now_ns: int) -> None:
-        """Let every group plan until none has anything to send; append what comes of it."""
-        if self.limits.waiting_ns:
-            commands += self._moves.expire(now_ns)
-        moves, images = self._moves, self.embeddings.queue.entries
+        """Let every group that needs a look plan until none has anything to send; append what comes of it."""
+        self._notice_time(commands, now_ns)
+        moves, images, generators = self._moves, self.embeddings.queue.entries, self.generators
         while True:
             if moves.ended_answers:
                 commands += moves.release_prompts(now_ns)
             sent = more = False
-            for group in self.generators:
-                planned = self._plan_generate(group, commands, now_ns)
+            for index in self._marks.walk():
+                planned = self._plan_generate(generators[index], commands, now_ns)
                 if planned.decision is not None:
                     sent = True
                     more = more or planned.more
@@ -367,11 +372,22 @@ class Scheduler:
             commands += [Notice(text) for text in self._faults.take_notices()]
         self._set_timer(commands, now_ns)
 
+    def _notice_time(self, commands: list[Command], now_ns: int) -> None:
+        """What was to happen by now happens: requests have waited too long, and holds are over."""
+        if self.limits.waiting_ns:
+            commands += self._moves.expire(now_ns)
+        for index in self._holds.take_ended(now_ns):
+            if index < len(self.generators):
+                self._marks.mark(index)
+
     def _plan_generate(
         self, group: GenerateGroup, commands: list[Command], now_ns: int
     ) -> PlannedStep:
         """Append the next step of a group, if it has one; return what was planned."""
         planned = group.plan(now_ns)
+        if planned.more:
+            group.look()
+        self._holds.note(group.index, now_ns)
         for state in planned.requeued:
             commands += self._moves.requeue(state, now_ns)
         if planned.decision is not None:
@@ -382,7 +398,8 @@ class Scheduler:
 
     def _plan_encode(self, commands: list[Command], now_ns: int) -> bool:
         """Append the next batch of items, if one can be formed; return whether it can."""
-        planned = self.encode.plan(now_ns, self._hosts)
+        planned = self.encode.plan(now_ns)
+        self._holds.note(len(self.generators), now_ns)
         if planned is None:
             return False
         group, batch = planned
@@ -404,11 +421,10 @@ class Scheduler:
         with an earlier item now; or a younger one may hold what an older one needs. While a policy
         holds entries back, nothing is wrong yet.
         """
-        if not self._at_rest() or self._holds(now_ns):
+        if not self._at_rest() or self._holds.first_end() is not None:
             return False
-        waiting: list[RequestState] = []
-        for group in self.generators:
-            waiting += self._moves.requests_of(group, Phase.ITEMS)
+        waiting = [state for state in self._table.live.values() if state.phase is Phase.ITEMS]
+        waiting.sort(key=lambda state: state.replica)
         for state in waiting:
             commands += self._moves.enqueue(state, now_ns)
         if any(state.phase is Phase.READY for state in waiting):
@@ -420,21 +436,15 @@ class Scheduler:
 
     def _at_rest(self) -> bool:
         """Return whether nothing is in flight anywhere, though an encoder and a generator could work."""
+        if self._at_work.steps_in_flight:
+            return False  # mostly, who was at work is so still
         for group in self.generators:
             if group.steps_in_flight:
+                self._at_work = group
                 return False
         if self.encode.in_flight:
             return False
         return self.encode.ready and any(group.ready for group in self.generators)
-
-    def _holds(self, now_ns: int) -> list[int]:
-        """Return until when policies hold waiting entries back."""
-        holds = []
-        for queue in self._queues:
-            until_ns = queue.hold_until_ns
-            if until_ns is not None and until_ns > now_ns:
-                holds.append(until_ns)
-        return holds
 
     def _set_timer(self, commands: list[Command], now_ns: int) -> None:
         expiries = self._table.expiries
@@ -442,10 +452,9 @@ class Scheduler:
         door_ns = self._door.due_ns
         if door_ns is not None and (due_ns is None or door_ns < due_ns):
             due_ns = door_ns
-        for queue in self._queues:
-            until_ns = queue.hold_until_ns
-            if until_ns is not None and until_ns > now_ns and (due_ns is None or until_ns < due_ns):
-                due_ns = until_ns
+        until_ns = self._holds.first_end()
+        if until_ns is not None and (due_ns is None or until_ns < due_ns):
+            due_ns = until_ns
         if due_ns is not None and (self._timer_ns is None or due_ns < self._timer_ns):
             self._timer_ns = due_ns
             commands.append(SetTimer(due_ns))
@@ -492,6 +501,10 @@ class Scheduler:
             self._seats.replace(name, reason)
         self._draining = [self._groups[name] for name in state.draining]
         self._timer_ns, self._now_ns = state.timer_ns, state.now_ns
+        for index in range(len(self._queues)):
+            self._holds.note(index, state.now_ns)
+        for group in self.generators:
+            group.look()
 
     # --- questions ---
 
@@ -549,13 +562,20 @@ class Scheduler:
         self._moves.check()
         self._door.check()
         self.embeddings.check(live, self.encode.orphaned)
+        self.encode.check()
         assert self._table.live_bytes == sum(state.host_bytes for state in live.values())
-        held = self._holds(self._now_ns)
+        holds = [queue.held_until(self._now_ns) for queue in self._queues]
+        held = min((until_ns for until_ns in holds if until_ns is not None), default=None)
+        assert held == self._holds.first_end(), "entries are held until another time than is noted"
         assert not held or self._timer_ns is not None, "entries are held, and no timer is set"
         at_rest = self._at_rest() and not held and not self.encode.orphaned
         for group in self.generators:
             own = self._moves.requests_of(group)
             group.check(own)
+            if group.index not in self._marks:
+                planned = group.plan(self._now_ns)
+                idle = planned.decision is None and not (planned.requeued or planned.more)
+                assert idle, f"{group.name} needs a look, and is not marked"
             stuck = [state for state in own if group.takes(state) or state.slot >= 0]
             if at_rest and stuck:
                 why = [group.explain(state) for state in stuck]

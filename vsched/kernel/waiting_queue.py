@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from heapq import heappop, heappush
+from typing import Any, Generic, Protocol, TypeVar
 
 
 class Ordered(Protocol):
@@ -73,3 +74,39 @@ class OrderedQueue(Generic[Waiting]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+class Holds:
+    """Which queues are held back, and until when; it costs what is held, however many queues there are."""
+
+    def __init__(self, queues: Sequence[OrderedQueue[Any]]) -> None:
+        self._queues = queues
+        self._noted: list[int | None] = [None] * len(queues)
+        self._ends: list[tuple[int, int]] = []
+
+    def note(self, index: int, now_ns: int) -> None:
+        """Look at a queue whose admission policy may have been asked."""
+        until_ns = self._queues[index].held_until(now_ns)
+        if until_ns is not None and until_ns != self._noted[index]:
+            self._noted[index] = until_ns
+            heappush(self._ends, (until_ns, index))
+
+    def take_ended(self, now_ns: int) -> list[int]:
+        """Return the queues whose holds have ended since this was last asked."""
+        ends, ended = self._ends, []
+        while ends and ends[0][0] <= now_ns:
+            ended.append(self._pop())
+        return ended
+
+    def first_end(self) -> int | None:
+        """Return when the first hold ends; None while nothing is held."""
+        ends = self._ends
+        while ends and self._queues[ends[0][1]].hold_until_ns != ends[0][0]:
+            self._pop()  # what came since may go at once
+        return ends[0][0] if ends else None
+
+    def _pop(self) -> int:
+        until_ns, index = heappop(self._ends)
+        if self._noted[index] == until_ns:
+            self._noted[index] = None
+        return index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -13,19 +13,36 @@ from vsched.policy_contracts.base import Policy, WaitingEntry
 # --- dispatch ----------------------------------------------------------------------------------------------------
 
 
-class EncodeGroupView(msgspec.Struct, frozen=True, kw_only=True):
-    """One encode group that takes work.
+class EncodeReplica(Protocol):
+    """One encode group that takes work. What nobody reads is not worked out.
 
-    Attributes:
-        free: Whether it has no batch, and could have one now.
-        items: Images of the batch that it has.
-        tokens: Encoder output tokens of all of them, and `largest` of the largest.
-        since_ns: When its latest batch was decided; 0 before the first.
-        tokens_encoded: What it was given to encode since the start.
-        held_up: Requests that decode in the same processes, and get no token while it is at work; 0 where it has
-            processes of its own.
-        load_tokens: Prompt and output tokens of all requests that are served in these processes; 0 likewise.
+    `free` says whether it has no batch, and could have one now. Else `items` are the images of its batch, `tokens` the
+    encoder output tokens of all of them, and `largest` of the largest. `since_ns` is when its latest batch was decided,
+    0 before the first, and `tokens_encoded` what it was given to encode since the start. `held_up` requests decode in
+    the same processes, and get no token while it is at work; `load_tokens` are the prompt and output tokens of all
+    requests that are served there; both are 0 where it has processes of its own.
     """
+
+    @property
+    def free(self) -> bool: ...
+    @property
+    def items(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def largest(self) -> int: ...
+    @property
+    def since_ns(self) -> int: ...
+    @property
+    def tokens_encoded(self) -> int: ...
+    @property
+    def held_up(self) -> int: ...
+    @property
+    def load_tokens(self) -> int: ...
+
+
+class EncodeGroupView(msgspec.Struct, frozen=True, kw_only=True):
+    """An `EncodeReplica` of plain values, for tests of policies."""
 
     free: bool
     items: int = 0
@@ -48,7 +65,7 @@ class DispatchView(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     now_ns: int
-    groups: Sequence[EncodeGroupView]
+    groups: Sequence[EncodeReplica]
     waiting: Sequence[WaitingEntry]
     measured: Measured = NOTHING_MEASURED
     state: Any = None

@@ -28,6 +28,7 @@ def candidates(view: RoutingView) -> Sequence[int]:
 
 def least_loaded(view: RoutingView, among: Sequence[int]) -> int:
     """Return the one with the smallest load, of several the one whose turn it is."""
-    least = min(view.replicas[index].load_tokens for index in among)
-    equals = [index for index in among if view.replicas[index].load_tokens == least]
+    loads = [view.replicas[index].load_tokens for index in among]
+    least = min(loads)
+    equals = [index for index, load in zip(among, loads, strict=True) if load == least]
     return equals[view.routed % len(equals)]

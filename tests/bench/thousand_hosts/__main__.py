@@ -23,7 +23,15 @@ from vsched.config import load_config
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import Decide
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
-from vsched.kernel.events import Encoded, Event, Finished, GroupReady, Stepped, Submitted
+from vsched.kernel.events import (
+    Encoded,
+    Event,
+    Finished,
+    GroupReady,
+    Knocked,
+    Stepped,
+    Submitted,
+)
 from vsched.types import FinishReason, group_names
 
 VISIT_TOKENS = PROMPT_TOKENS + IMAGE_TOKENS
@@ -102,11 +110,21 @@ class Fleet:
         return bool(ended)
 
     def visit(self) -> Visit:
-        """Let a one-image request come, be encoded and prefilled, and end with its first token."""
+        """Let a one-image request knock, come, be encoded and prefilled, and end with its first token."""
         number = self._visits = self._visits + 1
         request = one_request(number, self._rng, images=1, tokens=VISIT_TOKENS, max_tokens=1)
+        knocked = Knocked(
+            knock=number,
+            tenant="",
+            priority=0,
+            images=1,
+            answers=1,
+            outputs_max=1,
+            ttft_target_ms=None,
+        )
         began_ns = time.thread_time_ns()
-        self.tell(Submitted(request))
+        self.tell(knocked)
+        self.tell(Submitted(request, knock=number))
         arrival_ns = time.thread_time_ns() - began_ns
         while self.encodes:
             name, decision = self.encodes.pop()

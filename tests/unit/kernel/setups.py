@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -38,6 +38,14 @@ def words(count: int, *, start: int = 10) -> list[int]:
 def image_request(name: str, *images: tuple[bytes, int], **changes: Any) -> Request:
     """Return a request of images (key, tokens) and one word after the last."""
     return make_request(name, [7], [(0, tokens, key) for key, tokens in images], **changes)
+
+
+ViewStruct = TypeVar("ViewStruct", bound=msgspec.Struct)
+
+
+def as_shown(live: object, kind: type[ViewStruct]) -> ViewStruct:
+    """Return what a policy is shown of a group now, in plain values."""
+    return kind(**{name: getattr(live, name) for name in kind.__struct_fields__})
 
 
 def encode_statistics(cluster: ModelCluster) -> dict[str, int]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.unit.kernel.setups import (
+    as_shown,
     assert_holds_nothing,
     assert_served,
     encode_statistics,
@@ -20,7 +22,7 @@ from vsched.aio.refusals import refusal_error
 from vsched.failures import ErrorKind, StartFailed
 from vsched.kernel.events import Drain, GroupRetired, Resume
 from vsched.kernel.routing import ITEMS_MAX
-from vsched.policy import RoutingPolicy, RoutingView
+from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import FinishReason
 
@@ -33,7 +35,8 @@ class Fixed(RoutingPolicy, frozen=True, kw_only=True):
     index: int = 0
 
     def choose(self, view: RoutingView) -> int:
-        SEEN.append(view)
+        replicas = [as_shown(replica, ReplicaView) for replica in view.replicas]
+        SEEN.append(msgspec.structs.replace(view, replicas=replicas))
         return self.index
 
 

@@ -250,7 +250,7 @@ def test_sizes_need_room_for_prefill() -> None:
 def test_scheduler_stuck_state_is_an_assertion() -> None:
     """A state from which no step can progress is an assertion failure that says who is stuck."""
     cluster = ModelCluster(make_limits())
-    cluster.kernel.encode.plan = lambda now_ns, hosts: None  # type: ignore[method-assign]
+    cluster.kernel.encode.plan = lambda now_ns: None  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="stuck in generate: .*waiting for embeddings"):
         cluster.submit(image_request("r", (b"a", 8)))
 

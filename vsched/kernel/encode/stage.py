@@ -8,7 +8,7 @@ by item, for a loss costs a restart.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -77,13 +77,18 @@ class EncodeGroup(Group):
         tokens_given: Tokens of all batches that it was given.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, look: Callable[[], None]) -> None:
+        """Make a group that is down; `look` is told when it may have become free."""
+        self._look = look
         super().__init__(name)
         self.batch: list[EmbeddingEntry] = []
         self.orphaned: list[int] = []
         self.step = 0
         self.sent_ns = 0
         self.tokens_given = 0
+
+    def look(self) -> None:
+        self._look()
 
     @property
     def idle(self) -> bool:
@@ -111,6 +116,7 @@ class EncodeGroup(Group):
         assert step == self.step, f"encode step {step} came back, {self.step} was due"
         assert self.batch, f"encode step {step} came back, no batch was out"
         batch, self.batch = self.batch, []
+        self.look()
         return batch
 
     def lose(self) -> list[EmbeddingEntry]:
@@ -135,20 +141,6 @@ class EncodeGroup(Group):
         self.orphaned, self.step, self.sent_ns = state.orphaned, state.step, state.sent_ns
         self.tokens_given = state.tokens_given
 
-    def view(self, host: Host | None) -> EncodeGroupView:
-        """Return it as a dispatch policy sees it; `host` is the generate group of the same processes."""
-        tokens = [entry.tokens or 0 for entry in self.batch]
-        return EncodeGroupView(
-            free=not self.batch,
-            items=len(tokens),
-            tokens=sum(tokens),
-            largest=max(tokens, default=0),
-            since_ns=self.sent_ns,
-            tokens_encoded=self.tokens_given,
-            held_up=0 if host is None else host.decoding,
-            load_tokens=0 if host is None else host.load_tokens,
-        )
-
     def statistics(self) -> dict[str, str | int]:
         """Return its state, what it works on, and how often it did."""
         return {
@@ -158,10 +150,65 @@ class EncodeGroup(Group):
         }
 
 
+class DispatchedGroup:
+    """An encode group as a dispatch policy sees it; `host` is the generate group of the same processes, if any."""
+
+    __slots__ = ("group", "host")
+
+    def __init__(self, group: EncodeGroup, host: Host | None) -> None:
+        self.group = group
+        self.host = host
+
+    @property
+    def free(self) -> bool:
+        """Whether it has no batch."""
+        return not self.group.batch
+
+    @property
+    def items(self) -> int:
+        """Images of its batch."""
+        return len(self.group.batch)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all of them."""
+        return sum(entry.tokens or 0 for entry in self.group.batch)
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest."""
+        return max((entry.tokens or 0 for entry in self.group.batch), default=0)
+
+    @property
+    def since_ns(self) -> int:
+        """When its latest batch was decided."""
+        return self.group.sent_ns
+
+    @property
+    def tokens_encoded(self) -> int:
+        """Tokens of all batches that it was given."""
+        return self.group.tokens_given
+
+    @property
+    def held_up(self) -> int:
+        """Requests that get no token while it is at work."""
+        return 0 if self.host is None else self.host.decoding
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens of the requests that are served in its processes."""
+        return 0 if self.host is None else self.host.load_tokens
+
+    def __repr__(self) -> str:
+        values = {name: getattr(self, name) for name in EncodeGroupView.__struct_fields__}
+        return repr(EncodeGroupView(**values))
+
+
 class EncodeStage:
     """The encode groups of a scheduler.
 
     Attributes:
+        in_flight: Items that are being encoded.
         encodes: The times of the latest steps.
         measured: What policies can know of times, which the scheduler sets once all groups are there.
     """
@@ -179,7 +226,12 @@ class EncodeStage:
         self._cache = cache
         self._queue = cache.queue
         self._retry_batches = 0
-        self.groups = [EncodeGroup(name) for name in group_names("encode", limits.encoders)]
+        self.in_flight = 0
+        self._all_at_work = False
+        self.groups = [
+            EncodeGroup(name, self._look) for name in group_names("encode", limits.encoders)
+        ]
+        self._dispatched = [DispatchedGroup(group, None) for group in self.groups]
         self._items_encoded = 0
         self._items_copied = 0
         self._tokens_encoded = 0
@@ -188,16 +240,20 @@ class EncodeStage:
 
     # --- batches ---
 
-    def plan(
-        self, now_ns: int, hosts: Mapping[str, Host]
-    ) -> tuple[EncodeGroup, list[EmbeddingEntry]] | None:
-        """Form the next batch, if a group is free and something can be encoded; return the group that is to have it.
+    def place(self, hosts: Mapping[str, Host]) -> None:
+        """Learn of the generate groups that encode groups, by name, share their processes with."""
+        self._dispatched = [DispatchedGroup(one, hosts.get(one.name)) for one in self.groups]
 
-        `hosts` are the generate groups that encode groups, by name, share their processes with.
-        """
+    def _look(self) -> None:
+        self._all_at_work = False
+
+    def plan(self, now_ns: int) -> tuple[EncodeGroup, list[EmbeddingEntry]] | None:
+        """Form the next batch, if a group is free and something can be encoded; return the group that is to have it."""
         if not self._queue.entries or self._queue.held_until(now_ns) is not None:
             return None
-        group, waiting = self._choose(now_ns, hosts)
+        if self._all_at_work:
+            return None
+        group, waiting = self._choose(now_ns)
         if group is None or not waiting:
             return None
         view = AdmissionView(
@@ -222,23 +278,23 @@ class EncodeStage:
             batch = self._take([self._queue.entries[0]], now_ns)
             if batch:
                 probe("encode.front_has_room")
+        self.in_flight += len(batch)
         return (group, batch) if batch else None
 
-    def _choose(
-        self, now_ns: int, hosts: Mapping[str, Host]
-    ) -> tuple[EncodeGroup | None, Sequence[EmbeddingEntry]]:
+    def _choose(self, now_ns: int) -> tuple[EncodeGroup | None, Sequence[EmbeddingEntry]]:
         """Return the group that is to have the next batch, None for none, and of which entries it can be."""
         waiting = self._queue.entries
         if len(self.groups) == len(waiting) == 1:
             # There is one answer: what is free while nothing is being encoded must have what waits.
             only = self.groups[0]
             return (only if only.open and only.idle else None), waiting
-        groups = [group for group in self.groups if group.open]
-        if not any(group.idle for group in groups):
+        groups = [one for one in self._dispatched if one.group.open]
+        if not any(one.free for one in groups):
+            self._all_at_work = True  # until one of them tells of a change
             return None, ()
         view = DispatchView(
             now_ns=now_ns,
-            groups=[group.view(hosts.get(group.name)) for group in groups],
+            groups=groups,
             waiting=waiting,
             measured=self.measured,
             state=self._dispatch.state,
@@ -250,7 +306,7 @@ class EncodeStage:
         if front.arrived_ns + HOLD_MAX_NS <= now_ns and (chosen is None or entries[:1] != [front]):
             chosen = fewest_held_up(view) if chosen is None else chosen
             entries = [front, *(entry for entry in entries if entry is not front)]
-        return None if chosen is None else groups[chosen], entries
+        return None if chosen is None else groups[chosen].group, entries
 
     def _take(self, chosen: list[EmbeddingEntry], now_ns: int) -> list[EmbeddingEntry]:
         """Move entries from the queue into a batch, as far as pages allow; a retry batch goes by itself, and whole."""
@@ -268,6 +324,7 @@ class EncodeStage:
         """Take a finished batch; return the requests that wait for items of it, oldest first."""
         waiting: set[int] = set()
         batch = group.complete(step)
+        self.in_flight -= len(batch)
         encoded = [entry.item.tokens for entry in batch if not entry.item.encoded]
         if encoded:
             took_ns = now_ns - group.sent_ns
@@ -286,6 +343,7 @@ class EncodeStage:
     def fail(self, group: EncodeGroup, step: int) -> list[int]:
         """Take a failed batch: halve it until the item at fault is alone, and return the requests that it fails."""
         batch = group.complete(step)
+        self.in_flight -= len(batch)
         if len(batch) > 1:
             probe("encode.batch_halved")
         half = -(-len(batch) // 2)
@@ -296,6 +354,7 @@ class EncodeStage:
     def lose(self, group: EncodeGroup, *, blame: bool) -> list[int]:
         """A group is gone: its batch waits again, item by item; return the requests that fail over it."""
         batch = group.lose()
+        self.in_flight -= len(batch)
         for entry in batch:
             if entry.stale:
                 probe("encode.lost_unclaimed")
@@ -341,11 +400,6 @@ class EncodeStage:
         """Pages that lost ranks may still write to."""
         return [page for group in self.groups for page in group.orphaned]
 
-    @property
-    def in_flight(self) -> int:
-        """Items that are being encoded."""
-        return sum(len(group.batch) for group in self.groups)
-
     def counts(self) -> dict[str, int]:
         """Return counters and sizes of the embedding cache."""
         return self._cache.statistics()
@@ -378,10 +432,17 @@ class EncodeStage:
         """Take over a state; the embedding cache has its own already."""
         for group, one in zip(self.groups, state.groups, strict=True):
             group.restore(one, self._cache)
+        self.in_flight = sum(len(group.batch) for group in self.groups)
         self._retry_batches = state.retry_batches
         self.encodes.extend(state.encodes)
         self._items_encoded, self._items_copied = state.items_encoded, state.items_copied
         self._tokens_encoded = state.tokens_encoded
+
+    def check(self) -> None:
+        """Assert that what is in flight is counted, and that a group that could have a batch is known to be free."""
+        assert self.in_flight == sum(len(group.batch) for group in self.groups), "items in flight"
+        free = [group.name for group in self.groups if group.open and group.idle]
+        assert not (free and self._all_at_work), f"{free} are free, and taken to be at work"
 
 
 def _task(entry: EmbeddingEntry, requests: Mapping[int, RequestState]) -> EncodeTask:

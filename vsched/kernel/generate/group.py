@@ -47,6 +47,7 @@ from vsched.kernel.generate.step_budget import (
 )
 from vsched.kernel.generate.step_shares import StepSharing
 from vsched.kernel.generate.swap_space import SwapSpace
+from vsched.kernel.groups import PlanMarks
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import GuardedOrder, ask_admission, ask_preemption
 from vsched.kernel.policy_seats import PolicySeats
@@ -65,13 +66,15 @@ class GenerateGroup(GroupViews):
     def __init__(
         self,
         name: str,
+        index: int,
         limits: SchedulerLimits,
         policies: KernelPolicies,
         cache: EmbeddingCache,
         requests: Mapping[int, RequestState],
         seats: PolicySeats,
+        marks: PlanMarks,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, index, marks)
         self._limits = limits
         self._prefix_eviction = policies.prefix_eviction
         self._admission = seats.place(f"{name}.admission", policies.generate_admission)
@@ -92,7 +95,7 @@ class GenerateGroup(GroupViews):
         self.measures = Measures()
         self.measured: Measured = NOTHING_MEASURED  # set once all groups are there
         self._in_flight = InFlightSteps(0, requests, self.measures)
-        self.queue = RequestQueue(limits.block_size)
+        self.queue = RequestQueue(limits.block_size, self.look)
         self._reset()
 
     def _reset(self) -> None:
@@ -106,7 +109,7 @@ class GenerateGroup(GroupViews):
             self._limits, self._drafting, self._running, lambda: self.measured
         )
         self._in_flight = InFlightSteps(self._in_flight.planned, self._requests, self.measures)
-        self.queue.blocked = False
+        self.queue.unblock()
         self._front_first = False
         self._requeued: list[RequestState] = []
 
@@ -182,15 +185,14 @@ class GenerateGroup(GroupViews):
             self._drafts.begin(step, now_ns)
         grown = self._grow(step, now_ns)
         able = self._able() if running.prefilling else ()
-        if not (able or entries):
-            # The steady case: nothing but decodes, and no budget to share out.
-            decodes = len(running.decoding)
-            sent = self._send(step, decodes, grown) if decodes else None
-            return PlannedStep(sent, self._take_requeued() if self._requeued else (), (), more)
-        plan = self._fill(step, able, now_ns)
-        decodes = len(running.decoding) - self._in_flight.firsts(step)
-        sent = self._send(step, decodes, grown, plan) if decodes or plan.chunks else None
-        return PlannedStep(sent, self._take_requeued(), plan.prefilled, more)
+        # In the steady case, nothing but decodes, there is no budget to share out.
+        plan = self._fill(step, able, now_ns) if able or entries else None
+        decodes = len(running.decoding) - (in_flight.firsts(step) if plan else 0)
+        chunks, prefilled = (plan.chunks, plan.prefilled) if plan else ((), ())
+        sent = self._send(step, decodes, grown, plan) if decodes or chunks else None
+        if sent is None:  # a policy may decide otherwise when it is asked again
+            more = bool(able) or self.queue.may_join(now_ns)
+        return PlannedStep(sent, self._take_requeued(), prefilled, more)
 
     def _able(self) -> Sequence[RequestState]:
         """Return who could be prefilled in a step of its own, oldest first: others wait for their embeddings."""
@@ -213,8 +215,6 @@ class GenerateGroup(GroupViews):
         return plan
 
     def _take_requeued(self) -> Sequence[RequestState]:
-        if not self._requeued:
-            return ()
         requeued, self._requeued = self._requeued, []
         return requeued
 
@@ -420,6 +420,7 @@ class GenerateGroup(GroupViews):
         if event.swap_ns:
             measures.swaps.append(SwapTime(now_ns, event.swap_ns, event.swap_blocks))
         reads = in_flight.complete(step, event.tokens, now_ns, drafted)
+        self.look()
         if self._drafts.active:
             self._drafts.settle(step, drafted, self._counts)
         for read in reads:
@@ -468,7 +469,7 @@ class GenerateGroup(GroupViews):
         self._drafts.drop(state)
         self._running.release_slot(state, keep=keep, blocks_kept=blocks_kept)
         self._quarantine.end(state)
-        self.queue.blocked = False
+        self.queue.unblock()
 
     def _preempt(self, state: RequestState, *, swap: bool = False) -> None:
         """Take a running request out of its slot; it is requeued once its last step has completed."""
@@ -501,7 +502,7 @@ class GenerateGroup(GroupViews):
         """
         if not self.queue:
             return False
-        self.queue.blocked = False
+        self.queue.unblock()
         if not self._front_first:
             self._front_first = True
             return True

@@ -11,7 +11,7 @@ from vsched.kernel.generate.request_queue import RequestQueue
 from vsched.kernel.generate.running import RunningSet
 from vsched.kernel.generate.step_budget import StepTimeModel
 from vsched.kernel.generate.swap_space import SwapSpace
-from vsched.kernel.groups import Group
+from vsched.kernel.groups import Group, PlanMarks
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import Phase, RequestState
 
@@ -29,6 +29,14 @@ class GroupViews(Group):
     _swap: SwapSpace
     _counts: dict[str, int]
     _known_tokens: int
+
+    def __init__(self, name: str, index: int, marks: PlanMarks) -> None:
+        self.index = index
+        self._marks = marks
+        super().__init__(name)
+
+    def look(self) -> None:
+        self._marks.mark(self.index)
 
     @property
     def idle(self) -> bool:

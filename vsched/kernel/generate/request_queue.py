@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.waiting_queue import OrderedQueue
 
@@ -57,9 +59,11 @@ class RequestQueue(OrderedQueue[ReadyEntry]):
         blocked: Whether the front was found to have no room; nothing joins before something changes.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, look: Callable[[], None]) -> None:
+        """Make an empty queue; `look` is told when somebody may join who could not before."""
         super().__init__()
         self.blocked = False
+        self._look = look
         self._block_size = block_size
         self._by_number: dict[int, ReadyEntry] = {}
 
@@ -68,9 +72,18 @@ class RequestQueue(OrderedQueue[ReadyEntry]):
         state.phase = Phase.READY
         entry = self._by_number[state.number] = ReadyEntry(state, self._block_size)
         self.put_new(entry)
-        self.blocked = False
+        self.unblock()
 
     def dequeue(self, state: RequestState) -> None:
         """Take a request out; it must be in."""
         self.remove(self._by_number.pop(state.number))
+        self.unblock()
+
+    def may_join(self, now_ns: int) -> bool:
+        """Return whether anybody waits whom nothing but the admission policy keeps from joining, as far as is known."""
+        return bool(self.entries) and not self.blocked and self.held_until(now_ns) is None
+
+    def unblock(self) -> None:
+        """Something has changed: the front may have room."""
         self.blocked = False
+        self._look()

@@ -211,7 +211,8 @@ class PlannedStep(msgspec.Struct, frozen=True):
         decision: The step; None when there is nothing to run, or enough is in flight.
         requeued: Requests that must find their way into the queue again: preempted, or without their embeddings.
         prefilled: Requests with a chunk in this step, after which they decode or go on prefilling.
-        more: Whether another step may be sent behind it.
+        more: Whether more may come of it though nothing of the group changes: another step may be sent behind this
+            one, or a policy, which let nobody go on, may decide otherwise after the next event.
     """
 
     decision: GenerateDecision | None = None

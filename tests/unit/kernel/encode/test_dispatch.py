@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
 import pytest
 
-from tests.unit.kernel.setups import assert_served, image_request, make_limits
-from vsched.policy import Dispatch, DispatchPolicy, DispatchView
+from tests.unit.kernel.setups import as_shown, assert_served, image_request, make_limits
+from vsched.policy import Dispatch, DispatchPolicy, DispatchView, EncodeGroupView
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched_policies.dispatch import LeastLoadedGroup, SizeClasses
 
@@ -21,7 +22,8 @@ class Watched(DispatchPolicy, frozen=True, kw_only=True):
     waiting: ClassVar[list[list[int | None]]] = []
 
     def dispatch(self, view: DispatchView) -> Dispatch:
-        self.views.append(view)
+        groups = [as_shown(group, EncodeGroupView) for group in view.groups]
+        self.views.append(msgspec.structs.replace(view, groups=groups))
         self.waiting.append([entry.tokens for entry in view.waiting])
         return Dispatch(max(index for index, group in enumerate(view.groups) if group.free))
 

@@ -1,0 +1,124 @@
+"""Only marked groups are asked for a step: that decides what asking all of them would, and no mark is missing."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.unit.kernel.policy_pool import random_policies
+from vsched.kernel.commands import Command
+from vsched.kernel.generate.group import GenerateGroup
+from vsched.kernel.groups import PlanMarks
+from vsched.kernel.waiting_queue import Holds, OrderedQueue
+from vsched.testing import ModelCluster, run_random
+
+
+class Listening(ModelCluster):
+    """Keeps every command."""
+
+    heard: list[Command]
+
+    def carry_out(self, command: Command) -> None:
+        self.__dict__.setdefault("heard", []).append(command)
+        super().carry_out(command)
+
+
+def run(seed: int) -> ModelCluster:
+    """Run a random schedule under random policies, or under the default ones."""
+    rng = random.Random(seed)
+    return run_random(rng, random_policies(rng) if seed % 3 else None, make=Listening)
+
+
+def run_many() -> None:
+    """Run schedules until one fails."""
+    for seed in range(100):
+        run(seed)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_marked_groups_decide_what_asking_all_would(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked = run(seed)
+    assert isinstance(marked, Listening)
+    walk = PlanMarks.walk
+
+    def all_of(marks: PlanMarks) -> Iterator[int]:
+        list(walk(marks))
+        yield from range(len(marks._marked))
+
+    monkeypatch.setattr(PlanMarks, "walk", all_of)
+    full = run(seed)
+    assert isinstance(full, Listening)
+    assert marked.heard == full.heard
+    assert marked.kernel.statistics() == full.kernel.statistics()
+
+
+def without_look_from(caller: str) -> Callable[[GenerateGroup], None]:
+    """Return a `look` that marks nothing when this function calls it."""
+
+    def look(group: GenerateGroup) -> None:
+        if sys._getframe(1).f_code.co_name != caller:
+            group._marks.mark(group.index)
+
+    return look
+
+
+@pytest.mark.parametrize(
+    "caller", ["unblock", "complete_step", "set_status", "items_ready", "_plan_generate"]
+)
+def test_checks_find_a_mark_that_is_missing(caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GenerateGroup, "look", without_look_from(caller))
+    with pytest.raises(AssertionError, match=r"needs a look, and is not marked"):
+        run_many()
+
+
+def test_checks_find_a_hold_whose_end_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_ended = Holds.take_ended
+
+    def miss(holds: Holds, now_ns: int) -> list[int]:
+        take_ended(holds, now_ns)
+        return []
+
+    monkeypatch.setattr(Holds, "take_ended", miss)
+    with pytest.raises(AssertionError, match=r"is not marked|than is noted"):
+        run_many()
+
+
+def test_marks_are_walked_in_order_and_taken() -> None:
+    marks = PlanMarks(5)
+    for index in (4, 1, 4):
+        marks.mark(index)
+    walked = []
+    for index in marks.walk():
+        walked.append(index)
+        if index == 1:
+            for other in (1, 0, 2):
+                marks.mark(other)
+    assert walked == [1, 2, 4], "what is marked meanwhile has its turn if that is still to come"
+    assert [index in marks for index in range(5)] == [True, True, False, False, False]
+    assert list(marks.walk()) == [0, 1]
+    assert list(marks.walk()) == []
+
+
+def test_holds_tell_the_first_end_that_still_holds() -> None:
+    queues: list[OrderedQueue[object]] = [OrderedQueue() for _ in range(3)]  # type: ignore[type-var]
+    holds = Holds(queues)
+    queues[0].hold_until_ns, queues[2].hold_until_ns = 30, 20
+    for _ in range(2):
+        for index in range(3):
+            holds.note(index, 10)
+    assert holds.first_end() == 20
+    queues[2].hold_until_ns = None  # an entry came that the policy has not seen
+    assert holds.first_end() == 30
+    queues[2].hold_until_ns = 20
+    holds.note(2, 10)
+    assert holds.first_end() == 20, "held again, until the same time"
+    assert holds.take_ended(29) == [2]
+    assert holds.first_end() == 30
+    assert holds.take_ended(30) == [0]
+    holds.note(0, 30)
+    assert holds.first_end() is None, "a hold that is over is none"
