@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
+from typing import Protocol
 
 
 class Status(enum.StrEnum):
@@ -88,3 +89,60 @@ class PlanMarks:
 
     def __contains__(self, index: int) -> bool:
         return self._marked[index]
+
+
+class Loaded(Protocol):
+    """A group with a load."""
+
+    @property
+    def load_tokens(self) -> int: ...
+    @property
+    def slots_held(self) -> int: ...
+    @property
+    def open(self) -> bool: ...
+
+
+class Loads:
+    """The loads of all generate groups, each kept until its group changes.
+
+    Who routes, or counts at the front door, reads numbers that lie together, and not every group.
+
+    Attributes:
+        tokens: Of each group the tokens of all its requests.
+        open: Whether each takes new work.
+        tokens_total: The sum of `tokens`; likewise `slots_total` of the slots that requests hold.
+    """
+
+    def __init__(self, groups: Sequence[Loaded]) -> None:
+        self._groups = groups
+        self.tokens = [0] * len(groups)
+        self.open = [False] * len(groups)
+        self._slots = [0] * len(groups)
+        self.tokens_total = self.slots_total = 0
+        self._changed = dict.fromkeys(range(len(groups)))
+
+    def change(self, index: int) -> None:
+        """A group has changed, or is about to."""
+        self._changed[index] = None
+
+    def refresh(self) -> Loads:
+        """Look at the groups that have changed since this was last asked; return this."""
+        for index in self._changed:
+            group = self._groups[index]
+            tokens, slots = group.load_tokens, group.slots_held
+            self.tokens_total += tokens - self.tokens[index]
+            self.slots_total += slots - self._slots[index]
+            self.tokens[index], self._slots[index] = tokens, slots
+            self.open[index] = group.open
+        self._changed.clear()
+        return self
+
+    def check(self) -> None:
+        """Assert that no change was missed."""
+        self.refresh()
+        groups = self._groups
+        assert self.tokens == [group.load_tokens for group in groups], "a load has changed unseen"
+        assert self._slots == [group.slots_held for group in groups], "a slot has changed unseen"
+        assert self.open == [group.open for group in groups], "a status has changed unseen"
+        totals = sum(self.tokens), sum(self._slots)
+        assert totals == (self.tokens_total, self.slots_total), "loads are added up wrongly"

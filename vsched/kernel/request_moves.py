@@ -17,6 +17,7 @@ from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.events import FurtherAnswer, Submitted
 from vsched.kernel.generate.chunks import drop_claims_before, reach
 from vsched.kernel.generate.group import GenerateGroup
+from vsched.kernel.groups import Loads
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import ask_encoding
 from vsched.kernel.policy_seats import PolicySeats
@@ -53,13 +54,17 @@ class RequestMoves:
         groups: Sequence[GenerateGroup],
         seats: PolicySeats,
         measured: Measured,
+        loads: Loads,
     ) -> None:
         self._limits = limits
         self._encoding = seats.place("encode.encoding", policies.encoding)
         self._table = table
         self._cache = cache
         self._groups = groups
-        self._router = Router(seats.place("routing", policies.routing), limits, groups, measured)
+        self._loads = loads
+        self._router = Router(
+            seats.place("routing", policies.routing), limits, groups, measured, loads
+        )
         self._given_up = ""
         self.ended_answers: list[RequestState] = []
 
@@ -122,7 +127,7 @@ class RequestMoves:
         waiting_bytes += (answers - 1) * host_bytes(request, items=False)
         if len(table.live) + answers <= limits.waiting and waiting_bytes <= limits.waiting_bytes:
             return None  # however many of them run
-        waiting = len(table.live) - sum(group.slots_held for group in self._groups)
+        waiting = len(table.live) - self._loads.refresh().slots_total
         if waiting_bytes > limits.waiting_bytes:  # else it does not matter which of them run
             running = [state for group in self._groups for state in group.running]
             waiting_bytes -= sum(state.host_bytes for state in running)
@@ -142,6 +147,7 @@ class RequestMoves:
             group = self._router.choose(state)
         state.replica = group.index
         group.add(state)
+        self._loads.change(group.index)
         return self.enqueue(state, now_ns, arriving=arriving)
 
     # --- snapshots ---
@@ -297,7 +303,9 @@ class RequestMoves:
 
     def move(self, state: RequestState, now_ns: int) -> Sequence[Command]:
         """Find another group for a request that holds no slot."""
-        self.group_of(state).let_go(state)
+        group = self.group_of(state)
+        group.let_go(state)
+        self._loads.change(group.index)
         return self._route(state, now_ns)
 
     def _suspend(self, state: RequestState) -> None:
@@ -323,6 +331,7 @@ class RequestMoves:
         """Free all that a request holds, and return its one terminal command."""
         group = self.group_of(state)
         group.remove(state, now_ns)
+        self._loads.change(group.index)
         group.measures.note_end(state, reason, now_ns)
         self.drop_claims(state)
         self._table.remove(state, reason)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from vsched.kernel.generate.group import GenerateGroup
+from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import ask_routing
 from vsched.kernel.policy_seats import PolicySeat
@@ -27,12 +28,15 @@ class RouterState(msgspec.Struct):
 
 
 class Asked:
-    """The request that a routing policy is asked about, and how many of its items each replica was sent last."""
+    """The request that a routing policy is asked about, how many of its items each replica was sent last, and loads."""
 
-    __slots__ = ("seen", "state")
+    __slots__ = ("loads", "seen", "state")
 
     state: RequestState
     seen: Counter[int]
+
+    def __init__(self, loads: Loads) -> None:
+        self.loads = loads
 
 
 class RoutedGroup:
@@ -48,12 +52,12 @@ class RoutedGroup:
     @property
     def load_tokens(self) -> int:
         """Tokens of all its requests."""
-        return self._group.load_tokens
+        return self._asked.loads.tokens[self.index]
 
     @property
     def healthy(self) -> bool:
         """Whether it takes requests."""
-        return self._group.open
+        return self._asked.loads.open[self.index]
 
     @property
     def prefix_tokens(self) -> int:
@@ -84,10 +88,12 @@ class Router:
         limits: SchedulerLimits,
         groups: Sequence[GenerateGroup],
         measured: Measured,
+        loads: Loads,
     ) -> None:
         self._seat = seat
         self._groups = groups
-        self._asked = Asked()
+        self._loads = loads
+        self._asked = Asked(loads)
         self._replicas = tuple(RoutedGroup(group, self._asked) for group in groups)
         self._measured = measured
         self._limits = limits
@@ -96,12 +102,13 @@ class Router:
 
     def choose(self, state: RequestState) -> GenerateGroup:
         """Return the group of a request: one that takes work, or else one that will come back."""
-        usable = [group for group in self._groups if group.open] or [
-            group for group in self._groups if not group.retired
+        groups, opened = self._groups, self._loads.refresh().open
+        usable = [index for index, is_open in enumerate(opened) if is_open] or [
+            group.index for group in groups if not group.retired
         ]
-        chosen = usable[0] if len(usable) == 1 else self._ask(state, usable)
+        chosen = groups[usable[0] if len(usable) == 1 else self._ask(state, usable)]
         self._routed += 1
-        if len(self._groups) > 1:
+        if len(groups) > 1:
             self._remember(state, chosen.index)
         return chosen
 
@@ -113,7 +120,7 @@ class Router:
         """Take over a state."""
         self._routed, self._sent = state.routed, state.sent
 
-    def _ask(self, state: RequestState, usable: Sequence[GenerateGroup]) -> GenerateGroup:
+    def _ask(self, state: RequestState, usable: Sequence[int]) -> int:
         keys = [item.key for item in state.items]
         self._asked.state = state
         self._asked.seen = Counter(self._sent[key] for key in keys if key in self._sent)
@@ -127,10 +134,10 @@ class Router:
             measured=self._measured,
             state=self._seat.state,
         )
-        chosen = self._groups[ask_routing(self._seat, view)]
-        if chosen.open or chosen in usable:
+        chosen = ask_routing(self._seat, view)
+        if self._loads.open[chosen] or chosen in usable:
             return chosen
-        return min(usable, key=lambda group: group.load_tokens)  # the first of equals
+        return min(usable, key=self._loads.tokens.__getitem__)  # the first of equals
 
     def _remember(self, state: RequestState, index: int) -> None:
         for item in state.items:

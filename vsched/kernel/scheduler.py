@@ -48,7 +48,7 @@ from vsched.kernel.generate.group_state import GenerateGroupState
 from vsched.kernel.generate.measures import MeasuredGroups
 from vsched.kernel.generate.quarantine import is_suspect
 from vsched.kernel.generate.step_budget import PlannedStep
-from vsched.kernel.groups import Group, PlanMarks, Status
+from vsched.kernel.groups import Group, Loads, PlanMarks, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_seats import Ask, PolicyFaultsState, PolicySeats
 from vsched.kernel.request import Phase, RequestState
@@ -110,12 +110,14 @@ class Scheduler:
             )
             for index, name in enumerate(group_names("generate", limits.generators))
         ]
+        self._loads = loads = Loads(self.generators)
         measured = MeasuredGroups(self.generators, self.encode)
         self.encode.measured = self.embeddings.measured = measured
         for group in self.generators:
             group.measured = MeasuredGroups([group], self.encode)
+            group.loads = loads
         self._moves = RequestMoves(
-            limits, policies, self._table, self.embeddings, self.generators, seats, measured
+            limits, policies, self._table, self.embeddings, self.generators, seats, measured, loads
         )
         self._door = FrontDoor(
             seats.place("front_door", policies.front_door),
@@ -123,6 +125,7 @@ class Scheduler:
             self._table,
             self.generators,
             measured,
+            loads,
         )
         self._groups: dict[str, Group] = {
             group.name: group for group in (*self.encode.groups, *self.generators)
@@ -385,6 +388,7 @@ class Scheduler:
     ) -> PlannedStep:
         """Append the next step of a group, if it has one; return what was planned."""
         planned = group.plan(now_ns)
+        self._loads.change(group.index)
         if planned.more:
             group.look()
         self._holds.note(group.index, now_ns)
@@ -580,3 +584,4 @@ class Scheduler:
             if at_rest and stuck:
                 why = [group.explain(state) for state in stuck]
                 raise AssertionError(f"stuck in {group.name}: {why}")
+        self._loads.check()

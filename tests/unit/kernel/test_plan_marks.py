@@ -61,6 +61,8 @@ def without_look_from(caller: str) -> Callable[[GenerateGroup], None]:
     """Return a `look` that marks nothing when this function calls it."""
 
     def look(group: GenerateGroup) -> None:
+        if group.loads is not None:
+            group.loads.change(group.index)
         if sys._getframe(1).f_code.co_name != caller:
             group._marks.mark(group.index)
 

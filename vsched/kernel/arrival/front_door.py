@@ -16,6 +16,7 @@ from vsched.errors import limit_message
 from vsched.kernel.commands import Command, Enter, TurnAway
 from vsched.kernel.events import Knocked, Withdrawn
 from vsched.kernel.generate.group import GenerateGroup
+from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import ask_front_door
 from vsched.kernel.policy_seats import PolicySeat
@@ -58,12 +59,14 @@ class FrontDoor:
         table: RequestTable,
         groups: Sequence[GenerateGroup],
         measured: Measured,
+        loads: Loads,
     ) -> None:
         self._seat = seat
         self._limits = limits
         self._table = table
         self._groups = groups
         self._measured = measured
+        self._loads = loads
         self._held: dict[int, HeldRequest] = {}
         self._preparing: dict[int, Knocked] = {}
         self._tenants: dict[str, int] = {}
@@ -149,7 +152,8 @@ class FrontDoor:
     def _view(self, request: HeldRequest, now_ns: int) -> FrontDoorView:
         knocked, table, groups = request.knocked, self._table, self._groups
         tenant, target_ms = knocked.tenant, knocked.ttft_target_ms
-        running = sum(group.slots_held for group in groups)
+        loads = self._loads.refresh()
+        running = loads.slots_total
         return FrontDoorView(
             now_ns=now_ns,
             request=ArrivalView(
@@ -169,7 +173,7 @@ class FrontDoor:
             running=running,
             waiting_max=self._limits.waiting,
             tenant_requests=table.tenants.get(tenant, 0) + self._tenants.get(tenant, 0),
-            load_tokens=sum(group.load_tokens for group in groups),
+            load_tokens=loads.tokens_total,
             load_limit_tokens=self._limits.blocks * self._limits.block_size * len(groups),
             measured=self._measured,
             state=self._seat.state,

@@ -11,7 +11,7 @@ from vsched.kernel.generate.request_queue import RequestQueue
 from vsched.kernel.generate.running import RunningSet
 from vsched.kernel.generate.step_budget import StepTimeModel
 from vsched.kernel.generate.swap_space import SwapSpace
-from vsched.kernel.groups import Group, PlanMarks
+from vsched.kernel.groups import Group, Loads, PlanMarks
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import Phase, RequestState
 
@@ -33,10 +33,13 @@ class GroupViews(Group):
     def __init__(self, name: str, index: int, marks: PlanMarks) -> None:
         self.index = index
         self._marks = marks
+        self.loads: Loads | None = None  # set once all groups are there
         super().__init__(name)
 
     def look(self) -> None:
         self._marks.mark(self.index)
+        if self.loads is not None:
+            self.loads.change(self.index)
 
     @property
     def idle(self) -> bool:
