@@ -1,9 +1,9 @@
 """The pages say what is: links lead somewhere, examples run, commands, options, targets and files exist.
 
 Conventions in the pages: a `python` block behind `<!-- runnable: NAME.py -->` is imported under that name, and its
-functions called `test_*` are run; the blocks of one page lie in one folder. Every `toml` block must load as a
-configuration there. Commands are checked in `sh` blocks, behind a `$` in `text` blocks, and in `code` that starts with
-`vsched` or `make`.
+functions called `test_*` are run, by pytest where it imports that; the blocks of one page lie in one folder. Every
+`toml` block must load as a configuration there. Commands are checked in `sh` blocks, behind a `$` in `text` blocks, and
+in `code` that starts with `vsched` or `make`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import pkgutil
 import re
 import shlex
+import subprocess
 import sys
 from array import array
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 import typer
 
+from tests.patience import PATIENCE_S
 from vsched.cli import app
 from vsched.cli.main import import_commands
 from vsched.config import load_config
@@ -237,9 +239,26 @@ def pages_with(language: str, *, runnable: bool = False) -> list[Path]:
     ]
 
 
+def run_by_pytest(file: Path) -> None:
+    """Run a file of tests that use fixtures as its reader would."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file.name],
+        cwd=file.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE), done.stdout
+
+
 @pytest.mark.parametrize("folder", pages_with("python", runnable=True), ids=shown, indirect=True)
 def test_docs_runnable_examples_run(folder: Path) -> None:
     for file in sorted(folder.glob("*.py")):
+        if "import pytest\n" in file.read_text():
+            run_by_pytest(file)
+            continue
         module = importlib.import_module(file.stem)
         tests = [value for name, value in vars(module).items() if name.startswith("test_")]
         assert bool(tests) == file.stem.startswith("test_")

@@ -92,12 +92,20 @@ class SimCase:
         assert loop is not None, "a synchronous test has no loop; make a VirtualLoop"
         return loop
 
-    def draw_faults(self, groups: Sequence[str], span_ns: int, *, ranks: int = 1) -> FaultPlan:
+    def draw_faults(
+        self,
+        groups: Sequence[str],
+        span_ns: int,
+        *,
+        ranks: int = 1,
+        hosts: Sequence[str] = (),
+    ) -> FaultPlan:
         """Return a plan drawn from the seed, or the one given with `--sim-plan`; a report of failure shows it."""
         from vsched.sim.faults.plan import random_plan
 
         generator = random.Random(f"faults {self.seed}")  # noqa: S311
-        return self.faults_or(random_plan(generator, groups, span_ns, ranks=ranks))
+        plan = random_plan(generator, groups, span_ns, ranks=ranks, hosts=hosts)
+        return self.faults_or(plan)
 
     def faults_or(self, plan: FaultPlan) -> FaultPlan:
         """Return this plan, or the one given with `--sim-plan`; a report of failure shows it."""
@@ -236,7 +244,15 @@ def sim(request: pytest.FixtureRequest) -> SimCase:
 
 
 @pytest.fixture
-def sim_engine(sim: SimCase) -> Callable[..., SimEngine]:
+def sim_config() -> Config:
+    """The configuration of `sim_engine`, which `faults` are drawn for; a fixture of a file of tests may replace it."""
+    from vsched.sim.cluster import small_config
+
+    return small_config()
+
+
+@pytest.fixture
+def sim_engine(sim: SimCase, sim_config: Config) -> Callable[..., SimEngine]:
     """Return a maker of engines that are seeded like the test: use what it makes with `async with`.
 
     Takes what `vsched.sim.cluster.SimEngine` takes.
@@ -244,7 +260,7 @@ def sim_engine(sim: SimCase) -> Callable[..., SimEngine]:
     from vsched.sim.cluster import SimEngine
 
     def make(config: Config | None = None, **settings: Any) -> SimEngine:
-        return SimEngine(config, seed=sim.seed, **settings)
+        return SimEngine(config or sim_config, seed=sim.seed, **settings)
 
     return make
 
@@ -258,12 +274,12 @@ def workload(sim: SimCase) -> tuple[Arrival, ...]:
 
 
 @pytest.fixture
-def faults(sim: SimCase) -> FaultPlan:
-    """Faults for the groups of `sim_engine`, drawn from the seed or given with `--sim-plan`."""
-    from vsched.sim.cluster import groups_of, small_config
+def faults(sim: SimCase, sim_config: Config) -> FaultPlan:
+    """Faults for the groups and the other hosts of `sim_config`, drawn from the seed or given with `--sim-plan`."""
+    from vsched.sim.cluster import groups_of
     from vsched.sim.cluster.scenario import SPAN_NS
 
-    return sim.draw_faults(groups_of(small_config()), SPAN_NS)
+    return sim.draw_faults(groups_of(sim_config), SPAN_NS, hosts=tuple(sim_config.cluster.hosts))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -220,3 +220,33 @@ def test_plugin_refuses_markers_that_are_wrong(project: pytest.Pytester) -> None
     lines = [f"*test_{index}.py::test_it: {one}*" for index, one in enumerate(complaints)]
     fixture = "*the fixture sim is for tests marked with pytest.mark.sim*"
     result.stdout.fnmatch_lines([*lines, fixture])
+
+
+def test_plugin_draws_faults_of_the_hosts_that_a_file_configures(
+    project: pytest.Pytester,
+) -> None:
+    source = """
+from vsched.config.cluster import ClusterConfig
+from vsched.sim import HostCrash, HostCut, HostStall, SlowHostLink, WorkerCrash, small_config
+
+SEEN = set()
+
+@pytest.fixture
+def sim_config():
+    hosts = {"far": "tcp://10.0.0.2:7700"}
+    return small_config(cluster=ClusterConfig(hosts=hosts, key_file="any", encode=["far"]))
+
+@pytest.mark.sim(seeds=120)
+def test_faults_are_drawn(faults):
+    SEEN.update(type(fault) for fault in faults.faults)
+    assert {getattr(fault, "host", "far") for fault in faults.faults} <= {"far"}
+
+@pytest.mark.sim
+async def test_engine_has_the_hosts(sim_engine):
+    async with sim_engine() as engine:
+        assert set(engine.config.cluster.hosts) == {"far"}
+
+def test_all_kinds_were_there():
+    assert {HostCrash, HostCut, HostStall, SlowHostLink, WorkerCrash} <= SEEN
+"""
+    run(project, source).assert_outcomes(passed=122)

@@ -242,6 +242,24 @@ HOST_KINDS: tuple[type[AnyFault], ...] = get_args(HostFault)
 """The kinds that are drawn where there are other hosts, besides."""
 
 
+def drawn_kinds(
+    hosts: Sequence[str], kinds: Sequence[type[AnyFault]] | None = None
+) -> Sequence[type[AnyFault]]:
+    """Return what can go wrong with these hosts: `kinds`, and without any named all that there are.
+
+    Raises:
+        ValueError: When a kind strikes a host, and there is none.
+    """
+    if kinds is None:
+        return (*KINDS, *HOST_KINDS) if hosts else KINDS
+    for kind in kinds if not hosts else ():
+        if kind in HOST_KINDS:
+            raise ValueError(
+                f"{kind.__name__} strikes a host, and there is none. Remedy: give hosts=[...], or other kinds"
+            )
+    return kinds
+
+
 class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What goes wrong in a run; `seed` is for everything in the run that is random."""
 
@@ -366,11 +384,11 @@ def random_plan(
     span_ns: int,
     *,
     ranks: int = 1,
-    kinds: Sequence[type[AnyFault]] = KINDS,
+    kinds: Sequence[type[AnyFault]] | None = None,
     faults_max: int = FAULTS_MAX,
     hosts: Sequence[str] = (),
 ) -> FaultPlan:
-    """Draw a plan: first which kinds there are at all, then faults of these.
+    """Draw a plan: first which kinds there are at all, then faults of these; by default of all, see `drawn_kinds`.
 
     A run without some of the kinds reaches what they would have hidden: a system that is restarted all the time never
     gets slow.
@@ -378,6 +396,7 @@ def random_plan(
     stage = Stage(groups=tuple(groups), span_ns=span_ns, ranks=ranks, hosts=tuple(hosts))
     choices = _RandomChoices(rng)
     seed = rng.getrandbits(32)
+    kinds = drawn_kinds(hosts, kinds)
     subset = [kind for kind in kinds if rng.random() < 0.5] or [rng.choice(kinds)]
     faults = [
         draw_fault(choices, rng.choice(subset), stage) for _ in range(rng.randint(0, faults_max))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies
 
-from vsched.sim.faults.plan import FAULTS_MAX, KINDS, AnyFault, FaultPlan, Stage, draw_fault
+from vsched.sim.faults.plan import FAULTS_MAX, AnyFault, FaultPlan, Stage, draw_fault, drawn_kinds
 
 T = TypeVar("T")
 Draw = Callable[[strategies.SearchStrategy[Any]], Any]
@@ -36,7 +36,8 @@ def faults(
     span_ns: int,
     *,
     ranks: int = 1,
-    kinds: Sequence[type[AnyFault]] = KINDS,
+    kinds: Sequence[type[AnyFault]] | None = None,
+    hosts: Sequence[str] = (),
 ) -> strategies.SearchStrategy[AnyFault]:
     """Return a strategy for one fault; earlier `kinds` are simpler.
 
@@ -44,15 +45,19 @@ def faults(
         groups: The groups that faults strike; the first is the simplest.
         span_ns: When they begin, at the latest.
         ranks: The ranks of each group.
-        kinds: What can go wrong.
+        kinds: What can go wrong; by default everything, with other hosts if there are any.
+        hosts: The other hosts, by their names in `cluster.hosts`.
+
+    Raises:
+        ValueError: When a kind strikes a host, and there is none.
     """
-    stage = Stage(groups=tuple(groups), span_ns=span_ns, ranks=ranks)
+    stage = Stage(groups=tuple(groups), span_ns=span_ns, ranks=ranks, hosts=tuple(hosts))
 
     @strategies.composite
     def fault(draw: Draw, kind: Any) -> AnyFault:
         return draw_fault(_DrawnChoices(draw), kind, stage)
 
-    return strategies.one_of([fault(kind) for kind in kinds])
+    return strategies.one_of([fault(kind) for kind in drawn_kinds(hosts, kinds)])
 
 
 def fault_plans(
@@ -60,11 +65,12 @@ def fault_plans(
     span_ns: int,
     *,
     ranks: int = 1,
-    kinds: Sequence[type[AnyFault]] = KINDS,
+    kinds: Sequence[type[AnyFault]] | None = None,
+    hosts: Sequence[str] = (),
     faults_max: int = FAULTS_MAX,
 ) -> strategies.SearchStrategy[FaultPlan]:
     """Return a strategy for plans; the arguments are those of `faults`, and how many there are at most."""
-    fault = faults(groups, span_ns, ranks=ranks, kinds=kinds)
+    fault = faults(groups, span_ns, ranks=ranks, kinds=kinds, hosts=hosts)
 
     @strategies.composite
     def plan(draw: Draw) -> FaultPlan:

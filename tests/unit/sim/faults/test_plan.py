@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from vsched.errors import ConfigError
 from vsched.sim.faults.plan import (
     FAULTS_MAX,
+    HOST_KINDS,
     KINDS,
     AnyFault,
     Disconnect,
@@ -17,6 +18,8 @@ from vsched.sim.faults.plan import (
     FaultPlan,
     GroupOutage,
     Hang,
+    HostCrash,
+    HostStall,
     MessageFault,
     Partition,
     Slowdown,
@@ -144,6 +147,35 @@ def test_strategy_draws_every_kind() -> None:
 
     collect()
     assert seen == set(KINDS)
+
+
+@pytest.mark.slow
+def test_strategy_draws_faults_of_hosts_where_there_are_some() -> None:
+    seen: set[type[AnyFault]] = set()
+
+    @settings(SHRINKING, max_examples=400, phases=[Phase.generate])
+    @given(fault_plans(GROUPS, SPAN_NS, hosts=["far", "farther"]))
+    def collect(plan: FaultPlan) -> None:
+        seen.update(type(fault) for fault in plan.faults)
+        assert {getattr(fault, "host", "far") for fault in plan.faults} <= {"far", "farther"}
+
+    collect()
+    assert seen == {*KINDS, *HOST_KINDS}
+
+
+@pytest.mark.slow
+def test_strategy_shrinks_a_fault_of_a_host() -> None:
+    found = hypothesis.find(
+        fault_plans(GROUPS, SPAN_NS, hosts=["far", "farther"]),
+        lambda plan: any(getattr(fault, "host", "") == "farther" for fault in plan.faults),
+        settings=SHRINKING,
+    )
+    assert found == FaultPlan(faults=(HostStall(at_ns=0, duration_ns=MS, host="farther"),))
+
+
+def test_kind_of_a_host_without_hosts_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"HostCrash strikes a host, and there is none. Remedy:"):
+        fault_plans(GROUPS, SPAN_NS, kinds=[Hang, HostCrash])
 
 
 @pytest.mark.slow
