@@ -43,6 +43,8 @@ def simulate(
     tpot_target_ms: options.TargetOption = 100.0,
     draft_acceptance: options.DraftAcceptanceOption = 0.0,
     draft_model_time: options.DraftModelTimeOption = 0.2,
+    link_mbit: options.LinkMbitOption = 1000.0,
+    link_latency_ms: options.LinkLatencyOption = 0.2,
     outage: options.OutagesOption = None,
     swarm: options.SwarmOption = None,
     probes: options.ProbesOption = False,
@@ -64,6 +66,7 @@ def simulate(
         return
     from vsched.sim.cost.model import load_cost_model
     from vsched.sim.fast.metrics import Targets
+    from vsched.sim.network.lane import HostLinkProfile
     from vsched.sim.setup import DraftLuck, inspect_checkpoint
 
     named = _configs(config, assignments)
@@ -83,6 +86,9 @@ def simulate(
         info=info,
         kv_tokens=kv_tokens,
         drafts=DraftLuck(draft_acceptance, draft_model_time),
+        host_links=HostLinkProfile(
+            latency_ns=int(link_latency_ms * 1e6), bytes_per_s=link_mbit * 125_000
+        ),
     )
     _say(load_of, outcomes, costs)
     _write(outcomes, html=html, csv=csv, json=json, plot=plot)

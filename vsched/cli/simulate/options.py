@@ -39,6 +39,17 @@ KvTokensOption = Annotated[
     int | None, typer.Option(min=1, help="KV cache of a replica.", show_default="generate.memory")
 ]
 
+LinkMbitOption = Annotated[
+    float,
+    typer.Option(
+        min=0.001,
+        help="Megabits a second of the link to each host of `cluster`, in each direction.",
+    ),
+]
+LinkLatencyOption = Annotated[
+    float, typer.Option(min=0, help="Milliseconds of the way to a host of `cluster`.")
+]
+
 DraftAcceptanceOption = Annotated[
     float,
     typer.Option(

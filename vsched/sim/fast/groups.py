@@ -19,6 +19,7 @@ from vsched.kernel.decisions import Decision, DraftGrant, EncodeDecision, Genera
 from vsched.kernel.events import Drafted, Encoded, EncodeFailed, Event, Finished, Stepped
 from vsched.kernel.generate.step_budget import pairs_of
 from vsched.sim.cost.model import CostModel
+from vsched.sim.fast.links import GroupLink
 from vsched.sim.fast.metrics import LiveRequest, Sketch
 from vsched.sim.setup import DraftLuck
 from vsched.sim.workload.requests import OUTPUT_TOKEN
@@ -61,7 +62,11 @@ class SimulatedGroup:
     """One group; the simulation asks it when its step ends or pauses, and for the event that it ends with.
 
     Attributes:
-        log: Decisions that are out with when they were decided; the first is under way if the device runs this group.
+        link: The link to its host, if that is another; None on the engine's.
+        log: Decisions that are out with when they were decided, and when they are there; the first is under way if the
+            device runs this group.
+        losses: How often it was lost.
+        told_ns: When the engine hears of the step that ended last.
         incarnation: Counts losses, and ends that were announced anew; one announced in an earlier incarnation is void.
         slowdown: What the time of a step is multiplied by.
         held_ns: No step begins before this time.
@@ -71,7 +76,10 @@ class SimulatedGroup:
     def __init__(self, name: str, cost: CostModel, device: SharedDevice, rng: Random) -> None:
         self.name = name
         self.device = device
-        self.log: deque[tuple[Decision, int]] = deque()
+        self.link: GroupLink | None = None
+        self.log: deque[tuple[Decision, int, int]] = deque()
+        self.losses = 0
+        self.told_ns = 0
         self.incarnation = 0
         self.slowdown = 1.0
         self.held_ns = 0
@@ -92,7 +100,8 @@ class SimulatedGroup:
 
     def decide(self, decision: Decision, now_ns: int) -> int:
         """Take a decision; return when its step ends, or 0 when it cannot begin yet."""
-        self.log.append((decision, now_ns))
+        there_ns = now_ns if self.link is None else self.link.decision_ns(decision, now_ns)
+        self.log.append((decision, now_ns, there_ns))
         device = self.device
         device.ready.append(self)
         return self.begin(now_ns) if device.running is None else 0
@@ -102,13 +111,13 @@ class SimulatedGroup:
         device = self.device
         device.ready.popleft()
         device.running = self
-        decision, decided_ns = self.log[0]
+        decision, decided_ns, there_ns = self.log[0]
         took_ns = self._start(decision)
         if now_ns == decided_ns:
             took_ns *= self._cold  # nothing ran when it was decided
         if self._noise:
             took_ns *= max(self._rng.gauss(1.0, self._noise), NOISE_LEAST)
-        self._start_ns = max(decided_ns + self._decision_ns, now_ns + self._gap_ns, self.held_ns)
+        self._start_ns = max(there_ns + self._decision_ns, now_ns + self._gap_ns, self.held_ns)
         return self._start_ns + (int(took_ns * self.slowdown) or 1)
 
     def end(self, now_ns: int) -> Event | None:
@@ -121,14 +130,18 @@ class SimulatedGroup:
         if self._left_ns:
             device.ready.append(self)  # it goes on after what was decided meanwhile
             return None
-        decision, _ = self.log.popleft()
+        decision, _, _ = self.log.popleft()
+        self.told_ns = now_ns if self.link is None else self.link.result_ns(decision, now_ns)
         self.steps += 1
         return self._finish(decision, now_ns)
 
     def lose(self) -> None:
         """Forget everything, as the loss of the processes does."""
         self.incarnation += 1
+        self.losses += 1
         self._left_ns = 0.0
+        if self.link is not None:
+            self.link.lose()
         self.log.clear()
         device = self.device
         if device.running is self:

@@ -127,6 +127,8 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
         embedding_hits: Share of embeddings asked for that were there, or on their way.
         failed: Requests that were refused or ended in an error, by code.
         encode_busy: Share of the span that encode groups worked; likewise `generate_busy`.
+        link_bytes: Bytes that went to other hosts, and came from them.
+        link_busy: Share of the span that bytes were leaving on the busiest way to or from a host.
         tenants: By tenant, the first few of them, where the workload names any.
     """
 
@@ -155,6 +157,8 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
     generate_busy: float
     policy_faults: dict[str, int]
     tenants: dict[str, TenantFigures]
+    link_bytes: int = 0
+    link_busy: float = 0.0
 
 
 class LiveRequest:
@@ -372,10 +376,12 @@ def figures_of(
     *,
     groups: tuple[int, int],
     kernel: Mapping[str, Any],
+    links: tuple[int, int] = (0, 0),
 ) -> SimulationFigures:
     """Return the figures.
 
-    `totals` are those of `SUMS`, `groups` how many encode and generate groups there are, `kernel` its statistics.
+    `totals` are those of `SUMS`, `groups` how many encode and generate groups there are, `kernel` its statistics,
+    `links` the bytes of all links and how long the busiest way was busy.
     """
     hits, misses = kernel["encode"]["cache_hits"], kernel["encode"]["cache_misses"]
     of = dict(zip(SUMS, totals, strict=True))
@@ -406,5 +412,7 @@ def figures_of(
         encode_busy=of["encode_busy_ns"] / span_ns / max(groups[0], 1),
         generate_busy=of["generate_busy_ns"] / span_ns / groups[1],
         policy_faults=dict(kernel["policy_faults"]),
+        link_bytes=links[0],
+        link_busy=links[1] / span_ns,
         tenants={name: one.figures() for name, one in collector.tenants.items()},
     )

@@ -22,6 +22,7 @@ from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.simulation import EventObserver, OnRequests, Simulation
 from vsched.sim.faults.plan import FaultPlan
 from vsched.sim.invariants import Oracles
+from vsched.sim.network.lane import HostLinkProfile
 from vsched.sim.setup import DraftLuck, prepare
 from vsched.sim.workload.requests import Workload
 from vsched.types import ModelInfo
@@ -43,6 +44,7 @@ def simulate(
     info: ModelInfo | None = None,
     kv_tokens: int | None = None,
     drafts: DraftLuck | None = None,
+    host_links: HostLinkProfile | None = None,
     observers: Sequence[EventObserver] = (),
     check_every: int | None = None,
 ) -> SimulationOutcome:
@@ -63,6 +65,7 @@ def simulate(
         info: The model's shape, where it is not the cost model's.
         kv_tokens: Tokens of a replica's KV cache, where they are not what `generate.memory` pins.
         drafts: What comes of drafts; without it nobody drafts.
+        host_links: What the links to the hosts of `cluster` are like.
         observers: See every event; with them the tokens of a step tell which slots yielded.
         check_every: Events between two checks of the kernel's whole state, with `oracles`; by default as many as keep
             them affordable.
@@ -73,7 +76,12 @@ def simulate(
     """
     setup = prepare(config, cost, policies=policies, info=info, kv_tokens=kv_tokens, drafts=drafts)
     simulation = Simulation(
-        setup, cost, seed=seed, targets=targets or Targets(), observers=observers
+        setup,
+        cost,
+        seed=seed,
+        targets=targets or Targets(),
+        observers=observers,
+        host_links=host_links,
     )
     if faults is not None:
         simulation.schedule(group_faults(faults, setup.config, restart_s=restart_s))

@@ -47,6 +47,7 @@ from vsched.sim.fast.groups import (
     make_devices,
 )
 from vsched.sim.fast.ingress import ImageJob, IncomingRequest, Ingress
+from vsched.sim.fast.links import Links
 from vsched.sim.fast.metrics import (
     Collector,
     LiveRequest,
@@ -56,6 +57,7 @@ from vsched.sim.fast.metrics import (
     figures_of,
 )
 from vsched.sim.invariants import SimulationFailed
+from vsched.sim.network.lane import HostLinkProfile
 from vsched.sim.setup import Setup
 from vsched.sim.workload.requests import Arrival, RequestMaker, Workload
 from vsched.types import group_names
@@ -63,7 +65,7 @@ from vsched.types import group_names
 START_NS = 1_000_000
 """The kernel's time when a workload begins: 0 means never to it."""
 PROGRESS_EVERY = 64
-STEP, READY, ARRIVE, TURN, TIMER, CHANGE, JOB, LEAVE = range(8)
+STEP, READY, ARRIVE, TURN, TIMER, CHANGE, JOB, LEAVE, TOLD = range(9)
 """Kinds of entries of the heap: a step ends, a request is prepared, sent, sent as a later turn, and so on."""
 OnRequests = Callable[[int], None]
 """Told how many requests have ended."""
@@ -90,6 +92,7 @@ class Simulation:
         seed: int,
         targets: Targets,
         observers: Sequence[EventObserver] = (),
+        host_links: HostLinkProfile | None = None,
     ) -> None:
         self.setup = setup
         self.kernel = Scheduler(setup.limits, setup.kernel_policies)
@@ -127,6 +130,16 @@ class Simulation:
         )
         self._contention = Contention.of(cost.host.contention, self._announce)
         self._make_groups(exact_tokens=bool(observers))
+        self._links = Links(
+            setup.config,
+            setup.info,
+            host_links or HostLinkProfile(),
+            encoders=[group.name for group in self.encoders],
+            generators=[group.name for group in self.generators],
+            rng=Random(f"links {seed}"),  # noqa: S311 - jitter
+        )
+        for name, link in self._links.groups.items():
+            self._groups[name].link = link
 
     def _make_groups(self, *, exact_tokens: bool) -> None:
         limits, cost = self.setup.limits, self._cost
@@ -204,7 +217,6 @@ class Simulation:
         heap, sampler = self._heap, self.sampler
         handle, groups, observers = self.kernel.handle, self._groups, self._observers
         encode_into, digested = msgspec.msgpack.Encoder().encode_into, self._digested
-        contention = self._contention
         event: Event | None
         while heap:
             now_ns, _, kind, subject, incarnation = heappop(heap)
@@ -213,9 +225,7 @@ class Simulation:
             if kind == STEP:
                 if incarnation != subject.incarnation:
                     continue  # it was lost meanwhile
-                event = subject.end(now_ns)
-                if contention is not None or subject.device.ready:
-                    self._leave(subject, now_ns)
+                event = self._end(subject, now_ns)
             else:
                 event = self._happen(kind, subject, incarnation, now_ns)
             if event is None:
@@ -246,6 +256,16 @@ class Simulation:
             self._announce(work, end_ns)
         else:
             self._contention.enter(work, end_ns - now_ns, now_ns)
+
+    def _end(self, group: SimulatedGroup, now_ns: int) -> Event | None:
+        """End the step of a group; return what the scheduler hears of it now."""
+        event = group.end(now_ns)
+        if self._contention is not None or group.device.ready:
+            self._leave(group, now_ns)
+        if event is None or group.told_ns <= now_ns:
+            return event
+        self._push(group.told_ns, TOLD, (group, group.losses, event))
+        return None
 
     def _leave(self, group: SimulatedGroup, now_ns: int) -> None:
         """End the work of a group: a group that shares its processes begins, or it goes on itself."""
@@ -284,6 +304,10 @@ class Simulation:
             return self._knock(subject, now_ns)
         if kind == LEAVE:
             return Withdrawn(subject)
+        if kind == TOLD:
+            group, losses, told = subject
+            heard: Event | None = told if losses == group.losses else None
+            return heard
         if kind == JOB:
             if incarnation == subject.incarnation:  # else its end was announced anew
                 if self._contention is not None:
@@ -446,6 +470,7 @@ class Simulation:
                 self._totals(),
                 groups=groups,
                 kernel=self.kernel.statistics(),
+                links=(self._links.bytes, self._links.busiest_ns),
             ),
             series=self.sampler.series(),
             cdf={

@@ -19,12 +19,14 @@ class Measure(NamedTuple):
     Attributes:
         better: `less` or `more` is better; empty where neither is.
         text: How a value is written.
+        hosts: Whether it is of other hosts only, and left out of the table where none has any.
     """
 
     name: str
     value: Callable[[SimulationFigures], float]
     better: str = ""
     text: str = "{:,.0f}"
+    hosts: bool = False
 
 
 def _spreads() -> list[Measure]:
@@ -60,9 +62,21 @@ MEASURES = [
     Measure("generators busy", lambda one: one.generate_busy, "", "{:.1%}"),
     Measure("encoder steps", lambda one: one.encode_steps),
     Measure("generator steps", lambda one: one.generate_steps),
+    Measure(
+        "to and from hosts, MB", lambda one: one.link_bytes / 1e6, "less", "{:,.1f}", hosts=True
+    ),
+    Measure("busiest link busy", lambda one: one.link_busy, "", "{:.1%}", hosts=True),
     Measure("simulated time, s", lambda one: one.span_s, "", "{:,.1f}"),
 ]
 """What is compared, in order."""
+
+
+def measures_of(outcomes: Sequence[SimulationOutcome]) -> list[Measure]:
+    """Return what is compared of these: without rows of other hosts where none has any."""
+    hosts = any(one.figures.link_bytes for one in outcomes)
+    return [measure for measure in MEASURES if hosts or not measure.hosts]
+
+
 SAME = 0.005
 """Values that differ by less are as good as each other."""
 
@@ -91,7 +105,7 @@ def comparison(outcomes: Sequence[SimulationOutcome]) -> Table:
     table.add_column("")
     for outcome in outcomes:
         table.add_column(outcome.label, justify="right", no_wrap=True)
-    for measure in MEASURES:
+    for measure in measures_of(outcomes):
         winners = best(measure, outcomes)
         cells = [
             f"[bold green]{text}[/]" if index in winners else text

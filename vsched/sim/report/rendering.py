@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vsched.errors import ConfigError
 from vsched.sim.fast.metrics import SimulationOutcome
-from vsched.sim.report.comparison import MEASURES, best, differences, failures
+from vsched.sim.report.comparison import best, differences, failures, measures_of
 
 TEMPLATE = "report.html.jinja"
 
@@ -38,7 +38,7 @@ def render_html(outcomes: Sequence[SimulationOutcome]) -> str:
         span_s=max(outcome.figures.span_s for outcome in outcomes),
         colours=[charts.colour(index) for index in range(len(outcomes))],
         differences=differences(outcomes),
-        measures=[(measure, best(measure, outcomes)) for measure in MEASURES],
+        measures=[(measure, best(measure, outcomes)) for measure in measures_of(outcomes)],
         failures=failures(outcomes),
         quantiles=[charts.as_svg(charts.bars(outcomes, name)) for name in ("ttft", "tpot", "e2e")],
         distributions=[

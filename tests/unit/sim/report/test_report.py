@@ -70,10 +70,19 @@ def test_table_has_a_column_for_each_outcome(outcomes: list[SimulationOutcome]) 
     text = printed(outcomes)
     assert re.search(r"chunk <aware> .* eager", text)
     for measure in MEASURES:
-        assert measure.name in text
+        assert (measure.name in text) != measure.hosts
     first = outcomes[0].figures
     assert f"{first.ttft_ms.p95:,.1f}" in text
     assert re.search(rf"context_exceeded +│ +{first.failed['context_exceeded']} │", text)
+
+
+def test_table_tells_of_links_where_there_are_other_hosts(
+    outcomes: list[SimulationOutcome],
+) -> None:
+    figures = msgspec.structs.replace(outcomes[0].figures, link_bytes=1_500_000, link_busy=0.25)
+    text = printed([msgspec.structs.replace(outcomes[0], figures=figures), outcomes[1]])
+    assert re.search(r"to and from hosts, MB +│ +1\.5 │ +0\.0 │", text)
+    assert re.search(r"busiest link busy +│ +25\.0% │ +0\.0% │", text)
 
 
 def test_table_names_policies_that_failed(outcomes: list[SimulationOutcome]) -> None:

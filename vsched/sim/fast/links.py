@@ -1,0 +1,212 @@
+"""Links to other hosts: how long what decisions read, and what comes of them, is on its way.
+
+What goes to a host shares its link: bytes leave one after another at the rate of the link, and arrive a latency later,
+in order. Ahead of a batch go its pixels, and of a step the rows that its chunks cover; the rows that a batch yielded
+come before its result. With `cluster.direct` they go from host to host, and the result is heard when they are there.
+Decisions and results themselves count as nothing beside these. Ray's replicas have a link of their own each, for nobody
+knows before which of them share a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from vsched.config import Config
+from vsched.config.cluster import OWN_HOST
+from vsched.kernel.decisions import ChunkPlan, Decision, EncodeDecision
+from vsched.sim.network.lane import HostLinkProfile
+from vsched.types import ModelInfo
+
+
+class LinkWay:
+    """One direction of the link to a host.
+
+    Attributes:
+        bytes: Of all that went.
+        busy_ns: How long bytes were leaving.
+    """
+
+    def __init__(self, profile: HostLinkProfile, rng: Random) -> None:
+        self.bytes = 0
+        self.busy_ns = 0
+        self._profile = profile
+        self._rng = rng
+        self._free_ns = self._latest_ns = 0
+        # One that sends more than a window waits each time until it hears that the window was taken.
+        window_ns = profile.window_bytes * 1e9 / profile.bytes_per_s
+        self._wait_ns = max(2 * profile.latency_ns - window_ns, 0.0)
+
+    def arrival_ns(self, size: int, now_ns: int) -> int:
+        """Return when so many bytes arrive that are there to be sent now."""
+        profile, leaves_ns = self._profile, max(now_ns, self._free_ns)
+        if size:
+            took_ns = size * 1e9 / profile.bytes_per_s
+            took_ns += (size - 1) // profile.window_bytes * self._wait_ns
+            self.bytes += size
+            self.busy_ns += int(took_ns)
+            leaves_ns = self._free_ns = leaves_ns + int(took_ns)
+        arrives_ns = leaves_ns + profile.latency_ns
+        if profile.jitter_ns:
+            arrives_ns += int(self._rng.expovariate(1 / profile.jitter_ns))
+        self._latest_ns = max(self._latest_ns, arrives_ns)
+        return self._latest_ns
+
+
+class Rows:
+    """Where the embedding rows in the arena's pages are, when they go from host to host.
+
+    Of the first page of an embedding, `home` is the group that encoded it, and `there` are groups that fetched it.
+    """
+
+    def __init__(self) -> None:
+        self.home: dict[int, GroupLink] = {}
+        self.there: dict[int, set[GroupLink]] = {}
+
+    def forget(self, link: GroupLink) -> None:
+        """A group is lost, with what it had."""
+        for groups in self.there.values():
+            groups.discard(link)
+
+
+class GroupLink:
+    """The link of a group on another host; groups on one host share its ways, `there` and `back`."""
+
+    def __init__(
+        self, host: str, *, there: LinkWay, back: LinkWay, row_bytes: int, rows: Rows | None
+    ) -> None:
+        """Prepare a link; with `rows`, rows go from host to host."""
+        self.host = host
+        self.readers: Sequence[GroupLink] = ()
+        self.there = there
+        self.back = back
+        self._row_bytes = row_bytes
+        self._rows = rows
+
+    def decision_ns(self, decision: Decision, now_ns: int) -> int:
+        """Return when a decision and all that it reads are there."""
+        if isinstance(decision, EncodeDecision):
+            size = sum(task.extent.size for task in decision.tasks)
+            return self.there.arrival_ns(size, now_ns)
+        size = 0
+        for chunk in decision.chunks:
+            for page, rows in _covered(chunk):
+                now_ns = self._fetched_ns(page, rows, now_ns)
+                if self._rows is None or self not in self._rows.there.get(page, ()):
+                    size += rows * self._row_bytes
+        return self.there.arrival_ns(size, now_ns)
+
+    def _fetched_ns(self, page: int, rows: int, now_ns: int) -> int:
+        """Return when the engine has rows that it has to ask an encoder's host for."""
+        if self._rows is None or self in self._rows.there.get(page, ()):
+            return now_ns
+        home = self._rows.home.get(page)
+        if home is None:
+            return now_ns
+        asked_ns = home.there.arrival_ns(0, now_ns)
+        return home.back.arrival_ns(rows * self._row_bytes, asked_ns)
+
+    def result_ns(self, decision: Decision, now_ns: int) -> int:
+        """Return when the engine hears of the end of a step that ended now."""
+        if not isinstance(decision, EncodeDecision):
+            return self.back.arrival_ns(0, now_ns)
+        if self._rows is None:
+            size = sum(task.tokens for task in decision.tasks) * self._row_bytes
+            return self.back.arrival_ns(size, now_ns)
+        there_ns = now_ns
+        for task in decision.tasks:
+            page = task.pages[0]
+            readers = {self.readers[replica] for replica in task.readers}
+            self._rows.home[page], self._rows.there[page] = self, readers
+            away = sum(reader.host != self.host for reader in readers)
+            there_ns = self.back.arrival_ns(away * task.tokens * self._row_bytes, now_ns)
+        return self.back.arrival_ns(0, there_ns)
+
+    def lose(self) -> None:
+        """The group is lost: what it was sent is gone."""
+        if self._rows is not None:
+            self._rows.forget(self)
+
+
+def _covered(chunk: ChunkPlan) -> list[tuple[int, int]]:
+    """Return the first page of each embedding that a chunk meets, and how many of its rows."""
+    covered = []
+    for item in chunk.items:
+        rows = min(chunk.stop, item.offset + item.tokens) - max(chunk.start, item.offset)
+        covered.append((item.pages[0], max(rows, 0)))
+    return covered
+
+
+class Links:
+    """The links of a simulation.
+
+    Attributes:
+        groups: The link of each group that is on another host, by name.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        info: ModelInfo,
+        profile: HostLinkProfile,
+        *,
+        encoders: Sequence[str],
+        generators: Sequence[str],
+        rng: Random,
+    ) -> None:
+        hosts = hosts_of(config, encoders, generators)
+        ways = {
+            host: (LinkWay(profile, rng), LinkWay(profile, rng))
+            for host in dict.fromkeys(hosts.values())
+            if host != OWN_HOST
+        }
+        self._ways = [way for both in ways.values() for way in both]
+        together = config.placement == "together"
+        direct = config.cluster.direct and OWN_HOST not in hosts.values() and not together
+        rows = Rows() if direct else None
+        self.groups = {
+            group: GroupLink(
+                host,
+                there=ways[host][0],
+                back=ways[host][1],
+                row_bytes=0
+                if together
+                else info.embedding_row_bytes,  # else they stay in a process
+                rows=rows,
+            )
+            for group, host in hosts.items()
+            if host != OWN_HOST
+        }
+        if direct:
+            for link in self.groups.values():
+                link.readers = [self.groups[name] for name in generators]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that went to other hosts, and came from them."""
+        return sum(way.bytes for way in self._ways)
+
+    @property
+    def busiest_ns(self) -> int:
+        """How long bytes were leaving on the busiest of all ways."""
+        return max((way.busy_ns for way in self._ways), default=0)
+
+
+def hosts_of(
+    config: Config, encoders: Sequence[str], generators: Sequence[str]
+) -> Mapping[str, str]:
+    """Return the host that each group starts on."""
+    cluster, together = config.cluster, config.placement == "together"
+    lists = {
+        "encode": cluster.generate if together else cluster.encode,
+        "generate": cluster.generate,
+    }
+    hosts: dict[str, str] = {}
+    for stage, groups in (("encode", encoders), ("generate", generators)):
+        for replica, group in enumerate(groups):
+            if cluster.ray and not lists[stage]:
+                hosts[group] = f"ray-{'generate' if together else stage}-{replica}"
+            else:
+                names = lists[stage] or [OWN_HOST]
+                hosts[group] = names[replica % len(names)]
+    return hosts
