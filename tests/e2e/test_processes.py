@@ -20,6 +20,7 @@ import pytest_asyncio
 httpx = pytest.importorskip("httpx")
 
 from tests.e2e.asking import TEXTS, Ask, answer, drawn_image  # noqa: E402
+from tests.e2e.command_line import run_vsched  # noqa: E402
 from tests.e2e.conftest import SETTINGS  # noqa: E402
 from tests.patience import PATIENCE_S, patience, until, wait_until  # noqa: E402
 from tests.traces import is_alive, parent, running  # noqa: E402
@@ -223,8 +224,9 @@ def standing_still(pids: Sequence[int]) -> Iterator[None]:
 class Served:
     """`vsched serve` with two processes, and the ids of these."""
 
-    def __init__(self, path: Path) -> None:
-        sets = [*SETTINGS, ROOM, "server.processes=2"]
+    def __init__(self, path: Path, record: Path) -> None:
+        self.record = record
+        sets = [*SETTINGS, ROOM, "server.processes=2", f"record.path={record}"]
         command = [sys.executable, "-m", "vsched", "serve", str(path)]
         self.process = subprocess.Popen(
             [*command, *(word for one in sets for word in ("--set", one))],
@@ -252,8 +254,8 @@ def is_api(pid: int) -> bool:
 
 
 @pytest.fixture
-def served(checkpoints: Callable[[str], Path]) -> Iterator[Served]:
-    made = Served(checkpoints("nano25"))
+def served(checkpoints: Callable[[str], Path], tmp_path: Path) -> Iterator[Served]:
+    made = Served(checkpoints("nano25"), tmp_path / "run.vlog")
     with made.process:
         yield made
         made.process.kill()
@@ -270,7 +272,7 @@ async def stream_of(served: Served, ask: Ask) -> AsyncIterator[Any]:
 
 
 async def test_processes_drain_with_the_engine(served: Served) -> None:
-    """After a signal, what is being answered is answered to its end, and nothing is left."""
+    """After a signal, what is being answered is answered to its end, and nothing is left; the record replays."""
     async with stream_of(served, LONG) as response:
         texts = said(response)
         await anext(texts)
@@ -280,6 +282,8 @@ async def test_processes_drain_with_the_engine(served: Served) -> None:
     assert await asyncio.to_thread(served.process.wait, PATIENCE_S) == 0
     assert len(served.pids) == 2
     await until(lambda: not any(map(is_alive, served.pids)))
+    told = run_vsched("replay", str(served.record))
+    assert "Everything was decided the same again." in told
 
 
 async def test_processes_end_with_an_engine_that_dies(served: Served) -> None:
