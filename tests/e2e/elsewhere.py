@@ -31,7 +31,12 @@ def new_key(folder: Path) -> Path:
 
 @asynccontextmanager
 async def engine_on(
-    configure: Callable[..., Config], key: Path, near: str, far: str, *, direct: bool
+    configure: Callable[..., Config],
+    key: Path,
+    near: str,
+    far: str,
+    *settings: str,
+    direct: bool,
 ) -> AsyncIterator[Engine]:
     """Yield an engine that encodes at one address, and generates at another."""
     config = configure(
@@ -43,6 +48,7 @@ async def engine_on(
         f"cluster.connect_s={PATIENCE_S}",
         f"deadlines.rank_timeout_s={SILENCE_S}",
         f"cluster.direct={direct}".lower(),
+        *settings,
     )
     async with Engine(config) as engine:
         yield engine

@@ -6,18 +6,18 @@ import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import pytest_asyncio
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from tests.e2e.asking import Ask, answers, data_url, mixed_asks
 from tests.e2e.conftest import assert_idle
+from tests.workers.driver import values_of
 from vsched import Config, Engine
 from vsched.aio.leader.encode_slices import EncodeSlices
 from vsched.wire import Paused
 from vsched.worker.contract import view_arrays
-from vsched_workers.families.qwen_image import PIXELS, grid_of
+from vsched_workers.families.qwen_image import grid_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -126,11 +126,12 @@ async def test_preparation_equals_transformers(
             for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
                 wanted += [token] * (next(counts) if token == image_token else 1)
             assert list(prepared.token_ids) == wanted
-            rows = [
-                view_arrays(item.arrays, arena.read(item.extent))[PIXELS]
+            images = [
+                view_arrays(item.arrays, arena.read(item.extent))
                 for item in prepared.items
                 if item.extent is not None
             ]
-            np.testing.assert_array_equal(np.concatenate(rows), made["pixel_values"])
+            found = values_of(images).numpy()
+            assert found.tobytes() == made["pixel_values"].tobytes()
         finally:
             prepared.lease.release()

@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.slow,
 ]
 SLOW_BYTES_PER_S = 1e6
+MANY = 24
+"""Large images: a batch of nearly all of them, of 0.6 MB each, takes longer than silence may last."""
 TRICKLE_BYTES_PER_S = 20_000
 """Slow enough that the rows of a large image are under way for seconds: one has about 65,000 bytes of them."""
 HALF_BYTES = 40_000
@@ -45,18 +47,23 @@ def hosts(tmp_path: Path) -> Iterator[tuple[HostProcess, HostProcess]]:
 async def test_hosts_on_a_slow_link_are_waited_for(
     configure: Callable[..., Config], engine: Engine, hosts: tuple[HostProcess, HostProcess]
 ) -> None:
-    """Bytes take longer than the deadline of silence, and nobody is taken for dead: every token is that of one host."""
-    asks = [*(large(seed) for seed in range(20, 23)), *ASKS]
+    """The pixels of a batch take longer than the deadline of silence, and nobody is taken for dead, nor stops.
+
+    Every token is that of one host.
+    """
+    asks = [*(large(seed) for seed in range(20, 20 + MANY)), *ASKS]
     here = [one.token_ids for one in await answers(engine, asks, at_once=8)]
     out, back = Wire(SLOW_BYTES_PER_S), Wire(SLOW_BYTES_PER_S)
     near, far = (Cable(host.address, out=(out,), back=(back,), latency_s=0.02) for host in hosts)
+    key = hosts[0].key
+    together = (f"encode.admission.max_items={MANY}", f"encode.admission.max_tokens={MANY * 256}")
     async with (
         near,
         far,
-        engine_on(configure, hosts[0].key, near.address, far.address, direct=False) as there,
+        engine_on(configure, key, near.address, far.address, *together, direct=False) as there,
     ):
         async with patience(3 * PATIENCE_S):
-            found = [one.token_ids for one in await answers(there, asks, at_once=len(asks))]
+            found = [one.token_ids for one in await answers(there, asks, at_once=MANY)]
         assert found == here
         assert out.carried > SILENCE_S * SLOW_BYTES_PER_S
         assert losses(there) == {"encode": {}, "generate": {}}

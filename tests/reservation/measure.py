@@ -22,7 +22,6 @@ from vsched.worker.spec import EncodeRole
 from vsched_workers.checkpoint.facts import (
     image_factor,
     image_limits,
-    patch_values,
     processor_settings,
 )
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
@@ -100,16 +99,15 @@ def random_batches(info: ModelInfo, tokens: int, rng: random.Random) -> Iterator
     limits = image_limits(family, config, processor_settings(directory), tokens)
     units = family.largest_units(limits, factor=factor, tokens_max=tokens, pixels_max=PIXELS_MAX)
     merge = int(family.vision(config, "spatial_merge_size"))
-    values = patch_values(family, config)
+    patch, channels = (int(family.vision(config, each)) for each in ("patch_size", "in_channels"))
     least = -(-limits.minimum // (factor * factor))
     while True:
         batch: list[ImagePlan] = []
         left, count = tokens, rng.choice([1, 2, 3, ITEMS, ITEMS])
         while len(batch) < count and (sides := _sides(units, left, least, rng)):
             few, many = sides if rng.random() < 0.5 else sides[::-1]
-            batch.append(
-                image_plan((1, few * merge, many * merge), merge=merge, patch_values=values)
-            )
+            grid = (1, few * merge, many * merge)
+            batch.append(image_plan(grid, merge=merge, patch=patch, channels=channels))
             left -= few * many
         if batch:
             yield batch

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 from PIL import Image
 
 from vsched.types import ItemPlace, ModelInfo, SamplingParams, Spans
 from vsched.worker.contract import (
+    Arrays,
     Batch,
     Chunk,
     EncodeJob,
@@ -30,6 +32,8 @@ from vsched.worker.contract import (
     TokenLogprobs,
     WorkerSettings,
 )
+from vsched_workers.families.qwen_image import PIXELS
+from vsched_workers.families.qwen_levels import pixel_values
 from vsched_workers.plugin import plugin
 
 BLOCK_SIZE = 4
@@ -44,6 +48,13 @@ def drawn_image(seed: int, width: int, height: int) -> Image.Image:
     """Return a picture with some structure, so that images differ in more than noise."""
     noise = np.random.default_rng(seed).integers(0, 255, (7, 5, 3), dtype=np.uint8)
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def values_of(images: Sequence[Arrays]) -> torch.Tensor:
+    """Return what a rank makes of the pixels of images of a family with a path of its own."""
+    assert all(arrays[PIXELS].dtype == np.uint8 for arrays in images)
+    pixels = torch.from_numpy(np.concatenate([arrays[PIXELS] for arrays in images]))
+    return pixel_values(pixels, images, torch.float32, temporal=2)
 
 
 @dataclass

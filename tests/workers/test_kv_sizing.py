@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
 LOAD = StepLimits(slots=8, batch_tokens=256, chunk_tokens=64, context_tokens=512, block_size=16)
-IMAGE = image_plan((1, 8, 8), merge=2, patch_values=1)
+IMAGE = image_plan((1, 8, 8), merge=2, patch=1, channels=1)
 
 
 def load_language(path: Path, dtype: str = "float32") -> tuple[LanguageWorker, ModelInfo]:
@@ -107,7 +107,7 @@ for frugal in (True, True, False):
     LanguageWorker.frugal = property(lambda _: frugal)
     before = memory.reserved()
     memory.reset_peak()
-    run_profile(worker, info, load, blocks=64, image=image_plan((1, 8, 8), merge=2, patch_values=1))
+    run_profile(worker, info, load, blocks=64, image=image_plan((1, 8, 8), merge=2, patch=1, channels=1))
     print(memory.peak() - before)
 """
 
@@ -152,7 +152,7 @@ MIB = 1 << 20
 info = plugin.inspect(sys.argv[1], dtype=sys.argv[2], item_tokens_max=64)
 worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
 load = StepLimits(slots=8, batch_tokens=512, chunk_tokens=64, context_tokens=2048, block_size=16)
-sizing = KvSizing(worker, info, load, image=image_plan((1, 8, 8), merge=2, patch_values=1))
+sizing = KvSizing(worker, info, load, image=image_plan((1, 8, 8), merge=2, patch=1, channels=1))
 tokens = 32 * MIB // info.kv_bytes_per_token // 16 * 16
 # A first, small run: what compiles itself when it is first called does not survive a lack of memory.
 small = StepLimits(slots=8, batch_tokens=64, chunk_tokens=16, context_tokens=64, block_size=16)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tests.workers.driver import ROWS_A_PAGE, Stage, drawn_image
+from tests.workers.driver import ROWS_A_PAGE, Stage, drawn_image, values_of
 from tests.workers.reference import Reference
 from vsched.types import ModelInfo
 from vsched.worker.capabilities import can_pause
@@ -66,7 +66,7 @@ def test_encode_equals_the_whole_model(
     model = references(size).model.model
     with torch.inference_mode():
         out = model.get_image_features(
-            torch.from_numpy(np.concatenate([job.arrays[PIXELS] for job in jobs])),
+            values_of([job.arrays for job in jobs]),
             torch.tensor([grid_of(job.metadata) for job in jobs]),
             return_dict=True,
         )
@@ -200,7 +200,7 @@ def test_encoded_rows_own_their_storage(stages: Stages) -> None:
     stage.encoder.encode(jobs, embeddings)
     first = rows_of(stage, jobs[0], embeddings).copy()
     for job in jobs:
-        job.arrays[PIXELS][:] = 0.0
+        job.arrays[PIXELS][:] = 0
     for job in jobs[1:]:
         embeddings[list(job.pages)] = 0
     stage.encoder.encode(jobs[1:], embeddings)

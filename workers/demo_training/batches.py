@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 
 from demo_training.drawing import LOOSE, OBJECT, Mark
 from demo_training.model import MERGE, PATCH, VISION, Groups, VisionBatch
 from demo_training.samples import DrawnConversation
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor
 from vsched_workers.families.qwen_image import PIXELS, grid_of
+from vsched_workers.families.qwen_levels import pixel_values
 
 _UNIT = MERGE * MERGE
 
@@ -86,7 +88,7 @@ def make_batch(
         for turn in sample.turns:
             for image, marked in zip(turn.images, turn.marks, strict=True):
                 grid = grid_of(front.plan_image(image.width, image.height).metadata)
-                pixels.append(front.process_image(image)[PIXELS])
+                pixels.append(_values(front, image))
                 grids.append((grid[1] // MERGE, grid[2] // MERGE))
                 tokens = grids[-1][0] * grids[-1][1]
                 marks += [placed(mark, grids[-1], begin) for mark in marked]
@@ -102,6 +104,13 @@ def make_batch(
     vision = _vision_batch(pixels, grids)
     found = torch.tensor(marks, dtype=torch.long).view(-1, 5)
     return TrainingBatch(vision, rows, found, torch.tensor(counts), torch.tensor(loose))
+
+
+def _values(front: QwenPreprocessor, image: Image.Image) -> npt.NDArray[np.float32]:
+    """Return what the rank that encodes an image makes of it."""
+    arrays = front.process_image(image)
+    pixels = torch.from_numpy(arrays[PIXELS])
+    return pixel_values(pixels, [arrays], torch.float32, temporal=1).numpy()
 
 
 def placed(mark: Mark, grid: tuple[int, int], begin: int) -> tuple[int, ...]:
@@ -221,8 +230,7 @@ def _vision_batch(
     for image, grid in zip(pixels, grids, strict=True):
         layout = _layout(*grid)
         units = len(layout.order)
-        first_frame = image.reshape(units, _UNIT, 3, 2, PATCH * PATCH)[layout.order, :, :, 0]
-        patches.append(first_frame.reshape(units * _UNIT, -1))
+        patches.append(image.reshape(units, _UNIT, -1)[layout.order].reshape(units * _UNIT, -1))
         positions.append(layout.positions)
         order.append(begin + np.argsort(layout.order))
         windows += layout.windows

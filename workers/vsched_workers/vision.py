@@ -26,12 +26,13 @@ from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.batching.device_copies import fetched
-from vsched_workers.checkpoint.files import checkpoint_directory
+from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.families import FAMILIES, Family, family_of_rank
 from vsched_workers.families.generic_vision import unpack_metadata
 from vsched_workers.families.qwen_image import PIXELS, grid_of
+from vsched_workers.families.qwen_levels import pixel_values
 from vsched_workers.memory.out_of_memory import stage_remedy, typed_out_of_memory
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import slice_module, sum_rows
@@ -69,19 +70,20 @@ class FamilyTower:
 
     batches = True
 
-    def __init__(self, family: Family, module: Any, backend: Backend) -> None:
-        """Take the module, which the backend has prepared."""
+    def __init__(self, family: Family, module: Any, backend: Backend, temporal: int) -> None:
+        """Take the module, which the backend has prepared, and the slices of time that its patches have."""
         self._family, self._backend = family, backend
+        self._temporal = temporal
         self.module: nn.Module = module
         self.layers: Sequence[nn.Module] = list(module.blocks)
 
     def __call__(self, jobs: Sequence[EncodeJob], /) -> torch.Tensor:
         """Return the rows of the jobs."""
-        pixels = self._backend.send_pixels([job.arrays[PIXELS] for job in jobs])
+        images = [job.arrays for job in jobs]
+        pixels = self._backend.send_pixels([arrays[PIXELS] for arrays in images])
+        values = pixel_values(pixels, images, self._backend.dtype, temporal=self._temporal)
         grids = torch.tensor([grid_of(job.metadata) for job in jobs], dtype=torch.int64)
-        return self._family.encode(
-            self.module, pixels.to(self._backend.dtype), grids.to(self._backend.device)
-        )
+        return self._family.encode(self.module, values, grids.to(self._backend.device))
 
 
 class TowerOfAny:
@@ -279,7 +281,9 @@ def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
             functools.partial(backend.zeros, touch=True),
             backend.prepare_adapters,
         )
-    made = FamilyTower(family, tower, backend)
+    config = read_json(checkpoint_directory(info.path), "config.json")
+    temporal = int(family.vision(config, "temporal_patch_size"))
+    made = FamilyTower(family, tower, backend, temporal)
     return VisionWorker(info, backend, made, weights_bytes, group, adapters)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tests.bench.gpu.costs import MERGE, PATCH_VALUES, grid_of
+from tests.bench.gpu.costs import MERGE, PATCH, grid_of
 from tests.bench.gpu.shapes import Model
 from vsched.types import ItemPlace, SamplingParams
 from vsched.worker.contract import Batch, Chunk, EncodeJob, ItemRows, SequenceState
@@ -72,7 +72,7 @@ class Load:
         stop, items, embeddings = first + rows, [], self._pages(0)
         if image is not None:
             grid = grid_of(image)
-            plan = image_plan(grid, merge=MERGE, patch_values=PATCH_VALUES)
+            plan = image_plan(grid, merge=MERGE, patch=PATCH, channels=3)
             tokens = plan.tokens
             each = tokens + TEXT_TOKENS
             items = [ItemPlace(at, tokens, plan.metadata) for at in range(1, stop - tokens, each)]
@@ -98,9 +98,11 @@ class Load:
 
     def encode(self, size: tuple[int, int], count: int) -> Callable[[], object]:
         """Return what encodes so many images of one size in one batch."""
-        plan = image_plan(grid_of(size), merge=MERGE, patch_values=PATCH_VALUES)
+        plan = image_plan(grid_of(size), merge=MERGE, patch=PATCH, channels=3)
+        pixels, levels = plan.arrays
         arrays = {
-            spec.name: self._chance.standard_normal(spec.shape, np.float32) for spec in plan.arrays
+            pixels.name: self._chance.integers(0, 256, pixels.shape, np.uint8),
+            levels.name: self._chance.standard_normal(levels.shape, np.float32),
         }
         embeddings = self._pages(plan.tokens)
         job = EncodeJob(b"", plan.tokens, arrays, plan.metadata, range(len(embeddings)))

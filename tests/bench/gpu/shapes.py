@@ -75,7 +75,9 @@ def make_model(
     language = LanguageWorker(info, backend, runnable, generate)
     tower_bytes = sum(each.numel() * each.element_size() for each in tower.parameters())
     backend.prepare_tower(tower)
-    vision = VisionWorker(info, backend, FamilyTower(family, tower, backend), tower_bytes, encode)
+    vision = VisionWorker(
+        info, backend, FamilyTower(family, tower, backend, temporal=2), tower_bytes, encode
+    )
     return Model(shape, info, language, vision)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, images_of, save_model
 from tests.workers.adapters.peft_adapters import make_whole_adapter
-from tests.workers.driver import Stage
+from tests.workers.driver import Stage, values_of
 from tests.workers.test_vision import jobs_of
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
@@ -30,7 +30,7 @@ from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.families import FAMILIES
-from vsched_workers.families.qwen_image import PIXELS, grid_of
+from vsched_workers.families.qwen_image import grid_of
 from vsched_workers.plugin import TransformersPlugin
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -68,7 +68,7 @@ def test_images_have_the_rows_of_pefts_tower(
     with module.all_rows("one"):
         found = tower([job])
     out = whole.base_model.model.get_image_features(
-        torch.from_numpy(job.arrays[PIXELS]),
+        values_of([job.arrays]),
         torch.tensor([grid_of(job.metadata)]),
         return_dict=True,
     )

@@ -26,10 +26,11 @@ from demo_training.drawing import Mark  # noqa: E402
 from demo_training.plan import Plan  # noqa: E402
 from demo_training.samples import held_out  # noqa: E402
 from demo_training.train import BatchMaker, Trainer  # noqa: E402
+from tests.workers.driver import values_of  # noqa: E402
 from vsched.errors import CheckpointError, VschedError  # noqa: E402
 from vsched.types import ItemPlace  # noqa: E402
 from vsched_workers.checkpoint.facts import inspect_checkpoint  # noqa: E402
-from vsched_workers.families.qwen_image import PIXELS, grid_of  # noqa: E402
+from vsched_workers.families.qwen_image import grid_of  # noqa: E402
 from vsched_workers.families.qwen_positions import rope_positions  # noqa: E402
 
 PLAN = Plan(steps=4, again=0, batch=2, threads=1, warmup=2, seed=5)
@@ -145,9 +146,7 @@ def test_training_batch_is_seen_as_the_library_sees_it(tmp_path: Path) -> None:
     batch = make_batch(drawn, trainer.front, buckets=2)
     images = [image for s in drawn for turn in s.turns for image in turn.images]
     plans = [trainer.front.plan_image(image.width, image.height) for image in images]
-    pixels = torch.from_numpy(
-        np.concatenate([trainer.front.process_image(i)[PIXELS] for i in images])
-    )
+    pixels = values_of([trainer.front.process_image(image) for image in images])
     grids = torch.tensor([grid_of(plan.metadata) for plan in plans])
     with torch.no_grad():
         expected = model.model.visual(pixels, grid_thw=grids).pooler_output

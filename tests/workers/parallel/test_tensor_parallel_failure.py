@@ -352,7 +352,7 @@ def size_with_faults(settings: WorkerSettings, path: str) -> list[tuple[str, str
     load = StepLimits(slots=4, batch_tokens=64, chunk_tokens=32, context_tokens=128, block_size=4)
     worker: Any = stage.generator
     sizing = KvSizing(
-        worker, worker._info, load, image=image_plan((1, 4, 4), merge=2, patch_values=1)
+        worker, worker._info, load, image=image_plan((1, 4, 4), merge=2, patch=1, channels=1)
     )
     order = SizeKv(256, profile=True, headroom_bytes=1 << 16, probe=True)
     seen: list[tuple[str, str]] = []

@@ -236,5 +236,5 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def send_pixels(self, parts: Sequence[npt.NDArray[np.float32]]) -> torch.Tensor:
+    def send_pixels(self, parts: Sequence[npt.NDArray[np.uint8]]) -> torch.Tensor:
         """Return the pixels of several images, [patches, patch values] each, one after the other on the device."""

@@ -94,13 +94,6 @@ def choose_dtype(config: Mapping[str, Any], dtype: str) -> str:
     return name
 
 
-def patch_values(family: Family, config: Mapping[str, Any]) -> int:
-    """Return the values of one patch: channels x temporal patch x patch x patch."""
-    patch = int(family.vision(config, "patch_size"))
-    channels = int(family.vision(config, "in_channels"))
-    return channels * int(family.vision(config, "temporal_patch_size")) * patch * patch
-
-
 def image_factor(family: Family, config: Mapping[str, Any]) -> int:
     """Return the side, in pixels, of the square that becomes one token."""
     patch = int(family.vision(config, "patch_size"))

@@ -36,7 +36,14 @@ ASPECT_RATIO_MAX = 200
 """Longer side over shorter side that the processors still accept."""
 
 PIXELS = "pixel_values"
-"""What its encoder reads of an image: float32 [patches, patch values], merge units together."""
+"""What its encoder reads of an image: uint8 [patches, patch values], merge units together.
+
+The processor makes float32 of each value, and repeats an image that is no video in every slice of time. Both follow
+from the bytes and `LEVELS`, so ranks do it (`vsched_workers.families.qwen_levels`), and an eighth of the bytes travels.
+"""
+
+LEVELS = "levels"
+"""What its processor makes of each of the 256 values of each channel: float32 [channels, 256]."""
 
 _GRID = struct.Struct("<3q")
 _RATIO_TERM = math.sqrt(ASPECT_RATIO_MAX) + 1 / math.sqrt(ASPECT_RATIO_MAX)
@@ -51,15 +58,18 @@ class ResizeLimits:
 
 
 def image_plan(
-    grid: tuple[int, int, int], *, merge: int, patch_values: int, work_bytes: int = 0
+    grid: tuple[int, int, int], *, merge: int, patch: int, channels: int, work_bytes: int = 0
 ) -> ImagePlan:
     """Return the plan of an image by its grid, patches in time, height and width; it is the plan's metadata.
 
-    `patch_values` is channels x temporal patch x patch x patch; `merge` patches each way become a token.
+    `patch` is the side of a patch in pixels, and `merge` patches each way become a token.
     """
     patches = math.prod(grid)
     return ImagePlan(
-        arrays=(ArraySpec(PIXELS, "float32", (patches, patch_values)),),
+        arrays=(
+            ArraySpec(PIXELS, "uint8", (patches, channels * patch * patch)),
+            ArraySpec(LEVELS, "float32", (channels, 256)),
+        ),
         tokens=patches // (merge * merge),
         metadata=_GRID.pack(*grid),
         work_bytes=work_bytes,
@@ -240,7 +250,6 @@ class QwenImages(msgspec.Struct, frozen=True):
 
     patch: int
     merge: int
-    temporal: int
     resample: int
     limits: ResizeLimits
     levels: list[list[float]]
@@ -255,32 +264,28 @@ class QwenImages(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, limits=replaced(self.limits, bounds))
 
     def process_image(self, image: Image.Image) -> Arrays:
-        """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid that was planned."""
+        """Return the pixels of an RGB image, with the grid that was planned, and what they stand for."""
         factor = self.patch * self.merge
         height, width = resized(image.height, image.width, factor=factor, limits=self.limits)
         if image.mode != "RGB":
             image = image.convert("RGB")
         resample = Image.Resampling(self.resample)
         pixels = np.asarray(image.resize((width, height), resample=resample))
-        return {PIXELS: self._patches(pixels, height // self.patch, width // self.patch)}
+        return {
+            PIXELS: self._patches(pixels, height // self.patch, width // self.patch),
+            LEVELS: np.array(self.levels, np.float32),
+        }
 
     def _patches(
         self, pixels: npt.NDArray[np.uint8], rows: int, columns: int
-    ) -> npt.NDArray[np.float32]:
+    ) -> npt.NDArray[np.uint8]:
         """Cut [height, width, channels] into patches, merge units together, channels first within a patch."""
-        patch, merge, temporal = self.patch, self.merge, self.temporal
+        patch, merge = self.patch, self.merge
         channels = pixels.shape[2]
         cut = pixels.reshape(
             rows // merge, merge, patch, columns // merge, merge, patch, channels
         ).transpose(0, 3, 1, 4, 6, 2, 5)
-        count = rows * columns
-        cut = np.ascontiguousarray(cut).reshape(count, channels, patch * patch)
-        first = np.arange(channels, dtype=np.uint16)[:, None] * 256
-        levels = np.array(self.levels, np.float32).reshape(-1)
-        values = levels.take(cut + first, mode="clip")
-        out = np.empty((count, channels, temporal, patch * patch), dtype=np.float32)
-        out[:] = values[:, :, None]
-        return out.reshape(count, channels * temporal * patch * patch)
+        return np.ascontiguousarray(cut).reshape(rows * columns, channels * patch * patch)
 
 
 def image_processing(settings: bytes) -> QwenImages:

@@ -21,7 +21,6 @@ from vsched.worker.contract import Arrays, ImagePlan, extent_bytes
 from vsched_workers.checkpoint.facts import (
     image_factor,
     image_limits,
-    patch_values,
     processor_settings,
 )
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
@@ -50,10 +49,11 @@ def worst_batches(
     )
     merge = int(family.vision(config, "spatial_merge_size"))
     least = -(-limits.minimum // (factor * factor))
-    values = patch_values(family, config)
+    patch = int(family.vision(config, "patch_size"))
+    channels = int(family.vision(config, "in_channels"))
     return [
         [
-            image_plan((1, few * merge, many * merge), merge=merge, patch_values=values)
+            image_plan((1, few * merge, many * merge), merge=merge, patch=patch, channels=channels)
             for few, many in batch
         ]
         for batch in compose(units, least=least, items=items, tokens=tokens)

@@ -179,9 +179,9 @@ class CudaBackend(Backend):
     ) -> torch.Tensor:
         return self._copies.fetch(source, wanted)
 
-    def send_pixels(self, parts: Sequence[npt.NDArray[np.float32]]) -> torch.Tensor:
+    def send_pixels(self, parts: Sequence[npt.NDArray[np.uint8]]) -> torch.Tensor:
         shape = (sum(len(part) for part in parts), parts[0].shape[1])
-        pixels = torch.empty(shape, dtype=torch.float32, pin_memory=True)
+        pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         np.concatenate(parts, out=pixels.numpy())
         return pixels.to(device=self.device, non_blocking=True)
 

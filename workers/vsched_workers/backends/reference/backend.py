@@ -138,7 +138,7 @@ class ReferenceBackend(Backend):
     ) -> torch.Tensor:
         return torch.from_numpy(source[wanted])
 
-    def send_pixels(self, parts: Sequence[npt.NDArray[np.float32]]) -> torch.Tensor:
+    def send_pixels(self, parts: Sequence[npt.NDArray[np.uint8]]) -> torch.Tensor:
         # The copy also gives torch memory that it may call its own: the arena's view is read-only.
         return torch.from_numpy(np.concatenate(parts))
 

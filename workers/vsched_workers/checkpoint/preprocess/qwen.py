@@ -1,8 +1,8 @@
 """The front end of the Qwen families: their image processor's numbers without its detours.
 
 The image processor of transformers is asked once, at load, for its settings and for what it makes of each of the 256
-values of each channel. Processing an image is then a resize by Pillow, a look-up and a transposition: the same numbers
-to the bit, without the float64 intermediate of eight times the image's size, and without torch.
+values of each channel. Processing an image is then a resize by Pillow and a transposition, without torch. What its
+bytes stand for, the same numbers to the bit, goes with them, and is looked up by the rank that encodes it.
 """
 
 from __future__ import annotations
@@ -66,12 +66,10 @@ class QwenPreprocessor(TextPreprocessor):
         self._limits = limits
         self._patch = int(settings["patch_size"])
         self._merge = int(settings["merge_size"])
-        self._temporal = int(settings["temporal_patch_size"])
         self._channels = len(levels)
         self._images = QwenImages(
             patch=self._patch,
             merge=self._merge,
-            temporal=self._temporal,
             resample=int(settings["resample"]),
             limits=limits,
             levels=levels.tolist(),
@@ -122,21 +120,21 @@ class QwenPreprocessor(TextPreprocessor):
             RequestRefused: When the image is empty, too thin, or would have more tokens than allowed.
         """
         rows, columns = self._resized(width, height)
-        # Resizing goes through an image of the old height and the new width.
+        # Resizing goes through an image of the old height and the new width; then come two copies of the new one.
         plan = self._plan(
             (1, rows // self._patch, columns // self._patch),
-            work_bytes=4 * columns * (height + rows),
+            work_bytes=columns * max(4 * (height + rows), (4 + 2 * self._channels) * rows),
         )
         if plan.tokens > self.info.item_tokens_max:
             raise too_many_tokens(width, height, plan.tokens, self.info.item_tokens_max)
         return plan
 
     def _plan(self, grid: tuple[int, int, int], work_bytes: int = 0) -> ImagePlan:
-        channels = self._channels
         return image_plan(
             grid,
             merge=self._merge,
-            patch_values=channels * self._temporal * self._patch * self._patch,
+            patch=self._patch,
+            channels=self._channels,
             work_bytes=work_bytes,
         )
 
@@ -177,7 +175,7 @@ class QwenPreprocessor(TextPreprocessor):
         return self._plan((time, height, width))
 
     def process_image(self, image: Image.Image) -> Arrays:
-        """Return the pixels of an RGB image, float32 [t*h*w, patch values], with the grid of `plan_image`.
+        """Return the pixels of an RGB image, with the grid of `plan_image`, and what they stand for.
 
         Raises:
             RequestRefused: As `plan_image`.
