@@ -18,6 +18,7 @@ COMMANDS = {
     "host": "vsched.cli.host_command",
     "make-checkpoint": "vsched.cli.checkpoint_command",
     "check": "vsched.cli.check_command",
+    "compile": "vsched.cli.compile_command",
     "config": "vsched.cli.config_commands",
     "policies": "vsched.cli.policy_commands",
     "profile": "vsched.cli.profile_command",

@@ -21,6 +21,7 @@ from vsched.worker.contract import (
     Progress,
     SequenceState,
     TokenMatcher,
+    WorkerSettings,
 )
 
 # --- workers -----------------------------------------------------------------------------------------------------
@@ -430,6 +431,28 @@ class SamplerMaker(Protocol):
         """Return what chooses a token for each row of the logits, [rows, vocabulary], which become of this type.
 
         It takes the special rows, as in `Batch.special`; the token to choose follows the last of each sequence.
+        """
+        ...
+
+
+@runtime_checkable
+class CompilesKernels(Protocol):
+    """A plug-in that can compile what ranks need on this machine before there are any."""
+
+    def compile_kernels(
+        self,
+        info: ModelInfo,
+        settings: WorkerSettings,
+        progress: Progress,
+        *,
+        stage: Literal["encode", "generate"],
+    ) -> int:
+        """Compile what the ranks of a stage need and keep it on disk; return how many kernels were not there.
+
+        No weights are read.
+
+        Raises:
+            CheckpointError, ConfigError: As when such a rank loads.
         """
         ...
 

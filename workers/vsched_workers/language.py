@@ -69,6 +69,7 @@ from vsched_workers.checkpoint.whole_model import (
     left_out,
     load_whole,
 )
+from vsched_workers.compiling import compile_language
 from vsched_workers.families import LanguageFamily, language_family
 from vsched_workers.families.base import Items
 from vsched_workers.families.decoder import AttentionKind
@@ -346,6 +347,7 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     family = language_family(info.family, info.path, settings)
     if settings.ranks > 1 and family is not None and not family.language_sharing.sizes:
         family = None  # only its plan tells how to share it
+    compile_language(info, settings, backend, progress)
     load = _load_any if family is None else functools.partial(_load_family, family)
     loading = typed_out_of_memory("loading the language model", remedy=stage_remedy("generate"))
     # What packing frees would stay in the heap, as much as the weights again, and the KV cache would go without it.
@@ -415,7 +417,7 @@ def _load_family(
         cut=cut_of(vocabulary, ranks=ranks, rank=rank) if divides else None,
     )
     if backend.compiles:
-        progress("compiling kernels", 1.0)
+        progress("loading kernels", 1.0)
     backend.load_attention()
     group = RankGroup(settings, "generate", backend.collectives)
     sum_rows(model, family.language_sharing, group)
@@ -532,7 +534,7 @@ def _load_any(
     found = first_run(model, info, inputs) if share is None else first_run_of_share(model, info)
     check_kept(found, info)
     if backend.compiles:
-        progress("compiling kernels", 1.0)
+        progress("loading kernels", 1.0)
     backend.load_attention()
     group = RankGroup(settings, "generate", backend.collectives)
     ranks.join(group)

@@ -96,6 +96,14 @@ class TransformersPlugin:
             names = list(dict.fromkeys(modules))
         return [*RANK_MODULES, *(f"transformers.models.{name}.modeling_{name}" for name in names)]
 
+    def compile_kernels(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress, *, stage: str
+    ) -> int:
+        """Compile what the ranks of a stage need, and keep it on disk; return how many kernels were not there."""
+        from vsched_workers.compiling import compile_kernels
+
+        return compile_kernels(info, settings, progress, stage=stage)
+
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
         """Load tokenizer, template and image processor, clamped to `info.item_tokens_max`."""
         from vsched_workers.checkpoint.preprocess import load_preprocessor

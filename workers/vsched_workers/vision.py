@@ -250,6 +250,7 @@ def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     sharing = family.vision_sharing
     cuts = slice_module(tower, sharing, ranks=settings.ranks, rank=settings.rank)
     check_groups(cuts, settings, stage="encode")
+    backend.compile_tower(tower, progress)
     # Holes that loading left would hide what batches need, until something else lies there.
     with backend.without_holes():
         fill_module(
@@ -266,7 +267,7 @@ def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     group = RankGroup(settings, "encode", backend.collectives)
     sum_rows(tower, sharing, group)
     if backend.compiles:
-        progress("compiling kernels", 1.0)
+        progress("loading kernels", 1.0)
     with backend.without_holes():
         weights_bytes = backend.prepare_tower(tower)
         adapters = served_adapters(
@@ -297,6 +298,7 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
             f"encode.device: model_type {info.family!r} has no path of its own, and the one for any architecture runs "
             f"on cpu alone so far, not on {settings.device}. Remedy: set encode.device to cpu."
         )
+    backend.compile_tower(None, progress)
     with backend.without_holes():
         model = load_whole(
             build_tower(info.path, info.family),
@@ -308,7 +310,7 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
             mapped=backend.lays_out,
         )
         if backend.compiles:
-            progress("compiling kernels", 1.0)
+            progress("loading kernels", 1.0)
         tower, weights_bytes = backend.prepare_any_tower(model)
         adapters = served_adapters(
             functools.partial(adaptable_module, model),

@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vsched.worker.contract import Batch, Sampled, WorkerSettings
+from vsched.worker.contract import Batch, Progress, Sampled, WorkerSettings
 from vsched.worker.memory import DeviceMemory
 from vsched_workers.adapters.sums import MakeSums, TorchSums
 from vsched_workers.batching.kv_cache import KvCache
@@ -153,6 +153,20 @@ class Backend(ABC):
     def prepare_adapters(self) -> MakeSums:
         """Return what makes what keeps adapters' parts of a product; compile what that needs."""
         return TorchSums
+
+    def compile_language(
+        self, config: Any, decoder: Decoder | None, kinds: Sequence[str], progress: Progress
+    ) -> int:
+        """Compile what a language model will need, before it is loaded; return how many kernels were not there yet.
+
+        `config` is that of the model, `decoder` its make where it is of one, and `kinds` are those of weights that its
+        checkpoint has in fewer bits. By default nothing is done: what has to be compiled is when it is prepared.
+        """
+        return 0
+
+    def compile_tower(self, tower: nn.Module | None, progress: Progress) -> int:
+        """Compile what a vision tower will need, before it has weights, in the same way; None is one of any make."""
+        return 0
 
     def kernels_here(self) -> Mapping[str, int]:
         """Return for how many kinds of arguments this process has each compiled kernel; see `CountsKernels`."""

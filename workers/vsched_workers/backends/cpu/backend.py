@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
-import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -16,9 +14,11 @@ import torch
 from torch import nn
 
 from vsched.errors import ConfigError
-from vsched.worker.contract import WorkerSettings
+from vsched.worker.contract import Progress, WorkerSettings
 from vsched_workers.adapters.sums import MakeSums, Sums, TorchSums
 from vsched_workers.backends.base import RunnableLanguage
+from vsched_workers.backends.cpu.compiling.ahead import compile_ahead
+from vsched_workers.backends.cpu.compiling.needs import language_needs, tower_needs
 from vsched_workers.backends.cpu.decode_attention import NumbaDecode
 from vsched_workers.backends.cpu.encoder_layers import fuse_encoders, merge_encoders
 from vsched_workers.backends.cpu.kernels import compilation, sampling
@@ -49,12 +49,6 @@ if TYPE_CHECKING:
     from vsched_workers.families.decoder import Decoder
 
 
-logger = logging.getLogger(__name__)
-
-_COMPILED_S = 1.0
-"""Loading the sampler takes longer only where it is compiled."""
-
-
 class CpuBackend(ReferenceBackend):
     """The host with compiled kernels, for float32 and bfloat16."""
 
@@ -79,6 +73,7 @@ class CpuBackend(ReferenceBackend):
             self._quantizer = quantizer
             self._make_product, self._make_head = quantizer.linear, quantizer.head
         self._attention: AttentionKernels | None = None
+        self._decode: NumbaDecode | None = None
 
     def prepare_language(
         self, model: nn.Module, head: torch.Tensor, decoder: Decoder
@@ -92,6 +87,7 @@ class CpuBackend(ReferenceBackend):
             size = packed.weights_bytes + self._quantizer.embedding_bytes
             packed = dataclasses.replace(packed, weights_bytes=size)
         if not is_fused:
+            self._load_decode()
             if self._deterministic:
                 raise ConfigError(
                     "model.deterministic: the layers of this model are of a kind without such kernels, as mixtures of "
@@ -120,6 +116,7 @@ class CpuBackend(ReferenceBackend):
         if self._quantizer is not None:
             size = self._quantize_ends(model, self._quantizer)
         packed = super().prepare_whole(model, inputs)
+        self._load_decode()
         return dataclasses.replace(packed, weights_bytes=packed.weights_bytes + size)
 
     def _quantize_ends(self, model: Any, quantizer: Quantizer[QuantizedProduct]) -> int:
@@ -161,6 +158,15 @@ class CpuBackend(ReferenceBackend):
 
         return make
 
+    def compile_language(
+        self, config: Any, decoder: Decoder | None, kinds: Sequence[str], progress: Progress
+    ) -> int:
+        wanted = language_needs(self.settings, self.dtype, self.kv_dtype, config, decoder, kinds)
+        return compile_ahead([*wanted], progress)
+
+    def compile_tower(self, tower: nn.Module | None, progress: Progress) -> int:
+        return compile_ahead([*tower_needs(self.settings, self.dtype, tower)], progress)
+
     def kernels_here(self) -> Mapping[str, int]:
         return compilation.kernels_here()
 
@@ -180,16 +186,17 @@ class CpuBackend(ReferenceBackend):
         return draw_compiled(logits, special)
 
     def load_attention(self) -> None:
-        started_s = time.perf_counter()
         sampling.warm_up()
-        if (spent_s := time.perf_counter() - started_s) > _COMPILED_S:
-            logger.info("compiled the sampler in %.0f s; it is kept for the next start", spent_s)
         prefill = (
             choose_prefill(self._threads) if self.dtype == torch.bfloat16 else prefill_by_gather
         )
-        self._attention = AttentionKernels(
-            NumbaDecode(self.dtype, self.kv_dtype, self._threads), prefill
-        )
+        self._decode = NumbaDecode(self.dtype, self.kv_dtype, self._threads)
+        self._attention = AttentionKernels(self._decode, prefill)
+
+    def _load_decode(self) -> None:
+        """Compile attention of decode rows for transformers' modules; fused layers have their own."""
+        assert self._decode is not None, "attention is loaded before a model is prepared"
+        self._decode.warm_up()
 
     def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
         if self._deterministic:

@@ -49,9 +49,8 @@ class NumbaDecode:
         self._threads = threads
         self._attend = decode_queries.serial if threads == 1 else decode_queries.parallel
         use_threads(threads)
-        self._warm_up()
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
         """Compile now, so that the first request does not wait for it."""
         cached = kept_heads(self._kv_dtype, slots=2)
         query = np.zeros((1, 1, 2), dtype=np.float32)

@@ -30,6 +30,7 @@ from typing import Any
 
 import llvmlite  # type: ignore[import-untyped]
 import numba
+from llvmlite import binding
 from numba.core import caching
 
 import vsched.types
@@ -86,6 +87,13 @@ def _sources() -> str:
     """Return what names the folder: all kernels, since any may be compiled into any, and what compiles them."""
     versions = f"numba-{numba.__version__}-llvmlite-{llvmlite.__version__}"
     return f"{content_key([*KERNELS.glob('*.py'), *CONSTANTS])}-{versions}"
+
+
+@functools.cache
+def processor() -> str:
+    """Return what names processors of the kind at hand, which compiled code is for."""
+    told = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+    return hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
 
 
 @functools.cache

@@ -9,7 +9,6 @@ what it did before.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import time
 from contextlib import suppress
@@ -18,9 +17,8 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
-from llvmlite import binding  # type: ignore[import-untyped]
 
-from vsched_workers.backends.cpu.kernel_store import kernel_folder
+from vsched_workers.backends.cpu.kernel_store import kernel_folder, processor
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, repeat_pass
 from vsched_workers.backends.cpu.kernels.simd import has_amx, has_bf16_dot
@@ -66,9 +64,7 @@ def choice_file() -> Path | None:
     folder = kernel_folder()
     if folder is None or not os.access(folder, os.W_OK):
         return None
-    processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
-    digest = hashlib.blake2b(processor.encode(), digest_size=6).hexdigest()
-    return folder / f"operand-{digest}"
+    return folder / f"operand-{processor()}"
 
 
 def _read(file: Path) -> str:

@@ -40,9 +40,9 @@ def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> boo
 
     With `deterministic`, kernels run on all threads for any number of values: the code for one may round otherwise.
     """
-    if not tower.blocks or not all(_is_known(block) for block in tower.blocks):
+    if not can_fuse(tower):
         return False
-    if deterministic and not all(fits(_head_dim(block)) for block in tower.blocks):
+    if deterministic and not all(fits(block_head_dim(block)) for block in tower.blocks):
         return False
     use_threads(threads)
     norm.warm_up(threads=threads)
@@ -50,12 +50,17 @@ def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> boo
     rope.warm_up_patches(threads=threads)
     first = tower.blocks[0]
     attend = choose_patches(
-        threads, first.attn.num_heads, _head_dim(first), deterministic=deterministic
+        threads, first.attn.num_heads, block_head_dim(first), deterministic=deterministic
     )
     least = 0 if deterministic else PARALLEL_VALUES_MIN
     for index, block in enumerate(tower.blocks):
         tower.blocks[index] = FusedBlock(block, threads, attend, parallel_min=least)
     return True
+
+
+def can_fuse(tower: Any) -> bool:
+    """Return whether the blocks of a tower are of the make that is fused."""
+    return bool(tower.blocks) and all(_is_known(block) for block in tower.blocks)
 
 
 def _is_known(block: Any) -> bool:
@@ -73,7 +78,8 @@ def _is_librarys_silu(activation: object) -> bool:
     return library is not None and isinstance(activation, library.SiLUActivation)
 
 
-def _head_dim(block: Any) -> int:
+def block_head_dim(block: Any) -> int:
+    """Return the values of a head of a block."""
     size: int = block.attn.qkv.out_features // (3 * block.attn.num_heads)
     return size
 

@@ -502,7 +502,10 @@ def multiply(
         widened = np.empty((BLOCK, PANEL), dtype=np.float32)
         for panel in range(panels * thread // threads, panels * (thread + 1) // threads):
             column = panel * PANEL
-            totals[:] = bias[column : column + PANEL]
+            # A slice would be checked for its shape, and the text of that error takes seconds to compile.
+            for row in range(rows):
+                for index in range(PANEL):
+                    totals[row, index] = bias[column + index]
             scale = groups * panel * PANEL * scale_bytes
             _multiply_panel(
                 kind, scale_kind, many, taken, inputs, weight_at + panel * panel_bytes, half_bytes,

@@ -1,0 +1,173 @@
+"""Kernels that children compile before a model is loaded: those that a rank then needs, once, and never in the way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+
+pytest.importorskip("numba")
+
+import msgspec
+import torch
+
+from tests.patience import PATIENCE_S
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.cpu.compiling import ahead, children
+from vsched_workers.backends.cpu.compiling.ahead import compile_ahead, expected_s, missing
+from vsched_workers.backends.cpu.compiling.needs import Need, language_needs, needs, tower_needs
+from vsched_workers.checkpoint.random_init import make_checkpoint
+
+GREEDY, NORM = needs("greedy sampler", 1), needs("norm", 1)
+LEFT = """
+import sys
+from numba.core import event
+class Tells(event.Listener):
+    def on_start(self, begun): pass
+    def on_end(self, ended):
+        if ended.data["dispatcher"].py_func.__module__.startswith("vsched"):
+            print(ended.data["dispatcher"].py_func.__qualname__, ended.data["args"])
+import msgspec
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.plugin import plugin
+path, dtype, given = sys.argv[1:]
+info = plugin.inspect(path, dtype=dtype, item_tokens_max=0)
+settings = msgspec.json.decode(given, type=WorkerSettings)
+for stage in ("encode", "generate"):
+    plugin.compile_kernels(info, settings, lambda what, share: None, stage=stage)
+event.register("numba:compile", Tells())
+plugin.load_encoder(info, settings, lambda what, share: None)
+worker = plugin.load_generator(info, settings, lambda what, share: None)
+worker.build_kv(blocks=8, block_size=16)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for kernels with nothing in it."""
+    monkeypatch.setattr(ahead, "kernel_folder", lambda: tmp_path)
+    return tmp_path
+
+
+class Children:
+    """Stands for the processes that compile: says of which kernels it was asked, and how far it comes."""
+
+    def __init__(self, folder: Path, *, fails: int = -1) -> None:
+        self.asked: list[list[Need]] = []
+        self.stdin = self
+        self.stdout: list[bytes] = []
+        self._fails = fails
+
+    def __call__(self, command: list[str], **_: object) -> Children:
+        assert command[:3] == [sys.executable, "-m", children.__name__]
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def write(self, given: bytes) -> None:
+        self.asked.append(msgspec.json.decode(given, type=list[Need]))
+        self.stdout = [b"%d\n" % n for n in range(len(self.asked[-1])) if n != self._fails]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def compiling(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Children]:
+    def make(**given: Any) -> Children:
+        made = Children(folder, **given)
+        monkeypatch.setattr(subprocess, "Popen", made)
+        return made
+
+    return make
+
+
+def quiet(_what: str, _share: float) -> None:
+    pass
+
+
+def test_each_kernel_is_compiled_once_and_its_progress_is_told(
+    folder: Path, compiling: Callable[..., Children]
+) -> None:
+    processes, told = compiling(), []
+    wanted = [GREEDY, NORM, GREEDY]
+    assert compile_ahead(wanted, lambda what, share: told.append((what, share))) == 2
+    assert processes.asked == [[GREEDY, NORM]]
+    assert [share for _, share in told] == [0.0, pytest.approx(1 / 3), 1.0]
+    assert told[0][0].startswith("compiling 2 kernels for this processor, once, about 1 s")
+    assert compile_ahead(wanted, quiet) == 0
+    assert compile_ahead([needs("norm", 2)], quiet) == 1
+    assert processes.asked[1:] == [[needs("norm", 2)]]
+
+
+def test_a_kernel_that_was_not_compiled_is_tried_again(
+    folder: Path, compiling: Callable[..., Children]
+) -> None:
+    compiling(fails=0)
+    compile_ahead([GREEDY, NORM], quiet)
+    assert missing([GREEDY, NORM], folder) == [GREEDY]
+
+
+def test_nothing_is_compiled_ahead_where_it_cannot_be_kept(
+    folder: Path, compiling: Callable[..., Children], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = compiling()
+    monkeypatch.setattr(ahead, "kernel_folder", lambda: None)
+    assert compile_ahead([GREEDY], quiet) == 0
+    monkeypatch.setattr(ahead, "kernel_folder", lambda: Path("/proc"))
+    assert compile_ahead([GREEDY], quiet) == 0
+    assert processes.asked == []
+
+
+def test_expected_time_is_that_of_the_longest_or_of_all_shared_out() -> None:
+    sampler, attention = needs("sampler", 1), needs("decode attention", 1, "float32", "bfloat16")
+    assert expected_s([sampler, NORM], 2) == sampler.seconds
+    total = sampler.seconds + attention.seconds
+    assert expected_s([sampler, attention], 1) == total
+
+
+def test_needs_follow_settings() -> None:
+    def of(dtype: torch.dtype, **given: Any) -> set[str]:
+        settings = WorkerSettings(**given)
+        config = SimpleNamespace(head_dim=64)
+        return {each.kernel for each in language_needs(settings, dtype, dtype, config, None, ())}
+
+    assert of(torch.float32) == {"sampler", "decode attention of modules"}
+    assert "product" in of(torch.float32, weights="int4")
+    assert "low rank" in of(torch.bfloat16, adapters=1)
+    assert [*tower_needs(WorkerSettings(), torch.float32, None)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5 * PATIENCE_S)
+@pytest.mark.parametrize(
+    ("size", "dtype", "given"),
+    [
+        ("nano25", "bfloat16", {}),
+        ("nano25", "float32", {"weights": "int4"}),
+        ("nano3", "bfloat16", {"weights": "int8", "threads": 2, "adapters": 1}),
+    ],
+    ids=["bfloat16", "int4", "int8 and adapters"],
+)
+def test_ranks_find_all_that_they_need(
+    size: str, dtype: str, given: dict[str, Any], tmp_path: Path
+) -> None:
+    """Real processes compile, and then another kind of program finds nothing left."""
+    make_checkpoint(str(tmp_path / size), size, dtype=dtype)
+    settings = msgspec.json.encode(WorkerSettings(**given)).decode()
+    told = subprocess.run(
+        [sys.executable, "-c", LEFT, str(tmp_path / size), dtype, settings],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout == ""

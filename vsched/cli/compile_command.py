@@ -1,0 +1,59 @@
+"""`vsched compile`: compiles the kernels that a checkpoint needs on this machine, so that no start has to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated, Literal
+
+import typer
+
+from vsched.assembly import as_served, inspect_checkpoint, worker_group_plans
+from vsched.cli import app
+from vsched.config import LoadedConfig
+from vsched.terminal.options import ConfigOption, SetOption, load
+from vsched.terminal.progress import LoadingLines
+from vsched.types import ModelInfo
+from vsched.worker.capabilities import CompilesKernels
+from vsched.worker.contract import WorkerSettings
+from vsched.worker.registry import load_worker
+
+Stage = Literal["encode", "generate"]
+
+
+@app.command("compile")
+def compile_kernels(
+    path: Annotated[str, typer.Argument(help="Folder of the checkpoint; model.path.")],
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Compile what `vsched serve` would with these settings, on all cores, and keep it; no weights are read.
+
+    What is compiled is for processors of this kind, and for this version of vsched.
+    """
+    loaded = load(config, [*(assignments or ()), f"model.path={path}"])
+    began_s, count = time.monotonic(), 0
+    told = LoadingLines()
+    for stage, name, info, settings in _stages(loaded):
+        plugin = load_worker(name, path=f"{stage}.plugin")
+        if isinstance(plugin, CompilesKernels):
+            count += plugin.compile_kernels(info, settings, partial(told, stage), stage=stage)
+    if count:
+        typer.echo(f"{count} kernels compiled in {time.monotonic() - began_s:.0f} s.")
+    else:
+        typer.echo("Nothing to compile: all kernels are there.")
+
+
+def _stages(loaded: LoadedConfig) -> Iterator[tuple[Stage, str, ModelInfo, WorkerSettings]]:
+    """Yield each stage that ranks run, its plug-in, its model and settings; a model that drafts is one of them."""
+    info = inspect_checkpoint(loaded.config, loaded.policies)
+    config, info = as_served(loaded.config, info)
+    for plan in worker_group_plans(config, info, loaded.policies):
+        if plan.encode is not None:
+            yield "encode", plan.encode.plugin, info, plan.encode.settings
+        if plan.generate is not None:
+            role = plan.generate
+            yield "generate", role.plugin, info, role.settings
+            if role.draft is not None:
+                yield "generate", role.plugin, role.draft, role.settings

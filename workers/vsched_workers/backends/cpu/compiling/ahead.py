@@ -1,0 +1,114 @@
+"""Has kernels compiled in processes of their own, on all cores, before a rank reads them from disk."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from vsched.worker.contract import Progress
+from vsched.worker.memory import host_available
+from vsched.worker.shares import usable_cores
+from vsched_workers.backends.cpu.compiling.needs import Need
+from vsched_workers.backends.cpu.kernel_store import content_key, kernel_folder, processor
+
+CHILD_BYTES = 512 << 20
+"""What a process that compiles may take: libraries and the compiler."""
+LOCK_S = 600.0
+"""How long to wait for another process that compiles for this processor, before each does for itself."""
+_POLL_S = 0.2
+_KERNEL_FILES = [
+    Path(__file__).parents[1] / name / "kernel.py" for name in ("quantized", "low_rank")
+]
+"""Kernels whose sources do not name the folder."""
+
+
+def compile_ahead(wanted: Sequence[Need], progress: Progress) -> int:
+    """Compile those kernels that are not on disk; return how many that were.
+
+    Nothing is done where they cannot be kept, and who loads them compiles them then; so it does where a child fails.
+    """
+    folder = kernel_folder()
+    if folder is None or not os.access(folder, os.W_OK) or not missing(wanted, folder):
+        return 0
+    try:
+        lock = open(folder / "compiling", "w", encoding="ascii")  # noqa: SIM115 - closed below
+    except OSError:
+        return 0
+    with lock:
+        _wait_for(lock, progress)
+        found = missing(wanted, folder)
+        if found:
+            _compile(found, folder, progress)
+        return len(found)
+
+
+def missing(wanted: Sequence[Need], folder: Path) -> list[Need]:
+    """Return the kernels, each once, that were never compiled into a folder for this processor."""
+    return [each for each in dict.fromkeys(wanted) if not mark_of(each, folder).exists()]
+
+
+def mark_of(need: Need, folder: Path) -> Path:
+    """Return the file that says that a kernel is in a folder, for this processor."""
+    told = repr((tuple(need), processor(), content_key(_KERNEL_FILES)))
+    return folder / f"compiled-{hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}"
+
+
+def at_once(count: int) -> int:
+    """Return how many processes compile at a time: as many as there are cores, and memory for."""
+    return max(1, min(count, usable_cores(), host_available() // CHILD_BYTES))
+
+
+def expected_s(wanted: Sequence[Need], processes: int) -> float:
+    """Return about how long it takes: the longest kernel, or all of them shared out."""
+    seconds = [each.seconds for each in wanted]
+    return max(max(seconds), sum(seconds) / processes)
+
+
+def _wait_for(lock: IO[str], progress: Progress) -> None:
+    """Wait while another process compiles: it may be what is wanted here, and cores are shared."""
+    deadline_s = time.monotonic() + LOCK_S
+    while time.monotonic() < deadline_s:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        progress("waiting for kernels that another process compiles", 0.0)
+        time.sleep(_POLL_S)
+
+
+def _compile(wanted: Sequence[Need], folder: Path, progress: Progress) -> None:
+    processes = at_once(len(wanted))
+    what = (
+        f"compiling {len(wanted)} kernels for this processor, once, about "
+        f"{expected_s(wanted, processes):.0f} s"
+    )
+    progress(what, 0.0)
+    command = [sys.executable, "-m", "vsched_workers.backends.cpu.compiling.children"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    total_s = sum(each.seconds for each in wanted)
+    done_s = 0.0
+    with subprocess.Popen(  # noqa: S603 - our own words
+        [*command, str(processes)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as children:
+        assert children.stdin is not None
+        assert children.stdout is not None
+        children.stdin.write(msgspec.json.encode(wanted))
+        children.stdin.close()
+        for line in children.stdout:
+            need = wanted[int(line)]
+            with suppress(OSError):
+                mark_of(need, folder).touch()
+            done_s += need.seconds
+            progress(what, done_s / total_s)

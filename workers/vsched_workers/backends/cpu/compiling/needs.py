@@ -1,0 +1,227 @@
+"""Which compiled kernels a model needs, by name: what a rank loads, and what can be compiled before there is a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+import torch
+
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.cpu.decode_attention import (
+    NumbaDecode,
+    kept_heads,
+    use_threads,
+)
+from vsched_workers.backends.cpu.kernels import (
+    activation,
+    decode_attention,
+    norm,
+    panel_attention,
+    prefill_attention,
+    rope,
+    sampling,
+    softmax,
+)
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
+from vsched_workers.backends.cpu.kernels.compilation import Threaded
+from vsched_workers.backends.cpu.language_layers import GATED, USUAL_BLOCK
+from vsched_workers.backends.cpu.low_rank import kernel as low_rank
+from vsched_workers.backends.cpu.operand_choice import attends_here, operand, runs_here
+from vsched_workers.backends.cpu.prefill_attention import fits
+from vsched_workers.backends.cpu.products import panel_product
+from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.cpu.vision_blocks import block_head_dim, can_fuse
+from vsched_workers.backends.reference.packed_weights import packs
+from vsched_workers.families.decoder import Decoder, head_dim
+from vsched_workers.quantized.model import HEAD_FORMAT
+from vsched_workers.quantized.weights import QuantizedWeight
+
+_ACTIVATIONS = {
+    each.serial.py_func.__name__: each for each in (*GATED.values(), activation.gelu_quick)
+}
+_INPUTS = 64
+"""Inputs of a weight to compile with."""
+
+_OPERANDS = {"bfloat16": BF16, "float32": FLOAT32}
+
+
+class Need(NamedTuple):
+    """A kernel for one kind of arguments.
+
+    Attributes:
+        kernel: Which, by its name in `KERNELS`.
+        threads: 1, or 2 where the variant for all threads is needed, too.
+        words: What it is compiled for.
+    """
+
+    kernel: str
+    threads: int
+    words: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """What compiling takes of a core of 3 GHz, about: for the order, and for people who wait."""
+        return KERNELS[self.kernel].seconds * (1.0 if self.threads == 1 else 2.5)
+
+    def load(self) -> None:
+        """Read it from disk, or compile it."""
+        use_threads(self.threads)
+        KERNELS[self.kernel].load(self.threads, *self.words)
+
+
+class _Kernel(NamedTuple):
+    load: Callable[..., None]
+    seconds: float
+
+
+def needs(kernel: str, threads: int, *words: str) -> Need:
+    """Return the need of a kernel in a process with this number of threads."""
+    assert kernel in KERNELS, f"no kernel is called {kernel}"
+    return Need(kernel, min(threads, 2), words)
+
+
+def language_needs(
+    settings: WorkerSettings,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    config: Any,
+    decoder: Decoder | None,
+    kinds: Sequence[str],
+) -> Iterator[Need]:
+    """Yield what a language model needs.
+
+    `config` is that of the model, `decoder` its make where it is of one, and `kinds` are those of weights that its
+    checkpoint has in fewer bits.
+    """
+    threads, kept = settings.threads, _word(kv_dtype)
+    made = [settings.weights, HEAD_FORMAT] if settings.quantizes else []
+    yield needs("sampler", 1)
+    yield from _product_needs(dtype, [*kinds, *made], threads)
+    if dtype == torch.bfloat16:
+        yield needs("greedy sampler", 1)
+        yield from _many_rows_needs(threads, head_dim(config))
+    if settings.adapters and dtype == torch.bfloat16:
+        yield needs("low rank", threads)
+    if dtype != torch.bfloat16 or decoder is None or decoder.unfit(config):
+        yield needs("decode attention of modules", threads, kept)
+        return
+    yield needs("norm", threads)
+    yield needs("rope", threads, kept)
+    if not decoder.adds_plainly or decoder.norms_all_heads:
+        yield needs("norms of all kinds", threads)
+    yield needs("activation", threads, _name(GATED[decoder.activation(config)]))
+    if settings.deterministic:
+        yield needs("attention of panels", threads)
+        return
+    cached = kept_heads(kv_dtype, slots=1)
+    tag = decode_attention.score_tag(head_dim(config), USUAL_BLOCK, cached.dtype)
+    yield needs("decode attention", threads, _operand_word(tag), kept)
+
+
+def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Iterator[Need]:
+    """Yield what a vision tower needs; None is one of any make, of which less is known."""
+    threads = settings.threads
+    yield from _product_needs(dtype, [settings.weights] if settings.quantizes else [], threads)
+    if dtype != torch.bfloat16:
+        return
+    if tower is not None and can_fuse(tower):
+        yield from _many_rows_needs(threads, block_head_dim(tower.blocks[0]))
+        yield needs("norm", threads)
+        yield needs("activation", threads, _name(activation.swiglu))
+        yield needs("rope of patches", threads)
+    if settings.adapters:
+        yield needs("low rank", threads)
+
+
+def _many_rows_needs(threads: int, head_dim: int) -> Iterator[Need]:
+    """Yield what attention of many rows of bfloat16 needs, those of a chunk or of an image; see `prefill_choice`."""
+    if not attends_here() or not fits(head_dim):
+        yield needs("softmax", threads)
+    if attends_here() or runs_here():
+        yield needs("prefill attention", threads, _operand_word(operand()))
+
+
+def _product_needs(dtype: torch.dtype, kinds: Sequence[str], threads: int) -> Iterator[Need]:
+    """Yield what products of rows of a type need, by weights of these kinds and by others."""
+    for kind in dict.fromkeys(kinds):
+        yield needs("product", threads, _word(dtype), kind)
+    if dtype == torch.bfloat16 and not packs(dtype):
+        yield needs("product", threads, _word(dtype), _word(dtype))
+    if dtype == torch.bfloat16 and runs_here():
+        yield needs("product of panels", threads)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _operand_word(tag: npt.NDArray[Any]) -> str:
+    return "bfloat16" if tag is BF16 else "float32"
+
+
+def _name(kernel: Threaded) -> str:
+    name: str = kernel.serial.py_func.__name__
+    return name
+
+
+def _load_rope(threads: int, kept: str) -> None:
+    rope.warm_up(kept_heads(getattr(torch, kept), slots=1), threads=threads)
+
+
+def _load_decode(threads: int, word: str, kept: str) -> None:
+    cached = kept_heads(getattr(torch, kept), slots=1)
+    decode_attention.warm_up(_OPERANDS[word], cached, threads=threads)
+
+
+def _load_decode_of_modules(threads: int, kept: str) -> None:
+    NumbaDecode(torch.float32, getattr(torch, kept), threads).warm_up()
+
+
+def _load_product(threads: int, rows: str, kind: str) -> None:
+    dtype: torch.dtype = getattr(torch, rows)
+    weight: QuantizedWeight | torch.Tensor = torch.zeros(1, _INPUTS, dtype=dtype)
+    if kind in {"int8", "int4", "fp8"}:
+        weight = QuantizedWeight(
+            kind=kind,
+            values=torch.zeros(
+                *(1, _INPUTS // 2 if kind == "int4" else _INPUTS),
+                dtype=torch.int8 if kind == "int8" else torch.uint8,
+            ),
+            scales=torch.ones(1, 1, dtype=torch.float32 if kind == "fp8" else torch.float16),
+            group=_INPUTS,
+            inputs=_INPUTS,
+            dtype=dtype,
+        )
+    QuantizedProduct(weight, None, threads=threads)(torch.zeros(1, _INPUTS, dtype=dtype))
+
+
+def _load_panels(threads: int) -> None:
+    made = panel_product(torch.zeros(_INPUTS, _INPUTS).bfloat16(), None, threads=threads)
+    if made is not None:
+        made(torch.zeros(1, _INPUTS).bfloat16())
+
+
+KERNELS: Mapping[str, _Kernel] = {
+    "norm": _Kernel(lambda threads: norm.warm_up(threads=threads), 1.0),
+    "norms of all kinds": _Kernel(lambda threads: norm.warm_up_normed(threads=threads), 3.0),
+    "layer norm": _Kernel(lambda threads: norm.warm_up_layer_norm(threads=threads), 1.5),
+    "activation": _Kernel(
+        lambda threads, name: activation.warm_up(_ACTIVATIONS[name], threads=threads), 1.0
+    ),
+    "rope": _Kernel(_load_rope, 3.0),
+    "rope of patches": _Kernel(lambda threads: rope.warm_up_patches(threads=threads), 1.5),
+    "decode attention": _Kernel(_load_decode, 15.0),
+    "decode attention of modules": _Kernel(_load_decode_of_modules, 11.0),
+    "attention of panels": _Kernel(lambda threads: panel_attention.warm_up(threads=threads), 6.0),
+    "prefill attention": _Kernel(
+        lambda threads, operand: prefill_attention.warm_up(_OPERANDS[operand], threads=threads), 6.0
+    ),
+    "softmax": _Kernel(lambda threads: softmax.warm_up(threads=threads), 1.0),
+    "greedy sampler": _Kernel(lambda _threads: sampling.warm_up_greedy(), 0.5),
+    "sampler": _Kernel(lambda _threads: sampling.warm_up(), 18.0),
+    "low rank": _Kernel(lambda threads: low_rank.warm_up(threads=threads), 3.0),
+    "product": _Kernel(_load_product, 5.0),
+    "product of panels": _Kernel(_load_panels, 5.0),
+}
