@@ -76,12 +76,14 @@ def expected_s(wanted: Sequence[Need], processes: int) -> float:
 
 def _wait_for(lock: IO[str], progress: Progress) -> None:
     """Wait while another process compiles: it may be what is wanted here, and cores are shared."""
-    deadline_s = time.monotonic() + LOCK_S
+    deadline_s, told = time.monotonic() + LOCK_S, False
     while time.monotonic() < deadline_s:
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        progress("waiting for kernels that another process compiles", 0.0)
+        if not told:
+            progress("waiting for kernels that another process compiles", 0.0)
+            told = True
         time.sleep(_POLL_S)
 
 

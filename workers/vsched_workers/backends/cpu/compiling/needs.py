@@ -220,7 +220,7 @@ KERNELS: Mapping[str, _Kernel] = {
     ),
     "softmax": _Kernel(lambda threads: softmax.warm_up(threads=threads), 1.0),
     "greedy sampler": _Kernel(lambda _threads: sampling.warm_up_greedy(), 0.5),
-    "sampler": _Kernel(lambda _threads: sampling.warm_up(), 18.0),
+    "sampler": _Kernel(lambda _threads: sampling.warm_up(), 13.0),
     "low rank": _Kernel(lambda threads: low_rank.warm_up(threads=threads), 3.0),
     "product": _Kernel(_load_product, 5.0),
     "product of panels": _Kernel(_load_panels, 5.0),

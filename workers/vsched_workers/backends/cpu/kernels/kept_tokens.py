@@ -234,6 +234,13 @@ def _narrow(
 
 
 @compiled(**INNER)
+def _copy(source: Any, target: Any) -> None:
+    """Copy values: an assignment to a slice has an error for its shape, whose text takes seconds to compile."""
+    for index in range(len(source)):
+        target[index] = source[index]
+
+
+@compiled(**INNER)
 def _collect(source: Any, low: Any, high: Any, top_min: Any, buffers: Buffers) -> int:
     """List the tokens whose logit or weight, which `source` holds, is in [low, high); return how many they are.
 
@@ -330,8 +337,8 @@ def _estimate(
     (top, scale), count, sampled = row, 0, 0.0
     for block in range(0, len(buffers.sums), _SAMPLED):
         start, stop = block * BLOCK, (block + 1) * BLOCK
-        buffers.list_values[count : count + BLOCK] = buffers.values[start:stop]
-        buffers.list_weights[count : count + BLOCK] = buffers.weights[start:stop]
+        _copy(buffers.values[start:stop], buffers.list_values[count : count + BLOCK])
+        _copy(buffers.weights[start:stop], buffers.list_weights[count : count + BLOCK])
         sampled += buffers.sums[block]
         count += BLOCK
     part = count / len(buffers.values)
