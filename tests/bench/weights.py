@@ -6,9 +6,10 @@
 
 The first measures, in one run, the rate at which memory is read; what one row takes beside the time that the weights'
 bytes take at that rate; and what more rows take beside the same rows in bfloat16. Weights are used in turn, so that
-none is left in a cache. Products of torch that are made for such weights stand beside. The second tells the time and
-the rate of numbers of rows, and so which are served badly. The third runs the questions of the exam on a checkpoint and
-on the same with weights made into fewer bits, or with its KV cache in 8 bits, fed the same tokens.
+none is left in a cache. Weights of 8 and 4 bits are multiplied with rows of floats and of 8 bits. Products of torch
+that are made for such weights stand beside. The second tells the time and the rate of numbers of rows, and so which are
+served badly. The third runs the questions of the exam on a checkpoint and on the same with weights made into fewer
+bits, or with its KV cache in 8 bits, fed the same tokens.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ def in_turn(products: Sequence[Rows], rows: torch.Tensor, repeats: int) -> float
 
 
 def products_of(
-    weight: torch.Tensor, kind: str, group: int, threads: int
+    weight: torch.Tensor, kind: str, group: int, threads: int, *, int8_rows: bool = False
 ) -> tuple[list[Rows], int]:
     """Return copies of a product, and the bytes of one."""
     made = weight if kind == "bfloat16" else quantize(weight, kind, group=group)
-    make = functools.partial(panel_product, threads=threads)
+    make = functools.partial(panel_product, threads=threads, int8_rows=int8_rows)
     first = PackedWeight(made, None, make_custom=make)
     copies = max(IN_TURN_BYTES // first.size_bytes, 1)
     return [first, *(PackedWeight(made, None, make_custom=make) for _ in range(1, copies))], (
@@ -113,6 +114,9 @@ def products_table(threads: int, repeats: int) -> Table:
     for inputs, outputs in SHAPES:
         weight = torch.randn(outputs, inputs).bfloat16()
         made = {f"{k}, {g}" if g else k: products_of(weight, k, g, threads) for k, g in FORMATS}
+        for kind, group in FORMATS[1:]:
+            found = products_of(weight, kind, group, threads, int8_rows=True)
+            made[f"{kind}, {group}, rows int8"] = found
         base: dict[int, float] = {}
         for name, (products, size) in (made | torch_products(weight)).items():
             now = read_rate(3)
@@ -156,14 +160,13 @@ def logits_table(path: str) -> Table:
     from tests.bench.weights_logits import ask
 
     table = Table("weights", "logits apart", "same first choice", "right answers", title=path)
-    for kind, group, kv_dtype in [
-        ("auto", 0, "auto"),
-        ("auto", 0, "int8"),
-        *((*each, "auto") for each in FORMATS[1:]),
-    ]:
-        told = ask(path, kind, group, kv_dtype)
-        name = f"{kind}, {group}" if group else "as they are"
-        name += ", KV int8" * (kv_dtype == "int8")
+    lines = [("as they are", ask(path, "auto", 0))]
+    lines.append(("as they are, KV int8", ask(path, "auto", 0, kv_dtype="int8")))
+    for kind, group in FORMATS[1:]:
+        for activations, suffix in (("float", ""), ("int8", ", rows int8")):
+            told = ask(path, kind, group, activations=activations)
+            lines.append((f"{kind}, {group}{suffix}", told))
+    for name, told in lines:
         row = (
             f"{100 * told.apart:.2f} %",
             f"{100 * told.same:.2f} %",

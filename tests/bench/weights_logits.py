@@ -1,4 +1,4 @@
-"""How far weights or a KV cache in few bits move logits: both models are fed the same questions and tokens."""
+"""How far weights, rows or a KV cache in few bits move logits: both models are fed the same questions and tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER_TOKENS = 12
 
 
 class Told(NamedTuple):
-    """What came of a checkpoint whose weights or KV cache are in few bits.
+    """What came of a checkpoint whose weights, rows or KV cache are in few bits.
 
     Attributes:
         apart: The difference of logits as a share of their size, both as root mean squares.
@@ -34,9 +34,11 @@ class Told(NamedTuple):
     asked: int
 
 
-def ask(path: str, kind: str, group: int, kv_dtype: str = "auto") -> Told:
+def ask(
+    path: str, kind: str, group: int, *, activations: str = "float", kv_dtype: str = "auto"
+) -> Told:
     """Ask the first questions of all tasks of the exam; both models are fed what the quantised one answers."""
-    settings = WorkerSettings(threads=1, weights=kind, weights_group=group)
+    settings = WorkerSettings(threads=1, weights=kind, weights_group=group, activations=activations)
     plain = Stage.load(path, attention="auto", dtype="float32")
     made = Stage.load(path, attention="auto", dtype="float32", settings=settings, kv_dtype=kv_dtype)
     twins = Twins(made.generator, plain.generator)

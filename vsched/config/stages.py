@@ -41,6 +41,14 @@ class StageConfig(Section, frozen=True, kw_only=True):
             description="Inputs of an output that have one scale then; 0 for 128 of int8 and 32 of int4.",
         ),
     ] = 0
+    activations: Annotated[
+        Literal["auto", "float", "int8"],
+        Meta(
+            description="What rows are multiplied as by weights of int8 or int4: `float`, or `int8`, into which they "
+            "are made block by block, on a CPU. `auto` is `int8` in bfloat16 where the processor has instructions for "
+            "that, else `float`."
+        ),
+    ] = "auto"
     device: Annotated[
         str,
         Meta(

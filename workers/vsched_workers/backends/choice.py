@@ -66,6 +66,8 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str =
         check_quantized(
             settings, dtype, what=f"generate.weights, encode.weights: {settings.weights}"
         )
+    if settings.activations == "int8":
+        _check_int8_rows(settings, dtype)
     _check_attention(settings, dtype, on_cuda=on_cuda)
     kept = torch.int8 if kv_dtype == "int8" else dtype
     if kept != dtype:
@@ -88,6 +90,22 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str =
             ) from error
         return ReferenceBackend(settings, dtype, kept)
     return CpuBackend(settings, dtype, kept)
+
+
+def _check_int8_rows(settings: WorkerSettings, dtype: torch.dtype) -> None:
+    """Refuse rows in 8 bits where there is no product of such.
+
+    Raises:
+        ConfigError: With what is there.
+    """
+    types = {torch.float32, torch.bfloat16}
+    if settings.device != "cpu" or settings.attention == "exact" or dtype not in types:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"generate.activations, encode.activations: int8 is not possible on {settings.device} with {name} and "
+            f"attention {settings.attention!r}, but on cpu with bfloat16 or float32 and `auto`. "
+            "Remedy: use these, or set it to auto."
+        )
 
 
 def _check_int8_kv(settings: WorkerSettings) -> None:

@@ -29,7 +29,7 @@ from vsched_workers.backends.cpu.low_rank import sums as low_rank
 from vsched_workers.backends.cpu.low_rank.sums import KernelSums
 from vsched_workers.backends.cpu.prefill_choice import choose_prefill
 from vsched_workers.backends.cpu.products import deterministic_product, panel_product
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, makes_int8_rows
 from vsched_workers.backends.cpu.row_sampler import draw_compiled
 from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
 from vsched_workers.backends.reference.any_tower import AnyTower
@@ -64,11 +64,15 @@ class CpuBackend(ReferenceBackend):
         self._threads = settings.threads
         self._deterministic = settings.deterministic
         make_product = deterministic_product if settings.deterministic else panel_product
-        self._make_plain = functools.partial(make_product, threads=settings.threads)
+        self._make_plain = functools.partial(
+            make_product,
+            threads=settings.threads,
+            int8_rows=makes_int8_rows(settings.activations, dtype),
+        )
         self._quantizer: Quantizer[QuantizedProduct] | None = None
         self._make_product = self._make_head = self._make_plain
         if settings.quantizes:
-            make = functools.partial(QuantizedProduct, threads=settings.threads)
+            make = functools.partial(QuantizedProduct, **self._make_plain.keywords)
             quantizer = Quantizer(settings.weights, settings.weights_group, make)
             self._quantizer = quantizer
             self._make_product, self._make_head = quantizer.linear, quantizer.head

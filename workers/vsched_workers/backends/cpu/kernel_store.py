@@ -38,8 +38,12 @@ import vsched.types
 logger = logging.getLogger(__name__)
 
 KERNELS = Path(__file__).parent / "kernels"
-CONSTANTS = (Path(vsched.types.__file__), KERNELS.parents[2] / "batching" / "kv_cache.py")
-"""What kernels take constants from, which are compiled in."""
+CONSTANTS = (
+    Path(vsched.types.__file__),
+    KERNELS.parents[2] / "batching" / "kv_cache.py",
+    KERNELS.parent / "quantized" / "kernel.py",
+)
+"""What kernels take constants and functions from, which are compiled in."""
 UNUSED_DAYS_MAX = 30
 _DIGEST_BYTES = 16
 

@@ -101,14 +101,18 @@ class PanelProduct:
 
 
 def panel_product(
-    weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, *, threads: int
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None,
+    *,
+    threads: int,
+    int8_rows: bool = False,
 ) -> CustomProduct | None:
     """Return the product by a weight, of which it holds a copy.
 
     None where it does not pay, or the weight is too large, or does not lie in panels once it is packed.
     """
     if isinstance(weight, QuantizedWeight) or not packs(weight.dtype):
-        return QuantizedProduct(weight, bias, threads=threads)
+        return QuantizedProduct(weight, bias, threads=threads, int8_rows=int8_rows)
     outputs, inputs = weight.shape
     if inputs % 2 or inputs > INPUTS_MAX or not runs_here():
         return None
@@ -127,7 +131,11 @@ def panel_product(
 
 
 def deterministic_product(
-    weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, *, threads: int
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None,
+    *,
+    threads: int,
+    int8_rows: bool = False,
 ) -> CustomProduct:
     """Return the product by a weight that is used for any number of rows, whether that is the fastest or not.
 
@@ -135,7 +143,7 @@ def deterministic_product(
         ConfigError: When the weight has an odd number of inputs.
     """
     if isinstance(weight, QuantizedWeight):
-        return QuantizedProduct(weight, bias, threads=threads)
+        return QuantizedProduct(weight, bias, threads=threads, int8_rows=int8_rows)
     if weight.shape[1] % 2:
         raise ConfigError(
             f"model.deterministic: a weight has {weight.shape[1]} inputs, an odd number. Remedy: set it to false."

@@ -5,9 +5,11 @@
 where sum[r, g] is the sum of a row's inputs in group g. Sums are float32; the result is float32 or rounded to bfloat16.
 
 **Layout.** A weight [out, in] lies in panels of `PANEL` outputs, [out / PANEL, in, PANEL], in one of the types of
-`KINDS`. Of int4, a byte holds two neighbouring inputs, the first in its lower half, as 0 to 15: `centre` is 8 then, and
-nothing has to be taken away from each. Scales and offsets lie in panels of the same width, [out / PANEL, groups,
-PANEL], as float32 or float16. Outputs are padded to whole panels, and inputs to a multiple of `INPUTS`, with zeros.
+`KINDS`. Of int8, four neighbouring inputs of an output are one word, [out / PANEL, in / 4, PANEL, 4], which is how
+`integers.py` reads them; of int4, a word holds eight, the first four in the lower halves of its bytes, as 0 to 15:
+`centre` is 8 then, and nothing has to be taken away from each. Scales and offsets lie in panels of the same width,
+[out / PANEL, groups, PANEL], as float32 or float16. Outputs are padded to whole panels, and inputs to a multiple of
+`INPUTS`, with zeros.
 
 **Parts.** Rows are widened once and laid out in parts of up to `BLOCK` inputs, [parts, rows, BLOCK], and a panel is
 multiplied part by part: a part of the panel and the rows of a pass lie in the first cache meanwhile. Rows lie close
@@ -124,33 +126,38 @@ class _Reader:
 
     @property
     def read_together(self) -> int:
-        """Inputs that are read at once."""
-        return 2 if self._kind is numba.types.uint8 else 1
+        """Inputs that lie in one word."""
+        return {numba.types.uint8: 8, numba.types.int8: 4}.get(self._kind, 1)
 
-    def read(self, at: Any, count: int, vector: int) -> Sequence[Any]:
-        """Return one vector of the panel of each of `count` inputs that lie at an address, as float32."""
-        builder, line = self._builder, PANEL * self.half_bytes // 2
-        place = LANES * self.half_bytes // 2 * vector
-        if self._kind is numba.types.uint8:
-            found = []
-            for pair in range(count // 2):
-                words = builder.zext(
-                    self._load(at, 2 * pair * line + LANES * vector, _BYTES), WORDS
-                )
-                found += [builder.and_(words, _all(WORDS, 15)), builder.lshr(words, _all(WORDS, 4))]
-            return [builder.sitofp(each, FLOATS) for each in found]
-        return [self._one(at, index * line + place) for index in range(count)]
+    @property
+    def unrolled(self) -> int:
+        """Inputs of one iteration."""
+        return max(_UNROLLED, self.read_together)
 
-    def _one(self, at: Any, place: int) -> Any:
+    def load(self, at: Any, vector: int) -> Any:
+        """Return one vector of the panel, of as many inputs from an address on as are read together."""
+        size = LANES * self.half_bytes * self.read_together // 2
+        kinds = {
+            numba.types.float32: FLOATS,
+            numba.types.uint16: _SHORTS,
+            numba.types.int16: _BYTES,
+        }
+        return self._load(at, size * vector, kinds.get(self._kind, WORDS))
+
+    def widened(self, loaded: Any, index: int) -> Any:
+        """Return of what was loaded the input of this index, as float32."""
         builder = self._builder
         if self._kind is numba.types.float32:
-            return self._load(at, place, FLOATS)
+            return loaded
         if self._kind is numba.types.uint16:
-            words = builder.zext(self._load(at, place, _SHORTS), WORDS)
+            words = builder.zext(loaded, WORDS)
             return builder.bitcast(builder.shl(words, _all(WORDS, 16)), FLOATS)
-        loaded = self._load(at, place, _BYTES)
         if self._kind is numba.types.int8:
-            return builder.sitofp(builder.sext(loaded, WORDS), FLOATS)
+            word = builder.shl(loaded, _all(WORDS, 24 - 8 * index))
+            return builder.sitofp(builder.ashr(word, _all(WORDS, 24)), FLOATS)
+        if self._kind is numba.types.uint8:
+            word = builder.lshr(loaded, _all(WORDS, 8 * (index % 4) + 4 * (index // 4)))
+            return builder.sitofp(builder.and_(word, _all(WORDS, 15)), FLOATS)
         shorts = builder.zext(loaded, _SHORTS)
         size = builder.shl(builder.and_(shorts, _all(_SHORTS, 0x7F)), _all(_SHORTS, 7))
         sign = builder.shl(builder.and_(shorts, _all(_SHORTS, 0x80)), _all(_SHORTS, 8))
@@ -231,32 +238,26 @@ def _sum_inputs(
     writer, reader = InstructionWriter(builder), _Reader(builder, kind)
     count = len(initial) // len(vectors)
     loop = Loop(builder, initial)
-    at = writer.advance(weight_at, loop.index, _UNROLLED * PANEL * reader.half_bytes // 2)
-    inputs_at = writer.advance(rows_at, loop.index, 4 * _UNROLLED)
+    step, unrolled = reader.read_together, reader.unrolled
+    at = writer.advance(weight_at, loop.index, unrolled * PANEL * reader.half_bytes // 2)
+    inputs_at = writer.advance(rows_at, loop.index, 4 * unrolled)
     added = list(loop.carried)
     _fetch_ahead(builder, reader, loop.index, (ahead_at, ahead_bytes), vectors)
-    step = reader.read_together
-    for first in range(0, _UNROLLED, step):
+    for first in range(0, unrolled, step):
         here = builder.add(at, ir.Constant(LONG, first * PANEL * reader.half_bytes // 2))
-        values = [
-            [
-                writer.broadcast(
-                    writer.load(
-                        builder.add(inputs_at, ir.Constant(LONG, row * _ROW_BYTES + 4 * index)),
-                        ir.FloatType(),
-                        4,
-                    )
-                )
-                for index in range(first, first + step)
+        loaded = [reader.load(here, vector) for vector in vectors]
+        for index in range(step):
+            places = [
+                builder.add(inputs_at, ir.Constant(LONG, row * _ROW_BYTES + 4 * (first + index)))
+                for row in range(count)
             ]
-            for row in range(count)
-        ]
-        for vector in vectors:
-            for index, weight in enumerate(reader.read(here, step, vector)):
-                for row in range(count):
-                    place = row * len(vectors) + vector - vectors.start
-                    added[place] = writer.multiply_add(added[place], values[row][index], weight)
-    loop.end(added, builder.sdiv(inputs, ir.Constant(LONG, _UNROLLED)))
+            values = [writer.broadcast(writer.load(each, ir.FloatType(), 4)) for each in places]
+            for place, words in enumerate(loaded):
+                weight = reader.widened(words, index)
+                for row, value in enumerate(values):
+                    at_sum = row * len(vectors) + place
+                    added[at_sum] = writer.multiply_add(added[at_sum], value, weight)
+    loop.end(added, builder.sdiv(inputs, ir.Constant(LONG, unrolled)))
     return added
 
 
@@ -265,8 +266,11 @@ def _fetch_ahead(
 ) -> None:
     """Fetch what one iteration over some vectors of a panel is to fetch of the memory ahead."""
     writer, (ahead_at, ahead_bytes) = InstructionWriter(builder), ahead
+    ahead_bytes = builder.mul(ahead_bytes, ir.Constant(LONG, reader.unrolled // _UNROLLED))
     at = builder.add(ahead_at, builder.mul(index, ahead_bytes))
-    lines = 1 if reader.is_wide else max(_UNROLLED * PANEL * reader.half_bytes // 2 // LINE, 1)
+    lines = (
+        1 if reader.is_wide else max(reader.unrolled * PANEL * reader.half_bytes // 2 // LINE, 1)
+    )
     for line in range(lines * vectors.start // _VECTORS, lines * vectors.stop // _VECTORS):
         further = builder.sdiv(
             builder.mul(ahead_bytes, ir.Constant(LONG, line)), ir.Constant(LONG, lines)
@@ -303,14 +307,15 @@ def _add_scaled(
 def _widen(builder: Any, kind: Any, weight_at: Any, inputs: Any, out_at: Any) -> None:
     """Write the weights of some inputs of a panel as float32, [inputs, PANEL]."""
     writer, reader = InstructionWriter(builder), _Reader(builder, kind)
-    loop = Loop(builder, [])
-    at = writer.advance(weight_at, loop.index, 2 * PANEL * reader.half_bytes // 2)
-    target = writer.advance(out_at, loop.index, 2 * PANEL * 4)
+    loop, step = Loop(builder, []), reader.read_together
+    at = writer.advance(weight_at, loop.index, step * PANEL * reader.half_bytes // 2)
+    target = writer.advance(out_at, loop.index, step * PANEL * 4)
     for vector in range(_VECTORS):
-        for index, values in enumerate(reader.read(at, 2, vector)):
+        loaded = reader.load(at, vector)
+        for index in range(step):
             place = ir.Constant(LONG, 4 * (index * PANEL + vector * LANES))
-            writer.store(values, builder.add(target, place), 4)
-    loop.end([], builder.sdiv(inputs, ir.Constant(LONG, 2)))
+            writer.store(reader.widened(loaded, index), builder.add(target, place), 4)
+    loop.end([], builder.sdiv(inputs, ir.Constant(LONG, step)))
 
 
 @compiled()
@@ -445,7 +450,7 @@ def _read_row(
 
 
 @compiled()
-def _write_rows(tag: Any, totals: Any, out_at: int, outputs: int, count: int) -> None:
+def write_rows(tag: Any, totals: Any, out_at: int, outputs: int, count: int) -> None:
     """Write the totals of a panel, of which `count` outputs are wanted, as what `tag` says."""
     for row in range(len(totals)):
         if tag.itemsize == 4:
@@ -513,4 +518,4 @@ def multiply(
                 widened, centre,
             )  # fmt: skip
             count = min(PANEL, outputs - column)
-            _write_rows(tag, totals, out_at + column * tag.itemsize, outputs, count)
+            write_rows(tag, totals, out_at + column * tag.itemsize, outputs, count)

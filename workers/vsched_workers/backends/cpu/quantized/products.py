@@ -5,9 +5,8 @@ oneDNN multiplies bfloat16 on processors with AVX-512 alone; on others torch's o
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,13 @@ import torch
 from torch.nn import functional
 
 from vsched_workers.backends.cpu.decode_attention import use_threads
+from vsched_workers.backends.cpu.quantized.integers import (
+    PLAIN,
+    ROW_BLOCK,
+    VECTORS,
+    instructions,
+    multiply_whole,
+)
 from vsched_workers.backends.cpu.quantized.kernel import (
     BLOCK,
     FEW_ROWS_MAX,
@@ -35,6 +41,9 @@ from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
 _PACKED_BYTES = 1 << 24
 """Bytes that are laid out at once, so that beside a weight and its panels there is not much more memory."""
 
+Kernel = Callable[[Any, int, int, int, int], None]
+"""Multiplies: the dtype tag of rows, their address and number, outputs wanted, and where the results go."""
+
 
 class QuantizedProduct:
     """The product by a weight in panels; a row's result does not depend on the other rows, to the bit.
@@ -49,15 +58,25 @@ class QuantizedProduct:
     packed: torch.Tensor | None = None
 
     def __init__(
-        self, weight: QuantizedWeight | torch.Tensor, bias: torch.Tensor | None, *, threads: int
+        self,
+        weight: QuantizedWeight | torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        threads: int,
+        int8_rows: bool = False,
     ) -> None:
-        """Take a weight [out, in], of which a copy is laid out: quantised, or bfloat16."""
+        """Take a weight [out, in], of which a copy is laid out: quantised, or bfloat16.
+
+        With `int8_rows` rows are made into 8 bits and multiplied as whole numbers, where the weight is of such.
+        """
         weight = weight if isinstance(weight, QuantizedWeight) else _unscaled(weight)
         self.shape = weight.shape
         self._kind, self._dtype = weight.kind, weight.dtype
         outputs, self._given = weight.shape
         whole = weight.group >= self._given
-        self._inputs = -(-self._given // INPUTS) * INPUTS
+        fits = weight.kind in FORMATS and (whole or weight.group % ROW_BLOCK == 0)
+        multiple = ROW_BLOCK if fits else INPUTS
+        self._inputs = -(-self._given // multiple) * multiple
         group = self._inputs if whole else weight.group
         assert not group % INPUTS, "groups are of whole multiples"
         self._panels = _in_panels(weight, self._inputs)
@@ -73,42 +92,71 @@ class QuantizedProduct:
         padded = torch.zeros(len(self._panels) * PANEL)
         if bias is not None:
             padded[:outputs] = bias
-        use_threads(threads)
-        kernel: Callable[..., None] = multiply.parallel if threads > 1 else multiply.serial
-        half = self._scales.dtype == torch.float16
-        self._of_kind = functools.partial(kernel, threads)
-        self._tags = KINDS[weight.kind], HALF if half else SINGLE
-        # By position: numba takes microseconds to sort out names.
-        self._weight = (
-            self._panels.data_ptr(),
-            1 if weight.kind == "int4" else 2 * self._panels.itemsize,
-            (_block_of(group), group, 0 if unscaled else self._scales.itemsize),
-            self._scales.data_ptr(),
-            0 if self._offsets is None else self._offsets.data_ptr(),
-        )
         self._bias, self._enough = padded.numpy(), threads * PANEL
         self._centre = np.float32(INT4_CENTRE if weight.kind == "int4" else 0)
+        use_threads(threads)
+        half = self._scales.dtype == torch.float16
+        tags = KINDS[weight.kind], HALF if half else SINGLE
+        self._multiply = (
+            self._whole_numbers(threads, tags)
+            if fits and int8_rows
+            else self._floats(threads, tags, scaled=not unscaled)
+        )
+
+    def _whole_numbers(self, threads: int, tags: Sequence[Any]) -> Kernel:
+        """Return the kernel that makes rows into 8 bits, which takes what is the same for any weight."""
+        kernel = multiply_whole.parallel if threads > 1 else multiply_whole.serial
+        tag = instructions()
+        sizes = (
+            self._panels[0].nbytes,
+            self._inputs // ROW_BLOCK,
+            self._group // ROW_BLOCK,
+            self._scales[0, 0].nbytes,
+            VECTORS,
+        )
+        addresses = self._addresses()
+
+        def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
+            # By position: numba takes microseconds to sort out names.
+            kernel(
+                threads, row_tag, *tags, tag, rows_at, count, self._given, addresses[0], sizes,
+                addresses[1], addresses[2], outputs, self._bias, result_at,
+            )  # fmt: skip
+
+        return call
+
+    def _floats(self, threads: int, tags: Sequence[Any], *, scaled: bool) -> Kernel:
+        """Return the kernel that widens weights."""
+        kernel = multiply.parallel if threads > 1 else multiply.serial
+        sizes = (_block_of(self._group), self._group, self._scales.itemsize if scaled else 0)
+        half_bytes = 1 if self._kind == "int4" else 2 * self._panels.itemsize
+        addresses = self._addresses()
+
+        def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
+            kernel(
+                threads, row_tag, *tags, int(count > FEW_ROWS_MAX), rows_at, count, self._given,
+                self._inputs, addresses[0], half_bytes, sizes, addresses[1], addresses[2], outputs,
+                self._bias, result_at, self._centre,
+            )  # fmt: skip
+
+        return call
+
+    def _addresses(self) -> tuple[int, int, int]:
+        offsets_at = 0 if self._offsets is None else self._offsets.data_ptr()
+        return self._panels.data_ptr(), self._scales.data_ptr(), offsets_at
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in] of bfloat16 or float32; returns [..., out] of that type."""
         rows = rows.contiguous()
-        count = rows.numel() // self._given
         shape = (*rows.shape[:-1], self.shape[0])
         # What is left out must not be nonsense: tokens are drawn from logits.
         result = rows.new_zeros(shape) if is_sparse() else rows.new_empty(shape)
-        self._of_kind(
+        self._multiply(
             OF_FLOAT32 if rows.dtype == torch.float32 else OF_BF16,
-            *self._tags,
-            int(count > FEW_ROWS_MAX),
             rows.data_ptr(),
-            count,
-            self._given,
-            self._inputs,
-            *self._weight,
+            rows.numel() // self._given,
             at_most(self.shape[0], self._enough),
-            self._bias,
             result.data_ptr(),
-            self._centre,
         )
         return result
 
@@ -117,16 +165,28 @@ class QuantizedProduct:
         assert self._kind in FORMATS or self._kind == "fp8", "others have no scales"
         panel, place = indices // PANEL, indices % PANEL
         groups = torch.arange(self._given) // self._group
-        values = self._panels[panel, :, place]
+        together = 4 if self._kind in FORMATS else 1
+        values = self._panels.view(len(self._panels), -1, PANEL, together)[panel, :, place]
         scales = self._scales[panel, :, place].float()[:, groups]
         offsets = None if self._offsets is None else self._offsets[panel, :, place].float()
         if self._kind == "int4":
-            values = torch.stack((values & 15, values >> 4), -1).flatten(1)
-        values = values[:, : self._given]
+            values = torch.stack((values & 15, values >> 4), -2)
+        values = values.flatten(1)[:, : self._given]
         if self._kind == "fp8":
             values, scales = values.view(torch.float8_e4m3fn), scales / FP8_FACTOR
         rows = (values.float() - float(self._centre)) * scales
         return (rows if offsets is None else rows + offsets[:, groups]).to(self._dtype)
+
+
+def makes_int8_rows(activations: str, dtype: torch.dtype) -> bool:
+    """Return whether rows of a type are made into 8 bits, as a configuration asks for: `auto`, `float` or `int8`.
+
+    By itself not in float32: who asks for that wants the same tokens whatever rows are computed together, and a last
+    bit of attention can move a value of 8 bits by one.
+    """
+    if activations == "auto":
+        return dtype == torch.bfloat16 and instructions() is not PLAIN
+    return activations == "int8"
 
 
 def _block_of(group: int) -> int:
@@ -149,25 +209,32 @@ def _unscaled(weight: torch.Tensor) -> QuantizedWeight:
 
 
 def _in_panels(weight: QuantizedWeight, inputs: int) -> torch.Tensor:
-    """Return the values of a weight in panels, [panels, inputs, PANEL], of int4 half as many inputs."""
-    outputs, given = weight.shape
-    pairs = 2 if weight.kind == "int4" else 1
-    panels = -(-outputs // PANEL)
-    dtype = weight.values.dtype
-    made = torch.empty(panels, inputs // pairs, PANEL, dtype=dtype)
+    """Return the values of a weight in panels, as the kernel reads them."""
+    outputs, _ = weight.shape
+    panels, values = -(-outputs // PANEL), weight.values
+    quads = weight.kind in FORMATS
+    columns = inputs // 2 if weight.kind == "int4" else inputs
+    made = torch.empty(panels, columns * PANEL, dtype=values.dtype)
     step = max(_PACKED_BYTES // (inputs * PANEL), 1)
-    missing = (
-        (inputs - given) // pairs
-        if given % pairs == 0
-        else inputs // pairs - weight.values.shape[1]
-    )
     for first in range(0, panels, step):
-        values = weight.values[first * PANEL : (first + step) * PANEL]
-        short = -len(values) % PANEL
-        bits = values.view(torch.uint8) if dtype.itemsize == 1 else values
-        padded = functional.pad(bits, (0, missing, 0, short)).view(dtype)
-        made[first : first + step] = padded.unflatten(0, (-1, PANEL)).transpose(1, 2)
+        some = values[first * PANEL : (first + step) * PANEL]
+        bits = some.view(torch.uint8) if values.dtype.itemsize == 1 else some
+        filling = (0, columns - bits.shape[1], 0, -len(bits) % PANEL)
+        padded = functional.pad(bits, filling).view(values.dtype).unflatten(0, (-1, PANEL))
+        if weight.kind == "int4":
+            padded = _eights(padded)
+        if quads:
+            padded = padded.unflatten(2, (-1, 4))
+        made[first : first + step] = padded.transpose(1, 2).flatten(1)
     return made
+
+
+def _eights(pairs: torch.Tensor) -> torch.Tensor:
+    """Return bytes of two neighbouring inputs, [..., in / 2], as words of eight: four lower halves, four upper ones."""
+    values: Any = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+    values = values.unflatten(-1, (-1, 2, 4))
+    words: torch.Tensor = (values[..., 0, :] | values[..., 1, :] << 4).flatten(-2)
+    return words
 
 
 def _grid_in_panels(grid: torch.Tensor, factor: float = 1.0) -> torch.Tensor:

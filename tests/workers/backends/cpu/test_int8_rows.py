@@ -1,0 +1,207 @@
+"""Products of rows in 8 bits and quantised weights, beside plain ones of the same whole numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("numba")
+
+import numba
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+
+from tests.workers.backends.cpu.test_quantized_products import drawn, weight_of
+from vsched.errors import ConfigError
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.choice import choose_backend
+from vsched_workers.backends.cpu.backend import CpuBackend
+from vsched_workers.backends.cpu.quantized import integers, products
+from vsched_workers.backends.cpu.quantized.integers import (
+    OWN_ROWS_MAX,
+    PASS_ROWS,
+    PLAIN,
+    ROW_BLOCK,
+    VNNI,
+    instructions,
+)
+from vsched_workers.backends.cpu.quantized.kernel import PANEL
+from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, makes_int8_rows
+from vsched_workers.quantized.weights import QuantizedWeight
+
+pytestmark = pytest.mark.slow  # kernels are compiled
+
+SHAPES = [(PANEL, 32), (PANEL + 6, 48), (3 * PANEL, 320), (33, 40)]
+KINDS = ["int8", "int8 32", "int4 32", "int4 128", "int4 32+", "int8 32+"]
+ROWS = 3 * OWN_ROWS_MAX + 1
+
+
+def in_int8(rows: torch.Tensor) -> torch.Tensor:
+    """Return what rows in 8 bits stand for, in float64."""
+    blocks: Any = functional.pad(rows.float(), (0, -rows.shape[1] % ROW_BLOCK)).unflatten(
+        1, (-1, 32)
+    )
+    largest = blocks.abs().amax(-1, keepdim=True)
+    numbers = (blocks * (127 / largest)).round().nan_to_num()
+    found: torch.Tensor = (numbers.double() * (largest / 127)).flatten(1)[:, : rows.shape[1]]
+    return found
+
+
+def plain_product(weight: QuantizedWeight, rows: torch.Tensor) -> torch.Tensor:
+    return in_int8(rows) @ weight.dequantized().double().T
+
+
+def product_with(tag: Any, monkeypatch: pytest.MonkeyPatch, *given: Any) -> QuantizedProduct:
+    monkeypatch.setattr(products, "instructions", lambda: tag)
+    return QuantizedProduct(*given, threads=1, int8_rows=True)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_product_equals_a_plain_one_of_the_same_numbers(kind: str, shape: tuple[int, int]) -> None:
+    """One row, a pass, what threads round for themselves and more: a row has the same bits in all of them."""
+    weight, bias = weight_of(kind, *shape), drawn(shape[0], seed=3)
+    product = QuantizedProduct(weight, bias, threads=1, int8_rows=True)
+    rows = drawn(ROWS, shape[1])
+    found = product(rows)
+    wanted = (plain_product(weight, rows) + bias).float()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=3e-5)
+    by_floats = QuantizedProduct(weight, bias, threads=1)(rows)
+    assert not torch.equal(found, by_floats)
+    for count in (*range(1, PASS_ROWS + 2), OWN_ROWS_MAX, OWN_ROWS_MAX + 1):
+        assert torch.equal(product(rows[:count]), found[:count])
+
+
+@pytest.mark.parametrize("kind", ["int8 32+", "int4 32+"])
+def test_all_instructions_have_the_same_sums(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, rows = weight_of(kind, PANEL + 2, 96), drawn(PASS_ROWS + 1, 96)
+    best = product_with(instructions(), monkeypatch, weight, None)(rows)
+    assert torch.equal(product_with(PLAIN, monkeypatch, weight, None)(rows), best)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_numbers_do_not_overflow(kind: str, sign: int) -> None:
+    """Also -128, which weights that are made here do not have but those of checkpoints may."""
+    values = {"int8": torch.full((PANEL, 64), -128, dtype=torch.int8)}.get(
+        kind, torch.full((PANEL, 32), 0xFF, dtype=torch.uint8)
+    )
+    ones = torch.ones(PANEL, 1, dtype=torch.float16)
+    weight = QuantizedWeight(kind, values, ones, 64, 64, torch.bfloat16)
+    rows = torch.full((2, 64), 127.0 * sign)
+    found = QuantizedProduct(weight, None, threads=1, int8_rows=True)(rows)
+    assert torch.equal(found, rows @ weight.dequantized().T)
+
+
+def test_products_of_whole_numbers_are_exact_on_all_threads() -> None:
+    """Scales of one and of powers of two: no sum is rounded, in bfloat16 neither but for the result."""
+    weight = dataclasses.replace(weight_of("int4 32", 5 * PANEL, 128), dtype=torch.bfloat16)
+    weight = dataclasses.replace(weight, scales=torch.full_like(weight.scales, 0.25))
+    rows = torch.randint(-126, 127, (2, ROWS, 128), generator=torch.Generator().manual_seed(4))
+    rows[..., ::ROW_BLOCK] = 127
+    product = QuantizedProduct(weight, None, threads=2, int8_rows=True)
+    wanted = rows.float() @ weight.dequantized().T
+    assert torch.equal(product(rows.float()), wanted)
+    assert torch.equal(product(rows.bfloat16()), wanted.bfloat16())
+
+
+def test_zeros_stay_zeros_and_what_is_no_number_stays_none() -> None:
+    weight, bias = weight_of("int4 32", PANEL, 64), drawn(PANEL)
+    rows = drawn(4, 64)
+    rows[0], rows[1, 40], rows[2, 3] = 0.0, torch.nan, torch.inf
+    found = QuantizedProduct(weight, bias, threads=1, int8_rows=True)(rows)
+    assert torch.equal(found[0], bias)
+    assert not found[1:3].isfinite().any()
+    assert found[3].isfinite().all()
+
+
+def test_rows_stay_floats_where_groups_are_not_of_whole_blocks() -> None:
+    weight, rows = weight_of("int4 48", PANEL, 96), drawn(2, 96)
+    found = QuantizedProduct(weight, None, threads=1, int8_rows=True)(rows)
+    assert torch.equal(found, QuantizedProduct(weight, None, threads=1)(rows))
+
+
+def test_vnni_is_written_as_its_instruction() -> None:
+    """Compiled for a processor that has it, whether this one does or not."""
+    target = binding.Target.from_triple("x86_64-unknown-linux-gnu")
+    machine = target.create_target_machine(
+        cpu="sierraforest", features="+avxvnni,+avx512vnni,+avx512vl"
+    )
+    module = ir.Module()
+    module.triple = target.triple
+    parameters = [ir.IntType(64)] * 3
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), parameters), "sums")
+    builder = ir.IRBuilder(function.append_basic_block())
+    weight_at, row_at, out_at = function.args
+    dots = integers._Dots(builder, numba.types.int8, numba.typeof(VNNI).dtype)
+    (found,) = dots.sums(weight_at, [0], [row_at])
+    builder.store(found, builder.inttoptr(out_at, found.type.as_pointer()), align=4)
+    builder.ret_void()
+    parsed = binding.parse_assembly(str(module))
+    parsed.verify()
+    assert len(re.findall(r"vpdpbusd", machine.emit_assembly(parsed))) == ROW_BLOCK // 4
+
+
+@pytest.mark.parametrize(
+    ("activations", "dtype", "wanted"),
+    [
+        ("float", torch.bfloat16, False),
+        ("int8", torch.float32, True),
+        ("auto", torch.float32, False),
+        ("auto", torch.bfloat16, True),
+    ],
+)
+def test_rows_are_made_into_8_bits_as_asked_for(
+    activations: str, dtype: torch.dtype, *, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "instructions", lambda: VNNI)
+    assert makes_int8_rows(activations, dtype) is wanted
+
+
+def test_rows_stay_floats_by_themselves_without_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products, "instructions", lambda: PLAIN)
+    assert not makes_int8_rows("auto", torch.bfloat16)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backend_makes_products_as_the_setting_says(*, deterministic: bool) -> None:
+    """Of weights that are quantised on loading, and of those that a checkpoint has quantised."""
+    weight, rows = weight_of("int4 32", PANEL, 64), drawn(1, 64)
+    found = []
+    for activations in ("float", "int8"):
+        settings = WorkerSettings(
+            weights="int4", activations=activations, deterministic=deterministic
+        )
+        backend = CpuBackend(settings, torch.float32)
+        makes: list[Any] = [backend._make_plain, backend._make_product]
+        made = [make(weight, None) for make in makes]
+        assert torch.equal(made[0](rows), made[1](rows))
+        found.append(made[0](rows))
+    assert not torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "given", [{"attention": "exact"}, {"dtype": torch.float16}, {"device": "cuda:0"}]
+)
+def test_int8_rows_are_refused_where_there_is_no_product(given: dict[str, Any]) -> None:
+    dtype = given.pop("dtype", torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"activations: int8 is not possible on .* Remedy"):
+        choose_backend(WorkerSettings(activations="int8", **given), dtype)
+
+
+def test_instructions_are_those_of_the_processor_that_is_compiled_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config: Any = numba.config
+    monkeypatch.setattr(config, "CPU_NAME", "generic")
+    assert instructions.__wrapped__() is PLAIN
+    assert {VNNI.dtype, PLAIN.dtype, integers.PAIRS.dtype} == {
+        np.dtype(each) for each in ("int8", "int16", "int32")
+    }
