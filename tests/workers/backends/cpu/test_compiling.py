@@ -143,6 +143,11 @@ def test_needs_follow_settings() -> None:
 
     assert of(torch.float32) == {"sampler", "decode attention of modules"}
     assert "product" in of(torch.float32, weights="int4")
+    for activations in ("float", "int8"):
+        settings = WorkerSettings(weights="int4", activations=activations)
+        config, dtype = SimpleNamespace(head_dim=64), torch.float32
+        words = {each.words for each in language_needs(settings, dtype, dtype, config, None, ())}
+        assert ("float32", "int4", activations) in words
     assert "low rank" in of(torch.bfloat16, adapters=1)
     assert [*tower_needs(WorkerSettings(), torch.float32, None)] == []
 

@@ -27,7 +27,8 @@ LOCK_S = 600.0
 """How long to wait for another process that compiles for this processor, before each does for itself."""
 _POLL_S = 0.2
 _KERNEL_FILES = [
-    Path(__file__).parents[1] / name / "kernel.py" for name in ("quantized", "low_rank")
+    Path(__file__).parents[1] / name
+    for name in ("quantized/kernel.py", "quantized/integers.py", "low_rank/kernel.py")
 ]
 """Kernels whose sources do not name the folder."""
 

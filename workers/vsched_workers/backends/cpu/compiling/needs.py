@@ -31,7 +31,7 @@ from vsched_workers.backends.cpu.low_rank import kernel as low_rank
 from vsched_workers.backends.cpu.operand_choice import attends_here, operand, runs_here
 from vsched_workers.backends.cpu.prefill_attention import fits
 from vsched_workers.backends.cpu.products import panel_product
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, makes_int8_rows
 from vsched_workers.backends.cpu.vision_blocks import block_head_dim, can_fuse
 from vsched_workers.backends.reference.packed_weights import packs
 from vsched_workers.families.decoder import Decoder, head_dim
@@ -98,7 +98,7 @@ def language_needs(
     threads, kept = settings.threads, _word(kv_dtype)
     made = [settings.weights, HEAD_FORMAT] if settings.quantizes else []
     yield needs("sampler", 1)
-    yield from _product_needs(dtype, [*kinds, *made], threads)
+    yield from _product_needs(settings, dtype, [*kinds, *made])
     if dtype == torch.bfloat16:
         yield needs("greedy sampler", 1)
         yield from _many_rows_needs(threads, head_dim(config))
@@ -123,7 +123,7 @@ def language_needs(
 def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Iterator[Need]:
     """Yield what a vision tower needs; None is one of any make, of which less is known."""
     threads = settings.threads
-    yield from _product_needs(dtype, [settings.weights] if settings.quantizes else [], threads)
+    yield from _product_needs(settings, dtype, [settings.weights] if settings.quantizes else [])
     if dtype != torch.bfloat16:
         return
     if tower is not None and can_fuse(tower):
@@ -143,10 +143,14 @@ def _many_rows_needs(threads: int, head_dim: int) -> Iterator[Need]:
         yield needs("prefill attention", threads, _operand_word(operand()))
 
 
-def _product_needs(dtype: torch.dtype, kinds: Sequence[str], threads: int) -> Iterator[Need]:
+def _product_needs(
+    settings: WorkerSettings, dtype: torch.dtype, kinds: Sequence[str]
+) -> Iterator[Need]:
     """Yield what products of rows of a type need, by weights of these kinds and by others."""
+    threads = settings.threads
+    activations = "int8" if makes_int8_rows(settings.activations, dtype) else "float"
     for kind in dict.fromkeys(kinds):
-        yield needs("product", threads, _word(dtype), kind)
+        yield needs("product", threads, _word(dtype), kind, activations)
     if dtype == torch.bfloat16 and not packs(dtype):
         yield needs("product", threads, _word(dtype), _word(dtype))
     if dtype == torch.bfloat16 and runs_here():
@@ -179,7 +183,7 @@ def _load_decode_of_modules(threads: int, kept: str) -> None:
     NumbaDecode(torch.float32, getattr(torch, kept), threads).warm_up()
 
 
-def _load_product(threads: int, rows: str, kind: str) -> None:
+def _load_product(threads: int, rows: str, kind: str, activations: str = "float") -> None:
     dtype: torch.dtype = getattr(torch, rows)
     weight: QuantizedWeight | torch.Tensor = torch.zeros(1, _INPUTS, dtype=dtype)
     if kind in {"int8", "int4", "fp8"}:
@@ -194,7 +198,9 @@ def _load_product(threads: int, rows: str, kind: str) -> None:
             inputs=_INPUTS,
             dtype=dtype,
         )
-    QuantizedProduct(weight, None, threads=threads)(torch.zeros(1, _INPUTS, dtype=dtype))
+    int8_rows = activations == "int8"
+    product = QuantizedProduct(weight, None, threads=threads, int8_rows=int8_rows)
+    product(torch.zeros(1, _INPUTS, dtype=dtype))
 
 
 def _load_panels(threads: int) -> None:
