@@ -123,6 +123,11 @@ class StepTimeModel:
         # The last steps were too much alike to tell the two apart, or noise won: one of them explains it all.
         return (0.0, pc / pp) if pp and pc * tt > tc * tp else (tc / tt if tt else 0.0, 0.0)
 
+    @property
+    def block_ns(self) -> float:
+        """What a block at the beginning of a prompt should take."""
+        return self.nanoseconds(0, self._block_size)
+
     def tokens_within(self, left_ns: float, start: int) -> float:
         """Return how many tokens from position `start` on take `left_ns`; a block at least."""
         token_ns, pair_ns = self.costs()
@@ -175,7 +180,7 @@ class StepBudget:
         return None if self._left_ns == math.inf else int(self._left_ns)
 
     def tokens_at(self, start: int) -> int:
-        """Return how many tokens of a prompt, from position `start` on, fit: a block at least, while any is left."""
+        """Return how many tokens of a prompt, from position `start` on, fit: a block at least, until it is spent."""
         if self.spent:
             return 0
         return int(min(self.tokens, self._model.tokens_within(self._left_ns, start)))
@@ -184,6 +189,9 @@ class StepBudget:
         """A chunk of `tokens` tokens from `start` on is in the step."""
         self.tokens -= tokens
         self._left_ns -= self._model.nanoseconds(start, tokens)
+        if self._left_ns < self._model.block_ns:
+            # A block of another prompt would pass the time, and a chunk more costs a step more than its tokens.
+            self._left_ns = 0.0
         self.prefilled += tokens
         self.pairs += pairs_of(start, tokens)
 

@@ -133,6 +133,17 @@ def test_model_shares_a_step_between_its_chunks() -> None:
     assert 0 < budget.tokens_at(0) < alone
 
 
+def test_model_begins_no_further_chunk_in_less_than_the_time_of_a_block() -> None:
+    """What is left when a chunk was cut to whole blocks would else go to a block of another prompt in every step."""
+    budget = learned(40_000_000).start_step(5_000, decodes=DECODES)
+    budget.take(0, budget.tokens_at(0))
+    assert budget.spent
+    assert budget.tokens_at(0) == 0
+    unlimited = learned(40_000_000).start_step(5_000, decodes=0)
+    unlimited.take(0, 100)
+    assert unlimited.tokens_at(0) == 4_900
+
+
 def test_model_believes_new_times_after_some_steps() -> None:
     model = learned(40_000_000)
     before = model.start_step(5_000, decodes=DECODES).tokens_at(0)
