@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from subprocess import CalledProcessError
 from types import FrameType
 from typing import NoReturn
@@ -11,12 +13,24 @@ from typing import NoReturn
 from rich.console import Console
 
 from tests.bench import adapters, compare, growth, price, regress, scheduler
+from tests.bench.curve.measure import curve
 from tests.bench.options import make_parser
 from tests.bench.samplers.table import samplers
 from tests.bench.servers import setup
 from tests.bench.servers.peers import PEERS
 from tests.bench.table.measure import table
 from vsched.errors import VschedError
+
+MEASURED: Mapping[str, Callable[[argparse.Namespace, Console], None]] = {
+    "compare": compare.compare,
+    "table": table,
+    "curve": curve,
+    "growth": growth.growth,
+    "regress": regress.regress,
+    "scheduler": scheduler.scheduler,
+    "samplers": samplers,
+}
+"""What measures in turns and writes tables, by its command."""
 
 
 def stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -30,6 +44,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, stop)
     console = Console(stderr=True)
     try:
+        if command := MEASURED.get(options.command):
+            command(options, console)
+            return
         match options.command:
             case "setup":
                 setup.install(
@@ -38,18 +55,6 @@ def main() -> None:
                     pip_arguments=options.pip_arguments,
                     console=console,
                 )
-            case "compare":
-                compare.compare(options, console)
-            case "table":
-                table(options, console)
-            case "growth":
-                growth.growth(options, console)
-            case "regress":
-                regress.regress(options, console)
-            case "scheduler":
-                scheduler.scheduler(options, console)
-            case "samplers":
-                samplers(options, console)
             case "price":
                 price.price(options)
             case "adapters":

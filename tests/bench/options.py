@@ -110,6 +110,38 @@ def _peer(parser: argparse.ArgumentParser) -> None:
     add("--peer-environment", type=assignment, action="append", default=[], help="NAME=value")
 
 
+def points(text: str) -> list[str]:
+    """Read limits on a step, by commas: milliseconds, and times the time of decoding alone."""
+    found = list(dict.fromkeys(text.split(",")))
+    for each in found:
+        target, slash, ratio = each.partition("/")
+        if not (slash and target.isdecimal() and ratio.replace(".", "", 1).isdecimal()):
+            raise argparse.ArgumentTypeError(
+                f"{each!r} is not of the form TARGET_MS/RATIO, as 100/8"
+            )
+    return found
+
+
+def _curve(parser: argparse.ArgumentParser) -> None:
+    _sizes(parser)
+    parser.set_defaults(slots=32, context=2048, turns=1, idle_s=5.0, timeout_s=600.0, set=[])
+    add = parser.add_argument
+    add("--peers", type=Path, required=True, help="folder of `setup`")
+    add("--budget", type=_count, default=2048, help="of vLLM's steps, in tokens")
+    add("--checkpoint", choices=TABLED, default="mid25")
+    add("--sides", type=among(list(PEERS)), default=["llamacpp", "openvino"], help="peers")
+    add("--cases", type=among(("text", "image")), default=["text"])
+    add("--clients", type=_count, default=8)
+    add("--sessions", type=_count, help="sessions a run; 3 x clients unless given")
+    add(
+        "--points",
+        type=points,
+        default=["100/8", "1000/8", "100/4", "50/2", "25/1"],
+        help="TARGET_MS/RATIO of a step with prefill; the others are compared with the first",
+    )
+    add("--best", type=assignment, action="append", default=[], help="a setting of vsched")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `python -m tests.bench`."""
     parser = argparse.ArgumentParser(
@@ -151,6 +183,8 @@ def make_parser() -> argparse.ArgumentParser:
         default=[],
         help="a setting of the sides of vsched that have any; MODEL: before it is for one model",
     )
+
+    _curve(commands.add_parser("curve", help="requests and pauses by limits on a step"))
 
     growth = commands.add_parser("growth", help="rates by clients and by length of prompts")
     _common(growth)

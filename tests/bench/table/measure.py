@@ -126,21 +126,31 @@ def specs_of(options: argparse.Namespace, model: str, checkpoint: Path) -> list[
 
 def _spec(options: argparse.Namespace, side: str, model: str, checkpoint: Path) -> Spec:
     if side in PEERS:
-        peer = PEERS[side]
-        start = PeerStart(
-            checkpoint=checkpoint,
-            sizes=sizes_of(options),
-            folder=peer.folder(options.peers),
-            budget=options.budget,
-        )
-        # Nobody else runs beside it, so nobody is disturbed by its idle threads.
-        return dataclasses.replace(peer.spec(start), pausable=False)
+        return peer_spec(options, side, checkpoint)
     sets = [] if side == sides.VSCHED else best_of(options.best, model)
     weights = side.rpartition("-")[2]
     if weights in {"int8", "int4"}:
         sees = "vision_config" in json.loads((checkpoint / "config.json").read_text())
         stages = ("encode", "generate") if sees else ("generate",)
         sets += [f"{stage}.weights={weights}" for stage in stages]
+    return our_spec(side, checkpoint, sets)
+
+
+def peer_spec(options: argparse.Namespace, side: str, checkpoint: Path) -> Spec:
+    """Return how a peer is started alone."""
+    peer = PEERS[side]
+    start = PeerStart(
+        checkpoint=checkpoint,
+        sizes=sizes_of(options),
+        folder=peer.folder(options.peers),
+        budget=options.budget,
+    )
+    # Nobody else runs beside it, so nobody is disturbed by its idle threads.
+    return dataclasses.replace(peer.spec(start), pausable=False)
+
+
+def our_spec(side: str, checkpoint: Path, sets: Sequence[str]) -> Spec:
+    """Return how vsched is started with some settings, and else with its defaults."""
     version = f"vsched {sides.described(sides.ROOT)}"
     return dataclasses.replace(
         spec_of(checkpoint, sets),

@@ -1,0 +1,1 @@
+"""A curve: requests a second and pauses between tokens for several limits on a step, beside peers."""

@@ -1,0 +1,85 @@
+"""The rounds of the curve: vsched with each limit on a step, and every peer, each started once a round."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from rich.console import Console
+
+from tests.bench.compare import checkpoint_of, machine, plan_of
+from tests.bench.curve import report
+from tests.bench.options import settings_text
+from tests.bench.records import Store
+from tests.bench.servers.session import Session
+from tests.bench.table.measure import Turn, best_of, measure, our_spec, peer_spec
+from tests.bench.table.sizes import SIZES, WARMUP
+from vsched.bench.load.generator import LoadPlan
+from vsched.errors import ConfigError
+
+PURPOSE = "curve"
+
+
+def curve(options: argparse.Namespace, console: Console) -> None:
+    """Measure what is missing, and write what there is.
+
+    Raises:
+        ConfigError: When a side could not be measured; all the others are by then.
+    """
+    store = Store(options.out)
+    store.report.machine = machine()
+    checkpoint = checkpoint_of(options, console)
+    session = Session(
+        store,
+        console,
+        checkpoint=options.checkpoint,
+        settings=settings_text(options),
+        ready_s=options.ready_s,
+        idle_s=options.idle_s,
+        timeout_s=options.timeout_s,
+    )
+    best = best_of(options.best, options.checkpoint)
+    specs = [our_spec(point, checkpoint, [*best, *sets_of(point)]) for point in options.points]
+    specs += [peer_spec(options, side, checkpoint) for side in options.sides]
+    turns = [
+        Turn(
+            session=session,
+            spec=spec,
+            work={
+                (session.key(plan, spec, purpose=PURPOSE, repeat=repeat),): plan for plan in plans
+            },
+        )
+        for repeat in range(options.repeats)
+        for plans in [plans_of(options, repeat)]
+        for spec in specs[:: -1 if repeat % 2 else 1]
+    ]
+    failed = [] if options.report_only else measure(turns, store, console)
+    keys = {key for turn in turns for (key,) in turn.work}
+    report.write(options, session, [run for run in store.report.runs if run.key in keys], console)
+    if failed:
+        raise ConfigError(
+            f"not all was measured: {'; '.join(failed)}. Remedy: see the logs in {options.out / 'logs'}; "
+            "the same command makes what is missing"
+        )
+
+
+def sets_of(point: str) -> list[str]:
+    """Return the settings of a point, `TARGET_MS/RATIO`."""
+    target, _, ratio = point.partition("/")
+    return [f"generate.step_target_ms={target}", f"generate.step_target_ratio={ratio}"]
+
+
+def plans_of(options: argparse.Namespace, repeat: int) -> list[LoadPlan]:
+    """Return what every side is asked in a round: what a cell of the table is, for more sessions."""
+    found = []
+    for case in options.cases:
+        size = SIZES[options.checkpoint][case]
+        load = argparse.Namespace(
+            words=size.words,
+            output_tokens=size.tokens,
+            turns=1,
+            sessions=options.sessions or 3 * options.clients,
+        )
+        plan = plan_of(load, case, options.clients, seed=str(repeat), purpose=PURPOSE)
+        found.append(dataclasses.replace(plan, warmup=WARMUP))
+    return found
