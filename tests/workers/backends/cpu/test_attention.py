@@ -18,6 +18,7 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu import operand_choice, prefill_attention, tiled_attention
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
+from vsched_workers.backends.cpu.kernels.prefill_attention import BLOCK
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.kernels.softmax import SCORE_MIN, OnlineSoftmax, softmax_tile
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
@@ -32,6 +33,7 @@ from vsched_workers.batching.paged_attention import (
     Segment,
     context_slots,
 )
+from vsched_workers.memory.sparse_runs import sparsely
 
 BLOCK_SIZE = 4
 CONTEXTS = [1, 4, 5, 37]
@@ -327,6 +329,31 @@ def test_tiles_are_multiplied_as_float32_where_onednn_has_no_product_of_bfloat16
     weights = (query.double() @ key.double().transpose(-1, -2) * 0.3).softmax(-1)
     expected = (weights @ value.double()).permute(1, 2, 0, 3)
     torch.testing.assert_close(out.double(), expected, rtol=4e-2, atol=4e-2)
+
+
+def test_what_a_sparse_run_leaves_out_is_no_nonsense() -> None:
+    """Tokens are drawn from it, and logits that are no finite numbers end a rank."""
+    _, step = filled(torch.bfloat16, 2, 16)
+    rows = BLOCK + 12
+    segment = Segment(
+        step.tables[3], start=0, first=0, last=rows, block_size=BLOCK_SIZE, device="cpu"
+    )
+    query = torch.randn(4, rows, 16).bfloat16()
+    own = torch.randn(2, rows, 16).bfloat16()
+    patches = torch.randn(4, 1, rows, 16).bfloat16()
+    out = torch.full((1, rows, 4, 16), torch.nan, dtype=torch.bfloat16)
+    custom = with_operand(FLOAT32, prefill_attention.prefill)
+    torch.use_deterministic_algorithms(True)  # what torch allocates is filled with NaN
+    try:
+        with sparsely():
+            attended = custom(query, own, own, 1, segment, step, 0.3)
+            with_operand(FLOAT32, prefill_attention.attend_patches)(
+                patches, patches, patches, 0.3, out
+            )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert attended.isfinite().all()
+    assert out.isfinite().all()
 
 
 @needs_bf16_dot

@@ -18,7 +18,7 @@ from vsched_workers.backends.cpu.kernels.prefill_attention import BLOCK, Prefill
 from vsched_workers.backends.cpu.kernels.simd import LANES
 from vsched_workers.backends.cpu.operand_choice import operand
 from vsched_workers.batching.ruled_attention import ScoreRule
-from vsched_workers.memory.sparse_runs import at_most
+from vsched_workers.memory.sparse_runs import at_most, is_sparse
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment
@@ -52,7 +52,9 @@ def prefill_by_rule(
 ) -> torch.Tensor:
     """Attend as `prefill` by a rule without sinks, for heads that fit; what lies before all windows is not read."""
     heads, rows, head_dim = query.shape
-    out = query.new_empty(rows, heads, head_dim)
+    # What is left out must not be nonsense: tokens are drawn from what comes of the last row.
+    make = query.new_zeros if is_sparse() else query.new_empty
+    out = make(rows, heads, head_dim)
     kept, slots = step.cache.layers[layer], segment.slots()
     if rule.window is not None:
         slots = slots[max(segment.first + 1 - rule.window, 0) :]
@@ -81,6 +83,8 @@ def attend_patches(
     scores. Heads must fit.
     """
     rows = query.shape[2]
+    if is_sparse():
+        out.zero_()  # as in `prefill_by_rule`
     keys, values = (each.flatten(1, 2) for each in (key, value))
     slots = np.arange(rows)
     _attend(query, keys, values, slots, ScoreRule(scaling), out, causal=False, parallel=parallel)
