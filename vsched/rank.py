@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 
 import msgspec
 from setproctitle import setproctitle
@@ -95,11 +96,19 @@ def _listen(following: Following[RankLink], timeout_s: float) -> None:
     if len(awaited) == 1:
         heard = awaited[0].listen(timeout_s)
     else:
-        heard = wait_readable([member.link for member in awaited], following.left_s())
-        for member in awaited:
-            member.listen(0)
+        # Most often something is there: decisions are ahead of steps.
+        heard = _look(awaited)
+        if not heard:
+            heard = wait_readable([member.link for member in awaited], following.left_s())
+            _look(awaited)
     if not heard:
         following.heard_nothing()
+
+
+def _look(members: Sequence[Member[RankLink]]) -> bool:
+    """Take from each link what lies there, without waiting; return whether anything did."""
+    heard = [member.listen(0) for member in members]  # each of them, whatever the others had
+    return any(heard)
 
 
 def _exit_with_parent(run_dir: str) -> None:

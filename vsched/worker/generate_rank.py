@@ -35,7 +35,7 @@ from vsched.worker.contract import (
 )
 from vsched.worker.drafting.drafts import SlotDraft, draft, verifiable
 from vsched.worker.drafting.model import DraftModel
-from vsched.worker.slots import STOP_TOKENS_MAX, SlotTable
+from vsched.worker.slots import STOP_TOKENS_MAX, SlotTable, SteadyRows, ends_of
 
 Int32s = npt.NDArray[np.int32]
 
@@ -83,6 +83,8 @@ class GenerateRank:
         self._grants: dict[int, DraftGrant] = {}
         self._drafts: dict[int, SlotDraft] = {}
         """By slot, what this step drafts."""
+        self._steady: SteadyRows | None = None
+        """The rows of the last step, where those of the next are the same."""
 
     @property
     def sequences(self) -> list[int]:
@@ -153,6 +155,7 @@ class GenerateRank:
         if self._draft_model is not None:
             self._draft_model.leave(leave.slot)
         self._table.reset(leave.slot)
+        self._steady = None
 
     def _join(self, join: Join) -> None:
         if join.slot in self._in_slot:
@@ -180,6 +183,7 @@ class GenerateRank:
         if join.restored is not None:
             self._restored.append((join.slot, join.restored))
         table, slot, sampling = self._table, join.slot, sequence.sampling
+        self._steady = None
         table.number[slot] = join.number
         table.length[slot] = join.length
         table.tokens[slot, : join.length] = sequence.tokens[: join.length]
@@ -236,18 +240,21 @@ class GenerateRank:
     # --- the step ---
 
     def _batch(self, plans: Sequence[ChunkPlan]) -> Batch:
-        table = self._table
-        slots = np.flatnonzero(table.decoding).astype(np.int32)
-        tokens, positions = table.last_token[slots], table.length[slots] - 1
+        if self._steady is None:
+            self._steady = SteadyRows(self._table, self._in_slot)
+        rows = self._steady
+        slots, tokens, positions = rows.slots, rows.tokens, rows.positions
+        sequences = rows.sequences
         self._drafts = self._draft() if self._grants else {}
         if self._drafts:
             slots, tokens, positions = self._with_drafts(slots, tokens, positions)
+            sequences = [self._in_slot[slot] for slot in slots.tolist()]
         return Batch(
             decode_slots=slots,
             decode_tokens=tokens,
             decode_positions=positions,
-            decode_sequences=[self._in_slot[slot] for slot in slots.tolist()],
-            block_tables=table.block_table,
+            decode_sequences=sequences,
+            block_tables=self._table.block_table,
             embeddings=self._embeddings,
             chunks=[self._chunk(plan) for plan in plans],
             restored=self._restored,
@@ -338,43 +345,63 @@ class GenerateRank:
     def _advance(
         self, step: int, batch: Batch, rows: list[int], sampled: Sampled
     ) -> GenerateResult:
-        slots, tokens, drafted = np.asarray(rows, np.int64), sampled.tokens, []
-        logprobs = sampled.logprobs
-        if self._drafts:
-            first = np.flatnonzero(np.diff(slots, prepend=-1))
-            slots, tokens = slots[first], tokens[first]
-            places = {row: index for index, row in enumerate(first.tolist())}
-            special = [(places[row], one) for row, one in batch.special if row in places]
-            ends = {
-                int(first[index]): reason
-                for index, reason in self._take(slots, tokens, special).items()
-            }
-            kept = set(places)
-            for row, slot in zip(first.tolist(), slots.tolist(), strict=True):
-                if slot in self._drafts:
-                    found = self._verify(row, slot, sampled.tokens, ends)
-                    kept.update(range(row + 1, row + 1 + len(found.tokens)))
-                    drafted.append(found)
-            logprobs = [one for one in logprobs if one.row in kept]
+        drafted: list[Drafted] = []
+        logprobs, steady = sampled.logprobs, self._steady
+        if self._drafts or batch.chunks or steady is None:
+            steady = self._steady = None
+            slots, tokens = np.asarray(rows, np.int64), sampled.tokens
+            if self._drafts:
+                slots, tokens, ends, drafted, kept = self._take_drafts(slots, batch, sampled)
+                logprobs = [one for one in logprobs if one.row in kept]
+            else:
+                ends = self._take(slots, tokens, batch.special)
+            by_slot = np.full(len(self._table.number), -1, np.int32)
+            by_slot[slots] = tokens
+            told = by_slot.tobytes(), self._table.number.tobytes()
         else:
-            ends = self._take(slots, tokens, batch.special)
+            ends = steady.advance(sampled.tokens)
+            _follow(batch.special, sampled.tokens, ends)
+            told = steady.told()
         finished = []
         for row, reason in sorted(ends.items()):
             slot = rows[row]
             self._table.decoding[slot] = False
+            self._steady = None
             finished.append(Finished(slot, int(self._table.number[slot]), reason))
-        by_slot = np.full(len(self._table.number), -1, np.int32)
-        by_slot[slots] = tokens
         return GenerateResult(
             step=step,
-            tokens=by_slot.tobytes(),
-            numbers=self._table.number.tobytes(),
+            tokens=told[0],
+            numbers=told[1],
             finished=finished,
             logprobs=[SlotLogprob(rows[one.row], one.logprob, one.top) for one in logprobs],
             busy_ns=0,
             prompts=[_piece(batch.chunks[one.chunk], one) for one in sampled.prompts],
             drafted=drafted,
         )
+
+    def _take_drafts(
+        self, slots: npt.NDArray[np.int64], batch: Batch, sampled: Sampled
+    ) -> tuple[npt.NDArray[np.int64], Int32s, dict[int, FinishReason], list[Drafted], set[int]]:
+        """Add what slots with drafts yield, and the others.
+
+        Return each slot once, the first token of each, why some end, what became of drafts, and the rows that count.
+        """
+        drafted = []
+        first = np.flatnonzero(np.diff(slots, prepend=-1))
+        slots, tokens = slots[first], sampled.tokens[first]
+        places = {row: index for index, row in enumerate(first.tolist())}
+        special = [(places[row], one) for row, one in batch.special if row in places]
+        ends = {
+            int(first[index]): reason
+            for index, reason in self._take(slots, tokens, special).items()
+        }
+        kept = set(places)
+        for row, slot in zip(first.tolist(), slots.tolist(), strict=True):
+            if slot in self._drafts:
+                found = self._verify(row, slot, sampled.tokens, ends)
+                kept.update(range(row + 1, row + 1 + len(found.tokens)))
+                drafted.append(found)
+        return slots, tokens, ends, drafted, kept
 
     def _take(
         self,
@@ -390,20 +417,8 @@ class GenerateRank:
         table.decoding[slots] = True
         stopped = (table.stop_tokens[slots] == tokens[:, None]).any(axis=1)
         stopped &= table.length[slots] >= table.length_min[slots]
-        full = table.length[slots] >= table.length_max[slots]
-        ends = {
-            index: FinishReason.STOP if stopped[index] else FinishReason.LENGTH
-            for index in np.flatnonzero(stopped | full).tolist()
-        }
-        for index, sequence in special:
-            # Its mask is then that of the next token.
-            if sequence.matcher is None or ends.get(index) is FinishReason.STOP:
-                continue
-            reason = sequence.matcher.follow([int(tokens[index])])
-            if reason is FinishReason.STOP:
-                ends[index] = reason  # whole, be it at the limit
-            elif reason is not None:
-                ends.setdefault(index, reason)
+        ends = ends_of(stopped, table.length[slots] >= table.length_max[slots])
+        _follow(special, tokens, ends)
         return ends
 
     def _verify(
@@ -423,6 +438,21 @@ class GenerateRank:
                 ends[row] = found[0]
             taken.append(int(tokens[row]))
         return Drafted(slot, len(drafts), taken)
+
+
+def _follow(
+    special: Sequence[tuple[int, SequenceState]], tokens: Int32s, ends: dict[int, FinishReason]
+) -> None:
+    """Have grammars follow the tokens of their rows; add why some of these end."""
+    for index, sequence in special:
+        # Its mask is then that of the next token.
+        if sequence.matcher is None or ends.get(index) is FinishReason.STOP:
+            continue
+        reason = sequence.matcher.follow([int(tokens[index])])
+        if reason is FinishReason.STOP:
+            ends[index] = reason  # whole, be it at the limit
+        elif reason is not None:
+            ends.setdefault(index, reason)
 
 
 def _mask(sequence: SequenceState) -> None:

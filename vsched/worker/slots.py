@@ -1,14 +1,20 @@
-"""Per-slot state of a generate rank, all of it described by one table of fields.
+"""Per-slot state of a generate rank, all of it described by one table of fields, and the rows that decode.
 
 Whatever happens to a slot goes through the table, so a field cannot be forgotten.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from vsched.types import FinishReason
+from vsched.worker.contract import SequenceState
+
+Int32s = npt.NDArray[np.int32]
 
 STOP_TOKENS_MAX = 16
 """Stop tokens of one request, its own and the checkpoint's together."""
@@ -93,3 +99,60 @@ def _empty_rows(field: Field, slots: int) -> npt.NDArray[np.generic]:
     if field.empty == 0:
         return np.zeros(shape, field.dtype)
     return np.full(shape, field.empty, field.dtype)
+
+
+class SteadyRows:
+    """The slots that decode, in ascending order, from one step to the next.
+
+    While nobody comes, goes or ends, each of them moves on by one token, and a handful of calls suffice, for any number
+    of rows: to gather them anew takes a good part of what a step of a small model does. What changes the rows ends
+    this (`GenerateRank` knows), and the next step looks at the table again.
+
+    Attributes:
+        slots: int32 [rows], and `listed` the same as a list.
+        sequences: Of the slots.
+        tokens: int32 [rows], their last tokens.
+        positions: int32 [rows], their places in the KV cache: the tokens before them.
+    """
+
+    def __init__(self, table: SlotTable, in_slot: Mapping[int, SequenceState]) -> None:
+        """Gather the rows from the table."""
+        self.slots = np.flatnonzero(table.decoding).astype(np.int32)
+        self.listed: list[int] = self.slots.tolist()
+        self.sequences: Sequence[SequenceState] = [in_slot[slot] for slot in self.listed]
+        self.tokens: Int32s = table.last_token[self.slots]
+        self.positions: Int32s = table.length[self.slots] - 1
+        self._table = table
+        self._stops = table.stop_tokens[self.slots]
+        self._length_min = table.length_min[self.slots]
+        self._length_max = table.length_max[self.slots]
+        self._by_slot = np.full(len(table.number), -1, np.int32)
+        self._numbers = table.number.tobytes()
+
+    def advance(self, tokens: Int32s) -> dict[int, FinishReason]:
+        """Add a token to each slot; return why some end, by their row."""
+        table, slots = self._table, self.slots
+        lengths = self.positions + 2
+        table.tokens[slots, np.minimum(lengths - 1, table.tokens.shape[1] - 1)] = tokens
+        table.length[slots] = lengths
+        table.last_token[slots] = tokens
+        self.positions, self.tokens = lengths - 1, tokens.copy()  # a worker may use its own again
+        stopped = (self._stops == tokens[:, None]).any(axis=1)
+        stopped &= lengths >= self._length_min
+        return ends_of(stopped, lengths >= self._length_max)
+
+    def told(self) -> tuple[bytes, bytes]:
+        """Return the last tokens and the numbers of all slots, as a result tells them."""
+        self._by_slot[self.slots] = self.tokens
+        return self._by_slot.tobytes(), self._numbers
+
+
+def ends_of(stopped: npt.NDArray[np.bool_], full: npt.NDArray[np.bool_]) -> dict[int, FinishReason]:
+    """Return why rows end, by their index."""
+    over = stopped | full
+    if not over.any():
+        return {}
+    return {
+        index: FinishReason.STOP if stopped[index] else FinishReason.LENGTH
+        for index in np.flatnonzero(over).tolist()
+    }
