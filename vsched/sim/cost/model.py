@@ -106,7 +106,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         source: Where the figures are from, for readers.
         pixels_per_token: Pixels of an image, once resized, for each of its tokens.
-        bytes_per_token: Bytes of what its encoder reads, for each of its tokens.
+        bytes_per_token: Bytes of what its encoder reads, for each of its tokens: three a pixel where pixels are bytes.
         noise: Relative standard deviation of a step's time; drawn anew for each step from the simulation's seed.
         shape: The model's shape; None where a checkpoint has to say.
         kv_tokens: KV cache of a replica where the configuration pins none; 0 for unknown.
@@ -120,7 +120,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     generate: GenerateCost
     host: HostCost = HostCost()
     pixels_per_token: int = 784
-    bytes_per_token: int = 18816
+    bytes_per_token: int = 2352
     noise: Annotated[float, Meta(ge=0, le=1)] = 0.0
     shape: ModelInfo | None = None
     kv_tokens: int = 0
