@@ -62,6 +62,9 @@ class Noting:
     def look_ahead(self) -> None:
         """Nothing is known of a next step."""
 
+    def kernels_late(self) -> int:
+        return 0
+
 
 class Following:
     """Two members of one process; `late` holds what the links have not delivered yet."""

@@ -221,9 +221,7 @@ def _grouped(weight: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # int8 is about as coarse as float16 scales are fine: float32 costs little where a row has one scale.
-    scales = groups.abs().amax(-1) / 127
-    scales = scales if groups.shape[1] == 1 else _kept(scales)
+    scales = _kept(groups.abs().amax(-1) / 127)
     values = (groups / _divisors(scales)).round().clamp(-127, 127)
     return values.to(torch.int8), scales
 
