@@ -43,6 +43,7 @@ class Cable:
     Attributes:
         address: Its near end.
         lost: Bytes that it swallowed.
+        read: What goes through it, when it is not None.
         latency_s: How long bytes take beside what their wires need, in each direction.
     """
 
@@ -58,9 +59,9 @@ class Cable:
         self.address = ""
         self.lost = 0
         self.latency_s = latency_s
+        self.read: bytearray | None = None
         self._out, self._back = out, back
-        self._ip, _, port = there.removeprefix("tcp://").rpartition(":")
-        self._port = int(port)
+        self.lead_to(there)
         self._plugged = True
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: list[asyncio.StreamWriter] = []
@@ -102,6 +103,8 @@ class Cable:
                 if pulled:
                     self.lost += len(data)
                     continue
+                if self.read is not None:
+                    self.read += data
                 now_s = loop.time()
                 through_s = max((wire.carry(len(data), now_s) for wire in wires), default=now_s)
                 if through_s - now_s > TICK_S:
@@ -109,6 +112,11 @@ class Cable:
                 await line.put((through_s + self.latency_s, data))
         if not pulled and self._plugged:
             await line.put((loop.time() + self.latency_s, b""))
+
+    def lead_to(self, there: str) -> None:
+        """Have connections that begin from now on go to an address."""
+        self._ip, _, port = there.removeprefix("tcp://").rpartition(":")
+        self._port = int(port)
 
     def pull(self) -> None:
         """Lose what comes from now on."""

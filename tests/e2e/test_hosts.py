@@ -59,13 +59,14 @@ async def struck(
 
 
 @pytest.mark.parametrize(
-    ("struck", "direct"),
+    ("struck", "direct", "encrypted"),
     [
-        ("killed", False),
-        ("killed", True),
-        ("stands still", False),
-        ("cable pulled", False),
-        ("network cut", False),
+        ("killed", False, True),
+        ("killed", True, True),
+        ("killed", True, False),
+        ("stands still", False, True),
+        ("cable pulled", False, True),
+        ("network cut", False, True),
     ],
     indirect=["struck"],
 )
@@ -75,18 +76,21 @@ async def test_hosts_answer_as_one_host_and_streams_outlive_a_loss(
     key: Path,
     struck: tuple[str, Callable[[], object], Callable[[], object]],
     direct: bool,
+    encrypted: bool,
 ) -> None:
     """The tokens of one host, with images; and those of a stream whose host is lost in the middle of it.
 
     By its end, which the connection tells; or in silence, which only the deadline does. Rows go through the engine, or
-    from host to host.
+    from host to host, encrypted or not.
     """
     here = [one.token_ids for one in await answers(engine, [*ASKS, LONG], at_once=4)]
     far, strike, mend = struck
     near = HostProcess("near", "127.0.0.1", key)
     with running(near):
-        async with engine_on(configure, key, near.address, far, direct=direct) as there:
+        encrypt = f"cluster.encrypt_rows={encrypted}".lower()
+        async with engine_on(configure, key, near.address, far, encrypt, direct=direct) as there:
             exchange = exchange_of(there)
+            assert exchange.encrypted == encrypted
             found = [one.token_ids for one in await answers(there, ASKS, at_once=3)]
             assert found == here[:-1]
             ways = exchange._ways

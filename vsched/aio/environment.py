@@ -100,6 +100,7 @@ def placed_on(
         stages,
         patience,
         direct=config.cluster.direct,
+        encrypted=config.cluster.encrypt_rows,
         close=close,
         window_bytes=window_bytes,
     )

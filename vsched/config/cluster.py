@@ -65,6 +65,14 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
             "knows them; where they do not, rows go through the engine."
         ),
     ] = False
+    encrypt_rows: Annotated[
+        bool,
+        Meta(
+            description="Whether rows that go from host to host are encrypted. Without it they go faster, on a port "
+            "that the system of the encoder's host chooses, and who can listen on the network between the hosts can "
+            "read them: images follow from them. All else is encrypted always. For `direct` alone."
+        ),
+    ] = True
     ray: Annotated[
         str,
         Meta(
@@ -187,6 +195,11 @@ def _check_use(cluster: ClusterConfig, *, together: bool, adapters: int) -> None
         raise ConfigError(
             "cluster.key_file: not set, and nobody is trusted without a key. Remedy: make one with "
             "`vsched host --make-key FILE`, and copy it to every host"
+        )
+    if not (cluster.encrypt_rows or cluster.direct):
+        raise ConfigError(
+            "cluster.encrypt_rows: false, and rows that go through the engine are always encrypted. Remedy: "
+            "cluster.direct = true, so that they go from host to host, or leave this out"
         )
     if together and cluster.encode:
         raise ConfigError(

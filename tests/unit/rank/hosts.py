@@ -70,6 +70,7 @@ class Hosts:
         patience: Patience = PATIENT,
         shared: bytes = b"",
         direct: bool = True,
+        encrypted: bool = True,
     ) -> PlacedLauncher:
         """Have the worker groups of a place run on hosts."""
         keys = curve_keys(shared or self.shared, "engine")
@@ -79,7 +80,7 @@ class Hosts:
         }
         stages = {"encode": encode, "generate": generate}
         placed = place.launcher = PlacedLauncher(
-            place.launcher, hosts, stages, patience, direct=direct
+            place.launcher, hosts, stages, patience, direct=direct, encrypted=encrypted
         )
         return placed
 

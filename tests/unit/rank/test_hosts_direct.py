@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 
 import msgspec
 import pytest
+import zmq
 
+from tests.cable import Cable
 from tests.patience import until
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.hosts import Hosts, hosts_of
 from tests.unit.rank.worker_groups import Place, generate, read, shell_of
 from vsched.aio.hosts.exchange import Exchange
+from vsched.aio.hosts.keys import CurveKeys, PlainKeys
 from vsched.aio.hosts.messages import Write
 from vsched.aio.hosts.remote import RemoteHost
 from vsched.aio.hosts.server import HostedStart
+from vsched.aio.hosts.sockets import EngineSocket, HostSocket
 from vsched.aio.hosts.stream import Stream
 from vsched.aio.shell import Shell
 from vsched.testing import make_request
@@ -49,6 +54,74 @@ async def test_direct_rows_do_not_pass_the_engine(place: Place) -> None:
             await ask(shell, "second", b"second")
             assert exchange.bytes_direct == 6 * 16
             assert way.source.bytes_fetched == before
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+async def test_direct_rows_can_be_read_on_their_way_where_that_was_asked_for(
+    place: Place, encrypted: bool
+) -> None:
+    """Between the hosts, and nowhere else: the engine's stream to either is encrypted."""
+    async with (
+        hosts_of("far", "farther") as hosts,
+        Cable(hosts.running["far"].link.address) as to_far,
+        Cable(hosts.running["farther"].link.address) as to_farther,
+        Cable(to_far.address) as between,
+    ):
+        read = [to_far.read, to_farther.read, between.read] = [bytearray() for _ in range(3)]
+        lead_through(between, hosts.running["farther"].link, at="127.0.0.2")
+        hosts.know("far", to_far.address)
+        hosts.know("farther", to_farther.address)
+        exchange = hosts.launcher(
+            place, encode=["far"], generate=["farther"], encrypted=encrypted
+        ).exchange
+        async with shell_of(place) as shell:
+            await reach(shell, exchange)
+            _, reader = ends_of_way(hosts)
+            rows: list[bytes] = []
+            write = reader._write
+            reader._write = lambda message: rows.append(message.data) or write(message)  # type: ignore[func-returns-value]
+            await ask(shell, "second", b"second")
+            assert exchange.bytes_direct == len(b"".join(rows)) == 6 * 16
+        assert all(read)
+        seen = [[piece in one for piece in (*rows, b"Fetch")] for one in read]
+        assert seen == [[False] * 4, [False] * 4, [not encrypted] * 4]
+
+
+def lead_through(cable: Cable, link: HostSocket, *, at: str) -> None:
+    """Have a host reach others, which are at an address, over a cable."""
+    reach = link.reach
+
+    def reached(
+        address: str, keys: CurveKeys | PlainKeys, *heard: Callable[..., None]
+    ) -> EngineSocket:
+        if isinstance(keys, PlainKeys):
+            cable.lead_to(f"tcp://{at}:{address.rpartition(':')[2]}")
+        else:
+            cable.lead_to(address)
+        return reach(cable.address, keys, *heard)
+
+    link.reach = reached  # type: ignore[method-assign]
+
+
+async def test_direct_is_given_up_where_a_host_has_no_port_without_encryption(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are not read by anybody for that: they go through the engine, encrypted."""
+    async with hosts_of("far", "farther") as hosts:
+        asked: list[str] = []
+
+        def plain() -> None:
+            asked.append("far")
+            raise zmq.ZMQError(errno.EADDRINUSE)
+
+        monkeypatch.setattr(hosts.running["far"].link, "plain", plain)
+        launcher = hosts.launcher(place, encode=["far"], generate=["farther"], encrypted=False)
+        async with shell_of(place) as shell:
+            for name in (b"first", b"second"):
+                await ask(shell, name.decode(), name)
+            assert asked == ["far"]
+            assert not exchange_used(launcher.exchange)
+            assert not any(row["losses"] for row in shell.groups())
 
 
 async def test_direct_is_not_used_where_it_is_off_or_a_replica_is_here(place: Place) -> None:

@@ -7,7 +7,7 @@ through the engine's arena, as do those that another replica reads later on: the
 
 A way is one connection from the start of a worker group that reads to the start of one that encodes. The engine makes
 its keys, has the one side admit them and the other use them, and counts on it only once both have answered. Whatever
-befalls it costs time, and neither a request nor a group.
+befalls it costs time, and neither a request nor a group. Where the network is trusted, nothing there is encrypted.
 """
 
 from __future__ import annotations
@@ -95,11 +95,12 @@ class Exchange:
     """The rows of one engine's hosts; `direct` says that every rank is on one, so that they may go without the engine.
 
     Attributes:
+        encrypted: Whether nobody can read them on their way from host to host.
         bytes_direct: Rows that went from host to host.
     """
 
-    def __init__(self, *, direct: bool) -> None:
-        self.direct = direct
+    def __init__(self, *, direct: bool, encrypted: bool) -> None:
+        self.direct, self.encrypted = direct, encrypted
         self.bytes_direct = 0
         self._engine = object()
         self._owners: dict[int, set[object]] = {}
@@ -247,17 +248,23 @@ class Exchange:
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._rest_until_s.get((source.name, reader.name), 0.0) and source.where[0]:
             way = self._ways[source, reader] = Way(source, reader)
-            source.say(Admit(way.public))
+            source.say(Admit(way.public, self.encrypted))
         return None
 
     def _by_key(self, key: bytes) -> Way | None:
         return next((way for way in self._ways.values() if way.public == key), None)
 
-    def admitted(self, key: bytes) -> None:
-        """The encoder's host knows the key: have the other use it."""
+    def admitted(self, key: bytes, port: int) -> None:
+        """The encoder's host knows the key: have the other use it.
+
+        Under CURVE that is where engines come, whatever port they know; without, where the host says.
+        """
         way = self._by_key(key)
         if way is not None:
-            way.reader.say(Reach(*way.source.where, way.public, way.secret))
+            address, host_key = way.source.where
+            if not self.encrypted:
+                address = f"{address.rpartition(':')[0]}:{port}"
+            way.reader.say(Reach(address, host_key, way.public, way.secret, self.encrypted))
 
     def reached(self, key: bytes) -> None:
         """Both hosts have answered."""

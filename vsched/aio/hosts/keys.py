@@ -1,4 +1,4 @@
-"""The keys of the links between hosts: CURVE, from one secret that both sides have.
+"""The keys of the links between hosts: CURVE, from one secret that both sides have, or made for one way between hosts.
 
 The secret is a file (`vsched host --make-key`), or is made for one start and handed over by whoever starts the host.
 Both sides' key pairs follow from it, so each knows the other's public key and takes nobody else; CURVE makes keys of
@@ -28,6 +28,24 @@ class CurveKeys(NamedTuple):
     public: bytes
     secret: bytes
     peer: bytes
+
+
+class PlainKeys(NamedTuple):
+    """A name and a password, sent as they are before anything else: nothing of that connection is encrypted.
+
+    They are a pair of keys, the public one and the secret one: a host that was told the name can tell the password.
+    """
+
+    public: bytes
+    secret: bytes
+
+    @property
+    def fit(self) -> bool:
+        """Whether this is the password of that name."""
+        try:
+            return zmq.curve_public(self.secret) == self.public
+        except (ValueError, zmq.ZMQError):
+            return False
 
 
 def curve_keys(shared: bytes, side: Literal["engine", "host"]) -> CurveKeys:

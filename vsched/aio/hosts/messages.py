@@ -66,21 +66,27 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Admit(msgspec.Struct, frozen=True, tag=True):
-    """Whoever proves to have this key may fetch rows of this start; `Admitted` answers."""
+    """Whoever proves to have this key may fetch rows of this start; `Admitted` answers, or `Unreached`.
+
+    Where that is not to be encrypted, the key is a name, and its password proves it.
+    """
 
     key: bytes
+    encrypted: bool = True
 
 
 class Reach(msgspec.Struct, frozen=True, tag=True):
     """Connect with another host that rows can be fetched from; `Reached` answers, or `Unreached`, now or later.
 
-    `public` and `secret` are keys for this connection alone, which the other host admits by the first.
+    `public` and `secret` are keys for this connection alone, which the other host admits by the first; without
+    encryption, name and password.
     """
 
     address: str
     host_key: bytes
     public: bytes
     secret: bytes
+    encrypted: bool = True
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True):
@@ -162,9 +168,10 @@ class Fetched(msgspec.Struct, frozen=True, tag=True):
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """A key is known."""
+    """A key is known at this port of the host."""
 
     key: bytes
+    port: int
 
 
 class Reached(msgspec.Struct, frozen=True, tag=True):

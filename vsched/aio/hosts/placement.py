@@ -43,12 +43,13 @@ class PlacedLauncher:
         patience: Patience,
         *,
         direct: bool = True,
+        encrypted: bool = True,
         close: Callable[[], None] = lambda: None,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
         """Prepare; `stages` have the names of hosts, `OWN_HOST` among them, or none for the own host alone.
 
-        Rows go from host to host where `direct` is set and no replica is on the own host.
+        Rows go from host to host where `direct` is set and no replica is on the own host, and are `encrypted` there.
         `RAY_HOST` among them is the host that `ray_host` names in `hosts`.
         """
         self.run_dir = own.run_dir
@@ -59,7 +60,7 @@ class PlacedLauncher:
         self._close = close
         self._window_bytes = window_bytes
         elsewhere = all(OWN_HOST not in (names or [OWN_HOST]) for names in stages.values())
-        self.exchange = Exchange(direct=direct and elsewhere)
+        self.exchange = Exchange(direct=direct and elsewhere, encrypted=encrypted)
         self._engine = secrets.token_hex(8)
         self._lost: Counter[str] = Counter()
         self._served: set[str] = set()

@@ -237,8 +237,8 @@ class RemoteHost:
                 self._links[group].hear(identity, frame)
             case Fetched() if self._due.settle(message):
                 pass
-            case Admitted(key):
-                self._exchange.admitted(key)
+            case Admitted(key, port):
+                self._exchange.admitted(key, port)
             case Reached(key):
                 self._exchange.reached(key)
             case Unreached(key, why):

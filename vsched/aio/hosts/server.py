@@ -19,7 +19,7 @@ from typing import NoReturn, Protocol, TypeVar
 import msgspec
 import zmq
 
-from vsched.aio.hosts.keys import CurveKeys, curve_keys
+from vsched.aio.hosts.keys import CurveKeys, PlainKeys, curve_keys
 from vsched.aio.hosts.messages import (
     VERSION,
     Admit,
@@ -77,8 +77,11 @@ _FIRST = rank_identity(0)
 Measured = TypeVar("Measured", RankMemory, Reservation)
 
 
-class HostEnd(Protocol):
-    """The host's end of all links; see `vsched.aio.hosts.sockets.HostSocket`."""
+class EntranceEnd(Protocol):
+    """A port of a host; see `vsched.aio.hosts.sockets.Entrance`."""
+
+    @property
+    def port(self) -> int: ...
 
     def send(self, identity: bytes, frame: bytes) -> bool: ...
 
@@ -88,10 +91,16 @@ class HostEnd(Protocol):
 
     def dismiss(self, key: bytes) -> None: ...
 
+
+class HostEnd(EntranceEnd, Protocol):
+    """The host's end of all links; see `vsched.aio.hosts.sockets.HostSocket`."""
+
+    def plain(self) -> EntranceEnd: ...
+
     def reach(
         self,
         address: str,
-        keys: CurveKeys,
+        keys: CurveKeys | PlainKeys,
         on_frame: Callable[[bytes], None],
         on_cut: Callable[[str], None],
     ) -> SourceEnd: ...
@@ -99,6 +108,8 @@ class HostEnd(Protocol):
 
 class NearEnd:
     """The end of a host that no other host reaches."""
+
+    port = 0
 
     def __init__(self, send: Callable[[bytes, bytes], bool], read: Callable[[], None]) -> None:
         self.send, self.read = send, read
@@ -108,6 +119,10 @@ class NearEnd:
 
     def dismiss(self, key: bytes) -> None:
         """Nobody was there."""
+
+    def plain(self) -> NoReturn:
+        """There is no second port."""
+        raise AssertionError("an engine knows no address of a host without a way to others")
 
     def reach(self, *_: object) -> NoReturn:
         """There is no way to another host."""
@@ -342,8 +357,8 @@ class HostedStart:
     def _exchange(self, message: Admit | Reach | Pull | CutWay) -> None:
         """Have rows go to other hosts, and come from them."""
         match message:
-            case Admit(key):
-                self._admit(key)
+            case Admit(key, encrypted):
+                self._admit(key, encrypted=encrypted)
             case Reach():
                 self._reach(message)
             case Pull(number, key):
@@ -355,18 +370,23 @@ class HostedStart:
             case CutWay(key):
                 self._cut(key)
 
-    def _admit(self, key: bytes) -> None:
+    def _admit(self, key: bytes, *, encrypted: bool) -> None:
         assert self._arena is not None, "a start that is open has one"
+        try:
+            entrance = self._link if encrypted else self._link.plain()
+        except zmq.ZMQError as error:
+            self._stream.put(Unreached(key, f"cannot listen on another port: {error}"))
+            return
         taker = self._takers[key] = RowTaker(
             self._owed,
             self._arena,
             self._asked,
-            send=self._link.send,
-            read=self._link.read,
+            send=entrance.send,
+            read=entrance.read,
             on_broken=partial(self._cut, key),
         )
-        self._link.admit(key, taker.hear)
-        self._stream.put(Admitted(key))
+        entrance.admit(key, taker.hear)
+        self._stream.put(Admitted(key, entrance.port))
 
     def _reach(self, asked: Reach) -> None:
         assert self._arena is not None, "a start that is open has one"
@@ -382,7 +402,11 @@ class HostedStart:
             on_reached=lambda: self._stream.put(Reached(key)),
             on_broken=broken,
         )
-        keys = CurveKeys(asked.public, asked.secret, asked.host_key)
+        keys = (
+            CurveKeys(asked.public, asked.secret, asked.host_key)
+            if asked.encrypted
+            else PlainKeys(asked.public, asked.secret)
+        )
         source.begin(self._link.reach(asked.address, keys, source.hear, source.fail))
 
     def _cut(self, key: bytes) -> None:

@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tests.cable import Cable
 from tests.patience import until
-from vsched.aio.hosts.keys import curve_keys, make_secret, read_key_file, write_key_file
+from vsched.aio.hosts.keys import (
+    CurveKeys,
+    PlainKeys,
+    curve_keys,
+    make_secret,
+    read_key_file,
+    write_key_file,
+)
 from vsched.aio.hosts.sockets import Context, EngineSocket, HostSocket
 from vsched.errors import ConfigError
 
@@ -91,6 +99,85 @@ async def test_sockets_let_nobody_in_without_the_key(host: Heard, context: Conte
     for socket in (*strangers, engine):
         socket.close()
     plain.close(linger=0)
+
+
+async def test_plain_entrance_lets_in_who_has_the_password(host: Heard, context: Context) -> None:
+    """No other password, name, or key, no secret of the engine, and nobody who says nothing: nobody is heard."""
+    plain = host.link.plain()
+    assert plain is host.link.plain()
+    heard: list[bytes] = []
+    cut: list[str] = []
+    name, password = zmq.curve_keypair()
+    curved, secret = zmq.curve_keypair()
+    taken: list[bytes] = []
+    plain.admit(name, lambda peer, frame: taken.append(frame) or plain.send(peer, frame))  # type: ignore[func-returns-value]
+    host.link.admit(curved, lambda _peer, frame: taken.append(frame))
+    engine = curve_keys(SHARED, "engine")
+    strangers = [
+        EngineSocket(context, plain.address, keys, heard.append, cut.append)
+        for keys in (
+            PlainKeys(name, secret),
+            PlainKeys(name, b"no key"),
+            PlainKeys(name, b" "),
+            PlainKeys(name, name),
+            PlainKeys(curved, secret),
+            PlainKeys(*zmq.curve_keypair()),
+            PlainKeys(engine.public, engine.secret),
+            engine,
+            CurveKeys(name, password, engine.peer),
+        )
+    ]
+    elsewhere = EngineSocket(
+        context, host.link.address, PlainKeys(name, password), heard.append, cut.append
+    )
+    wordless = context.socket(zmq.DEALER)
+    wordless.connect(plain.address)
+    wordless.send(b"let me in", zmq.DONTWAIT)
+    for stranger in (*strangers, elsewhere):
+        stranger.send(b"let me in")
+    await until(lambda: len(cut) >= 7 and strangers[-2].hung_up and strangers[-1].hung_up)
+    friend = EngineSocket(
+        context, plain.address, PlainKeys(name, password), heard.append, cut.append
+    )
+    friend.send(b"me")
+    await until(lambda: heard)
+    await asyncio.sleep(0)
+    assert taken == heard == [b"me"]
+    assert host.frames == []
+    host.link.dismiss(name)
+    friend.send(b"still me")
+    late = EngineSocket(context, plain.address, PlainKeys(name, password), heard.append, cut.append)
+    late.send(b"and me")
+    before = len(cut)
+    await until(lambda: len(cut) > before)
+    assert taken == [b"me"]
+    for socket in (*strangers, elsewhere, friend, late):
+        socket.close()
+    wordless.close(linger=0)
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+async def test_wire_shows_what_is_said_without_encryption_alone(
+    host: Heard, context: Context, encrypted: bool
+) -> None:
+    """A peer of the plain entrance, and nobody else, can be read on the way."""
+    heard: list[bytes] = []
+    public, secret = zmq.curve_keypair()
+    entrance = host.link if encrypted else host.link.plain()
+    entrance.admit(public, lambda peer, _frame: entrance.send(peer, b"rows " * 20) or None)
+    keys = (
+        CurveKeys(public, secret, curve_keys(SHARED, "engine").peer)
+        if encrypted
+        else PlainKeys(public, secret)
+    )
+    async with Cable(entrance.address) as cable:
+        cable.read = bytearray()
+        peer = EngineSocket(context, cable.address, keys, heard.append, heard.append)  # type: ignore[arg-type]
+        peer.send(b"what is in the picture?")
+        await until(lambda: heard)
+        peer.close()
+    assert heard == [b"rows " * 20]
+    assert (b"what is in the picture?" in cable.read) == (heard[0] in cable.read) != encrypted
 
 
 def test_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:
