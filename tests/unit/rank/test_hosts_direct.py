@@ -100,7 +100,7 @@ def lead_through(cable: Cable, link: HostSocket, *, at: str) -> None:
             cable.lead_to(address)
         return reach(cable.address, keys, *heard)
 
-    link.reach = reached  # type: ignore[method-assign]
+    link.reach = reached  # type: ignore[method-assign, assignment]
 
 
 async def test_direct_is_given_up_where_a_host_has_no_port_without_encryption(
