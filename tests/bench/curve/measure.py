@@ -7,11 +7,8 @@ import dataclasses
 
 from rich.console import Console
 
-from tests.bench.compare import checkpoint_of, machine, plan_of
+from tests.bench.compare import checkpoint_of, plan_of, session_of
 from tests.bench.curve import report
-from tests.bench.options import settings_text
-from tests.bench.records import Store
-from tests.bench.servers.session import Session
 from tests.bench.table.measure import Turn, best_of, measure, our_spec, peer_spec
 from tests.bench.table.sizes import SIZES, WARMUP
 from vsched.bench.load.generator import LoadPlan
@@ -26,18 +23,9 @@ def curve(options: argparse.Namespace, console: Console) -> None:
     Raises:
         ConfigError: When a side could not be measured; all the others are by then.
     """
-    store = Store(options.out)
-    store.report.machine = machine()
+    session = session_of(options, console)
+    store = session.store
     checkpoint = checkpoint_of(options, console)
-    session = Session(
-        store,
-        console,
-        checkpoint=options.checkpoint,
-        settings=settings_text(options),
-        ready_s=options.ready_s,
-        idle_s=options.idle_s,
-        timeout_s=options.timeout_s,
-    )
     best = best_of(options.best, options.checkpoint)
     specs = [our_spec(point, checkpoint, [*best, *sets_of(point)]) for point in options.points]
     specs += [peer_spec(options, side, checkpoint) for side in options.sides]

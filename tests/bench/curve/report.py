@@ -21,15 +21,12 @@ PAUSE_MAX = 1.5
 RATE_MIN = 0.95
 """Of the requests of the first point that a limit may cost."""
 _PAUSE = tables.quantile("itl_ms", "p99")
-_TIMES = tuple(
-    (f"{times[:4].strip('_').upper()} {name}", tables.quantile(times, name))
-    for times, name in (
-        ("ttft_ms", "p50"),
-        ("ttft_ms", "p99"),
-        ("itl_ms", "p50"),
-        ("itl_ms", "p99"),
-        ("itl_ms", "worst"),
-    )
+_TIMES = tables.columns(
+    ("ttft_ms", "p50"),
+    ("ttft_ms", "p99"),
+    ("itl_ms", "p50"),
+    ("itl_ms", "p99"),
+    ("itl_ms", "worst"),
 )
 
 Read = Callable[..., float | None]

@@ -34,6 +34,11 @@ def quantile(times: str, name: str) -> Read:
     return read
 
 
+def columns(*times: tuple[str, str]) -> Sequence[tuple[str, Read]]:
+    """Return the heading and the reader of some quantiles of times."""
+    return [(f"{time[:4].strip('_').upper()} {name}", quantile(time, name)) for time, name in times]
+
+
 def requests_s(figures: Figures) -> float:
     """Read the request rate."""
     return figures.requests_s

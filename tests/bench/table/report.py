@@ -27,15 +27,12 @@ PRECISIONS = {
 }
 """What a weight of each peer takes, about: whom of ours it is compared with."""
 _TPOT = tables.quantile("tpot_ms", "p50")
-_TIMES = tuple(
-    (f"{times[:4].strip('_').upper()} {name}", tables.quantile(times, name))
-    for times, name in (
-        ("ttft_ms", "p50"),
-        ("ttft_ms", "p99"),
-        ("itl_ms", "p50"),
-        ("itl_ms", "p99"),
-        ("tpot_ms", "p50"),
-    )
+_TIMES = tables.columns(
+    ("ttft_ms", "p50"),
+    ("ttft_ms", "p99"),
+    ("itl_ms", "p50"),
+    ("itl_ms", "p99"),
+    ("tpot_ms", "p50"),
 )
 
 
