@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from random import Random
 
 from vsched.config import Config
-from vsched.config.cluster import OWN_HOST
+from vsched.config.cluster import OWN_HOST, RAY_HOST
 from vsched.kernel.decisions import ChunkPlan, Decision, EncodeDecision
 from vsched.sim.network.lane import HostLinkProfile
 from vsched.types import ModelInfo
@@ -196,17 +196,10 @@ def hosts_of(
     config: Config, encoders: Sequence[str], generators: Sequence[str]
 ) -> Mapping[str, str]:
     """Return the host that each group starts on."""
-    cluster, together = config.cluster, config.placement == "together"
-    lists = {
-        "encode": cluster.generate if together else cluster.encode,
-        "generate": cluster.generate,
-    }
     hosts: dict[str, str] = {}
     for stage, groups in (("encode", encoders), ("generate", generators)):
+        placed = "generate" if config.placement == "together" else stage
         for replica, group in enumerate(groups):
-            if cluster.ray and not lists[stage]:
-                hosts[group] = f"ray-{'generate' if together else stage}-{replica}"
-            else:
-                names = lists[stage] or [OWN_HOST]
-                hosts[group] = names[replica % len(names)]
+            host = config.cluster.first_host(placed, replica)
+            hosts[group] = f"{RAY_HOST}-{placed}-{replica}" if host == RAY_HOST else host
     return hosts

@@ -134,8 +134,10 @@ def test_way_waits_for_windows_where_the_latency_is_long() -> None:
     assert long.arrival_ns(30_000, 1000 * MS) == (1000 + 30 + 2 * 90 + 50) * MS
 
 
-def test_replicas_that_ray_places_have_a_link_each() -> None:
-    served = config('cluster.ray="auto"', 'cluster.encode=["local"]', "placement=separate").config
+@pytest.mark.parametrize("said", [(), ('cluster.generate=["ray"]',)], ids=["by default", "by name"])
+def test_replicas_that_ray_places_have_a_link_each(said: tuple[str, ...]) -> None:
+    sets = ('cluster.ray="auto"', 'cluster.encode=["local"]', *said, "placement=separate")
+    served = config(*sets).config
     hosts = hosts_of(served, ["encode-0"], ["generate-0", "generate-1"])
     assert hosts == {
         "encode-0": "local",
