@@ -148,7 +148,8 @@ def submit_answers(
     """
     emitted = () if begun is None else begun.continued(request)
     prompt_token_ids, sampling = request.prompt_token_ids, request.sampling
-    check_numbers([*prompt_token_ids, *emitted], sampling, vocab_size=info.vocab_size)
+    all_token_ids = [*prompt_token_ids, *emitted] if emitted else prompt_token_ids
+    check_numbers(all_token_ids, sampling, vocab_size=info.vocab_size)
     report = None
     if sampling.prompt_logprobs is not None:
         report = PromptReport(prompt_token_ids, sampling.prompt_logprobs)

@@ -22,7 +22,7 @@ from vsched.config import Config
 from vsched.errors import ConfigError, RecordError, limit_message
 from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
 from vsched.record.left import Begun
-from vsched.record.recorder import MODE
+from vsched.record.recorder import MODE, write_all
 
 logger = logging.getLogger(__name__)
 _SUFFIX = ".request"
@@ -208,8 +208,6 @@ def _read(path: Path) -> LeftRequest | None:
 def _write(path: Path, data: bytes, flags: int) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, MODE)
     try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(fd, left) :]
+        write_all(fd, data)
     finally:
         os.close(fd)

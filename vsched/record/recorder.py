@@ -152,7 +152,7 @@ class Recorder:
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, MODE)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write_all(fd, start)
+            write_all(fd, start)
             if self._segment:
                 self._path.rename(numbered(self._path, self._segment))
             else:
@@ -174,12 +174,13 @@ class Recorder:
     def _write(self, data: bytes) -> None:
         written = os.write(self._fd, data)
         if written < len(data):
-            _write_all(
+            write_all(
                 self._fd, data[written:]
             )  # says why it cannot; a reader leaves out half an entry
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of it, however much is taken at a time."""
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]
