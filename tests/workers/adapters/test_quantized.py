@@ -22,7 +22,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "compressed int8", "fp8"])
+@pytest.mark.parametrize(
+    "name", ["gptq", "gptq in order of activations", "awq", "compressed int8", "fp8"]
+)
 def test_published_models_with_adapters_answer_as_peft(tmp_path: Path, name: str) -> None:
     make_checkpoint("llama", tmp_path / "source")
     quantized, twin = tmp_path / "quantized", tmp_path / "twin"

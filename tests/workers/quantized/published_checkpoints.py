@@ -96,6 +96,31 @@ def _gptq(weight: torch.Tensor, bits: int, *, less: int = 1) -> Published:
     return Published(tensors, stands_for.flatten(1))
 
 
+def shuffled(inputs: int) -> torch.Tensor:
+    """Return the order in which inputs are quantised: the same for all layers with as many, as GPTQ has it."""
+    return torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+
+
+def _ordered(
+    weight: torch.Tensor, make: Callable[[torch.Tensor], Published], levels: str, groups: str
+) -> Published:
+    """Quantise groups of inputs in some order; values lie in the layer's order nevertheless."""
+    order = shuffled(weight.shape[1])
+    back = order.argsort()
+    made = make(weight[:, order])
+    words = made.tensors[levels]
+    by_rows = words if levels == "weight_packed" else words.T
+    bits = 32 * by_rows.shape[1] // weight.shape[1]
+    places = torch.arange(32 // bits) * bits
+    values = (by_rows[..., None].long() >> places & (1 << bits) - 1).flatten(1)[:, back]
+    words = _words(values, bits)
+    tensors = made.tensors | {
+        levels: words if levels == "weight_packed" else words.T.contiguous(),
+        groups: (back // GROUP).to(torch.int32),
+    }
+    return Published(tensors, made.weight[:, back])
+
+
 def _awq(weight: torch.Tensor) -> Published:
     levels, scales, zeros, stands_for = _levels(weight, 4, GROUP, symmetric=False)
     order = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -142,6 +167,16 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[torch.Tensor], Published]]
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
         lambda weight: _gptq(weight, 4),
+    ),
+    "gptq in order of activations": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
+        lambda weight: _ordered(weight, lambda each: _gptq(each, 4), "qweight", "g_idx"),
+    ),
+    "compressed int4 in order of activations": (
+        _compressed("pack-quantized", 4, "int", **_IN_GROUPS, actorder="group"),
+        lambda weight: _ordered(
+            weight, lambda each: _packed(each, 4, symmetric=True), "weight_packed", "weight_g_idx"
+        ),
     ),
     "gptq of 8 bits": (
         {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": False},

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from torch import nn
 
 from vsched.errors import CheckpointError
 from vsched_workers.parallel.slicing import cut_of
+from vsched_workers.quantized.layers import QuantizedLinear, merged_quantized, plain_weight
 from vsched_workers.quantized.weights import (
     QuantizedWeight,
     exact_scales,
@@ -87,6 +91,31 @@ def test_part_within_a_group_is_refused() -> None:
         CheckpointError, match=r"at 48, within a group: 64 inputs .*generate.tensor_parallel"
     ):
         whole.part(cut_of(96, ranks=2, rank=0, dimension=1))
+
+
+def ordered(seed: int, order_seed: int = 0) -> QuantizedWeight:
+    """Return a weight whose groups are of inputs that do not lie side by side."""
+    generator = torch.Generator().manual_seed(order_seed)
+    order = torch.randperm(96, generator=generator).to(torch.int32)
+    return dataclasses.replace(quantize(drawn(8, seed=seed), "int4", group=32), order=order)
+
+
+def test_ordered_weight_is_cut_by_outputs_alone() -> None:
+    whole = ordered(0)
+    cut = cut_of(8, ranks=2, rank=1)
+    assert torch.equal(whole.part(cut).dequantized(), whole.dequantized()[4:])
+    with pytest.raises(CheckpointError, match=r"96 inputs .*desc_act.*tensor_parallel to 1"):
+        whole.part(cut_of(96, ranks=2, rank=0, dimension=1))
+
+
+def test_layers_are_merged_where_their_inputs_have_one_order() -> None:
+    shape = nn.Linear(96, 8, bias=False, device="meta")
+    one, same, other = (QuantizedLinear(shape, ordered(seed, seed // 2)) for seed in range(3))
+    merged = merged_quantized([one, same])
+    assert merged is not None
+    wanted = torch.cat([plain_weight(one), plain_weight(same)])
+    assert torch.equal(plain_weight(merged), wanted)
+    assert merged_quantized([one, other]) is None
 
 
 def test_merged_weights_stand_for_the_weights_above_each_other() -> None:

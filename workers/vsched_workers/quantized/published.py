@@ -4,14 +4,15 @@ What a checkpoint's values mean stands in `quantization_config` of its `config.j
 out anew, and nothing is rounded: the weight is to the bit the one that the format's own library dequantises in float32.
 
 - *compressed-tensors*: `weight_packed` [out, in / n] of int32, n values of 4 or 8 bits each, the lowest bits first;
-  or `weight` of int8 or FP8; `weight_scale` [out, groups].
+  or `weight` of int8 or FP8; `weight_scale` [out, groups]; maybe `weight_g_idx` [in], the group of each input.
 - *fp8*: `weight` of FP8 and `weight_scale_inv`, one for each block of outputs and inputs.
 - *gptq*: `qweight` [in / n, out], `qzeros` [groups, out / n], `scales` [groups, out]; zeros are one more than they say,
-  but for `gptq_v2`.
+  but for `gptq_v2`; maybe `g_idx` [in], the group of each input.
 - *awq*: `qweight` [in, out / 8], in whose int32 outputs lie in the order 0, 2, 4, 6, 1, 3, 5, 7; `qzeros` alike.
 - *gguf*, as `vsched make-checkpoint --gguf` writes it: `weight_levels`, int8 or two of 4 bits in a byte, and
   `weight_scale` and maybe `weight_offset` [out, groups].
 
+Groups of inputs that do not lie side by side (`desc_act`, `actorder`) are put side by side, in the order of the inputs.
 Activations stay as they are, also where a checkpoint asks for them to be quantised: that only rounds less.
 """
 
@@ -39,6 +40,8 @@ Reads = Callable[[str], torch.Tensor]
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of eight neighbouring outputs lies in its int32, in halves of bytes."""
+_ORDERS = {"gptq": "g_idx", "compressed-tensors": "weight_g_idx"}
+"""The tensor that says which group an input is of."""
 _FP8_TYPES = (torch.float8_e4m3fn,)
 
 
@@ -64,15 +67,11 @@ def read_quantized(
             raise _wrong(end, "nothing", "it")
         return found
 
-    order = read("g_idx")
     inputs = shape[1]
-    in_order = order is None or torch.equal(
-        order.long(), torch.arange(inputs) // (scheme.group or inputs)
-    )
-    _require(in_order, "g_idx", "groups of inputs in another order", "the order of inputs")
+    order = _order_of(scheme, read, inputs)
     given = readers[scheme.method](scheme, reads, shape)
     scales, offsets = exact_scales(given["scales"], given.get("offsets"))
-    values = given["values"]
+    values = given["values"] if order is None else given["values"][:, order]
     groups = scales.shape[1]
     group = inputs if groups == 1 else given.get("group", scheme.group)
     _require(-(-inputs // group) == groups, "scales", f"{groups} groups", f"groups of {group}")
@@ -85,7 +84,25 @@ def read_quantized(
         inputs=inputs,
         dtype=dtype,
         offsets=offsets,
+        order=order,
     )
+
+
+def _order_of(scheme: Scheme, read: Read, inputs: int) -> torch.Tensor | None:
+    """Return which inputs lie side by side, int32 [in], so that those of a group do; None where all do already."""
+    name = _ORDERS.get(scheme.method)
+    given = None if name is None else read(name)
+    if name is None or given is None:
+        return None
+    _require(given.shape == (inputs,), name, [*given.shape], [inputs])
+    groups = given.long()
+    wanted = torch.arange(inputs) // (scheme.group or inputs)
+    if torch.equal(groups, wanted):
+        return None
+    order = groups.argsort(stable=True)
+    sizes = f"{scheme.group} inputs of each group"
+    _require(torch.equal(groups[order], wanted), name, "groups of other sizes", sizes)
+    return order.to(torch.int32)
 
 
 def _compressed(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:

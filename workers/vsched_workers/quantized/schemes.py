@@ -97,8 +97,6 @@ def _gptq_or_awq(method: str, given: Mapping[str, Any]) -> Scheme:
     bits = given.get("bits", given.get("w_bit"))
     if bits not in ({4, 8} if method == "gptq" else {4}):
         raise _refused(f"{method} of {bits} bits")
-    if given.get("desc_act"):
-        raise _refused("gptq with desc_act, whose groups are of inputs in another order")
     version = given.get("checkpoint_format", given.get("version", "gemm"))
     version = str(version).lower()
     if method == "awq" and version != "gemm":
@@ -127,10 +125,8 @@ def _compressed(given: Mapping[str, Any]) -> Scheme:
     strategy = said.get("strategy")
     if given.get("sparsity_config") or given.get("transform_config"):
         raise _refused("compressed-tensors with sparsity or transforms")
-    if said.get("actorder") not in {None, "static", False} or strategy not in {
-        "channel", "group", "tensor", "block",
-    }:  # fmt: skip
-        raise _refused(f"compressed-tensors with actorder or the strategy {strategy!r}")
+    if strategy not in {"channel", "group", "tensor", "block"}:
+        raise _refused(f"compressed-tensors with the strategy {strategy!r}")
     symmetric = bool(said.get("symmetric", True))
     group = _group(said.get("group_size")) if strategy == "group" else 0
     if kind == "float" and bits == 8 and form in {"float-quantized", "naive-quantized"}:

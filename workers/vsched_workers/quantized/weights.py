@@ -4,9 +4,10 @@ All formats come down to one: a value of few bits, and for each group of inputs 
 
     weight[o, i] = scale[o, g] * (value[o, i] - centre) + offset[o, g],   g = i // group
 
-Scales that are made here are symmetric: there are no offsets. Those of four bits are the best of a few for each group,
-by the squares of what they are wrong by. Scales are float16 where that holds them, and counted with when values are
-rounded.
+Where groups are of inputs that do not lie side by side, inputs lie by their groups, and `order` tells which one lies
+where. Scales that are made here are symmetric: there are no offsets. Those of four bits are the best of a few for each
+group, by the squares of what they are wrong by. Scales are float16 where that holds them, and counted with when values
+are rounded.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class QuantizedWeight:
         inputs: Inputs of the weight.
         dtype: The type that it stands for.
         offsets: As scales and of their type; None where there are none.
+        order: Which input of the layer lies where, int32 [in]; None where they lie in order.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class QuantizedWeight:
     inputs: int
     dtype: torch.dtype
     offsets: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.values)
@@ -64,23 +67,24 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values, scales and offsets."""
-        return self.values.nbytes + self.scales.nbytes * (1 if self.offsets is None else 2)
+        """Bytes of values, scales, offsets and the order of inputs."""
+        return sum(each.nbytes for each in (*self._tensors(), self.order) if each is not None)
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight as float32, [out, in]."""
+        """Return the weight as float32, [out, in], its inputs in the order of the layer's."""
         values = self.unpacked()
         values = values.view(_FP8_TYPE).float() if self.kind == "fp8" else values.float()
         if self.kind == "int4":
             values -= INT4_CENTRE
         weight = values * self._spread(self.scales)
-        return weight if self.offsets is None else weight + self._spread(self.offsets)
+        weight = weight if self.offsets is None else weight + self._spread(self.offsets)
+        return weight if self.order is None else weight[:, self.order.argsort()]
 
     def _spread(self, given: torch.Tensor) -> torch.Tensor:
         return given.float().repeat_interleave(self.group, 1)[:, : self.inputs]
 
     def unpacked(self) -> torch.Tensor:
-        """Return the values, a byte each, [out, in]."""
+        """Return the values, a byte each, [out, in], as they lie."""
         if self.kind != "int4":
             return self.values
         pairs = torch.stack((self.values & 15, self.values >> 4), -1)
@@ -90,10 +94,15 @@ class QuantizedWeight:
         """Return a rank's part.
 
         Raises:
-            CheckpointError: When it would begin or end within a group.
+            CheckpointError: When it would begin or end within a group, or have inputs of all groups.
         """
         if cut.dimension == 0:
             return self._replaced(*(cut.read(each) for each in self._tensors()))
+        if self.order is not None:
+            raise CheckpointError(
+                f"a rank's share of the {self.inputs} inputs of a weight would have some of each group: groups are of "
+                "inputs in another order (desc_act). Remedy: set generate.tensor_parallel to 1."
+            )
         group, whole = self.group, self.group >= self.inputs
         borders = [place for span in cut.spans for place in span if place != self.inputs]
         if any(place % 2 if whole else place % group for place in borders):
@@ -125,7 +134,9 @@ class QuantizedWeight:
 
     def to(self, device: str) -> QuantizedWeight:
         """Return it in memory of a device."""
-        return self._replaced(*(each.to(device) for each in self._tensors()))
+        order = None if self.order is None else self.order.to(device)
+        moved = self._replaced(*(each.to(device) for each in self._tensors()))
+        return dataclasses.replace(moved, order=order)
 
     def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
         """Return what rows stand for, as those of an embedding; indices int64 [n], returns [n, in]."""
@@ -151,7 +162,8 @@ class QuantizedWeight:
     @property
     def form(self) -> tuple[object, ...]:
         """What weights that are laid one above the other must have in common."""
-        return (self.kind, self.group, self.inputs)
+        order = None if self.order is None else self.order.numpy().tobytes()
+        return (self.kind, self.group, self.inputs, order)
 
 
 def merged_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:

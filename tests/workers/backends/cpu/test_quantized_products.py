@@ -38,7 +38,10 @@ def weight_of(kind: str, outputs: int, inputs: int) -> QuantizedWeight:
             dtype=torch.bfloat16,
         )
     name, _, group = kind.partition(" ")
-    made = quantize(plain, name, group=int(group.rstrip("+") or 0))
+    made = quantize(plain, name, group=int(group.rstrip("+~") or 0))
+    if kind.endswith("~"):
+        order = torch.randperm(inputs, generator=torch.Generator().manual_seed(4))
+        return dataclasses.replace(made, order=order.to(torch.int32))
     if not kind.endswith("+"):
         return made
     return dataclasses.replace(made, offsets=(drawn(*made.scales.shape) / 8).to(made.scales))
@@ -48,7 +51,7 @@ KINDS = ["int8", "int8 32", "int4 32", "int4 48", "int4 16+", "int8 16+", "fp8"]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "int4 32~", "int8 32~"])
 def test_product_equals_that_by_the_dequantized_weight(kind: str, shape: tuple[int, int]) -> None:
     """In float32; one row, a pass, and as many as are widened for at once, whose results have the same bits."""
     weight, bias = weight_of(kind, *shape), drawn(shape[0], seed=3)

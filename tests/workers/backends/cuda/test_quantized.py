@@ -85,6 +85,13 @@ def test_product_is_that_by_what_the_weight_stands_for_in_random_shapes(
     assert differs(weight, rows, processors=processors) < 1e-5
 
 
+@pytest.mark.parametrize("rows", [1, FEW_ROWS_MAX + 1])
+def test_product_takes_inputs_in_the_order_of_groups(rows: int) -> None:
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    weight = dataclasses.replace(drawn(40, 200, "int4", 64, offsets=True), order=order)
+    assert differs(weight, rows) < 1e-5
+
+
 def test_widened_weight_is_to_the_bit_what_it_stands_for() -> None:
     for kind in ("int8", "int4", "fp8"):
         weight = drawn(33, 101, kind, 32, offsets=True)

@@ -70,6 +70,8 @@ class TritonProduct:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in]; returns [..., out] of their type."""
+        order = self._weight.order
+        rows = rows if order is None else rows.index_select(-1, order)
         flat = rows.reshape(-1, self.shape[1])
         if self._tile is None or len(flat) > FEW_ROWS_MAX:
             return functional.linear(rows, self.widened(rows.dtype), self._bias)
@@ -102,7 +104,7 @@ class TritonProduct:
         return sums[0] if plan.parts == 1 else sums.sum(0)
 
     def widened(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return what the weight stands for, [out, in]."""
+        """Return what the weight stands for, [out, in], its inputs as they lie."""
         outputs, inputs = self.shape
         weight = torch.empty(self.shape, dtype=dtype, device=self._weight.values.device)
         self._widen[outputs, -(-inputs // WIDENED_INPUTS)](

@@ -71,6 +71,7 @@ class QuantizedProduct:
         """
         weight = weight if isinstance(weight, QuantizedWeight) else _unscaled(weight)
         self.shape = weight.shape
+        self._order = weight.order
         self._kind, self._dtype = weight.kind, weight.dtype
         outputs, self._given = weight.shape
         whole = weight.group >= self._given
@@ -87,7 +88,8 @@ class QuantizedProduct:
         )
         self._offsets = None if weight.offsets is None else _grid_in_panels(weight.offsets)
         self.size_bytes = self._panels.nbytes + self._scales.nbytes
-        self.size_bytes += 0 if self._offsets is None else self._offsets.nbytes
+        for more in (self._offsets, self._order):
+            self.size_bytes += 0 if more is None else more.nbytes
         self._group = group
         padded = torch.zeros(len(self._panels) * PANEL)
         if bias is not None:
@@ -147,6 +149,8 @@ class QuantizedProduct:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in] of bfloat16 or float32; returns [..., out] of that type."""
+        if self._order is not None:
+            rows = rows.index_select(-1, self._order)
         rows = rows.contiguous()
         shape = (*rows.shape[:-1], self.shape[0])
         # What is left out must not be nonsense: tokens are drawn from logits.
@@ -163,6 +167,7 @@ class QuantizedProduct:
     def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
         """Return rows of the weight, as of an embedding; indices int64 [n], returns [n, in]."""
         assert self._kind in FORMATS or self._kind == "fp8", "others have no scales"
+        assert self._order is None, "embeddings are quantised here, in order"
         panel, place = indices // PANEL, indices % PANEL
         groups = torch.arange(self._given) // self._group
         together = 4 if self._kind in FORMATS else 1
