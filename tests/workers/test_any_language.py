@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.parity.architectures import make_checkpoint
@@ -22,7 +23,9 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.host_memory import HostMemory
+from vsched_workers.backends.reference.packed_weights import PackedLinear
 from vsched_workers.checkpoint.description import describe_checkpoint
+from vsched_workers.checkpoint.whole_model import _own_memory
 from vsched_workers.language import _load_any
 from vsched_workers.plugin import plugin
 
@@ -305,6 +308,28 @@ def test_weights_are_memory_of_the_process_alone(generic: Path) -> None:
     assert not any(str(generic) in file for file in files)
     assert worker.weights_bytes == sum(each.nbytes for each in worker._model.parameters())
     assert isinstance(worker.device_memory(), HostMemory)
+
+
+def test_weights_that_are_packed_are_memory_of_the_process_alone(
+    edited_generic: Callable[..., Path],
+) -> None:
+    """They are read where the file is mapped, and nothing is left there once they are packed."""
+    path = edited_generic(dtype="bfloat16")
+    file = path / "model.safetensors"
+    save_file({name: each.bfloat16() for name, each in load_file(file).items()}, file)
+    worker = load(path)
+    assert any(isinstance(each, PackedLinear) for each in worker._model.modules())
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_weight_with_two_names_is_copied_unless_both_are_packed() -> None:
+    head, embedding = nn.Linear(2, 3, bias=False), nn.Embedding(3, 2)
+    embedding.weight = head.weight
+    model, before = nn.ModuleDict({"head": head, "embedding": embedding}), head.weight.data_ptr()
+    _own_memory(model, ["head.weight", "embedding.weight"])
+    assert head.weight.data_ptr() == before
+    _own_memory(model, ["head.weight"])
+    assert embedding.weight.data_ptr() == head.weight.data_ptr() != before
 
 
 @pytest.mark.parametrize("name", ["stablelm", "deepseek_v3", "cohere2"])

@@ -98,7 +98,7 @@ from vsched_workers.families.qwen_image import image_plan
 from vsched_workers.plugin import plugin
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.profiling_run import StepLimits, run_profile
-info = plugin.inspect(sys.argv[1], dtype="float32", item_tokens_max=64)
+info = plugin.inspect(sys.argv[1], dtype=sys.argv[2], item_tokens_max=64)
 worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
 load = StepLimits(slots=4, batch_tokens=1028, chunk_tokens=512, context_tokens=4096, block_size=16)
 worker.build_kv(blocks=64, block_size=16)
@@ -125,16 +125,17 @@ def in_process(script: str, *arguments: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_profiling_run_is_frugal_without_missing_the_peak(
-    checkpoints: Callable[[str], Path], size: str
+    checkpoints: Callable[[str], Path], size: str, dtype: str
 ) -> None:
     """Two layers and one long chunk reach what all layers and all chunks at the longest context reach.
 
     What was reached is kept, and kept in pieces, so the whole run takes a little on top: 0 to 24 MiB, another amount
     in each process. A build's headroom, 256 MiB by default, is free when it serves.
     """
-    frugal, again, whole = map(int, in_process(FRUGAL_AND_WHOLE, str(checkpoints(size))))
-    assert frugal > 8 * MIB
+    frugal, again, whole = map(int, in_process(FRUGAL_AND_WHOLE, str(checkpoints(size)), dtype))
+    assert frugal > (8 if dtype == "float32" else 1) * MIB
     assert max(again, whole) < 48 * MIB
 
 

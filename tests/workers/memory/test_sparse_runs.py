@@ -14,7 +14,9 @@ import torch
 from tests.patience import PATIENCE_S
 from vsched.aio.replicas.process import rank_environment
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.cpu.row_blocks import StepRows
 from vsched_workers.backends.reference.host_memory import DRIFT_BYTES, SCATTERED_SHARE
+from vsched_workers.backends.reference.packed_weights import PackedWeight, packs
 from vsched_workers.memory.sparse_runs import (
     at_most,
     attended_contexts,
@@ -46,6 +48,28 @@ def test_sparse_runs_compute_the_first_and_last_piece_two_layers_of_a_kind_and_a
         assert attended_contexts(contexts[:1], 2).tolist() == [7]
     with sparsely():
         assert not is_left_out("window"), "each run begins anew"
+
+
+def test_sparse_steps_take_the_first_and_the_last_block_of_rows_through_the_layers() -> None:
+    """What is left out is zero: tokens are drawn from what comes of it."""
+    rows = torch.ones(900, 8)
+    with sparsely():
+        sparse = StepRows(rows, rows, 900)
+    assert [block.start for block in sparse.blocks] == [0, 768]
+    assert not sparse.normed.any()
+    assert [block.start for block in StepRows(rows, rows, 900).blocks] == [0, 256, 512, 768]
+
+
+@pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN packs nothing here")
+def test_a_sparse_product_by_a_packed_weight_takes_the_first_and_the_last_block() -> None:
+    product = PackedWeight(torch.ones(32, 16, dtype=torch.bfloat16), None)
+    rows = torch.ones(900, 16, dtype=torch.bfloat16)
+    with sparsely():
+        sparse = product(rows)
+    assert (sparse[:256] == 16).all()
+    assert not sparse[256:768].any()
+    assert (sparse[768:] == 16).all()
+    assert (product(rows) == 16).all()
 
 
 def test_what_a_sparse_product_leaves_out_is_zero() -> None:

@@ -203,6 +203,10 @@ def load_whole(
 def _own_memory(model: Any, mapped: Collection[str]) -> None:
     """Copy what lies in mapped files: it would be read from disk whenever the page cache is short."""
     left = {*mapped}
-    for name, tensor in model.named_parameters():  # tied ones once
-        if tensor.device.type == "cpu" and name not in left:
-            tensor.data = tensor.data.clone()
+    own = {
+        tensor: None  # each once, for one that is tied has several names, and some may be left
+        for name, tensor in model.named_parameters(remove_duplicate=False)
+        if tensor.device.type == "cpu" and name not in left
+    }
+    for tensor in own:
+        tensor.data = tensor.data.clone()

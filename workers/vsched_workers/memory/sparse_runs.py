@@ -14,10 +14,13 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
 
 _Piece = TypeVar("_Piece")
 _LAYERS = 2
@@ -57,6 +60,14 @@ def is_left_out(layer: Hashable) -> bool:
 def pieces(all_pieces: Sequence[_Piece]) -> Sequence[_Piece]:
     """Return the pieces that are computed one after the other: the first and the last where runs are sparse."""
     return all_pieces if len(all_pieces) < 3 or not is_sparse() else (all_pieces[0], all_pieces[-1])
+
+
+def room_for(values: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return memory for values of the same type, to be written; zeros where runs are sparse.
+
+    What is left out must not be nonsense: tokens are drawn from what comes of it.
+    """
+    return values.new_zeros(shape) if is_sparse() else values.new_empty(shape)
 
 
 def at_most(count: int, enough: int) -> int:

@@ -141,9 +141,7 @@ class CpuBackend(ReferenceBackend):
         return size
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
-        if self._quantizer is None:
-            return ()
-        return packed_names(module)
+        return packed_names(module) if self._packs else ()
 
     def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
         layers = merge_encoders(model) if self._fuses else []

@@ -54,7 +54,7 @@ from vsched_workers.backends.reference.packed_weights import PackedLinear, padde
 from vsched_workers.backends.reference.rotary_angles import Angles, angles_of
 from vsched_workers.batching.ruled_attention import ScoreRule
 from vsched_workers.families.decoder import Activation
-from vsched_workers.memory.sparse_runs import attended_contexts
+from vsched_workers.memory.sparse_runs import attended_contexts, room_for
 
 if TYPE_CHECKING:
     from vsched_workers.batching.packed_step import Images
@@ -241,7 +241,7 @@ class FusedLanguage:
         if self._rows_factor != 1.0:
             hidden *= self._rows_factor
         first = self._layers[0].attention
-        rows = StepRows(hidden, hidden.new_empty(len(hidden), first.heads * first.head_dim), count)
+        rows = StepRows(hidden, room_for(hidden, len(hidden), first.heads * first.head_dim), count)
         rows.adapted = self.passes.rows
         angles = {name: _arrays(made, positions) for name, made in self._angles.items()}
         attention_steps = self._prepare_attention(rows, angles, step)
@@ -280,7 +280,8 @@ class FusedLanguage:
             cut = kind.window is not None and step.longest > kind.window
             ruled = cut or self._score_bound is not None
             window = kind.window if cut else None
-            room = rows.hidden.new_empty(written, rows.count - step.decode_rows, attention.head_dim)
+            prefilled = rows.count - step.decode_rows
+            room = room_for(rows.hidden, written, prefilled, attention.head_dim)
             turned = angles[kind.frequencies]
             turned = turned if kind.rotates else _unrotated(turned)
             found.append(

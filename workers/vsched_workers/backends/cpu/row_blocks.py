@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from vsched_workers.adapters.rows import PassRows
 from vsched_workers.backends.reference.packed_weights import FEW_ROWS, padded_rows
+from vsched_workers.memory.sparse_runs import pieces, room_for
 
 
 class StepRows:
@@ -23,15 +24,16 @@ class StepRows:
     def __init__(self, hidden: torch.Tensor, attended: torch.Tensor, count: int) -> None:
         self.hidden = hidden
         self.attended = attended
-        self.normed = torch.empty_like(hidden)
+        self.normed = room_for(hidden, *hidden.shape)
         self.count = count
         attended[count:] = 0
         size = FEW_ROWS[-1]
+        # In a sparse run: since decode rows come first, no block takes more than the first and the last do.
         self.blocks = [
             RowBlock(
                 start, *(whole[start : start + size] for whole in (hidden, self.normed, attended))
             )
-            for start in range(0, len(hidden), size)
+            for start in pieces(range(0, len(hidden), size))
         ]
 
     def only(self, wanted: torch.Tensor, custom: int) -> StepRows:

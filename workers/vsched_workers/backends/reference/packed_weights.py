@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vsched_workers.memory.sparse_runs import pieces, room_for
 from vsched_workers.quantized.layers import QuantizedLinear
 from vsched_workers.quantized.weights import QuantizedWeight
 
@@ -114,8 +115,8 @@ class PackedWeight:
         if count <= block:
             result = self._product(flat)
         else:
-            result = flat.new_empty(count, self.shape[0])
-            for start in range(0, count, block):
+            result = room_for(flat, count, self.shape[0])
+            for start in pieces(range(0, count, block)):
                 result[start : start + block] = self._product(flat[start : start + block])
         return result.view(*rows.shape[:-1], self.shape[0])
 
