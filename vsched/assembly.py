@@ -18,6 +18,7 @@ from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents, rank_device
 from vsched.config import Config, ConfiguredPolicies
 from vsched.config.byte_sizes import size_bytes
+from vsched.config.calibration import check_calibration
 from vsched.config.cluster import RAY_HOST
 from vsched.config.placement import placed
 from vsched.errors import ConfigError, limit_message
@@ -67,6 +68,7 @@ def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInf
     arena_layout(config, info)
     _check_atoms(config, info)
     _check_swapping(config, info)
+    check_calibration(config, info)
     return msgspec.structs.replace(
         info,
         draft=inspect_draft(config, plugin, info),
@@ -351,9 +353,7 @@ def _encode_role(config: Config, policies: ConfiguredPolicies, replica: int) -> 
             threads=config.threads("encode"),
             deterministic=config.model.deterministic,
             promises=config.generate.kv_pages == "on_use",
-            weights=section.weights,
-            weights_group=section.weights_group,
-            activations=section.activations,
+            **section.quantization,
             adapters=config.adapters.count_max if config.adapters.encoder else 0,
             adapter_rank_max=config.adapters.rank_max,
         ),
@@ -377,9 +377,7 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
             state_snapshots=state_snapshots(config, info),
             deterministic=config.model.deterministic,
             promises=section.kv_pages == "on_use",
-            weights=section.weights,
-            weights_group=section.weights_group,
-            activations=section.activations,
+            **section.quantization,
             adapters=config.adapters.count_max,
             adapter_rank_max=config.adapters.rank_max,
         ),

@@ -2,14 +2,15 @@
 
     python -m tests.bench.weights
     python -m tests.bench.weights --rows
-    python -m tests.bench.weights --logits CHECKPOINT
+    python -m tests.bench.weights --logits CHECKPOINT [--calibration FILE]
 
 The first measures, in one run, the rate at which memory is read; what one row takes beside the time that the weights'
 bytes take at that rate; and what more rows take beside the same rows in bfloat16. Weights are used in turn, so that
 none is left in a cache. Weights of 8 and 4 bits are multiplied with rows of floats and of 8 bits. Products of torch
 that are made for such weights stand beside. The second tells the time and the rate of numbers of rows, and so which are
-served badly. The third runs the questions of the exam on a checkpoint and on the same with weights made into fewer
-bits, or with its KV cache in 8 bits, fed the same tokens.
+served badly. The third runs the questions
+of the exam on a checkpoint and on the same with weights made into fewer bits, with a calibration file and without, or
+with its KV cache in 8 bits, fed the same tokens.
 """
 
 from __future__ import annotations
@@ -155,8 +156,11 @@ def rows_table(threads: int, repeats: int) -> Table:
     return table
 
 
-def logits_table(path: str) -> Table:
-    """Return how far logits are from those of the unquantised weights, and how many answers are right."""
+def logits_table(path: str, calibration: str) -> Table:
+    """Return how far logits are from those of the unquantised weights, and how many answers are right.
+
+    Each format is also calibrated, where there is a file for that.
+    """
     from tests.bench.weights_logits import ask
 
     table = Table("weights", "logits apart", "same first choice", "right answers", title=path)
@@ -166,6 +170,9 @@ def logits_table(path: str) -> Table:
         for activations, suffix in (("float", ""), ("int8", ", rows int8")):
             told = ask(path, kind, group, activations=activations)
             lines.append((f"{kind}, {group}{suffix}", told))
+        if calibration:
+            told = ask(path, kind, group, calibration=calibration)
+            lines.append((f"{kind}, {group}, calibrated", told))
     for name, told in lines:
         row = (
             f"{100 * told.apart:.2f} %",
@@ -185,10 +192,11 @@ def main() -> None:
         "--rows", action="store_true", help="numbers of rows, by weights of 16 and 8 bits"
     )
     parser.add_argument("--logits", metavar="CHECKPOINT", default="")
+    parser.add_argument("--calibration", metavar="FILE", default="")
     given = parser.parse_args()
     console = Console(width=150)
     if given.logits:
-        console.print(logits_table(given.logits))
+        console.print(logits_table(given.logits, given.calibration))
     elif given.rows:
         console.print(rows_table(given.threads, given.repeats))
     else:

@@ -35,10 +35,22 @@ class Told(NamedTuple):
 
 
 def ask(
-    path: str, kind: str, group: int, *, activations: str = "float", kv_dtype: str = "auto"
+    path: str,
+    kind: str,
+    group: int,
+    *,
+    activations: str = "float",
+    kv_dtype: str = "auto",
+    calibration: str = "",
 ) -> Told:
     """Ask the first questions of all tasks of the exam; both models are fed what the quantised one answers."""
-    settings = WorkerSettings(threads=1, weights=kind, weights_group=group, activations=activations)
+    settings = WorkerSettings(
+        threads=1,
+        weights=kind,
+        weights_group=group,
+        calibration=calibration,
+        activations=activations,
+    )
     plain = Stage.load(path, attention="auto", dtype="float32")
     made = Stage.load(path, attention="auto", dtype="float32", settings=settings, kv_dtype=kv_dtype)
     twins = Twins(made.generator, plain.generator)

@@ -19,6 +19,7 @@ COMMANDS = {
     "make-checkpoint": "vsched.cli.checkpoint_command",
     "check": "vsched.cli.check_command",
     "compile": "vsched.cli.compile_command",
+    "calibrate": "vsched.cli.calibrate_command",
     "config": "vsched.cli.config_commands",
     "policies": "vsched.cli.policy_commands",
     "profile": "vsched.cli.profile_command",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -41,6 +41,12 @@ class StageConfig(Section, frozen=True, kw_only=True):
             description="Inputs of an output that have one scale then; 0 for 128 of int8 and 32 of int4.",
         ),
     ] = 0
+    calibration: Annotated[
+        str,
+        Meta(
+            description="File of `vsched calibrate`, by which the scales of int8 or int4 are chosen; empty for none."
+        ),
+    ] = ""
     activations: Annotated[
         Literal["auto", "float", "int8"],
         Meta(
@@ -75,6 +81,16 @@ class StageConfig(Section, frozen=True, kw_only=True):
     def on_cpu(self) -> bool:
         """Whether the ranks compute on the host's processor, in the host's memory."""
         return self.device == "cpu"
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """What `WorkerSettings` says of weights in fewer bits."""
+        return {
+            "weights": self.weights,
+            "weights_group": self.weights_group,
+            "calibration": self.calibration,
+            "activations": self.activations,
+        }
 
 
 class EncodeConfig(StageConfig, frozen=True, kw_only=True):

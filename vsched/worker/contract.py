@@ -511,6 +511,7 @@ class WorkerSettings:
             lets that be relied on.
         weights: What weights are made into on loading, `int8` or `int4`; `auto` leaves them as the checkpoint has them.
         weights_group: Inputs of an output that have one scale then; 0 for as many as is usual.
+        calibration: The file by which scales of these are chosen, of those that `Calibrates` writes; empty for none.
         activations: What rows are multiplied as by weights of int8 or int4: `float`, `int8`, or `auto`, the best.
     """
 
@@ -529,6 +530,7 @@ class WorkerSettings:
     promises: bool = False
     weights: str = "auto"
     weights_group: int = 0
+    calibration: str = ""
     activations: str = "auto"
 
     @property

@@ -207,7 +207,8 @@ class RankLoading(Generic[Link]):
 def _load_draft(plugin: WorkerPlugin, role: GenerateRole, progress: Progress) -> DraftWorker | None:
     """Load the model that drafts, where there is one.
 
-    It takes no adapters, and need not be deterministic: its ranks agree, and nobody is given what it says unverified.
+    It takes no adapters and no calibration file, which is of the other model. It need not be deterministic: its ranks
+    agree, and nobody is given what it says unverified.
     """
     if role.draft is None:
         return None
@@ -216,6 +217,7 @@ def _load_draft(plugin: WorkerPlugin, role: GenerateRole, progress: Progress) ->
         role.settings,
         adapters=0,
         deterministic=False,
+        calibration="",
         rendezvous=f"{meeting}-draft" if meeting else "",
     )
     return DraftWorker(plugin.load_generator(role.draft, settings, progress), role.draft)

@@ -87,6 +87,7 @@ from vsched_workers.parallel.planned import PlannedRanks, share_by_plan
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import cut_of, slice_module, sum_rows
 from vsched_workers.quantized.groups import check_groups
+from vsched_workers.quantized.layers import quantize_calibrated
 from vsched_workers.quantized.schemes import scheme_of
 from vsched_workers.swapping import SwappingWorker
 
@@ -148,14 +149,14 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
         self._info = info
         self._dtype: torch.dtype = getattr(torch, info.dtype)
         self._language = language
-        self._model: Any = language.module
+        self.module: Any = language.module
         self._backend = backend
         self._group = group
         self._slots, self._snapshots = slots, snapshots
         self._memory = group.memory(backend.memory)
         self._attention: AttentionKernels | None = None
         self._captured: CapturedSteps | None = None
-        experts = [each for each in self._model.modules() if isinstance(each, SharedExperts)]
+        experts = [each for each in self.module.modules() if isinstance(each, SharedExperts)]
         self._balance = ExpertBalance(experts, group) if experts and group.size > 1 else None
         self._layers, self._head = language.runnable.layers, language.runnable.head
         self._apart = language.runnable.apart
@@ -409,6 +410,7 @@ def _load_family(
         mapped=backend.lays_out(model),
         scheme=scheme,
     )
+    quantize_calibrated(model, backend.lays_out(model), settings, info.path, "language", cuts)
     head = load_head(
         model,
         index,
@@ -546,7 +548,9 @@ def _load_any(
         adaptable = functools.partial(
             adaptable_module, decoder, prefixes=(f"{name}.",), others=others
         )
+        quantize_calibrated(decoder, backend.lays_out(decoder), settings, info.path, "language")
         return family_language(info, usual, backend, decoder, head, adaptable, config=text), group
+    quantize_calibrated(model, backend.lays_out(model), settings, info.path, "language")
     language = LanguageModel(
         module=model,
         runnable=backend.prepare_whole(model, inputs),

@@ -37,6 +37,7 @@ from vsched_workers.memory.out_of_memory import stage_remedy, typed_out_of_memor
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import slice_module, sum_rows
 from vsched_workers.quantized.groups import check_groups
+from vsched_workers.quantized.layers import quantize_calibrated
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,6 +132,11 @@ class VisionWorker(AdaptedWorker):
             self._sliced = SlicedRun()
             for layer in tower.layers[1:]:
                 layer.register_forward_pre_hook(self._sliced.layer_done)
+
+    @property
+    def module(self) -> nn.Module:
+        """What has its layers."""
+        return self._tower.module
 
     @property
     def weights_bytes(self) -> int:
@@ -264,6 +270,7 @@ def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
             cuts=cuts,
             mapped=backend.lays_out(tower),
         )
+    quantize_calibrated(tower, backend.lays_out(tower), settings, info.path, "vision", cuts)
     group = RankGroup(settings, "encode", backend.collectives)
     sum_rows(tower, sharing, group)
     if backend.compiles:
@@ -309,6 +316,7 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
             label="loading the vision tower",
             mapped=backend.lays_out,
         )
+        quantize_calibrated(model, backend.lays_out(model), settings, info.path, "vision")
         if backend.compiles:
             progress("loading kernels", 1.0)
         tower, weights_bytes = backend.prepare_any_tower(model)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.parallel.slicing import Cut
+from vsched_workers.quantized.calibration import Part, check_layer, read_calibration
 from vsched_workers.quantized.schemes import Scheme
-from vsched_workers.quantized.weights import QuantizedWeight, merged_weights
+from vsched_workers.quantized.weights import QuantizedWeight, merged_weights, quantize
+
+UNSEEN_SHARE = 0.01
+"""What an input counts beside what it was seen to be, as a share of the mean: others may use it."""
 
 
 class QuantizedLinear(nn.Linear):
@@ -41,6 +48,63 @@ def find_quantized(module: nn.Module, scheme: Scheme, has: Callable[[str], bool]
             full = f"{parent_name}.{name}" if parent_name else name
             if type(child) is nn.Linear and any(has(f"{full}.{end}") for end in scheme.known_by):
                 setattr(parent, name, QuantizedLinear(child))
+
+
+def quantize_calibrated(
+    module: nn.Module,
+    names: Collection[str],
+    settings: WorkerSettings,
+    path: str,
+    part: Part,
+    cuts: Mapping[str, Cut] | None = None,
+) -> None:
+    """Make fewer bits of the weights of linear layers, by the calibration file of the settings; nothing without one.
+
+    `names` are those of the weights that are packed; a head is left to whoever packs it. `cuts` are a rank's parts of
+    them, and what inputs count is cut alike, so that ranks have the values of one alone. Layers are merged and packed
+    afterwards, as those of a quantised checkpoint.
+
+    Raises:
+        CheckpointError: When the file is not one of these layers.
+    """
+    if not settings.calibration:
+        return
+    squares = read_calibration(settings.calibration, Path(path), part)
+    skipped = head_of(module)
+    for full in names:
+        name = full.removesuffix(".weight")
+        linear = module.get_submodule(name)
+        if type(linear) is not nn.Linear or linear is skipped:
+            continue
+        cut = (cuts or {}).get(full)
+        by_inputs = cut is not None and cut.dimension == 1
+        inputs = cut.whole if cut is not None and by_inputs else linear.in_features
+        check_layer(squares, name, inputs, settings.calibration, part)
+        importance = importance_of(torch.from_numpy(squares[name]))
+        if cut is not None and by_inputs:
+            importance = cut.shifted(0).read(importance)
+        weight = linear.weight.detach()
+        made = quantize(
+            weight,
+            settings.weights,
+            group=settings.weights_group,
+            importance=importance.to(weight.device),
+        )
+        parent, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(parent), attribute, QuantizedLinear(linear, made))
+
+
+def head_of(module: Any) -> nn.Module | None:
+    """Return the output projection within a module; None where it has none."""
+    find = getattr(module, "get_output_embeddings", None)
+    head: nn.Module | None = None if find is None else find()
+    return head
+
+
+def importance_of(squares: torch.Tensor) -> torch.Tensor:
+    """Return what inputs count, [in], by their mean squares; all the same where none was ever seen."""
+    importance = squares + UNSEEN_SHARE * squares.mean()
+    return importance if bool((importance > 0).all()) else torch.ones_like(squares)
 
 
 def merged_quantized(linears: Sequence[nn.Linear]) -> QuantizedLinear | None:

@@ -13,6 +13,7 @@ are rounded.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,13 @@ _INT4_SHRINKS = (1.0, 0.925, 0.85)
 """Shares of the scale that holds the largest value, which is cut off then."""
 _TRIED_VALUES_MAX = 1 << 24
 """Values that are rounded at once: beside those of a layer there should not be much more memory."""
+_SEARCHED_VALUES_MAX = 1 << 17
+"""The same where many scales are tried: then they stay in the cache."""
+_SEARCHED = {
+    "int8": (127, -127, 127, (0.0, 0.5, 1.0)),
+    "int4": (-8, -8, 7, (-0.8, -0.4, 0.0, 0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.4)),
+}
+"""The value that the largest becomes, the least and the most, and by how much more that is: then it is cut off."""
 
 _FP8_TYPE = torch.float8_e4m3fn
 _HALF_MIN = 2.0**-14
@@ -185,12 +193,23 @@ def merged_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     )
 
 
-def quantize(weight: torch.Tensor, kind: str, *, group: int = 0) -> QuantizedWeight:
-    """Return a weight [out, in] in one of `FORMATS`; `group` inputs have one scale, 0 for as many as is usual."""
+def quantize(
+    weight: torch.Tensor, kind: str, *, group: int = 0, importance: torch.Tensor | None = None
+) -> QuantizedWeight:
+    """Return a weight [out, in] in one of `FORMATS`; `group` inputs have one scale, 0 for as many as is usual.
+
+    With the `importance` of inputs, float32 [in], scales are those of which the errors' squares, each times that, are
+    least. An output's values do not depend on the other outputs, nor a group's on the other groups.
+    """
     outputs, inputs = weight.shape
     group = min(group or GROUPS[kind], inputs)
-    rows = max(_TRIED_VALUES_MAX // inputs, 1)
-    make = _int8 if kind == "int8" else _int4
+    if importance is None:
+        rows = max(_TRIED_VALUES_MAX // inputs, 1)
+        make = _int8 if kind == "int8" else _int4
+    else:
+        rows = max(_SEARCHED_VALUES_MAX // inputs, 1)
+        counts = _grouped(importance[None], group)[0]
+        make = functools.partial(_searched, counts=counts, kind=kind)
     parts = [
         make(_grouped(weight[start : start + rows].float(), group))
         for start in range(0, outputs, rows)
@@ -259,6 +278,37 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         least = torch.where(better, error, least)
     assert best is not None
     return (best[0] + INT4_CENTRE).to(torch.uint8), best[1]
+
+
+def _searched(
+    groups: torch.Tensor, *, counts: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values and scales of groups [out, groups, n] whose errors count by [groups, n].
+
+    A scale rounds a group to values; of all scales, that of least squares fits these best. Of a few such, the best one
+    rounds the group again.
+    """
+    top, least, most, more = _SEARCHED[kind]
+    places = groups.abs().argmax(-1, keepdim=True)
+    largest = groups.gather(-1, places)
+    counted = groups * counts
+    best = _kept(largest.squeeze(-1) / top).float()
+    highest = torch.zeros_like(best)
+    for each in more:
+        values = groups / _divisors(largest.squeeze(-1) / (top + (each if top > 0 else -each)))
+        values = values.round_().clamp_(least, most)
+        product = (values * counted).sum(-1)
+        square = values.square_().mul_(counts).sum(-1)
+        # What is left of the error is what the group weighs, less this.
+        explained = torch.where(square > 0, product.square() / square, 0.0)
+        better = explained > highest
+        best = torch.where(better, product / square, best)
+        highest = torch.where(better, explained, highest)
+    scales = _kept(best)
+    values = (groups / _divisors(scales)).round_().clamp_(least, most)
+    if kind == "int8":
+        return values.to(torch.int8), scales
+    return (values + INT4_CENTRE).to(torch.uint8), scales
 
 
 def _kept(scales: torch.Tensor) -> torch.Tensor:
