@@ -42,6 +42,7 @@ CONSTANTS = (
     Path(vsched.types.__file__),
     KERNELS.parents[2] / "batching" / "kv_cache.py",
     KERNELS.parent / "quantized" / "kernel.py",
+    KERNELS.parent / "quantized" / "block_sums.py",
 )
 """What kernels take constants and functions from, which are compiled in."""
 UNUSED_DAYS_MAX = 30

@@ -9,19 +9,12 @@ added up in float32, one by one. Every row has its own scales and sums, so its r
 are beside it: one row of decode, a chunk of prefill, or all rows of an image.
 
 **Layout.** That of `kernel.py`: four neighbouring inputs of an output are four bytes, or of int4 eight inputs, the
-first four of which are the lower halves. That is what instructions for sums of bytes take.
+first four of which are the lower halves. That is what instructions for sums of bytes take (`block_sums.py`).
 
-**Instructions.** A dtype tag says which; all have the same sums.
+**Order.** A panel is multiplied chunk by chunk: a chunk lies in the first cache while passes of a few rows go over it,
+and each pass fetches its share of what comes next into the second cache. So memory is read while registers multiply.
 
-- `VNNI` (VPDPBUSD): adds four products of an unsigned and a signed byte to each sum of 32 bits. Weights of 8 bits
-  become unsigned by adding 128; what that adds is taken away with the sum of the row's block.
-- `PAIRS` (AVX2 or AVX-512 without VNNI): of int4, VPMADDUBSW adds two products to 16 bits, which hold those of a block:
-  8 x 2 x 15 x 127 < 2^15. Of int8, the sizes of weights are multiplied by inputs that have taken over their signs, and
-  as 2 x 128 x 127 is all that 16 bits hold, VPMADDWD adds up each two such sums to 32 bits.
-- `PLAIN`: what VPDPBUSD does, written for any processor.
-
-Source: Intel 64 and IA-32 Architectures Software Developer's Manual; for rows of 8 bits in blocks, the format Q8_0 of
-llama.cpp's ggml.
+Source: for rows of 8 bits in blocks, the format Q8_0 of llama.cpp's ggml.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -29,19 +22,18 @@ llama.cpp's ggml.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
 from vsched_workers.backends.cpu.kernels.simd import (
     BYTE,
+    LANES,
     LINE,
     LONG,
     WORD,
@@ -49,171 +41,42 @@ from vsched_workers.backends.cpu.kernels.simd import (
     Loop,
     cases,
 )
+from vsched_workers.backends.cpu.quantized.block_sums import (
+    FLOATS,
+    OUTPUTS,
+    ROW_BLOCK,
+    VECTORS,
+    BlockSums,
+    call_llvm,
+    constant_vector,
+    in_every_lane,
+)
 from vsched_workers.backends.cpu.quantized.kernel import PANEL, write_rows
 
-VECTORS = 4
-"""Vectors of a panel, each as long as a register."""
-OUTPUTS = PANEL // VECTORS
-"""Outputs of a vector: sums of 32 bits."""
-ROW_BLOCK = 32
-"""Inputs of a row that have one scale."""
-PASS_ROWS = 4
+_WIDE = OUTPUTS == LANES
+"""Whether there are 32 registers of 512 bits, or 16 of 256."""
+PASS_ROWS = 6 if _WIDE else 4
 """Most rows of a pass."""
 OWN_ROWS_MAX = 8
 """Most rows that every thread makes into 8 bits for itself: to wait for one another would take longer."""
-_TOGETHER = {1: 4, 2: 2, 3: 2, 4: 2}
+_TOGETHER = {1: 4, 2: 4 if _WIDE else 2, 3: 2, 4: 2, 5: 2, 6: 2}
 """Vectors that are multiplied together, by the rows of a pass: as many sums as registers hold."""
-_AHEAD = 4096
-"""Bytes that weights are fetched ahead of their use."""
-_LEAST = 1e-30
-"""A block of which no value is larger is one of zeros."""
-
-VNNI: npt.NDArray[Any] = np.zeros(1, dtype=np.int8)
-PAIRS: npt.NDArray[Any] = np.zeros(1, dtype=np.int16)
-PLAIN: npt.NDArray[Any] = np.zeros(1, dtype=np.int32)
-"""Dtype tags of instructions."""
+_CHUNK_BYTES = 1 << 14
+"""Bytes of a panel that all rows are multiplied with before the next ones: they lie in the first cache meanwhile."""
+_AHEAD = 1 << 15
+"""Bytes that weights are fetched ahead of their use, into the second cache."""
+_SHARING_ROWS = 3
+"""Fewest rows of a pass of which there may be several over a panel: each fetches its share of what comes next."""
+_SCALES_AHEAD = 2048
+"""The same of scales."""
+_LEAST_BITS = int(np.float32(1e-30).view(np.int32))
+"""A block of which no value is larger is one of zeros; the bits of a float32."""
 
 _SINGLE = ir.FloatType()
-_FLOATS = ir.VectorType(_SINGLE, OUTPUTS)
-_SUMS = ir.VectorType(WORD, OUTPUTS)
-_SHORTS = ir.VectorType(ir.IntType(16), 2 * OUTPUTS)
-_BYTES = ir.VectorType(BYTE, 4 * OUTPUTS)
 _HALVES = ir.VectorType(ir.HalfType(), OUTPUTS)
-_BITS = 32 * OUTPUTS
 
 
-@functools.cache
-def instructions() -> npt.NDArray[Any]:
-    """Return the tag of the best instructions of this processor, if numba compiles for that."""
-    config: Any = numba.config
-    if config.CPU_NAME or config.CPU_FEATURES:
-        return PLAIN
-    features = binding.get_host_cpu_features()
-    wide = OUTPUTS == 16
-    if features.get("avx512vnni" if wide else "avxvnni"):
-        return VNNI
-    return PAIRS if features.get("avx512bw" if wide else "avx2") else PLAIN
-
-
-def _all(kind: Any, value: int) -> Any:
-    return ir.Constant(kind, [value] * kind.count)
-
-
-def _called(builder: Any, name: str, kind: Any, *given: Any) -> Any:
-    """Return the result of one of LLVM's functions."""
-    module = builder.module
-    declared = ir.FunctionType(kind, [each.type for each in given])
-    function = module.globals.get(name) or ir.Function(module, declared, name)
-    return builder.call(function, given)
-
-
-def _spread(builder: Any, value: Any, count: int) -> Any:
-    """Return a vector with a value in every lane."""
-    nothing = ir.Constant(ir.VectorType(value.type, count), ir.Undefined)
-    first = builder.insert_element(nothing, value, ir.Constant(WORD, 0))
-    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(WORD, count), None))
-
-
-class _Dots:
-    """Writes the sums of a block: those of some rows and some vectors of a panel."""
-
-    def __init__(self, builder: Any, kind: Any, tag: Any) -> None:
-        self._builder, self._writer = builder, InstructionWriter(builder)
-        self._four = kind is numba.types.uint8
-        self._pairs = tag is numba.types.int16
-        self._native = tag is numba.types.int8
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of a panel's block of weights."""
-        return ROW_BLOCK * PANEL // (2 if self._four else 1)
-
-    @property
-    def centred(self) -> bool:
-        """Whether something has to be taken away from the sums."""
-        return self._four or not self._pairs
-
-    def sums(self, weight_at: Any, vectors: Sequence[int], rows_at: Sequence[Any]) -> list[Any]:
-        """Return the sums of 32 bits of each row's vectors, one row behind the other."""
-        found: list[Any] = [None] * (len(rows_at) * len(vectors))
-        words = 2 if self._four else 1
-        for step in range(ROW_BLOCK // (4 * words)):
-            places = [4 * (step * PANEL + OUTPUTS * each) for each in vectors]
-            for place in places:
-                if place % LINE == 0:
-                    ahead_at = self._builder.add(weight_at, ir.Constant(LONG, _AHEAD + place))
-                    self._writer.prefetch(ahead_at, locality=3)
-            weights = [self._halves(self._load(weight_at, place, _BYTES)) for place in places]
-            for row, at in enumerate(rows_at):
-                inputs = [self._row(at, 4 * (words * step + each)) for each in range(words)]
-                for place, halves in enumerate(weights, row * len(vectors)):
-                    for given, half in zip(inputs, halves, strict=True):
-                        found[place] = self._add(found[place], half, given)
-        if self._pairs and self._four:
-            return [self._of_shorts(each) for each in found]
-        return found
-
-    def _halves(self, loaded: Any) -> tuple[Any, ...]:
-        """Return what a vector of weights holds, as its sums are added: lower and upper ones, or all.
-
-        Weights without a sign, and where they had one, what it came from.
-        """
-        builder = self._builder
-        if self._four:
-            four, mask = _all(_SHORTS, 4), _all(_BYTES, 15)
-            shifted = builder.lshr(builder.bitcast(loaded, _SHORTS), four)
-            upper = builder.and_(builder.bitcast(shifted, _BYTES), mask)
-            return (builder.and_(loaded, mask), None), (upper, None)
-        if self._pairs:
-            whole = ir.Constant(ir.IntType(1), 0)
-            name = f"llvm.abs.v{_BYTES.count}i8"
-            return ((_called(builder, name, _BYTES, loaded, whole), loaded),)
-        return ((builder.xor(loaded, _all(_BYTES, 0x80)), None),)
-
-    def _row(self, at: Any, place: int) -> Any:
-        """Return four inputs of a row, in every lane."""
-        word = self._load(at, place, WORD)
-        return self._builder.bitcast(_spread(self._builder, word, OUTPUTS), _BYTES)
-
-    def _add(self, total: Any, half: tuple[Any, Any], inputs: Any) -> Any:
-        """Return a total to which products are added; None is the total of nothing."""
-        builder, (weights, signs) = self._builder, half
-        if self._pairs:
-            name = "avx2.pmadd.ub.sw" if _BITS == 256 else "avx512.pmaddubs.w.512"
-            inputs = inputs if signs is None else self._signed(inputs, signs)
-            added = _called(builder, f"llvm.x86.{name}", _SHORTS, weights, inputs)
-            added = added if signs is None else self._of_shorts(added)
-            return added if total is None else builder.add(total, added)
-        total = _all(_SUMS, 0) if total is None else total
-        if self._native:
-            name = f"llvm.x86.avx512.vpdpbusd.{_BITS}"
-            return _called(builder, name, _SUMS, total, weights, inputs)
-        for place in range(4):
-            weight, given = (builder.bitcast(each, _SUMS) for each in (weights, inputs))
-            weight = builder.and_(builder.lshr(weight, _all(_SUMS, 8 * place)), _all(_SUMS, 255))
-            given = builder.shl(given, _all(_SUMS, 24 - 8 * place))
-            given = builder.ashr(given, _all(_SUMS, 24))
-            total = builder.add(total, builder.mul(weight, given))
-        return total
-
-    def _signed(self, inputs: Any, signs: Any) -> Any:
-        """Return inputs, of those with a negative sign the opposites."""
-        builder, none = self._builder, _all(_BYTES, 0)
-        if _BITS == 256:
-            return _called(builder, "llvm.x86.avx2.psign.b", _BYTES, inputs, signs)
-        negative = builder.icmp_signed("<", signs, none)
-        return builder.select(negative, builder.sub(none, inputs), inputs)
-
-    def _of_shorts(self, given: Any) -> Any:
-        """Return sums of 32 bits, of two of 16 each."""
-        name = "avx2.pmadd.wd" if _BITS == 256 else "avx512.pmaddw.d.512"
-        return _called(self._builder, f"llvm.x86.{name}", _SUMS, given, _all(_SHORTS, 1))
-
-    def _load(self, at: Any, place: int, kind: Any) -> Any:
-        return self._writer.load(self._builder.add(at, ir.Constant(LONG, place)), kind, 1)
-
-
-@emits(numba.void, None, None, None, *[numba.intp] * 12)
+@emits(numba.void, None, None, None, *[numba.intp] * 14)
 def _multiply_pass(
     builder: Any,
     kind: Any,
@@ -231,12 +94,14 @@ def _multiply_pass(
     facts_at: Any,
     fact_bytes: Any,
     totals_at: Any,
+    ahead_at: Any,
+    lines: Any,
 ) -> None:
     """Multiply 1 to `PASS_ROWS` rows with a panel and add to their totals, [rows, PANEL].
 
     Shape: `blocks`, of which `together` are of one group of the weight; a row's scale and what is to be added to its
     sums lie at `facts_at`, eight bytes a block. `offset_at` is 0 where there are none; `parts` are the vectors of a
-    panel.
+    panel. From `ahead_at` on, so many lines a block are fetched into the second cache.
     """
     given = builder.zext(builder.icmp_signed("!=", offset_at, ir.Constant(LONG, 0)), LONG)
     number = builder.add(builder.mul(rows, ir.Constant(LONG, 2)), given)
@@ -248,14 +113,15 @@ def _multiply_pass(
             (rows_at, row_bytes),
             (facts_at, fact_bytes),
             totals_at,
+            (ahead_at, lines),
         )
 
 
 class _Pass:
     """Writes a pass of a number of rows.
 
-    One row has all its totals in registers. The totals of more are in memory, and vectors of the panel are multiplied
-    one or two at a time: LLVM is not told how many times, for it would do all at once and run out of registers.
+    All totals are in registers, and one, two or four vectors of the panel are multiplied at a time. LLVM is not told
+    how many times, for it would do all at once and run out of registers.
     """
 
     def __init__(
@@ -263,8 +129,8 @@ class _Pass:
     ) -> None:
         kind, scale_kind, tag = kinds
         self._builder, self._writer = builder, InstructionWriter(builder)
-        self._dots = _Dots(builder, kind, tag)
-        self._half = scale_kind is numba.types.uint16
+        self._dots = BlockSums(builder, kind, tag)
+        self._scale_bytes = 2 if scale_kind is numba.types.uint16 else 4
         self._count, self._has_offsets = count, has_offsets
         self._together = _TOGETHER[count]
         self._sum_scale = 8.0 if kind is numba.types.uint8 else 128.0
@@ -276,81 +142,90 @@ class _Pass:
         rows: tuple[Any, Any],
         facts: tuple[Any, Any],
         totals_at: Any,
+        ahead: tuple[Any, Any],
     ) -> None:
         """Write it."""
         builder, writer = self._builder, self._writer
-        blocks, together, parts = sizes
-        kept = self._together == VECTORS
-        outer = Loop(builder, self._totals(totals_at) if kept else [])
-        grid = PANEL * (2 if self._half else 4)
-        grids = [writer.advance(at, outer.index, grid) for at in weight[1:]]
+        blocks, together, vectors = sizes
+        width, size = self._together * OUTPUTS, self._scale_bytes
+        part = Loop(builder, [])
+        here = writer.advance(totals_at, part.index, 4 * width)
+        begin = writer.advance(weight[0], part.index, 4 * width)
+        begins = [writer.advance(at, part.index, size * width) for at in weight[1:]]
+        outer = Loop(builder, self._totals(here))
+        grids = [writer.advance(at, outer.index, size * PANEL) for at in begins]
+        self._fetch_scales(grids, size * width)
         first = builder.mul(outer.index, together)
         rest = builder.sub(blocks, first)
         last = builder.icmp_signed("<", rest, together)
         inner = Loop(builder, outer.carried)
         block = builder.add(first, inner.index)
-        weight_at = writer.advance(weight[0], block, self._dots.weight_bytes)
-        rows_at = self._of_rows(rows, block, ROW_BLOCK)
-        facts_at = self._of_rows(facts, block, 8)
-        totals: Sequence[Any] = inner.carried
-        if kept:
-            totals = self._block(totals, weight_at, rows_at, facts_at, grids)
+        at = [writer.advance(begin, block, self._dots.weight_bytes)]
+        if self._count < _SHARING_ROWS:
+            ahead_at = writer.advance(ahead[0], part.index, 4 * width)
+            at.append(writer.advance(ahead_at, block, self._dots.weight_bytes))
         else:
-            self._block_in_parts(totals_at, parts, weight_at, rows_at, facts_at, grids)
+            # First: LLVM would move sums behind this loop, and keep what they are made of in memory meanwhile.
+            self._fetch(ahead, builder.add(builder.mul(part.index, blocks), block))
+        totals = self._block(
+            inner.carried,
+            at,
+            self._of_rows(rows, block, ROW_BLOCK),
+            self._of_rows(facts, block, 8),
+            grids,
+        )
         inner.end(totals, builder.select(last, rest, together))
         rounded = builder.add(blocks, builder.sub(together, ir.Constant(LONG, 1)))
         outer.end(totals, builder.sdiv(rounded, together))
-        if kept:
-            self._keep(totals, totals_at)
+        self._keep(totals, here)
+        part.end([], builder.sdiv(vectors, ir.Constant(LONG, self._together)))
 
-    def _block_in_parts(
-        self,
-        totals_at: Any,
-        parts: Any,
-        weight_at: Any,
-        rows_at: Sequence[Any],
-        facts_at: Sequence[Any],
-        grids: Sequence[Any],
-    ) -> None:
-        """Write the product by some vectors of a block after the other."""
-        builder, writer = self._builder, self._writer
-        width = self._together * OUTPUTS
-        loop = Loop(builder, [])
-        here = writer.advance(totals_at, loop.index, 4 * width)
-        size = width * (2 if self._half else 4)
-        found = self._block(
-            self._totals(here),
-            writer.advance(weight_at, loop.index, 4 * width),
-            rows_at,
-            facts_at,
-            [writer.advance(at, loop.index, size) for at in grids],
+    def _fetch(self, ahead: tuple[Any, Any], index: Any) -> None:
+        """Write how a pass fetches its share of the weights that come next: some lines each time."""
+        builder, (at, lines) = self._builder, ahead
+        parts = VECTORS // self._together
+        lines = builder.sdiv(
+            builder.add(lines, ir.Constant(LONG, parts - 1)), ir.Constant(LONG, parts)
         )
-        self._keep(found, here)
-        loop.end([], builder.sdiv(parts, ir.Constant(LONG, self._together)))
+        at = self._writer.advance(at, builder.mul(index, lines), LINE)
+        loop = Loop(builder, [])
+        self._writer.prefetch(self._writer.advance(at, loop.index, LINE), locality=2)
+        loop.end([], lines)
+
+    def _fetch_scales(self, grids: Sequence[Any], count: int) -> None:
+        for at in grids if self._has_offsets else grids[:1]:
+            for place in range(0, count, LINE):
+                ahead_at = self._builder.add(at, ir.Constant(LONG, _SCALES_AHEAD + place))
+                self._writer.prefetch(ahead_at, locality=2)
 
     def _block(
         self,
         given: Sequence[Any],
-        weight_at: Any,
+        weight_at: Sequence[Any],
         rows_at: Sequence[Any],
         facts_at: Sequence[Any],
         grids: Sequence[Any],
     ) -> list[Any]:
-        """Return totals to which the product by some vectors of a block is added."""
+        """Return totals to which the product by some vectors of a block is added.
+
+        `weight_at` is where their weights lie, and maybe what is to be fetched meanwhile.
+        """
         builder, writer, vectors = self._builder, self._writer, range(self._together)
-        sums, totals = self._dots.sums(weight_at, vectors, rows_at), list(given)
+        taken = [writer.load(builder.add(at, ir.Constant(LONG, 4)), WORD, 4) for at in facts_at]
+        first = [in_every_lane(builder, each, OUTPUTS) for each in taken]
+        first = first if self._dots.centred else [None] * self._count
+        sums, totals = (
+            self._dots.sums(weight_at[0], vectors, rows_at, first, *weight_at[1:]),
+            list(given),
+        )
         for row, fact_at in enumerate(facts_at):
-            factor = _spread(builder, writer.load(fact_at, _SINGLE, 4), OUTPUTS)
-            taken = writer.load(builder.add(fact_at, ir.Constant(LONG, 4)), WORD, 4)
+            factor = in_every_lane(builder, writer.load(fact_at, _SINGLE, 4), OUTPUTS)
             for at, vector in enumerate(vectors, row * self._together):
-                found = sums[at]
-                if self._dots.centred:
-                    found = builder.add(found, _spread(builder, taken, OUTPUTS))
                 scale = builder.fmul(self._grid(grids[0], vector), factor)
-                totals[at] = self._fused(builder.sitofp(found, _FLOATS), scale, totals[at])
+                totals[at] = self._fused(builder.sitofp(sums[at], FLOATS), scale, totals[at])
                 if self._has_offsets:
                     offset = builder.fmul(self._grid(grids[1], vector), factor)
-                    of_row = _spread(builder, self._sum(taken), OUTPUTS)
+                    of_row = in_every_lane(builder, self._sum(taken[row]), OUTPUTS)
                     totals[at] = self._fused(of_row, offset, totals[at])
         return totals
 
@@ -369,7 +244,7 @@ class _Pass:
         return [self._builder.add(totals_at, ir.Constant(LONG, place)) for place in places]
 
     def _totals(self, totals_at: Any) -> list[Any]:
-        return [self._writer.load(at, _FLOATS, 4) for at in self._places(totals_at)]
+        return [self._writer.load(at, FLOATS, 4) for at in self._places(totals_at)]
 
     def _keep(self, totals: Sequence[Any], totals_at: Any) -> None:
         for total, at in zip(totals, self._places(totals_at), strict=True):
@@ -382,14 +257,14 @@ class _Pass:
 
     def _fused(self, one: Any, other: Any, total: Any) -> Any:
         """Return one times other plus total, rounded once: whatever rows are beside it, nothing else is made of it."""
-        return _called(self._builder, f"llvm.fma.v{OUTPUTS}f32", _FLOATS, one, other, total)
+        return call_llvm(self._builder, f"llvm.fma.v{OUTPUTS}f32", FLOATS, one, other, total)
 
     def _grid(self, at: Any, vector: int) -> Any:
-        builder, size = self._builder, 2 if self._half else 4
+        builder, size = self._builder, self._scale_bytes
         at = builder.add(at, ir.Constant(LONG, vector * OUTPUTS * size))
-        if self._half:
-            return builder.fpext(self._writer.load(at, _HALVES, 2), _FLOATS)
-        return self._writer.load(at, _FLOATS, 4)
+        if size == 2:
+            return builder.fpext(self._writer.load(at, _HALVES, 2), FLOATS)
+        return self._writer.load(at, FLOATS, 4)
 
 
 _VALUES = ir.VectorType(_SINGLE, ROW_BLOCK)
@@ -415,21 +290,23 @@ def _round_blocks(
     else:
         at = writer.advance(row_at, loop.index, 2 * ROW_BLOCK)
         halves = writer.load(at, ir.VectorType(ir.IntType(16), ROW_BLOCK), 2)
-        bits = builder.shl(builder.zext(halves, _WORDS), _all(_WORDS, 16))
-    sizes = builder.and_(bits, _all(_WORDS, 0x7FFFFFFF))
+        bits = builder.shl(builder.zext(halves, _WORDS), constant_vector(_WORDS, 16))
+    sizes = builder.and_(bits, constant_vector(_WORDS, 0x7FFFFFFF))
     # Floats without a sign are ordered as the whole numbers of their bits; a NaN is the largest, and stays one.
-    largest = builder.bitcast(
-        _called(builder, f"llvm.vector.reduce.smax.v{ROW_BLOCK}i32", WORD, sizes), _SINGLE
-    )
-    nothing = builder.fcmp_ordered("<", largest, ir.Constant(_SINGLE, _LEAST))
+    found = call_llvm(builder, f"llvm.vector.reduce.smax.v{ROW_BLOCK}i32", WORD, sizes)
+    largest = builder.bitcast(found, _SINGLE)
+    # As whole numbers, too: compared as floats, LLVM may take it that there are no NaNs.
+    nothing = builder.icmp_signed("<", found, ir.Constant(WORD, _LEAST_BITS))
     zero = ir.Constant(_SINGLE, 0.0)
     inverse = builder.fdiv(ir.Constant(_SINGLE, 127.0), largest)
     inverse = builder.select(nothing, zero, inverse)
     scale = builder.select(nothing, zero, builder.fdiv(largest, ir.Constant(_SINGLE, 127.0)))
-    values = builder.fmul(builder.bitcast(bits, _VALUES), _spread(builder, inverse, ROW_BLOCK))
-    values = _called(builder, f"llvm.rint.v{ROW_BLOCK}f32", _VALUES, values)
+    values = builder.fmul(
+        builder.bitcast(bits, _VALUES), in_every_lane(builder, inverse, ROW_BLOCK)
+    )
+    values = call_llvm(builder, f"llvm.rint.v{ROW_BLOCK}f32", _VALUES, values)
     numbers = builder.fptosi(values, _WORDS)
-    total = _called(builder, f"llvm.vector.reduce.add.v{ROW_BLOCK}i32", WORD, numbers)
+    total = call_llvm(builder, f"llvm.vector.reduce.add.v{ROW_BLOCK}i32", WORD, numbers)
     out = writer.advance(out_at, loop.index, ROW_BLOCK)
     writer.store(builder.trunc(numbers, ir.VectorType(BYTE, ROW_BLOCK)), out, 1)
     centre = ir.Constant(WORD, -8 if kind is numba.types.uint8 else -128)
@@ -484,24 +361,42 @@ def _multiply_panels(
     row_tag, kind, scale_kind, tag = tags
     panel_bytes, blocks, together, grid_bytes, vectors = sizes
     groups = (blocks + together - 1) // together
+    block_bytes = panel_bytes // blocks
+    chunk = max(_CHUNK_BYTES // block_bytes, 1)
+    # A chunk is of whole groups, or in one group.
+    chunk = chunk // together * together if together <= chunk else chunk
     rows = len(facts)
     totals = np.empty((rows, PANEL), dtype=np.float32)
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
+    share = (block_bytes // LINE + passes - 1) // passes
+    end_at = weight_at + stop * panel_bytes - _AHEAD
     for panel in range(first, stop):
         column = panel * PANEL
         totals[:] = bias[column : column + PANEL]
-        at = groups * panel * grid_bytes
-        row = 0
-        for index in range(passes):
-            count = (rows - row) // (passes - index)
-            _multiply_pass(
-                kind[0], scale_kind[0], tag[0], count, blocks, together, vectors,
-                weight_at + panel * panel_bytes, scales_at + at,
-                offsets_at + at if offsets_at else 0, rows_at + row * row_bytes, row_bytes,
-                facts.ctypes.data + row * facts.strides[0], facts.strides[0],
-                totals.ctypes.data + row * PANEL * 4,
-            )  # fmt: skip
-            row += count
+        start = 0
+        while start < blocks:
+            group = start // together
+            count = min(chunk, blocks - start)
+            if together > chunk:
+                count = min(count, (group + 1) * together - start)
+            here = weight_at + panel * panel_bytes + start * block_bytes
+            at = (groups * panel + group) * grid_bytes
+            row = 0
+            for index in range(passes):
+                count_rows = (rows - row) // (passes - index)
+                fetched = index * share
+                fetches = here < end_at and fetched * LINE < block_bytes
+                _multiply_pass(
+                    kind[0], scale_kind[0], tag[0], count_rows, count, together, vectors, here,
+                    scales_at + at, offsets_at + at if offsets_at else 0,
+                    rows_at + row * row_bytes + start * ROW_BLOCK, row_bytes,
+                    facts.ctypes.data + row * facts.strides[0] + 8 * start, facts.strides[0],
+                    totals.ctypes.data + row * PANEL * 4,
+                    here + _AHEAD + fetched * count * LINE if fetches else here,
+                    share if fetches else 0,
+                )  # fmt: skip
+                row += count_rows
+            start += count
         write_rows(
             row_tag, totals, out_at + column * row_tag.itemsize, outputs,
             min(PANEL, outputs - column),

@@ -14,13 +14,13 @@ import torch
 from torch.nn import functional
 
 from vsched_workers.backends.cpu.decode_attention import use_threads
-from vsched_workers.backends.cpu.quantized.integers import (
+from vsched_workers.backends.cpu.quantized.block_sums import (
     PLAIN,
     ROW_BLOCK,
     VECTORS,
     instructions,
-    multiply_whole,
 )
+from vsched_workers.backends.cpu.quantized.integers import multiply_whole
 from vsched_workers.backends.cpu.quantized.kernel import (
     BLOCK,
     FEW_ROWS_MAX,

@@ -1,0 +1,194 @@
+"""The sums of products of whole numbers, of a block of inputs: written for LLVM, by the instructions at hand.
+
+A dtype tag says which; all have the same sums.
+
+- `VNNI` (VPDPBUSD): adds four products of an unsigned and a signed byte to each sum of 32 bits. Weights of 8 bits
+  become unsigned by adding 128; what that adds is taken away with the sum of the row's block.
+- `PAIRS` (AVX2 or AVX-512 without VNNI): of int4, VPMADDUBSW adds two products to 16 bits, which hold those of a block:
+  8 x 2 x 15 x 127 < 2^15. Of int8, the sizes of weights are multiplied by inputs that have taken over their signs, and
+  as 2 x 128 x 127 is all that 16 bits hold, VPMADDWD adds up each two such sums to 32 bits.
+- `PLAIN`: what VPDPBUSD does, written for any processor.
+
+Source: Intel 64 and IA-32 Architectures Software Developer's Manual.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+
+from vsched_workers.backends.cpu.kernels.simd import BYTE, LINE, LONG, WORD, InstructionWriter
+from vsched_workers.backends.cpu.quantized.kernel import PANEL
+
+VECTORS = 4
+"""Vectors of a panel, each as long as a register."""
+OUTPUTS = PANEL // VECTORS
+"""Outputs of a vector: sums of 32 bits."""
+ROW_BLOCK = 32
+"""Inputs of a row that have one scale."""
+
+VNNI: npt.NDArray[Any] = np.zeros(1, dtype=np.int8)
+PAIRS: npt.NDArray[Any] = np.zeros(1, dtype=np.int16)
+PLAIN: npt.NDArray[Any] = np.zeros(1, dtype=np.int32)
+"""Dtype tags of instructions."""
+
+FLOATS = ir.VectorType(ir.FloatType(), OUTPUTS)
+SUMS = ir.VectorType(WORD, OUTPUTS)
+_SHORTS = ir.VectorType(ir.IntType(16), 2 * OUTPUTS)
+_BYTES = ir.VectorType(BYTE, 4 * OUTPUTS)
+_BITS = 32 * OUTPUTS
+
+
+@functools.cache
+def instructions() -> npt.NDArray[Any]:
+    """Return the tag of the best instructions of this processor, if numba compiles for that."""
+    config: Any = numba.config
+    if config.CPU_NAME or config.CPU_FEATURES:
+        return PLAIN
+    features = binding.get_host_cpu_features()
+    wide = OUTPUTS == 16
+    if features.get("avx512vnni" if wide else "avxvnni"):
+        return VNNI
+    return PAIRS if features.get("avx512bw" if wide else "avx2") else PLAIN
+
+
+def constant_vector(kind: Any, value: int) -> Any:
+    """Return a vector of this type with a constant in every lane."""
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def call_llvm(builder: Any, name: str, kind: Any, *given: Any) -> Any:
+    """Return the result of one of LLVM's functions."""
+    module = builder.module
+    declared = ir.FunctionType(kind, [each.type for each in given])
+    function = module.globals.get(name) or ir.Function(module, declared, name)
+    return builder.call(function, given)
+
+
+def in_every_lane(builder: Any, value: Any, count: int) -> Any:
+    """Return a vector with a value in every lane."""
+    nothing = ir.Constant(ir.VectorType(value.type, count), ir.Undefined)
+    first = builder.insert_element(nothing, value, ir.Constant(WORD, 0))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(WORD, count), None))
+
+
+class BlockSums:
+    """Writes the sums of a block: those of some rows and some vectors of a panel."""
+
+    def __init__(self, builder: Any, kind: Any, tag: Any) -> None:
+        self._builder, self._writer = builder, InstructionWriter(builder)
+        self._four = kind is numba.types.uint8
+        self._pairs = tag is numba.types.int16
+        self._native = tag is numba.types.int8
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a panel's block of weights."""
+        return ROW_BLOCK * PANEL // (2 if self._four else 1)
+
+    @property
+    def centred(self) -> bool:
+        """Whether something has to be taken away from the sums."""
+        return self._four or not self._pairs
+
+    def sums(
+        self,
+        weight_at: Any,
+        vectors: Sequence[int],
+        rows_at: Sequence[Any],
+        first: Sequence[Any],
+        ahead_at: Any = None,
+    ) -> list[Any]:
+        """Return the sums of 32 bits of each row's vectors, one row behind the other.
+
+        `first` is what those of each row begin with, or None. As many weights are fetched from `ahead_at` on.
+        """
+        short = self._pairs and self._four
+        found: list[Any] = [None if short else each for each in first for _ in vectors]
+        words = 2 if self._four else 1
+        for step in range(ROW_BLOCK // (4 * words)):
+            places = [4 * (step * PANEL + OUTPUTS * each) for each in vectors]
+            for place in places if ahead_at is not None else ():
+                if place % LINE == 0:
+                    at = self._builder.add(ahead_at, ir.Constant(LONG, place))
+                    self._writer.prefetch(at, locality=2)
+            weights = [self._halves(self._load(weight_at, place, _BYTES)) for place in places]
+            for row, at in enumerate(rows_at):
+                inputs = [self._row(at, 4 * (words * step + each)) for each in range(words)]
+                for place, halves in enumerate(weights, row * len(vectors)):
+                    for given, half in zip(inputs, halves, strict=True):
+                        found[place] = self._add(found[place], half, given)
+        if not short:
+            return found
+        starts = [each for each in first for _ in vectors]
+        longs = [self._of_shorts(each) for each in found]
+        return [self._builder.add(*each) for each in zip(longs, starts, strict=True)]
+
+    def _halves(self, loaded: Any) -> tuple[Any, ...]:
+        """Return what a vector of weights holds, as its sums are added: lower and upper ones, or all.
+
+        Weights without a sign, and where they had one, what it came from.
+        """
+        builder = self._builder
+        if self._four:
+            four, mask = constant_vector(_SHORTS, 4), constant_vector(_BYTES, 15)
+            shifted = builder.lshr(builder.bitcast(loaded, _SHORTS), four)
+            upper = builder.and_(builder.bitcast(shifted, _BYTES), mask)
+            return (builder.and_(loaded, mask), None), (upper, None)
+        if self._pairs:
+            whole = ir.Constant(ir.IntType(1), 0)
+            name = f"llvm.abs.v{_BYTES.count}i8"
+            return ((call_llvm(builder, name, _BYTES, loaded, whole), loaded),)
+        return ((builder.xor(loaded, constant_vector(_BYTES, 0x80)), None),)
+
+    def _row(self, at: Any, place: int) -> Any:
+        """Return four inputs of a row, in every lane."""
+        word = self._load(at, place, WORD)
+        return self._builder.bitcast(in_every_lane(self._builder, word, OUTPUTS), _BYTES)
+
+    def _add(self, total: Any, half: tuple[Any, Any], inputs: Any) -> Any:
+        """Return a total to which products are added; None is the total of nothing."""
+        builder, (weights, signs) = self._builder, half
+        if self._pairs:
+            name = "avx2.pmadd.ub.sw" if _BITS == 256 else "avx512.pmaddubs.w.512"
+            inputs = inputs if signs is None else self._signed(inputs, signs)
+            added = call_llvm(builder, f"llvm.x86.{name}", _SHORTS, weights, inputs)
+            added = added if signs is None else self._of_shorts(added)
+            return added if total is None else builder.add(total, added)
+        total = constant_vector(SUMS, 0) if total is None else total
+        if self._native:
+            name = f"llvm.x86.avx512.vpdpbusd.{_BITS}"
+            return call_llvm(builder, name, SUMS, total, weights, inputs)
+        for place in range(4):
+            weight, given = (builder.bitcast(each, SUMS) for each in (weights, inputs))
+            weight = builder.and_(
+                builder.lshr(weight, constant_vector(SUMS, 8 * place)), constant_vector(SUMS, 255)
+            )
+            given = builder.shl(given, constant_vector(SUMS, 24 - 8 * place))
+            given = builder.ashr(given, constant_vector(SUMS, 24))
+            total = builder.add(total, builder.mul(weight, given))
+        return total
+
+    def _signed(self, inputs: Any, signs: Any) -> Any:
+        """Return inputs, of those with a negative sign the opposites."""
+        builder, none = self._builder, constant_vector(_BYTES, 0)
+        if _BITS == 256:
+            return call_llvm(builder, "llvm.x86.avx2.psign.b", _BYTES, inputs, signs)
+        negative = builder.icmp_signed("<", signs, none)
+        return builder.select(negative, builder.sub(none, inputs), inputs)
+
+    def _of_shorts(self, given: Any) -> Any:
+        """Return sums of 32 bits, of two of 16 each."""
+        name = "avx2.pmadd.wd" if _BITS == 256 else "avx512.pmaddw.d.512"
+        return call_llvm(
+            self._builder, f"llvm.x86.{name}", SUMS, given, constant_vector(_SHORTS, 1)
+        )
+
+    def _load(self, at: Any, place: int, kind: Any) -> Any:
+        return self._writer.load(self._builder.add(at, ir.Constant(LONG, place)), kind, 1)
