@@ -151,7 +151,8 @@ def _product_needs(
     activations = "int8" if makes_int8_rows(settings.activations, dtype) else "float"
     for kind in dict.fromkeys(kinds):
         yield needs("product", threads, _word(dtype), kind, activations)
-    if dtype == torch.bfloat16 and not packs(dtype):
+    # Beside quantised weights, those that are not have a product of the same kind, in float32 too.
+    if not packs(dtype) and (kinds or dtype == torch.bfloat16):
         yield needs("product", threads, _word(dtype), _word(dtype))
     if dtype == torch.bfloat16 and runs_here():
         yield needs("product of panels", threads)
