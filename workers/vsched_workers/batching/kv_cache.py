@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -159,3 +160,8 @@ class KvCache:
             return found
 
         return [(array(each.keys), array(each.values)) for each in self.layers]
+
+    @functools.cached_property
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Where the keys and the values of each layer lie, [layers, 2]."""
+        return np.array([(each.keys.data_ptr(), each.values.data_ptr()) for each in self.layers])

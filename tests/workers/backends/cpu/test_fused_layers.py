@@ -178,7 +178,7 @@ def test_fused_layers_equal_the_modules_with_our_own_product(
     monkeypatch.setattr(prefill_attention, "operand", lambda: chosen)
     exact, fused = _exact_and_fused(checkpoints("tiny25"))
     assert fused.generator._layers._custom >= BF16_ROWS_MAX  # type: ignore[attr-defined]
-    assert exact.generator._head._custom is None  # type: ignore[attr-defined]
+    assert exact.generator._head.custom is None  # type: ignore[attr-defined]
     twins = Twins(exact.generator, fused.generator)
     stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)
     Driver(stage, chunk=300, seed=1).run(mixed_questions(), arrivals=2)

@@ -108,7 +108,7 @@ def test_packed_weight_leaves_whole_blocks_to_what_is_faster(chosen: Operand) ->
     weight = torch.randn(64, 32).bfloat16()
     packed = _packed(weight)
     seen: list[int] = []
-    own: Any = packed._custom
+    own: Any = packed.custom
     assert own is not None
 
     def watch(rows: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_packed_weight_leaves_whole_blocks_to_what_is_faster(chosen: Operand) ->
         found: torch.Tensor = own(rows)
         return found
 
-    packed._custom = watch  # type: ignore[assignment]
+    packed.custom = watch  # type: ignore[assignment]
     block = FEW_ROWS[-1]
     rows = torch.randn(block + 5, 32).bfloat16()
     assert torch.allclose(packed(rows).double(), _wanted(rows, weight, None), atol=1e-3, rtol=2**-8)

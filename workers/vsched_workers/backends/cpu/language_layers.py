@@ -3,7 +3,8 @@
 transformers' modules spend three quarters of a small decode step on calls: some forty-five a layer, each over all rows.
 Here a layer is five products of packed weights, queries, keys and values being one of them, and four calls of the
 compiled kernels in `kernels/`. A step's rows are padded once to a number that packed weights are multiplied with, and
-long steps are cut into blocks, so that the result of one product is still in the cache when the next takes it.
+long steps are cut into blocks, so that the result of one product is still in the cache when the next takes it. Where
+all products are our own, a step of decode rows alone is one call (`decode_step/`).
 
 What a layer computes follows from the make of the model (`families/decoder.py`). A model of another make keeps
 transformers' own modules.
@@ -26,6 +27,8 @@ from vsched_workers.adapters.places import LayerPlace
 from vsched_workers.adapters.rows import AdapterPass
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cpu.decode_attention import kept_heads, shares_of, use_threads
+from vsched_workers.backends.cpu.decode_step.angles import StepAngles, arrays_of, unrotated
+from vsched_workers.backends.cpu.decode_step.whole_step import Many, Traits, WholeStep, fits
 from vsched_workers.backends.cpu.decoder_norms import Norm
 from vsched_workers.backends.cpu.kernels import (
     activation,
@@ -51,10 +54,10 @@ from vsched_workers.backends.cpu.prefill_choice import choose_ruled_prefill
 from vsched_workers.backends.cpu.row_blocks import RowBlock, StepRows
 from vsched_workers.backends.reference.merged_layers import CutFeedForward, MergedAttention
 from vsched_workers.backends.reference.packed_weights import PackedLinear, padded_rows
-from vsched_workers.backends.reference.rotary_angles import Angles, angles_of
+from vsched_workers.backends.reference.rotary_angles import angles_of
 from vsched_workers.batching.ruled_attention import ScoreRule
 from vsched_workers.families.decoder import Activation
-from vsched_workers.memory.sparse_runs import attended_contexts, room_for
+from vsched_workers.memory.sparse_runs import attended_contexts, is_sparse, room_for
 
 if TYPE_CHECKING:
     from vsched_workers.batching.packed_step import Images
@@ -67,9 +70,6 @@ PARALLEL_VALUES_MIN = 1 << 16
 
 DECODE_VALUES_MIN = 1 << 18
 """The same for attention, in products of a query and a key."""
-
-_ONE = np.uint16(0x3F80)
-"""One in bfloat16."""
 
 USUAL_BLOCK = 16
 """Kernels for blocks of this size are compiled at load, others by the profiling run."""
@@ -194,6 +194,7 @@ class FusedLanguage:
         self._gated = GATED[decoder.activation(model.config)]
         packed = [each.packed for each in model.modules() if isinstance(each, PackedLinear)]
         self._custom = min((weight.custom_rows_max for weight in packed), default=0)
+        self._whole_step: WholeStep | None = None
         use_threads(threads)
         cached = kept_heads(kv_dtype, slots=1)
         self._kept = cached.dtype
@@ -210,6 +211,7 @@ class FusedLanguage:
         self._prefill_by_rule = choose_ruled_prefill(threads, head_dim)
         tag = score_tag(head_dim, USUAL_BLOCK, self._kept)
         decode_attention.warm_up(tag, cached, threads=threads)
+        self._whole_step = self._make_whole_step(cached, tag)
 
     def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
         """Return where adapters go; see `Fused`."""
@@ -240,10 +242,12 @@ class FusedLanguage:
             levels = list(images.levels[1:])
         if self._rows_factor != 1.0:
             hidden *= self._rows_factor
+        if self._is_whole(step, images, count):
+            return self._run_whole(hidden, positions, step)
         first = self._layers[0].attention
         rows = StepRows(hidden, room_for(hidden, len(hidden), first.heads * first.head_dim), count)
         rows.adapted = self.passes.rows
-        angles = {name: _arrays(made, positions) for name, made in self._angles.items()}
+        angles = {name: arrays_of(made, positions) for name, made in self._angles.items()}
         attention_steps = self._prepare_attention(rows, angles, step)
         layers = self._layers
         if len(self._model.layers) < len(layers):  # a profiling run takes some only, if any
@@ -266,6 +270,48 @@ class FusedLanguage:
                 self._add_norm(rows, following)
         return rows.normed if select is None else rows.normed[select]
 
+    def _make_whole_step(self, cached: Any, tag: npt.NDArray[Any]) -> WholeStep | None:
+        """Return what runs a step of decode rows in one call; None where it does not fit these layers."""
+        if not fits(self._layers):
+            return None
+        traits = Traits(
+            self._gated,
+            self._adds_plainly,
+            self._norms_all_heads,
+            self._added_factor,
+            self._threads,
+            cached,
+            tag,
+        )
+        angles = StepAngles(self._kinds, self._angles, axes=self._decoder.axes)
+        return WholeStep(self._layers, self._last, traits, angles)
+
+    def _is_whole(self, step: PagedStep, images: Images | None, count: int) -> bool:
+        """Return whether a step is one call: decode rows alone, without adapters, and through all layers."""
+        return (
+            self._whole_step is not None
+            and images is None
+            and 0 < count == step.decode_rows <= self._whole_step.rows_max
+            and self.passes.rows is None
+            and len(self._model.layers) == len(self._layers)
+            and step.cache.block_size % USUAL_BLOCK == 0
+            and not is_sparse()
+        )
+
+    def _run_whole(
+        self, hidden: torch.Tensor, positions: torch.Tensor, step: PagedStep
+    ) -> torch.Tensor:
+        """Take decode rows through all layers in one call."""
+        assert self._whole_step is not None, "`_is_whole` says so"
+        attention, count = self._layers[0].attention, len(hidden)
+        seen = int(step.contexts.sum()) * attention.heads * attention.head_dim
+        many = Many(
+            self._many(count * self._last.width, PARALLEL_VALUES_MIN),
+            self._many(count * self._whole_step.inner, PARALLEL_VALUES_MIN),
+            self._many(seen, DECODE_VALUES_MIN),
+        )
+        return self._whole_step(hidden, positions, step, many)
+
     def _prepare_attention(
         self, rows: StepRows, angles: Mapping[str, tuple[Bf16Array, Bf16Array]], step: PagedStep
     ) -> list[_StepAttention]:
@@ -283,7 +329,7 @@ class FusedLanguage:
             prefilled = rows.count - step.decode_rows
             room = room_for(rows.hidden, written, prefilled, attention.head_dim)
             turned = angles[kind.frequencies]
-            turned = turned if kind.rotates else _unrotated(turned)
+            turned = turned if kind.rotates else unrotated(turned)
             found.append(
                 _StepAttention(
                     parts=_parts(rows, turned, step, self._threads),
@@ -439,17 +485,6 @@ class FusedLanguage:
 
     def _many(self, values: int, least: int) -> bool:
         return self._threads > 1 and (values >= least or self._deterministic)
-
-
-def _arrays(angles: Angles, positions: torch.Tensor) -> tuple[Bf16Array, Bf16Array]:
-    cos, sin = angles(positions)
-    return cos.view(torch.uint16).numpy(), sin.view(torch.uint16).numpy()
-
-
-def _unrotated(angles: tuple[Bf16Array, Bf16Array]) -> tuple[Bf16Array, Bf16Array]:
-    """Return angles of zero for as many rows."""
-    cos, sin = angles
-    return np.full_like(cos, _ONE), np.zeros_like(sin)
 
 
 def _parts(

@@ -52,6 +52,8 @@ class PanelProduct:
         rows_max: Most rows that it is worth using for.
         packed: The weight as oneDNN packs it, for more rows than that.
         size_bytes: Bytes of the padded weight.
+        tag: The dtype tag of its operands.
+        record: Half of its inputs, where the weight lies, 1 where in halves, its outputs, and where the bias lies.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class PanelProduct:
         use_threads(threads)
         kernel = multiply.parallel if threads > 1 else multiply.serial
         # By position: numba takes microseconds to sort out names.
-        self._multiply = functools.partial(kernel, threads, operand())
+        self.tag = operand()
+        self._multiply = functools.partial(kernel, threads, self.tag)
+        self.record = (self._in // 2, address, self._halves, self._out, self._bias_at)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in]; returns [..., out]."""

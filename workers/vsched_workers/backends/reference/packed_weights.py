@@ -76,7 +76,11 @@ def padded_rows(rows: int, sizes: Sequence[int] = FEW_ROWS, custom: int = 0) -> 
 
 
 class PackedWeight:
-    """A weight [out, in] in the layout that it is multiplied with."""
+    """A weight [out, in] in the layout that it is multiplied with.
+
+    Attributes:
+        custom: The product of few rows, or of all; None where there is none.
+    """
 
     def __init__(
         self,
@@ -89,16 +93,16 @@ class PackedWeight:
         self._multiply: Any = operations._linear_pointwise  # noqa: SLF001  # torch offers it under this name only
         self._bias = bias
         self.shape = (weight.shape[0], weight.shape[1], bias is not None)
-        self._custom = make_custom(weight, bias) if make_custom is not None else None
-        if self._custom is None:
+        self.custom = make_custom(weight, bias) if make_custom is not None else None
+        if self.custom is None:
             assert isinstance(weight, torch.Tensor), (
                 "a quantised one is refused where it has no product"
             )
             self._packed = operations._reorder_linear_weight(weight)  # noqa: SLF001
             self.custom_rows_max, self.size_bytes = 0, weight.nbytes
         else:
-            self._packed = self._custom.packed
-            self.custom_rows_max, self.size_bytes = self._custom.rows_max, self._custom.size_bytes
+            self._packed = self.custom.packed
+            self.custom_rows_max, self.size_bytes = self.custom.rows_max, self.custom.size_bytes
         self._type = weight.dtype
         self._sizes = sizes
         self._exact = frozenset(sizes)
@@ -106,8 +110,8 @@ class PackedWeight:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in]; returns [..., out]."""
         count, block = rows.numel() // self.shape[1], self._sizes[-1]
-        if self._custom is not None and count <= min(self.custom_rows_max, block):
-            return self._custom(rows)
+        if self.custom is not None and count <= min(self.custom_rows_max, block):
+            return self.custom(rows)
         if count in self._exact:
             exact: torch.Tensor = self._multiply(rows, self._packed, self._bias, "none", [], "")
             return exact
@@ -123,8 +127,8 @@ class PackedWeight:
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply at most a block of rows."""
         count = len(rows)
-        if self._custom is not None and count <= self.custom_rows_max:
-            return self._custom(rows)
+        if self.custom is not None and count <= self.custom_rows_max:
+            return self.custom(rows)
         wanted = padded_rows(count, self._sizes)
         if wanted > count:
             rows = functional.pad(rows, (0, 0, 0, wanted - count))

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From positions [4, 1, rows], of the text and on three axes, to cosines and sines [rows, head dim / 2]."""
+
+class Angles(Protocol):
+    """Makes angles of positions.
+
+    Attributes:
+        fixed: Whether a row's angles are the same whatever rows are beside it.
+    """
+
+    fixed: bool
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines [rows, head dim / 2] of positions [4, 1, rows], of the text and on three axes."""
+        ...
 
 
 def angles_of(rotary: Any, kind: str, *, axes: bool, dtype: torch.dtype) -> Angles:
@@ -25,6 +35,8 @@ class TextAngles:
     The frequencies and the factor are those that transformers initialises, whatever their kind (linear, yarn, llama3).
     Some kinds change them beyond an original length, and that length is then the longest context.
     """
+
+    fixed = True
 
     def __init__(self, rotary: Any, kind: str, dtype: torch.dtype) -> None:
         prefix = f"{kind}_" if kind else ""
@@ -51,11 +63,11 @@ class AxesAngles:
         # A frequency belongs to the axis that alone changes its angle.
         changed = sin[0, :, : self._half].ne(0)
         self._axes = changed.int().argmax(0)
-        self._plain = rotary.rope_type == "default" and bool((changed.sum(0) == 1).all())
+        self.fixed = rotary.rope_type == "default" and bool((changed.sum(0) == 1).all())
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines; see `Angles`."""
-        if self._plain:
+        if self.fixed:
             angles = positions[1:, 0].t().float().index_select(1, self._axes)
             angles *= self._rotary.inv_freq
             return _pair(angles, self._rotary.attention_scaling, self._dtype)

@@ -28,7 +28,10 @@ LOCK_S = 600.0
 _POLL_S = 0.2
 _KERNEL_FILES = [
     Path(__file__).parents[1] / name
-    for name in ("quantized/kernel.py", "quantized/integers.py", "low_rank/kernel.py")
+    for name in (
+        *("quantized/kernel.py", "quantized/integers.py", "low_rank/kernel.py"),
+        "decode_step/kernel.py",
+    )
 ]
 """Kernels whose sources do not name the folder."""
 

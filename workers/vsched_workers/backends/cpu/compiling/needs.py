@@ -14,6 +14,7 @@ from vsched_workers.backends.cpu.decode_attention import (
     kept_heads,
     use_threads,
 )
+from vsched_workers.backends.cpu.decode_step import whole_step
 from vsched_workers.backends.cpu.kernels import (
     activation,
     decode_attention,
@@ -118,6 +119,8 @@ def language_needs(
     cached = kept_heads(kv_dtype, slots=1)
     tag = decode_attention.score_tag(head_dim(config), USUAL_BLOCK, cached.dtype)
     yield needs("decode attention", threads, _operand_word(tag), kept)
+    if runs_here() and not made and not kinds and settings.ranks == 1:
+        yield needs("decode step", 1, _operand_word(operand()), _operand_word(tag), kept)
 
 
 def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Iterator[Need]:
@@ -180,6 +183,11 @@ def _load_decode(threads: int, word: str, kept: str) -> None:
     decode_attention.warm_up(_OPERANDS[word], cached, threads=threads)
 
 
+def _load_step(_threads: int, of_products: str, of_scores: str, kept: str) -> None:
+    cached = kept_heads(getattr(torch, kept), slots=1)
+    whole_step.compile_for(_OPERANDS[of_products], _OPERANDS[of_scores], cached)
+
+
 def _load_decode_of_modules(threads: int, kept: str) -> None:
     NumbaDecode(torch.float32, getattr(torch, kept), threads).warm_up()
 
@@ -220,6 +228,7 @@ KERNELS: Mapping[str, _Kernel] = {
     "rope": _Kernel(_load_rope, 3.0),
     "rope of patches": _Kernel(lambda threads: rope.warm_up_patches(threads=threads), 1.5),
     "decode attention": _Kernel(_load_decode, 15.0),
+    "decode step": _Kernel(_load_step, 3.0),
     "decode attention of modules": _Kernel(_load_decode_of_modules, 11.0),
     "attention of panels": _Kernel(lambda threads: panel_attention.warm_up(threads=threads), 6.0),
     "prefill attention": _Kernel(

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numba
+from numba.core import cgutils
 
 from vsched_workers.backends.cpu.kernel_store import keep_on_disk
 
@@ -102,3 +104,63 @@ def emits(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]
         return numba.extending.intrinsic(definition)
 
     return decorate
+
+
+class KernelCall:
+    """How compiled code calls a kernel by its address, of which it is told when it runs.
+
+    What a kernel calls by name is compiled into it once more, and need not have the same bits there. What it calls by
+    address is compiled once, for everybody.
+
+    Attributes:
+        call: The call, a function for compiled code: takes the address and the kernel's arguments.
+    """
+
+    def __init__(self, *parameters: Any) -> None:
+        """Take the numba types of the kernel's parameters; None is for any type, that of what is given."""
+        self._parameters = parameters
+        self.call: Any = self._call()
+
+    def address_of(self, kernel: Any, *given: Any) -> int:
+        """Return the address of a kernel, which is compiled now unless it was.
+
+        Args:
+            kernel: One variant of a kernel, as `compiled` made it.
+            given: An argument for each parameter of any type, in their order.
+        """
+        others = iter(given)
+        kinds = tuple(each or numba.typeof(next(others)) for each in self._parameters)
+        kernel.compile(kinds)
+        made = kernel.overloads[kinds]
+        address: int = made.library.get_pointer_to_function(made.fndesc.llvm_func_name)
+        return address
+
+    def _call(self) -> Any:
+        def definition(_context: Any, _address: Any, *given: Any) -> Any:
+            kinds = [
+                parameter or kind for parameter, kind in zip(self._parameters, given, strict=True)
+            ]
+
+            def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+                convention = context.call_conv
+                kind = convention.get_function_type(numba.types.none, kinds)
+                kernel = builder.inttoptr(values[0], kind.as_pointer())
+                status, _ = convention.call_function(
+                    builder, kernel, numba.types.none, kinds, values[1:]
+                )
+                with cgutils.if_unlikely(builder, status.is_error):
+                    convention.return_status_propagate(builder, status)
+                return context.get_dummy_value()
+
+            return numba.types.none(numba.intp, *kinds), generate
+
+        # numba asks a function for its parameters by name.
+        names = [
+            "context",
+            "address",
+            *(f"given_{place}" for place, _ in enumerate(self._parameters)),
+        ]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        told: Any = definition
+        told.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+        return numba.extending.intrinsic(definition)

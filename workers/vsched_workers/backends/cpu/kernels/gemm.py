@@ -52,6 +52,8 @@ PANEL = 64
 """Outputs of a panel."""
 PASS_ROWS = 6
 """Most rows of a pass: their sums, four vectors each, leave registers for four weights and one input."""
+OWN_ROWS_MAX = 16
+"""Most rows that the calling thread reads by itself: to wake the others for that takes longer."""
 _PAIR_BYTES = PANEL * 2 * 2
 """Bytes of two neighbouring inputs in a panel."""
 _PREFETCHED_LINES = (0, 1, 2, 4)
@@ -320,8 +322,12 @@ def multiply(
     `tag` is the dtype tag of the operands, `halves` 1 where panels lie in halves and else 0.
     """
     inputs = np.empty((rows, 2 * pairs), dtype=tag.dtype)
-    for row in numba.prange(rows):
-        read_row(rows_at + row * pairs * 4, inputs[row])
+    if rows <= OWN_ROWS_MAX:
+        for row in range(rows):
+            read_row(rows_at + row * pairs * 4, inputs[row])
+    else:
+        for row in numba.prange(rows):
+            read_row(rows_at + row * pairs * 4, inputs[row])
     panels = (outputs + PANEL - 1) // PANEL
     for thread in numba.prange(threads):
         first, stop = panels * thread // threads, panels * (thread + 1) // threads

@@ -1,0 +1,272 @@
+"""A step of decode rows in one call beside the same step layer by layer: the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+import numba
+
+from tests.parity.architectures import make_checkpoint
+from tests.workers.driver import Driver, Question, Stage
+from vsched.types import SamplingParams
+from vsched.worker.contract import Batch, SequenceState, WorkerSettings
+from vsched_workers.backends.cpu import language_layers, products
+from vsched_workers.backends.cpu.decode_step.angles import TABLE_POSITIONS
+from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
+from vsched_workers.backends.cpu.kernels.compilation import KernelCall, compiled
+from vsched_workers.backends.cpu.operand_choice import runs_here
+from vsched_workers.backends.reference.rotary_angles import AxesAngles
+from vsched_workers.batching.kv_cache import to_int8
+from vsched_workers.batching.step_rows import PromptPositions
+from vsched_workers.checkpoint import random_init
+from vsched_workers.plugin import plugin
+
+pytestmark = pytest.mark.skipif(not runs_here(), reason="products are of other kernels here")
+
+BLOCK = 16
+ROWS_MAX = 32
+FAR = TABLE_POSITIONS + 20
+"""Tokens of the longest context: angles of its last row are not in the table."""
+
+_PANELS: Mapping[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+MAKES: Mapping[str, Mapping[str, Any]] = {
+    "tiny25": {},
+    "tiny3": {},
+    "llama": {**_PANELS, "attention_bias": True, "mlp_bias": True},
+    "gemma2": {**_PANELS, "attn_logit_softcapping": 2.0},
+    "gemma3_text": _PANELS,
+    "granite": _PANELS,
+    "olmo2": {**_PANELS, "tie_word_embeddings": True},
+}
+"""Names of checkpoints or architectures, with sizes of which weights lie in whole panels.
+
+Between them: positions on three axes, norms of heads and of all heads at once, biases, norms after, soft caps, windows,
+frequencies by kinds of layers, and factors.
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    root = tmp_path_factory.mktemp("makes")
+
+    def make(name: str) -> str:
+        path: Path = root / name
+        if not path.exists():
+            if name.startswith("tiny"):
+                random_init.make_checkpoint(str(path), name, dtype="bfloat16")
+            else:
+                make_checkpoint(name, path, **MAKES[name])
+        return str(path)
+
+    return make
+
+
+def load(path: str, *, threads: int = 1, kv_dtype: str = "auto", **given: Any) -> Any:
+    """Load a model with a cache in which there is something."""
+    info = plugin.inspect(path, dtype="bfloat16", item_tokens_max=0)
+    info = info.with_int8_kv if kv_dtype == "int8" else info
+    settings = WorkerSettings(threads=threads, **given)
+    worker: Any = plugin.load_generator(info, settings, lambda _label, _fraction: None)
+    worker.build_kv(blocks=ROWS_MAX * 4 + FAR // BLOCK, block_size=BLOCK)
+    generator = torch.Generator().manual_seed(0)
+    for kept in (*worker._cache.keys, *worker._cache.values):
+        slots, heads, width = kept.shape
+        of_8_bits = kept.dtype == torch.int8
+        drawn = torch.randn(slots, heads, width - 2 * of_8_bits, generator=generator)
+        kept.copy_(to_int8(drawn) if of_8_bits else drawn)
+    return worker
+
+
+def batch_of(rows: int, *, delta: int = 0) -> Batch:
+    """Return a step of decode rows: one with a far position, and others behind the start or the end of a block.
+
+    Positions are `delta` behind places in the text.
+    """
+    lengths = np.array([[1, BLOCK, BLOCK + 1, 40, 5][row % 5] for row in range(rows)])
+    lengths[-1] = (FAR, TABLE_POSITIONS)[rows % 2]
+    tables = np.zeros((rows, FAR // BLOCK + 1), dtype=np.int32)
+    blocks = iter(np.random.default_rng(rows).permutation(ROWS_MAX * 4 + FAR // BLOCK))
+    for table, length in zip(tables, lengths, strict=True):
+        for index in range(-(-length // BLOCK)):
+            table[index] = next(blocks)
+    sequences = [
+        SequenceState(
+            number=row,
+            tokens=np.zeros(FAR + 1, dtype=np.int32),
+            length=int(length),
+            prompt_length=1,
+            items=[],
+            sampling=SamplingParams(temperature=0.0),
+            stop_token_ids=frozenset(),
+            state=PromptPositions(np.zeros((3, 1), dtype=np.int64), delta * (length > -delta)),
+        )
+        for row, length in enumerate(lengths)
+    ]
+    return Batch(
+        decode_slots=np.arange(rows, dtype=np.int32),
+        decode_tokens=np.random.default_rng(rows).integers(3, 290, rows).astype(np.int32),
+        decode_positions=(lengths - 1).astype(np.int32),
+        decode_sequences=sequences,
+        block_tables=tables,
+        embeddings=np.zeros((1, 1, 0), dtype=np.uint8),
+        chunks=[],
+        special=[],
+    )
+
+
+def step(worker: Any, batch: Batch) -> tuple[list[int], torch.Tensor, list[torch.Tensor]]:
+    """Run a step; return its tokens, its hidden states and the cache, which is put back as it was."""
+    cache = [*worker._cache.keys, *worker._cache.values]
+    before = [each.clone() for each in cache]
+    head, seen = worker._head, []
+
+    def watch(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden.clone())
+        logits: torch.Tensor = head(hidden)
+        return logits
+
+    worker._head = watch
+    try:
+        tokens = worker.step(batch).tokens.tolist()
+    finally:
+        worker._head = head
+    after = [each.clone() for each in cache]
+    for each, old in zip(cache, before, strict=True):
+        each.copy_(old)
+    return tokens, seen[0], after
+
+
+def check(worker: Any, monkeypatch: pytest.MonkeyPatch, *, delta: int = 0) -> None:
+    """Check that steps of several numbers of rows are one call, with the bits of many."""
+    whole = worker._layers._whole_step
+    spy = mock.Mock(wraps=whole, rows_max=whole.rows_max, inner=whole.inner)
+    for rows in (1, 2, 7, 17, ROWS_MAX):
+        batch = batch_of(rows, delta=delta)
+        found = []
+        for chosen in (None, spy):
+            monkeypatch.setattr(worker._layers, "_whole_step", chosen)
+            found.append(step(worker, batch))
+        (tokens, hidden, cache), other = found
+        assert spy.call_count == 1
+        spy.reset_mock()
+        assert hidden.float().abs().mean() > 0.01
+        assert torch.equal(hidden, other[1])
+        assert tokens == other[0]
+        assert all(torch.equal(*pair) for pair in zip(cache, other[2], strict=True))
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MAKES)
+def test_one_call_has_the_bits_of_many(
+    name: str,
+    threads: int,
+    kv_dtype: str,
+    checkpoint: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check(load(checkpoint(name), threads=threads, kv_dtype=kv_dtype), monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_call_has_the_bits_of_many_where_all_kernels_are_parallel(
+    threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where float32 is multiplied faster, and weights are packed by ourselves."""
+    monkeypatch.setattr(language_layers, "PARALLEL_VALUES_MIN", 0)
+    monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
+    monkeypatch.setattr(products, "operand", lambda: FLOAT32)
+    check(load(checkpoint("olmo2"), threads=threads), monkeypatch)
+
+
+def test_positions_behind_images_are_those_of_axes(
+    checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token's place in the text is another than its position."""
+    check(load(checkpoint("tiny25")), monkeypatch, delta=-9)
+
+
+def test_angles_that_depend_on_other_rows_are_not_looked_up(
+    checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AxesAngles, "fixed", property(lambda _: False, lambda *_: None), False)
+    check(load(checkpoint("tiny25")), monkeypatch)
+
+
+def test_other_steps_go_layer_by_layer(
+    checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those with chunks, of more rows than our own product takes, through some layers, or of other blocks."""
+    stage = Stage.load(checkpoint("tiny25"), attention="auto", dtype="bfloat16")
+    worker: Any = stage.generator
+    whole = worker._layers._whole_step
+    spy = mock.Mock(wraps=whole, rows_max=whole.rows_max, inner=whole.inner)
+    monkeypatch.setattr(worker._layers, "_whole_step", spy)
+    Driver(stage, chunk=20).run([Question("Say something.", count=4)])
+    assert not spy.called, "scores of blocks of 4 are not those that it was compiled for"
+    worker = load(checkpoint("tiny25"))
+    monkeypatch.setattr(worker._layers, "_whole_step", spy)
+    with worker.first_layers(1):
+        worker.step(batch_of(2))
+    spy.rows_max = 1
+    worker.step(batch_of(2))
+    assert not spy.called
+    spy.rows_max = 2
+    worker.step(batch_of(2))
+    assert spy.called
+
+
+def test_deterministic_models_have_no_such_step(checkpoint: Callable[[str], str]) -> None:
+    """Their rows attend by another kernel."""
+    worker = load(checkpoint("tiny25"), deterministic=True)
+    assert worker._layers._whole_step is None
+
+
+def test_a_kernel_is_told_its_parameters_by_one_signature() -> None:
+    """What a caller's arguments are made into is what the kernel was compiled for."""
+    call = KernelCall(numba.float64, None)
+    called: Any = call.call
+
+    @compiled()
+    def kernel(value: float, out: Any) -> None:
+        out[0] = value / 2
+
+    @compiled()
+    def caller(address: int, value: Any, out: Any) -> None:
+        called(address, value, out)
+
+    out = np.zeros(1, dtype=np.float32)
+    address = call.address_of(kernel, out)
+    caller(address, 3, out)  # a whole number, which becomes a float
+    assert out[0] == 1.5
+    with pytest.raises(numba.TypingError):
+        caller(address, "three", out)
+
+
+def test_what_a_called_kernel_raises_is_raised() -> None:
+    call = KernelCall(numba.int64)
+    called: Any = call.call
+
+    @compiled()
+    def kernel(value: int) -> None:
+        if value > 2:
+            raise ValueError("too large")
+
+    @compiled()
+    def caller(address: int, value: int) -> None:
+        called(address, value)
+
+    address = call.address_of(kernel)
+    caller(address, 2)
+    with pytest.raises(ValueError, match="too large"):
+        caller(address, 3)

@@ -1,0 +1,295 @@
+"""A step of decode rows through all layers of a language model, in one call.
+
+A small model's step is some hundred calls of kernels, each of a few microseconds, and Python takes as long again to
+make one. Here compiled code makes them. The kernels are those of `kernels/`, called by their addresses
+(`compilation.KernelCall`), so their results have the same bits as when Python calls them, whether one thread runs a
+kernel or all, and this function is compiled within a second or two.
+
+What is the same in every step is in tables of records: the layers' products, norms and heads.
+"""
+
+# numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
+# mypy: disable-error-code="untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from vsched_workers.backends.cpu.kernels.compilation import KernelCall, compiled
+from vsched_workers.backends.cpu.kernels.gemm import PASS_ROWS
+from vsched_workers.backends.cpu.kernels.norm import NORM
+from vsched_workers.backends.cpu.kernels.rope import HEADS, RopeRows, no_rows
+
+MODEL = np.dtype(
+    [
+        ("hidden", np.int64),
+        ("inner", np.int64),
+        ("queries", np.int64),
+        ("keys", np.int64),
+        ("adds_plainly", np.int64),
+        ("norms_all_heads", np.int64),
+        ("factor", np.float32),
+        ("threads", np.int64),
+    ]
+)
+"""What the layers of a model have in common, an array of one record.
+
+`hidden`, `inner`, `queries` and `keys` are values of a row: of the hidden states, of the gate, and of all heads of
+queries and of keys. `adds_plainly`, `norms_all_heads` and `factor` (of what is added) are as in `Decoder`.
+"""
+
+PRODUCT = np.dtype(
+    [
+        ("pairs", np.int64),
+        ("weight_at", np.int64),
+        ("halves", np.int64),
+        ("outputs", np.int64),
+        ("bias_at", np.int64),
+    ]
+)
+"""A product, as `gemm.multiply` wants it."""
+
+PRODUCTS = QKV, OUTPUT, GATE, UP, DOWN = 0, 1, 2, 3, 4
+"""The products of a layer, by their places in its row of the table."""
+
+NORMS = BEFORE_ATTENTION, AFTER_ATTENTION, BEFORE_FEED_FORWARD, AFTER_FEED_FORWARD = 0, 1, 2, 3
+"""The norms of a layer, likewise. Behind the last layer's stands that of the model."""
+
+KERNELS = ADD_NORM, NORM_PARTS, MULTIPLY, MULTIPLY_ALONE, ACTIVATION, DECODE = 0, 1, 2, 3, 4, 5
+"""The kernels that are called, by their places in the table of addresses: a product on all threads, and on one."""
+
+ALONE_MAX = 1 << 18
+"""A product of fewer weights, times passes, runs on one thread: to wake another takes as long as to multiply 2^17."""
+
+_LONG, _SINGLE = numba.int64, numba.float32
+_NORMS = numba.typeof(np.empty(1, dtype=NORM))
+
+CALL_ADD_NORM = KernelCall(_LONG, _LONG, _LONG, _LONG, _SINGLE, _LONG, _LONG)
+CALL_ADD_NORMED = KernelCall(_LONG, _LONG, _NORMS, _SINGLE, _NORMS, _LONG, _LONG, _LONG)
+CALL_NORM_PARTS = KernelCall(_LONG, _LONG, _LONG, _NORMS, _LONG)
+CALL_MULTIPLY = KernelCall(_LONG, None, *[_LONG] * 8)
+CALL_ACTIVATION = KernelCall(*[_LONG] * 4)
+CALL_DECODE = KernelCall(
+    _LONG,
+    _LONG,
+    numba.typeof(np.empty(1, dtype=HEADS)),
+    numba.typeof(no_rows()),
+    None,
+    None,
+    numba.typeof(np.empty((1, 1), dtype=np.int32)),
+    numba.typeof(np.empty(1, dtype=np.int32)),
+    _LONG,
+    _LONG,
+    None,
+)
+_add_norm, _add_normed = CALL_ADD_NORM.call, CALL_ADD_NORMED.call
+_norm_parts, _multiply = CALL_NORM_PARTS.call, CALL_MULTIPLY.call
+_activate, _decode = CALL_ACTIVATION.call, CALL_DECODE.call
+
+
+class Tables(NamedTuple):
+    """What is the same in every step.
+
+    Attributes:
+        model: `MODEL`, [1].
+        products: `PRODUCT`, [layers, 5], in the order of `PRODUCTS`.
+        norms: `NORM`, [4 * layers + 1], in the order of `NORMS`.
+        head_norms: `NORM`, [2 * layers]: of all queries, and of all keys.
+        heads: `HEADS`, [layers].
+        places: Of each layer, which of the kinds of layers it is, and its place in the cache, int64 [layers, 2].
+    """
+
+    model: npt.NDArray[Any]
+    products: npt.NDArray[Any]
+    norms: npt.NDArray[Any]
+    head_norms: npt.NDArray[Any]
+    heads: npt.NDArray[Any]
+    places: npt.NDArray[np.int64]
+
+
+class DecodeRows(NamedTuple):
+    """The rows of a step.
+
+    Attributes:
+        cos: Cosines of the angles of each row, for each kind of layers, bfloat16 [kinds, rows, head dim / 2].
+        sin: Sines, likewise.
+        slots: The slot of each row's key and value, int64 [rows].
+        tables: Block tables, int32 [rows, blocks].
+        contexts: Tokens that a row attends to, int32 [rows].
+        shares: See `decode_attention.decode`.
+    """
+
+    cos: npt.NDArray[np.uint16]
+    sin: npt.NDArray[np.uint16]
+    slots: npt.NDArray[np.int64]
+    tables: npt.NDArray[np.int32]
+    contexts: npt.NDArray[np.int32]
+    shares: int
+
+
+class Places(NamedTuple):
+    """Where rows lie: addresses of bfloat16.
+
+    Attributes:
+        hidden: The hidden states, [rows, hidden].
+        normed: Their norms, of the same shape.
+        attended: What attention makes of each, [rows, queries].
+        wide: First queries, keys and values, and then the gate: [rows, the larger of both].
+        other: What is gated, and what is added: [rows, the larger of both].
+    """
+
+    hidden: int
+    normed: int
+    attended: int
+    wide: int
+    other: int
+
+
+def _pointing(_context: Any, _address: Any, like: Any) -> Any:
+    """Take an address for that of values as an array has them."""
+    pointer = numba.types.CPointer(like.dtype)
+
+    def point(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(pointer))
+
+    return pointer(numba.intp, like), point
+
+
+_pointer_to: Any = numba.extending.intrinsic(_pointing)
+
+
+@compiled()
+def _array_at(address: int, like: Any) -> Any:
+    """Return the array at an address that has the shape and the type of another."""
+    return numba.carray(_pointer_to(address, like), like.shape)  # type: ignore[attr-defined]  # it has no stub
+
+
+@compiled()
+def _product(
+    kernels: Any, tag: Any, tables: Tables, place: Any, rows_at: int, rows: int, out_at: int
+) -> None:
+    product = tables.products[place[0], place[1]]
+    passes = (rows + PASS_ROWS - 1) // PASS_ROWS
+    alone = 2 * product.pairs * product.outputs * passes < ALONE_MAX
+    _multiply(
+        kernels[MULTIPLY_ALONE] if alone else kernels[MULTIPLY],
+        1 if alone else tables.model[0].threads,
+        tag,
+        rows_at,
+        rows,
+        product.pairs,
+        product.weight_at,
+        product.halves,
+        product.outputs,
+        product.bias_at,
+        out_at,
+    )
+
+
+@compiled()
+def _add(
+    kernels: Any, tables: Tables, at: Places, rows: int, delta_at: int, added: int, norm: int
+) -> None:
+    """Add what lies at an address, normed by one of the norms, to the hidden states, and norm these by another."""
+    model, norms = tables.model[0], tables.norms
+    if model.adds_plainly:
+        _add_norm(
+            kernels[ADD_NORM],
+            at.hidden,
+            delta_at,
+            norms[norm].weight_at,
+            model.hidden,
+            norms[norm].eps,
+            at.normed,
+            rows,
+        )
+    else:
+        _add_normed(
+            kernels[ADD_NORM],
+            at.hidden,
+            delta_at,
+            norms[added : added + 1],
+            model.factor,
+            norms[norm : norm + 1],
+            model.hidden,
+            at.normed,
+            rows,
+        )
+
+
+@compiled()
+def _norm_heads(kernels: Any, tables: Tables, layer: int, qkv_at: int, rows: int) -> None:
+    """Norm the queries of each row, all heads at once, and the keys."""
+    model = tables.model[0]
+    row_bytes = 2 * (model.queries + 2 * model.keys)
+    norms, place = tables.head_norms, 2 * layer
+    _norm_parts(
+        kernels[NORM_PARTS], qkv_at, row_bytes, model.queries, norms[place : place + 1], rows
+    )
+    keys_at = qkv_at + 2 * model.queries
+    _norm_parts(
+        kernels[NORM_PARTS], keys_at, row_bytes, model.keys, norms[place + 1 : place + 2], rows
+    )
+
+
+@compiled()
+def run_layers(
+    kernels: Any,
+    tag: Any,
+    score_tag: Any,
+    tables: Tables,
+    rows: DecodeRows,
+    at: Places,
+    kept_at: Any,
+    kept: Any,
+    block_size: int,
+) -> None:
+    """Take rows through all layers: from the hidden states to the norms of the last ones.
+
+    Args:
+        kernels: The addresses of the kernels, int64, in the order of `KERNELS`.
+        tag: The dtype tag of the operands of products.
+        score_tag: That of scores (`decode_attention.score_tag`).
+        tables: What is the same in every step.
+        rows: The rows.
+        at: Where they lie.
+        kept_at: The addresses of each layer's keys and values, int64 [layers, 2].
+        kept: An array that has the shape and the type of all these.
+        block_size: Slots of a block.
+    """
+    count = len(rows.slots)
+    model = tables.model[0]
+    _add(kernels, tables, at, count, 0, 0, 0)
+    for layer in range(len(tables.heads)):
+        _product(kernels, tag, tables, (layer, QKV), at.normed, count, at.wide)
+        if model.norms_all_heads:
+            _norm_heads(kernels, tables, layer, at.wide, count)
+        kind, place = tables.places[layer, 0], tables.places[layer, 1]
+        _decode(
+            kernels[DECODE],
+            at.wide,
+            at.attended,
+            tables.heads[layer : layer + 1],
+            RopeRows(rows.cos[kind], rows.sin[kind], rows.slots),
+            _array_at(kept_at[place, 0], kept),
+            _array_at(kept_at[place, 1], kept),
+            rows.tables,
+            rows.contexts,
+            block_size,
+            rows.shares,
+            score_tag,
+        )
+        norm = len(NORMS) * layer
+        _product(kernels, tag, tables, (layer, OUTPUT), at.attended, count, at.other)
+        _add(
+            kernels, tables, at, count, at.other, norm + AFTER_ATTENTION, norm + BEFORE_FEED_FORWARD
+        )
+        _product(kernels, tag, tables, (layer, GATE), at.normed, count, at.wide)
+        _product(kernels, tag, tables, (layer, UP), at.normed, count, at.other)
+        _activate(kernels[ACTIVATION], at.wide, at.other, count, model.inner)
+        _product(kernels, tag, tables, (layer, DOWN), at.wide, count, at.other)
+        _add(kernels, tables, at, count, at.other, norm + AFTER_FEED_FORWARD, norm + len(NORMS))

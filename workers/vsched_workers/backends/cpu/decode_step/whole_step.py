@@ -1,0 +1,231 @@
+"""A step of decode rows in one call: the tables of a model's layers, and the call of `kernel.run_layers`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vsched_workers.backends.cpu.decode_attention import shares_of
+from vsched_workers.backends.cpu.decode_step.angles import StepAngles
+from vsched_workers.backends.cpu.decode_step.kernel import (
+    CALL_ACTIVATION,
+    CALL_ADD_NORM,
+    CALL_ADD_NORMED,
+    CALL_DECODE,
+    CALL_MULTIPLY,
+    CALL_NORM_PARTS,
+    MODEL,
+    PRODUCT,
+    DecodeRows,
+    Places,
+    Tables,
+    run_layers,
+)
+from vsched_workers.backends.cpu.kernels.compilation import Threaded
+from vsched_workers.backends.cpu.kernels.decode_attention import decode
+from vsched_workers.backends.cpu.kernels.gemm import multiply
+from vsched_workers.backends.cpu.kernels.norm import NORM, add_norm, add_normed, norm_parts
+from vsched_workers.backends.cpu.kernels.rope import HEADS
+from vsched_workers.backends.cpu.products import PanelProduct
+from vsched_workers.backends.reference.packed_weights import FEW_ROWS, PackedWeight
+
+if TYPE_CHECKING:
+    from vsched_workers.backends.cpu.decoder_norms import Norm
+    from vsched_workers.batching.paged_attention import PagedStep
+
+_LINE_VALUES = 32
+"""bfloat16 values of a line of memory, at which rows of each kind begin."""
+
+
+class Traits(NamedTuple):
+    """What kernels a model's steps need, and how they add.
+
+    Attributes:
+        activation: The kernel of the feed-forward.
+        adds_plainly: As in `Decoder`; `norms_all_heads` likewise.
+        factor: What is added is multiplied with it.
+        threads: Threads of the kernels.
+        kept: An array as the cache's are.
+        score_tag: The dtype tag that keys are scored in.
+    """
+
+    activation: Threaded
+    adds_plainly: bool
+    norms_all_heads: bool
+    factor: np.float32
+    threads: int
+    kept: npt.NDArray[Any]
+    score_tag: npt.NDArray[Any]
+
+
+class Many(NamedTuple):
+    """Which kernels run on all threads in a step: those of hidden states, of the gate, and of attention."""
+
+    hidden: bool
+    inner: bool
+    attention: bool
+
+
+class WholeStep:
+    """Runs steps of decode rows through layers whose products are all of panels.
+
+    Attributes:
+        rows_max: The most rows of a step.
+        inner: Values of a row of the gate.
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], last: Norm, traits: Traits, angles: StepAngles
+    ) -> None:
+        """Take layers (`language_layers`), which must outlive it, for which `fits` is true, and the last norm."""
+        first, self._traits, self._angles = layers[0], traits, angles
+        attention = first.attention
+        products = [[_product_of(each) for each in _products(layer)] for layer in layers]
+        self.rows_max = min(FEW_ROWS[-1], *(each.rows_max for row in products for each in row))
+        self._tag = products[0][0].tag
+        self._heads, self._kv_heads = attention.heads, attention.kv_heads
+        self._queries = attention.heads * attention.head_dim
+        keys = attention.kv_heads * attention.head_dim
+        inner = self.inner = first.gate.shape[0]
+        model = (
+            *(last.width, inner, self._queries, keys),
+            *(traits.adds_plainly, traits.norms_all_heads, traits.factor, traits.threads),
+        )
+        norms = [
+            norm for each in layers for norm in (each.norm, each.attended, each.middle, each.fed)
+        ]
+        self._tables = Tables(
+            np.array([model], dtype=MODEL),
+            np.array([[each.record for each in row] for row in products], dtype=PRODUCT),
+            np.concatenate([each.record for each in (*norms, last)]),
+            np.concatenate([norm.record for each in layers for norm in each.head_norms]),
+            np.concatenate([each.heads for each in layers]),
+            np.array([(each.kind, each.attention.index) for each in layers]),
+        )
+        self._wide = max(self._queries + 2 * keys, inner)
+        self._other = max(last.width, inner)
+        self._addresses = _addresses(traits, self._tag)
+        self._chosen: dict[Many, npt.NDArray[np.int64]] = {}
+        compile_for(self._tag, traits.score_tag, traits.kept)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        step: PagedStep,
+        many: Many,
+    ) -> torch.Tensor:
+        """Return the norms of the hidden states that the last layer makes of rows.
+
+        Shape: hidden [rows, hidden], which is overwritten; positions [4, 1, rows]; returns [rows, hidden].
+        """
+        count = len(hidden)
+        normed = torch.empty_like(hidden)
+        widths = [_whole_lines(count * each) for each in (self._queries, self._wide, self._other)]
+        room = hidden.new_empty(sum(widths))
+        room_at = room.data_ptr()
+        wide_at = room_at + 2 * widths[0]
+        threads = self._traits.threads if many.attention else 1
+        rows = DecodeRows(
+            *self._angles(positions),
+            step.slots.numpy(),
+            step.tables,
+            step.contexts,
+            shares_of(count, self._kv_heads, threads),
+        )
+        at = Places(hidden.data_ptr(), normed.data_ptr(), room_at, wide_at, wide_at + 2 * widths[1])
+        run_layers(
+            self._kernels(many),
+            self._tag,
+            self._traits.score_tag,
+            self._tables,
+            rows,
+            at,
+            step.cache.addresses,
+            step.cache.arrays[0][0],
+            step.cache.block_size,
+        )
+        return normed
+
+    def _kernels(self, many: Many) -> npt.NDArray[np.int64]:
+        """Return the addresses of kernels, on one thread or on all."""
+        if many not in self._chosen:
+            products = self._traits.threads > 1
+            parallel = many.hidden, many.hidden, products, False, many.inner, many.attention
+            found = [both[each] for both, each in zip(self._addresses, parallel, strict=True)]
+            self._chosen[many] = np.array(found)
+        return self._chosen[many]
+
+
+def fits(layers: Sequence[Any]) -> bool:
+    """Return whether layers can be run so: all products are of panels, and layers are of one size."""
+    if not layers:
+        return False
+    for layer in layers:
+        for each in _products(layer):
+            if not isinstance(each, PackedWeight) or not isinstance(each.custom, PanelProduct):
+                return False
+    return len({tuple(each.shape for each in _products(layer)) for layer in layers}) == 1
+
+
+def compile_for(tag: npt.NDArray[Any], score_tag: npt.NDArray[Any], kept: npt.NDArray[Any]) -> None:
+    """Compile `run_layers` for the dtype tags of products and scores, and such a cache."""
+    none = np.empty(0, dtype=np.int64)
+    norms, halves = np.empty(0, dtype=NORM), np.empty((0, 0, 0), dtype=np.uint16)
+    given = (
+        none,
+        tag,
+        score_tag,
+        Tables(
+            np.empty(0, dtype=MODEL),
+            np.empty((0, 0), dtype=PRODUCT),
+            norms,
+            norms,
+            np.empty(0, dtype=HEADS),
+            np.empty((0, 0), dtype=np.int64),
+        ),
+        DecodeRows(
+            *(halves, halves, none, np.empty((0, 0), dtype=np.int32)),
+            *(np.empty(0, dtype=np.int32), 1),
+        ),
+        Places(0, 0, 0, 0, 0),
+        np.empty((0, 0), dtype=np.int64),
+        kept,
+        1,
+    )
+    run_layers.compile(tuple(numba.typeof(each) for each in given))
+
+
+def _addresses(traits: Traits, tag: npt.NDArray[Any]) -> list[tuple[int, ...]]:
+    """Return for each of `kernel.KERNELS` its addresses: for one thread, and, where there are more, for all."""
+
+    def of(call: Any, given: Threaded, *types: Any) -> tuple[int, ...]:
+        return tuple(call.address_of(each, *types) for each in given.needed(traits.threads))
+
+    kept, products = traits.kept, of(CALL_MULTIPLY, multiply, tag)
+    return [
+        of(CALL_ADD_NORM, add_norm) if traits.adds_plainly else of(CALL_ADD_NORMED, add_normed),
+        of(CALL_NORM_PARTS, norm_parts) if traits.norms_all_heads else (0, 0),
+        products,
+        products,
+        of(CALL_ACTIVATION, traits.activation),
+        of(CALL_DECODE, decode, kept, kept, traits.score_tag),
+    ]
+
+
+def _products(layer: Any) -> tuple[Any, ...]:
+    return layer.qkv, layer.output, layer.gate, layer.up, layer.down
+
+
+def _product_of(weight: PackedWeight) -> PanelProduct:
+    assert isinstance(weight.custom, PanelProduct), "`fits` was asked"
+    return weight.custom
+
+
+def _whole_lines(values: int) -> int:
+    return -(-values // _LINE_VALUES) * _LINE_VALUES
