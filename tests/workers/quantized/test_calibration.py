@@ -23,6 +23,7 @@ from tests.parity.compare import CHUNK, OUTPUTS, prompts, tokens_of
 from tests.workers.driver import Driver, Question, Stage, drawn_image
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
+from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.parallel.slicing import cut_of
 from vsched_workers.plugin import TransformersPlugin
 from vsched_workers.quantized.calibration import (
@@ -277,3 +278,17 @@ def test_another_weight_makes_another_digest(tmp_path: Path) -> None:
         save_arrays({"a": np.full(8, value, np.float32)}, tmp_path / "model.safetensors")
         digests.add(checkpoint_digest(tmp_path))
     assert len(digests) == 3
+
+
+def test_a_calibration_beside_the_weights_is_none_of_them(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    make_checkpoint("llama", folder)
+    before, digest = describe_checkpoint(str(folder)), checkpoint_digest(folder)
+    write_calibration(
+        folder / "calibration.safetensors",
+        folder,
+        {"language": {"layer": np.ones(8, np.float32)}},
+        {},
+    )
+    assert describe_checkpoint(str(folder)) == before
+    assert checkpoint_digest(folder) == digest

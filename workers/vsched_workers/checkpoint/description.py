@@ -13,6 +13,7 @@ from vsched.errors import CheckpointError
 from vsched.worker.capabilities import CheckpointDescription
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.tokenizer_files import chat_templates, tokenizer_files
+from vsched_workers.checkpoint.weights import weight_files
 from vsched_workers.families import language_family, model_type_of
 from vsched_workers.families.decoder import SLIDING
 from vsched_workers.families.generic import read_config
@@ -53,7 +54,7 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
     stated = config.get("architectures")
     parameters: Counter[str] = Counter()
     types: Counter[str] = Counter()
-    files = sorted(directory.glob("*.safetensors"))
+    files = weight_files(directory)
     bits: dict[str, Counter[str]] = {"vision": Counter(), "language": Counter()}
     is_quantized = stated_quantization(config) is not None
     for name, shape, dtype in _tensors(files):

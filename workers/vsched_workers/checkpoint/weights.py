@@ -97,6 +97,15 @@ class WeightIndex:
         return found
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files that hold a checkpoint's weights, whatever else lies beside them; none that cannot be told."""
+    try:
+        files = WeightIndex.open(directory).files
+    except CheckpointError:
+        return []
+    return [directory / name for name in sorted(set(files.values()))]
+
+
 def _read_index(directory: Path) -> dict[str, str]:
     files = read_json(directory, INDEX_FILE).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
