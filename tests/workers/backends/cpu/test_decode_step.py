@@ -19,6 +19,7 @@ from tests.parity.architectures import make_checkpoint
 from tests.workers.driver import Driver, Question, Stage
 from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, SequenceState, WorkerSettings
+from vsched_workers.adapters.rows import NOBODY, PassRows
 from vsched_workers.backends.cpu import language_layers, products
 from vsched_workers.backends.cpu.decode_step.angles import TABLE_POSITIONS
 from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
@@ -206,7 +207,7 @@ def test_angles_that_depend_on_other_rows_are_not_looked_up(
 def test_other_steps_go_layer_by_layer(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those with chunks, of more rows than our own product takes, through some layers, or of other blocks."""
+    """Those with chunks, adapters, more rows than our own product takes, through some layers, or of other blocks."""
     stage = Stage.load(checkpoint("tiny25"), attention="auto", dtype="bfloat16")
     worker: Any = stage.generator
     whole = worker._layers._whole_step
@@ -217,6 +218,9 @@ def test_other_steps_go_layer_by_layer(
     worker = load(checkpoint("tiny25"))
     monkeypatch.setattr(worker._layers, "_whole_step", spy)
     with worker.first_layers(1):
+        worker.step(batch_of(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(worker._layers.passes, "rows", PassRows(np.full(2, NOBODY)))
         worker.step(batch_of(2))
     spy.rows_max = 1
     worker.step(batch_of(2))
