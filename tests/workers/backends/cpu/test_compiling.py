@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -19,9 +19,11 @@ import torch
 from tests.patience import PATIENCE_S
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.compiling import ahead, children
+from vsched_workers.backends.cpu.compiling import needs as needs_module
 from vsched_workers.backends.cpu.compiling.ahead import compile_ahead, expected_s, missing
 from vsched_workers.backends.cpu.compiling.needs import Need, language_needs, needs, tower_needs
 from vsched_workers.checkpoint.random_init import make_checkpoint
+from vsched_workers.families.decoder import Decoder
 
 GREEDY, NORM = needs("greedy sampler", 1), needs("norm", 1)
 LEFT = """
@@ -152,6 +154,34 @@ def test_needs_follow_settings() -> None:
     assert [*tower_needs(WorkerSettings(), torch.float32, None)] == []
 
 
+def test_a_step_in_one_call_is_needed_where_products_are_our_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And with several threads the kernels of whole numbers for one thread, too: small products run on that."""
+    config, dtype = SimpleNamespace(head_dim=64, hidden_act="silu"), torch.bfloat16
+
+    def of(kinds: Sequence[str] = (), **given: Any) -> set[Need]:
+        settings = WorkerSettings(**given)
+        return {*language_needs(settings, dtype, dtype, config, Decoder(), kinds)}
+
+    def has_step(kinds: Sequence[str] = (), **given: Any) -> bool:
+        return "decode step" in {each.kernel for each in of(kinds, **given)}
+
+    alone = needs("product", 1, "bfloat16", "int4", "int8")
+    assert alone in of(weights="int4", threads=2, activations="int8")
+    assert alone in of(["int4"], threads=2, activations="int8")
+    assert alone not in of(weights="int4", threads=2, activations="float")
+    for has_dot, has_onednn in ((True, True), (False, True), (False, False)):
+        monkeypatch.setattr(needs_module, "runs_here", lambda has_dot=has_dot: has_dot)
+        monkeypatch.setattr(needs_module, "packs", lambda _, has=has_onednn: has)
+        assert has_step() == (has_dot or not has_onednn)
+        assert (needs("product of panels", 1) in of(threads=2)) == has_dot
+        for given in ({"weights": "int8"}, {"kinds": ["fp8"]}):
+            assert has_step(**given)
+            assert not has_step(**given, deterministic=True)
+            assert not has_step(**given, ranks=2)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(5 * PATIENCE_S)
 @pytest.mark.parametrize(
@@ -160,8 +190,9 @@ def test_needs_follow_settings() -> None:
         ("nano25", "bfloat16", {}),
         ("nano25", "float32", {"weights": "int4"}),
         ("nano3", "bfloat16", {"weights": "int8", "threads": 2, "adapters": 1}),
+        ("nano25", "bfloat16", {"weights": "int4"}),
     ],
-    ids=["bfloat16", "int4", "int8 and adapters"],
+    ids=["bfloat16", "int4 in float32", "int8 and adapters", "int4"],
 )
 def test_ranks_find_all_that_they_need(
     size: str, dtype: str, given: dict[str, Any], tmp_path: Path

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,22 +19,32 @@ pytest.importorskip("numba")
 import numba
 
 from tests.parity.architectures import make_checkpoint
+from tests.workers.backends.cpu.test_quantized_products import weight_of
 from tests.workers.driver import Driver, Question, Stage
 from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, SequenceState, WorkerSettings
 from vsched_workers.adapters.rows import NOBODY, PassRows
 from vsched_workers.backends.cpu import language_layers, products
 from vsched_workers.backends.cpu.decode_step.angles import TABLE_POSITIONS
+from vsched_workers.backends.cpu.decode_step.kernel import FLOATS, PANELS, WHOLE_NUMBERS
+from vsched_workers.backends.cpu.decode_step.whole_step import fits
 from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
 from vsched_workers.backends.cpu.kernels.compilation import KernelCall, compiled
 from vsched_workers.backends.cpu.operand_choice import runs_here
+from vsched_workers.backends.cpu.products import panel_product
+from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.reference.packed_weights import PackedWeight, packs
 from vsched_workers.backends.reference.rotary_angles import AxesAngles
 from vsched_workers.batching.kv_cache import to_int8
 from vsched_workers.batching.step_rows import PromptPositions
 from vsched_workers.checkpoint import random_init
 from vsched_workers.plugin import plugin
+from vsched_workers.quantized.model import Quantizer
+from vsched_workers.quantized.weights import quantize
 
-pytestmark = pytest.mark.skipif(not runs_here(), reason="products are of other kernels here")
+needs_own = pytest.mark.skipif(
+    not runs_here() and packs(torch.bfloat16), reason="oneDNN multiplies bfloat16 here"
+)
 
 BLOCK = 16
 ROWS_MAX = 32
@@ -53,6 +66,16 @@ MAKES: Mapping[str, Mapping[str, Any]] = {
 Between them: positions on three axes, norms of heads and of all heads at once, biases, norms after, soft caps, windows,
 frequencies by kinds of layers, and factors.
 """
+FORMATS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "int8": (WHOLE_NUMBERS, {"weights": "int8", "activations": "int8"}),
+    "int8 32": (WHOLE_NUMBERS, {"weights": "int8", "weights_group": 32, "activations": "int8"}),
+    "int4": (WHOLE_NUMBERS, {"weights": "int4", "activations": "int8"}),
+    "int4 128": (WHOLE_NUMBERS, {"weights": "int4", "weights_group": 128, "activations": "int8"}),
+    "int4 16": (FLOATS, {"weights": "int4", "weights_group": 16, "activations": "int8"}),
+    "int8, float rows": (FLOATS, {"weights": "int8", "activations": "float"}),
+    "int4, float rows": (FLOATS, {"weights": "int4", "activations": "float"}),
+}
+"""Kinds of products by what a model is made into; groups of 16 are no whole blocks of rows in 8 bits."""
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +188,12 @@ def check(worker: Any, monkeypatch: pytest.MonkeyPatch, *, delta: int = 0) -> No
         assert all(torch.equal(*pair) for pair in zip(cache, other[2], strict=True))
 
 
+def kinds_of(worker: Any) -> set[int]:
+    """Return the kinds of products that the layers of a model have."""
+    return {*worker._layers._whole_step._tables.products["kind"].flatten().tolist()}
+
+
+@needs_own
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MAKES)
@@ -179,6 +208,69 @@ def test_one_call_has_the_bits_of_many(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("made", FORMATS)
+def test_one_call_has_the_bits_of_many_with_quantized_weights(
+    made: str,
+    threads: int,
+    kv_dtype: str,
+    checkpoint: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind, given = FORMATS[made]
+    worker = load(checkpoint("tiny25"), threads=threads, kv_dtype=kv_dtype, **given)
+    assert kinds_of(worker) == {kind}
+    check(worker, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_call_has_the_bits_of_many_where_bfloat16_is_widened(
+    threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on processors for which oneDNN has no product of bfloat16."""
+    monkeypatch.setattr(products, "packs", lambda _: False)
+    worker = load(checkpoint("llama"), threads=threads)
+    assert kinds_of(worker) == {FLOATS}
+    check(worker, monkeypatch)
+
+
+@needs_own
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_call_has_the_bits_of_many_where_formats_mix(
+    threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all kinds of products, with groups of several sizes, and with offsets."""
+
+    def linear(self: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        outputs, inputs = weight.shape
+        if outputs == inputs:
+            return panel_product(weight, bias, threads=threads)
+        groups = {704: ("int4", 16)}  # by outputs: the gate, and what is gated
+        kind, group = groups.get(outputs, ("int8", 32) if inputs == 704 else ("int4", 128))
+        made = quantize(weight.detach(), kind, group=group)
+        return self._make(dataclasses.replace(made, offsets=made.scales * 2), bias)
+
+    monkeypatch.setattr(Quantizer, "linear", linear)
+    worker = load(checkpoint("tiny25"), threads=threads, weights="int4", activations="int8")
+    assert kinds_of(worker) == {WHOLE_NUMBERS, FLOATS, *[PANELS] * runs_here()}
+    check(worker, monkeypatch)
+
+
+@pytest.mark.parametrize(("kind", "fit"), [("int4 32", True), ("int4 32~", False), ("fp8", True)])
+def test_products_of_rows_in_another_order_do_not_fit(kind: str, fit: bool) -> None:
+    make = functools.partial(QuantizedProduct, threads=1)
+    weight = PackedWeight(weight_of(kind, 64, 64), None, make_custom=make)
+    plain = PackedWeight(weight_of("int8", 64, 64), None, make_custom=make)
+    layer = SimpleNamespace(qkv=plain, output=plain, gate=plain, up=plain, down=weight)
+    assert fits([layer, layer]) == fit
+    assert not fits([])
+
+
+@needs_own
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_one_call_has_the_bits_of_many_where_all_kernels_are_parallel(
     threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
@@ -190,6 +282,7 @@ def test_one_call_has_the_bits_of_many_where_all_kernels_are_parallel(
     check(load(checkpoint("olmo2"), threads=threads), monkeypatch)
 
 
+@needs_own
 def test_positions_behind_images_are_those_of_axes(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +290,7 @@ def test_positions_behind_images_are_those_of_axes(
     check(load(checkpoint("tiny25")), monkeypatch, delta=-9)
 
 
+@needs_own
 def test_angles_that_depend_on_other_rows_are_not_looked_up(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +298,7 @@ def test_angles_that_depend_on_other_rows_are_not_looked_up(
     check(load(checkpoint("tiny25")), monkeypatch)
 
 
+@needs_own
 def test_other_steps_go_layer_by_layer(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +325,7 @@ def test_other_steps_go_layer_by_layer(
     assert spy.called
 
 
+@needs_own
 def test_deterministic_models_have_no_such_step(checkpoint: Callable[[str], str]) -> None:
     """Their rows attend by another kernel."""
     worker = load(checkpoint("tiny25"), deterministic=True)

@@ -52,9 +52,12 @@ class PanelProduct:
         rows_max: Most rows that it is worth using for.
         packed: The weight as oneDNN packs it, for more rows than that.
         size_bytes: Bytes of the padded weight.
-        tag: The dtype tag of its operands.
+        shape: Its outputs and inputs.
+        kernel: What multiplies, and `tags`, the dtype tag of its operands, what that is compiled for.
         record: Half of its inputs, where the weight lies, 1 where in halves, its outputs, and where the bias lies.
     """
+
+    kernel = multiply
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class PanelProduct:
         self._panels = panels
         self._address = address
         self._halves = int(halves)
+        self.shape = shape
         self._out, self._in = shape
         self._enough = threads * PANEL
         whole = -(-self._out // PANEL) * PANEL
@@ -84,8 +88,9 @@ class PanelProduct:
         use_threads(threads)
         kernel = multiply.parallel if threads > 1 else multiply.serial
         # By position: numba takes microseconds to sort out names.
-        self.tag = operand()
-        self._multiply = functools.partial(kernel, threads, self.tag)
+        tag = operand()
+        self.tags: tuple[npt.NDArray[Any], ...] = (tag,)
+        self._multiply = functools.partial(kernel, threads, tag)
         self.record = (self._in // 2, address, self._halves, self._out, self._bias_at)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:

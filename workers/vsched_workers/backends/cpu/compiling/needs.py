@@ -37,6 +37,7 @@ from vsched_workers.backends.cpu.vision_blocks import block_head_dim, can_fuse
 from vsched_workers.backends.reference.packed_weights import packs
 from vsched_workers.families.decoder import Decoder, head_dim
 from vsched_workers.quantized.model import HEAD_FORMAT
+from vsched_workers.quantized.schemes import FORMATS
 from vsched_workers.quantized.weights import QuantizedWeight
 
 _ACTIVATIONS = {
@@ -119,8 +120,15 @@ def language_needs(
     cached = kept_heads(kv_dtype, slots=1)
     tag = decode_attention.score_tag(head_dim(config), USUAL_BLOCK, cached.dtype)
     yield needs("decode attention", threads, _operand_word(tag), kept)
-    if runs_here() and not made and not kinds and settings.ranks == 1:
-        yield needs("decode step", 1, _operand_word(operand()), _operand_word(tag), kept)
+    if (runs_here() or made or kinds or not packs(dtype)) and settings.ranks == 1:
+        yield needs("decode step", 1, _operand_word(tag), kept)
+        # With several threads, too, small products run on one.
+        if makes_int8_rows(settings.activations, dtype):
+            for kind in dict.fromkeys([*kinds, *made[:1]]):
+                if kind in FORMATS:
+                    yield needs("product", 1, _word(dtype), kind, "int8")
+        if runs_here() and not made:
+            yield needs("product of panels", 1)
 
 
 def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Iterator[Need]:
@@ -183,9 +191,9 @@ def _load_decode(threads: int, word: str, kept: str) -> None:
     decode_attention.warm_up(_OPERANDS[word], cached, threads=threads)
 
 
-def _load_step(_threads: int, of_products: str, of_scores: str, kept: str) -> None:
+def _load_step(_threads: int, of_scores: str, kept: str) -> None:
     cached = kept_heads(getattr(torch, kept), slots=1)
-    whole_step.compile_for(_OPERANDS[of_products], _OPERANDS[of_scores], cached)
+    whole_step.compile_for(_OPERANDS[of_scores], cached)
 
 
 def _load_decode_of_modules(threads: int, kept: str) -> None:

@@ -5,7 +5,10 @@ make one. Here compiled code makes them. The kernels are those of `kernels/`, ca
 (`compilation.KernelCall`), so their results have the same bits as when Python calls them, whether one thread runs a
 kernel or all, and this function is compiled within a second or two.
 
-What is the same in every step is in tables of records: the layers' products, norms and heads.
+What is the same in every step is in tables of records: the layers' products, norms and heads. A product is one of
+three kinds (`Tables`), and a model may have all of them: each has its own kernel, compiled for the formats of its
+weight. To a call formats are all one. What tells a kernel of types is a dtype tag, an array whose dtype counts when the
+kernel is compiled, and whose value is passed alike whatever its dtype.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -19,10 +22,13 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from vsched_workers.backends.cpu.kernels.bf16 import float32_array
 from vsched_workers.backends.cpu.kernels.compilation import KernelCall, compiled
 from vsched_workers.backends.cpu.kernels.gemm import PASS_ROWS
 from vsched_workers.backends.cpu.kernels.norm import NORM
 from vsched_workers.backends.cpu.kernels.rope import HEADS, RopeRows, no_rows
+from vsched_workers.backends.cpu.quantized.kernel import FEW_ROWS_MAX
+from vsched_workers.backends.cpu.quantized.kernel import PANEL as QUANTIZED_PANEL
 
 MODEL = np.dtype(
     [
@@ -42,7 +48,15 @@ MODEL = np.dtype(
 queries and of keys. `adds_plainly`, `norms_all_heads` and `factor` (of what is added) are as in `Decoder`.
 """
 
+PANELS, WHOLE_NUMBERS, FLOATS = 0, 1, 2
+"""The kinds of products: `gemm.multiply`, `integers.multiply_whole` and `quantized.kernel.multiply`."""
+
 PRODUCT = np.dtype(
+    [("kind", np.int64), ("place", np.int64), ("kernel", np.int64), ("weights", np.int64)]
+)
+"""A product: its kind, its place in the table of these, that of its kernel's addresses, and how many weights it has."""
+
+PANEL_PRODUCT = np.dtype(
     [
         ("pairs", np.int64),
         ("weight_at", np.int64),
@@ -51,7 +65,42 @@ PRODUCT = np.dtype(
         ("bias_at", np.int64),
     ]
 )
-"""A product, as `gemm.multiply` wants it."""
+"""A product as `gemm.multiply` wants it."""
+
+WHOLE_PRODUCT = np.dtype(
+    [
+        ("given", np.int64),
+        ("weight_at", np.int64),
+        ("panel_bytes", np.int64),
+        ("blocks", np.int64),
+        ("group_blocks", np.int64),
+        ("grid_bytes", np.int64),
+        ("vectors", np.int64),
+        ("scales_at", np.int64),
+        ("offsets_at", np.int64),
+        ("outputs", np.int64),
+        ("bias_at", np.int64),
+    ]
+)
+"""A product as `integers.multiply_whole` wants it, which makes rows into 8 bits: `sizes` one by one."""
+
+FLOAT_PRODUCT = np.dtype(
+    [
+        ("given", np.int64),
+        ("inputs", np.int64),
+        ("weight_at", np.int64),
+        ("half_bytes", np.int64),
+        ("block", np.int64),
+        ("group", np.int64),
+        ("scale_bytes", np.int64),
+        ("scales_at", np.int64),
+        ("offsets_at", np.int64),
+        ("outputs", np.int64),
+        ("bias_at", np.int64),
+        ("centre", np.float32),
+    ]
+)
+"""A product as `quantized.kernel.multiply` wants it, which widens weights: `sizes` one by one."""
 
 PRODUCTS = QKV, OUTPUT, GATE, UP, DOWN = 0, 1, 2, 3, 4
 """The products of a layer, by their places in its row of the table."""
@@ -59,19 +108,28 @@ PRODUCTS = QKV, OUTPUT, GATE, UP, DOWN = 0, 1, 2, 3, 4
 NORMS = BEFORE_ATTENTION, AFTER_ATTENTION, BEFORE_FEED_FORWARD, AFTER_FEED_FORWARD = 0, 1, 2, 3
 """The norms of a layer, likewise. Behind the last layer's stands that of the model."""
 
-KERNELS = ADD_NORM, NORM_PARTS, MULTIPLY, MULTIPLY_ALONE, ACTIVATION, DECODE = 0, 1, 2, 3, 4, 5
-"""The kernels that are called, by their places in the table of addresses: a product on all threads, and on one."""
+KERNELS = ADD_NORM, NORM_PARTS, ACTIVATION, DECODE = 0, 1, 2, 3
+"""The kernels that are called beside those of products, by their places in the table of addresses."""
 
 ALONE_MAX = 1 << 18
 """A product of fewer weights, times passes, runs on one thread: to wake another takes as long as to multiply 2^17."""
 
 _LONG, _SINGLE = numba.int64, numba.float32
 _NORMS = numba.typeof(np.empty(1, dtype=NORM))
+_BIAS = numba.typeof(np.empty(1, dtype=np.float32))
 
 CALL_ADD_NORM = KernelCall(_LONG, _LONG, _LONG, _LONG, _SINGLE, _LONG, _LONG)
 CALL_ADD_NORMED = KernelCall(_LONG, _LONG, _NORMS, _SINGLE, _NORMS, _LONG, _LONG, _LONG)
 CALL_NORM_PARTS = KernelCall(_LONG, _LONG, _LONG, _NORMS, _LONG)
-CALL_MULTIPLY = KernelCall(_LONG, None, *[_LONG] * 8)
+CALL_PANELS = KernelCall(_LONG, None, *[_LONG] * 8)
+CALL_WHOLE = KernelCall(
+    *(_LONG, None, None, None, None, *[_LONG] * 4, numba.types.UniTuple(_LONG, 5)),
+    *(*[_LONG] * 3, _BIAS, _LONG),
+)
+CALL_FLOATS = KernelCall(
+    *(_LONG, None, None, None, *[_LONG] * 7, numba.types.UniTuple(_LONG, 3)),
+    *(*[_LONG] * 3, _BIAS, _LONG, _SINGLE),
+)
 CALL_ACTIVATION = KernelCall(*[_LONG] * 4)
 CALL_DECODE = KernelCall(
     _LONG,
@@ -87,7 +145,8 @@ CALL_DECODE = KernelCall(
     None,
 )
 _add_norm, _add_normed = CALL_ADD_NORM.call, CALL_ADD_NORMED.call
-_norm_parts, _multiply = CALL_NORM_PARTS.call, CALL_MULTIPLY.call
+_norm_parts, _multiply_panels = CALL_NORM_PARTS.call, CALL_PANELS.call
+_multiply_whole, _multiply_floats = CALL_WHOLE.call, CALL_FLOATS.call
 _activate, _decode = CALL_ACTIVATION.call, CALL_DECODE.call
 
 
@@ -97,6 +156,10 @@ class Tables(NamedTuple):
     Attributes:
         model: `MODEL`, [1].
         products: `PRODUCT`, [layers, 5], in the order of `PRODUCTS`.
+        multiply: The addresses of their kernels, on one thread and on all, int64 [formats, 2].
+        of_panels: `PANEL_PRODUCT`: those of weights in bfloat16, on processors that multiply it.
+        of_whole: `WHOLE_PRODUCT`: those of weights of 8 and 4 bits by rows of 8.
+        of_floats: `FLOAT_PRODUCT`: those of weights that are widened.
         norms: `NORM`, [4 * layers + 1], in the order of `NORMS`.
         head_norms: `NORM`, [2 * layers]: of all queries, and of all keys.
         heads: `HEADS`, [layers].
@@ -105,6 +168,10 @@ class Tables(NamedTuple):
 
     model: npt.NDArray[Any]
     products: npt.NDArray[Any]
+    multiply: npt.NDArray[np.int64]
+    of_panels: npt.NDArray[Any]
+    of_whole: npt.NDArray[Any]
+    of_floats: npt.NDArray[Any]
     norms: npt.NDArray[Any]
     head_norms: npt.NDArray[Any]
     heads: npt.NDArray[Any]
@@ -169,25 +236,67 @@ def _array_at(address: int, like: Any) -> Any:
 
 
 @compiled()
-def _product(
-    kernels: Any, tag: Any, tables: Tables, place: Any, rows_at: int, rows: int, out_at: int
-) -> None:
+def _product(tag: Any, tables: Tables, place: Any, rows_at: int, rows: int, out_at: int) -> None:
+    """Multiply rows by one of a layer's products."""
     product = tables.products[place[0], place[1]]
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
-    alone = 2 * product.pairs * product.outputs * passes < ALONE_MAX
-    _multiply(
-        kernels[MULTIPLY_ALONE] if alone else kernels[MULTIPLY],
-        1 if alone else tables.model[0].threads,
-        tag,
-        rows_at,
-        rows,
-        product.pairs,
-        product.weight_at,
-        product.halves,
-        product.outputs,
-        product.bias_at,
-        out_at,
+    # Those that widen run as Python runs them: the sums of rows that they begin with may differ in other code.
+    alone = product.kind != FLOATS and product.weights * passes < ALONE_MAX
+    kernel = tables.multiply[product.kernel, 0 if alone else 1]
+    threads = 1 if alone else tables.model[0].threads
+    if product.kind == PANELS:
+        _of_panels(kernel, threads, tag, tables.of_panels[product.place], rows_at, rows, out_at)
+    elif product.kind == WHOLE_NUMBERS:
+        _of_whole(kernel, threads, tag, tables.of_whole[product.place], rows_at, rows, out_at)
+    else:
+        _of_floats(kernel, threads, tag, tables.of_floats[product.place], rows_at, rows, out_at)
+
+
+@compiled()
+def _of_panels(
+    kernel: int, threads: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
+) -> None:
+    _multiply_panels(
+        kernel, threads, tag, rows_at, rows, product.pairs, product.weight_at, product.halves,
+        product.outputs, product.bias_at, out_at,
+    )  # fmt: skip
+
+
+@compiled()
+def _of_whole(
+    kernel: int, threads: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
+) -> None:
+    sizes = (
+        product.panel_bytes,
+        product.blocks,
+        product.group_blocks,
+        product.grid_bytes,
+        product.vectors,
     )
+    _multiply_whole(
+        kernel, threads, tag, tag, tag, tag, rows_at, rows, product.given, product.weight_at, sizes,
+        product.scales_at, product.offsets_at, product.outputs, _bias_of(product), out_at,
+    )  # fmt: skip
+
+
+@compiled()
+def _of_floats(
+    kernel: int, threads: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
+) -> None:
+    sizes = product.block, product.group, product.scale_bytes
+    many = 1 if rows > FEW_ROWS_MAX else 0
+    _multiply_floats(
+        kernel, threads, tag, tag, tag, many, rows_at, rows, product.given, product.inputs,
+        product.weight_at, product.half_bytes, sizes, product.scales_at, product.offsets_at,
+        product.outputs, _bias_of(product), out_at, product.centre,
+    )  # fmt: skip
+
+
+@compiled()
+def _bias_of(product: Any) -> Any:
+    """Return a bias, which is padded to whole panels."""
+    panels = (product.outputs + QUANTIZED_PANEL - 1) // QUANTIZED_PANEL
+    return float32_array(product.bias_at, panels * QUANTIZED_PANEL)
 
 
 @compiled()
@@ -252,7 +361,7 @@ def run_layers(
 
     Args:
         kernels: The addresses of the kernels, int64, in the order of `KERNELS`.
-        tag: The dtype tag of the operands of products.
+        tag: The dtype tag of rows, `BF16`, which stands for all tags of products.
         score_tag: That of scores (`decode_attention.score_tag`).
         tables: What is the same in every step.
         rows: The rows.
@@ -265,7 +374,7 @@ def run_layers(
     model = tables.model[0]
     _add(kernels, tables, at, count, 0, 0, 0)
     for layer in range(len(tables.heads)):
-        _product(kernels, tag, tables, (layer, QKV), at.normed, count, at.wide)
+        _product(tag, tables, (layer, QKV), at.normed, count, at.wide)
         if model.norms_all_heads:
             _norm_heads(kernels, tables, layer, at.wide, count)
         kind, place = tables.places[layer, 0], tables.places[layer, 1]
@@ -284,12 +393,12 @@ def run_layers(
             score_tag,
         )
         norm = len(NORMS) * layer
-        _product(kernels, tag, tables, (layer, OUTPUT), at.attended, count, at.other)
+        _product(tag, tables, (layer, OUTPUT), at.attended, count, at.other)
         _add(
             kernels, tables, at, count, at.other, norm + AFTER_ATTENTION, norm + BEFORE_FEED_FORWARD
         )
-        _product(kernels, tag, tables, (layer, GATE), at.normed, count, at.wide)
-        _product(kernels, tag, tables, (layer, UP), at.normed, count, at.other)
+        _product(tag, tables, (layer, GATE), at.normed, count, at.wide)
+        _product(tag, tables, (layer, UP), at.normed, count, at.other)
         _activate(kernels[ACTIVATION], at.wide, at.other, count, model.inner)
-        _product(kernels, tag, tables, (layer, DOWN), at.wide, count, at.other)
+        _product(tag, tables, (layer, DOWN), at.wide, count, at.other)
         _add(kernels, tables, at, count, at.other, norm + AFTER_FEED_FORWARD, norm + len(NORMS))

@@ -17,21 +17,32 @@ from vsched_workers.backends.cpu.decode_step.kernel import (
     CALL_ADD_NORM,
     CALL_ADD_NORMED,
     CALL_DECODE,
-    CALL_MULTIPLY,
+    CALL_FLOATS,
     CALL_NORM_PARTS,
+    CALL_PANELS,
+    CALL_WHOLE,
+    FLOAT_PRODUCT,
+    FLOATS,
     MODEL,
+    PANEL_PRODUCT,
     PRODUCT,
+    PRODUCTS,
+    WHOLE_PRODUCT,
     DecodeRows,
     Places,
     Tables,
     run_layers,
 )
-from vsched_workers.backends.cpu.kernels.compilation import Threaded
+from vsched_workers.backends.cpu.kernels import gemm
+from vsched_workers.backends.cpu.kernels.bf16 import BF16
+from vsched_workers.backends.cpu.kernels.compilation import KernelCall, Threaded
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
-from vsched_workers.backends.cpu.kernels.gemm import multiply
 from vsched_workers.backends.cpu.kernels.norm import NORM, add_norm, add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.rope import HEADS
 from vsched_workers.backends.cpu.products import PanelProduct
+from vsched_workers.backends.cpu.quantized import kernel as floats
+from vsched_workers.backends.cpu.quantized.integers import multiply_whole
+from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
 from vsched_workers.backends.reference.packed_weights import FEW_ROWS, PackedWeight
 
 if TYPE_CHECKING:
@@ -71,8 +82,27 @@ class Many(NamedTuple):
     attention: bool
 
 
+class _Kind(NamedTuple):
+    """A kind of products: its kernel, how that is called, and the records that say of what weight."""
+
+    kernel: Threaded
+    call: KernelCall
+    record: np.dtype[Any]
+
+
+_KINDS = (
+    _Kind(gemm.multiply, CALL_PANELS, PANEL_PRODUCT),
+    _Kind(multiply_whole, CALL_WHOLE, WHOLE_PRODUCT),
+    _Kind(floats.multiply, CALL_FLOATS, FLOAT_PRODUCT),
+)
+"""In the order of `kernel.PANELS`, `WHOLE_NUMBERS` and `FLOATS`."""
+
+_Product = PanelProduct | QuantizedProduct
+_Table = npt.NDArray[Any]
+
+
 class WholeStep:
-    """Runs steps of decode rows through layers whose products are all of panels.
+    """Runs steps of decode rows through layers whose products are all our own.
 
     Attributes:
         rows_max: The most rows of a step.
@@ -85,9 +115,8 @@ class WholeStep:
         """Take layers (`language_layers`), which must outlive it, for which `fits` is true, and the last norm."""
         first, self._traits, self._angles = layers[0], traits, angles
         attention = first.attention
-        products = [[_product_of(each) for each in _products(layer)] for layer in layers]
-        self.rows_max = min(FEW_ROWS[-1], *(each.rows_max for row in products for each in row))
-        self._tag = products[0][0].tag
+        products = [own for layer in layers for each in _products(layer) if (own := _own(each))]
+        self.rows_max = min(FEW_ROWS[-1], *(each.rows_max for each in products))
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._queries = attention.heads * attention.head_dim
         keys = attention.kv_heads * attention.head_dim
@@ -101,7 +130,7 @@ class WholeStep:
         ]
         self._tables = Tables(
             np.array([model], dtype=MODEL),
-            np.array([[each.record for each in row] for row in products], dtype=PRODUCT),
+            *_tables_of(products, len(layers), traits.threads),
             np.concatenate([each.record for each in (*norms, last)]),
             np.concatenate([norm.record for each in layers for norm in each.head_norms]),
             np.concatenate([each.heads for each in layers]),
@@ -109,9 +138,9 @@ class WholeStep:
         )
         self._wide = max(self._queries + 2 * keys, inner)
         self._other = max(last.width, inner)
-        self._addresses = _addresses(traits, self._tag)
+        self._addresses = _addresses(traits)
         self._chosen: dict[Many, npt.NDArray[np.int64]] = {}
-        compile_for(self._tag, traits.score_tag, traits.kept)
+        compile_for(traits.score_tag, traits.kept)
 
     def __call__(
         self,
@@ -141,7 +170,7 @@ class WholeStep:
         at = Places(hidden.data_ptr(), normed.data_ptr(), room_at, wide_at, wide_at + 2 * widths[1])
         run_layers(
             self._kernels(many),
-            self._tag,
+            BF16,
             self._traits.score_tag,
             self._tables,
             rows,
@@ -155,35 +184,32 @@ class WholeStep:
     def _kernels(self, many: Many) -> npt.NDArray[np.int64]:
         """Return the addresses of kernels, on one thread or on all."""
         if many not in self._chosen:
-            products = self._traits.threads > 1
-            parallel = many.hidden, many.hidden, products, False, many.inner, many.attention
+            parallel = many.hidden, many.hidden, many.inner, many.attention
             found = [both[each] for both, each in zip(self._addresses, parallel, strict=True)]
             self._chosen[many] = np.array(found)
         return self._chosen[many]
 
 
 def fits(layers: Sequence[Any]) -> bool:
-    """Return whether layers can be run so: all products are of panels, and layers are of one size."""
+    """Return whether layers can be run so: products are our own, and take rows as they lie; layers are of one size."""
     if not layers:
         return False
-    for layer in layers:
-        for each in _products(layer):
-            if not isinstance(each, PackedWeight) or not isinstance(each.custom, PanelProduct):
-                return False
+    if not all(_own(each) for layer in layers for each in _products(layer)):
+        return False
     return len({tuple(each.shape for each in _products(layer)) for layer in layers}) == 1
 
 
-def compile_for(tag: npt.NDArray[Any], score_tag: npt.NDArray[Any], kept: npt.NDArray[Any]) -> None:
-    """Compile `run_layers` for the dtype tags of products and scores, and such a cache."""
+def compile_for(score_tag: npt.NDArray[Any], kept: npt.NDArray[Any]) -> None:
+    """Compile `run_layers` for the dtype tag of scores, and such a cache."""
     none = np.empty(0, dtype=np.int64)
     norms, halves = np.empty(0, dtype=NORM), np.empty((0, 0, 0), dtype=np.uint16)
     given = (
         none,
-        tag,
+        BF16,
         score_tag,
         Tables(
             np.empty(0, dtype=MODEL),
-            np.empty((0, 0), dtype=PRODUCT),
+            *_tables_of([], 0, 1),
             norms,
             norms,
             np.empty(0, dtype=HEADS),
@@ -201,18 +227,53 @@ def compile_for(tag: npt.NDArray[Any], score_tag: npt.NDArray[Any], kept: npt.ND
     run_layers.compile(tuple(numba.typeof(each) for each in given))
 
 
-def _addresses(traits: Traits, tag: npt.NDArray[Any]) -> list[tuple[int, ...]]:
+def _tables_of(
+    products: Sequence[_Product], layers: int, threads: int
+) -> tuple[_Table, _Table, _Table, _Table, _Table]:
+    """Return the products of layers as `kernel.Tables` has them: what they are, their kernels, and of each kind all."""
+    rows: list[tuple[int, ...]] = []
+    records: list[list[tuple[Any, ...]]] = [[] for _ in _KINDS]
+    formats: dict[tuple[Any, ...], int] = {}
+    addresses: list[tuple[int, int]] = []
+    for product in products:
+        kind = next(at for at, each in enumerate(_KINDS) if each.kernel is product.kernel)
+        called = (kind, *(tag.dtype for tag in product.tags))
+        if called not in formats:
+            formats[called] = len(addresses)
+            addresses.append(_addresses_of(kind, product, threads))
+        weights = product.shape[0] * product.shape[1]
+        rows.append((kind, len(records[kind]), formats[called], weights))
+        records[kind].append(product.record)
+    of_panels, of_whole, of_floats = (
+        np.array(found, dtype=kind.record) for kind, found in zip(_KINDS, records, strict=True)
+    )
+    return (
+        np.array(rows, dtype=PRODUCT).reshape(layers, len(PRODUCTS)),
+        np.array(addresses, dtype=np.int64).reshape(-1, 2),
+        of_panels,
+        of_whole,
+        of_floats,
+    )
+
+
+def _addresses_of(kind: int, product: _Product, threads: int) -> tuple[int, int]:
+    """Return the addresses of a product's kernel for one thread and for all, or twice for all where none runs alone."""
+    variants = product.kernel.needed(threads)
+    variants = variants[-1:] if kind == FLOATS else variants
+    found = [_KINDS[kind].call.address_of(each, *product.tags) for each in variants]
+    return found[0], found[-1]
+
+
+def _addresses(traits: Traits) -> list[tuple[int, ...]]:
     """Return for each of `kernel.KERNELS` its addresses: for one thread, and, where there are more, for all."""
 
     def of(call: Any, given: Threaded, *types: Any) -> tuple[int, ...]:
         return tuple(call.address_of(each, *types) for each in given.needed(traits.threads))
 
-    kept, products = traits.kept, of(CALL_MULTIPLY, multiply, tag)
+    kept = traits.kept
     return [
         of(CALL_ADD_NORM, add_norm) if traits.adds_plainly else of(CALL_ADD_NORMED, add_normed),
         of(CALL_NORM_PARTS, norm_parts) if traits.norms_all_heads else (0, 0),
-        products,
-        products,
         of(CALL_ACTIVATION, traits.activation),
         of(CALL_DECODE, decode, kept, kept, traits.score_tag),
     ]
@@ -222,9 +283,12 @@ def _products(layer: Any) -> tuple[Any, ...]:
     return layer.qkv, layer.output, layer.gate, layer.up, layer.down
 
 
-def _product_of(weight: PackedWeight) -> PanelProduct:
-    assert isinstance(weight.custom, PanelProduct), "`fits` was asked"
-    return weight.custom
+def _own(product: Any) -> _Product | None:
+    """Return what multiplies if it is our own, and takes rows as they lie."""
+    own = product.custom if isinstance(product, PackedWeight) else None
+    if isinstance(own, QuantizedProduct):
+        return None if own.has_order else own
+    return own if isinstance(own, PanelProduct) else None
 
 
 def _whole_lines(values: int) -> int:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
 from vsched_workers.backends.cpu.decode_attention import use_threads
+from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.quantized.block_sums import (
     PLAIN,
     ROW_BLOCK,
@@ -52,6 +54,10 @@ class QuantizedProduct:
         rows_max: Most rows that it is worth using for: any number.
         packed: No weight for more rows than that.
         size_bytes: Bytes of the padded weight, its scales included.
+        kernel: What multiplies: `multiply_whole`, or `multiply` of `kernel.py`.
+        tags: The dtype tags that it is compiled for, for rows of bfloat16.
+        record: What it is told of the weight, one by one, with the bias as its address.
+        has_order: Whether inputs are put in another order first.
     """
 
     rows_max: int = sys.maxsize
@@ -72,6 +78,7 @@ class QuantizedProduct:
         weight = weight if isinstance(weight, QuantizedWeight) else _unscaled(weight)
         self.shape = weight.shape
         self._order = weight.order
+        self.has_order = weight.order is not None
         self._kind, self._dtype = weight.kind, weight.dtype
         outputs, self._given = weight.shape
         whole = weight.group >= self._given
@@ -99,6 +106,9 @@ class QuantizedProduct:
         use_threads(threads)
         half = self._scales.dtype == torch.float16
         tags = KINDS[weight.kind], HALF if half else SINGLE
+        self.kernel: Threaded
+        self.tags: tuple[npt.NDArray[Any], ...]
+        self.record: tuple[Any, ...]
         self._multiply = (
             self._whole_numbers(threads, tags)
             if fits and int8_rows
@@ -107,6 +117,7 @@ class QuantizedProduct:
 
     def _whole_numbers(self, threads: int, tags: Sequence[Any]) -> Kernel:
         """Return the kernel that makes rows into 8 bits, which takes what is the same for any weight."""
+        self.kernel = multiply_whole
         kernel = multiply_whole.parallel if threads > 1 else multiply_whole.serial
         tag = instructions()
         sizes = (
@@ -117,6 +128,8 @@ class QuantizedProduct:
             VECTORS,
         )
         addresses = self._addresses()
+        self.tags = (OF_BF16, *tags, tag)
+        self.record = (self._given, addresses[0], *sizes, *addresses[1:], *self._results())
 
         def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
             # By position: numba takes microseconds to sort out names.
@@ -129,10 +142,17 @@ class QuantizedProduct:
 
     def _floats(self, threads: int, tags: Sequence[Any], *, scaled: bool) -> Kernel:
         """Return the kernel that widens weights."""
+        self.kernel = multiply
         kernel = multiply.parallel if threads > 1 else multiply.serial
         sizes = (_block_of(self._group), self._group, self._scales.itemsize if scaled else 0)
         half_bytes = 1 if self._kind == "int4" else 2 * self._panels.itemsize
         addresses = self._addresses()
+        inputs = self._given, self._inputs
+        self.tags = (OF_BF16, *tags)
+        self.record = (
+            *(*inputs, addresses[0], half_bytes, *sizes, *addresses[1:]),
+            *(*self._results(), self._centre),
+        )
 
         def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
             kernel(
@@ -146,6 +166,10 @@ class QuantizedProduct:
     def _addresses(self) -> tuple[int, int, int]:
         offsets_at = 0 if self._offsets is None else self._offsets.data_ptr()
         return self._panels.data_ptr(), self._scales.data_ptr(), offsets_at
+
+    def _results(self) -> tuple[int, int]:
+        """Return the number of outputs, and where the bias lies."""
+        return self.shape[0], self._bias.ctypes.data
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in] of bfloat16 or float32; returns [..., out] of that type."""
