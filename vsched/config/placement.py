@@ -22,7 +22,7 @@ CORES_MAX = 8
 """With more cores, half of them are enough for one stage, and the other may encode meanwhile."""
 ADVICE = (
     "For text of 8 clients or more at a time, --set placement=together --set encode.replicas=2 "
-    "--set generate.replicas=2 may serve half as many again; vsched tune measures it"
+    "--set generate.replicas=2 may serve more; vsched tune measures it"
 )
 """What two processes that each do everything were worth for 10 MiB of weights on two cores; with pictures, nothing."""
 
