@@ -54,8 +54,8 @@ async def test_killed_generate_rank_loses_no_token(engine: Engine, generated: Ge
     encode_pid, generate_pid = engine.rank_pids
     begun = [await begin(engine, ask) for ask in questions]
     sampled = await begin(engine, questions[1], SAMPLED)
-    await until(lambda: sum(one.output_tokens for one in begun) > 60, "streams are under way")
-    assert sum(one.reason is None for one in [*begun, sampled]) > 4, "too late to lose anything"
+    await until(lambda: sum(one.output_tokens for one in begun) > 20, "streams are under way")
+    assert sum(one.reason is None for one in [*begun, sampled]) > 1, "too late to lose anything"
     os.kill(generate_pid, signal.SIGKILL)
     await until(lambda: engine.state == "degraded", "the loss is noticed")
     found = await asyncio.gather(*(read(one) for one in begun), read(sampled))
