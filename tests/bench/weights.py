@@ -8,9 +8,8 @@ The first measures, in one run, the rate at which memory is read; what one row t
 bytes take at that rate; and what more rows take beside the same rows in bfloat16. Weights are used in turn, so that
 none is left in a cache. Weights of 8 and 4 bits are multiplied with rows of floats and of 8 bits. Products of torch
 that are made for such weights stand beside. The second tells the time and the rate of numbers of rows, and so which are
-served badly. The third runs the questions
-of the exam on a checkpoint and on the same with weights made into fewer bits, with a calibration file and without, or
-with its KV cache in 8 bits, fed the same tokens.
+served badly. The third runs the questions of the exam on a checkpoint and on the same with weights made into fewer
+bits, with a calibration file and without, or with its KV cache in 8 bits, fed the same tokens.
 """
 
 from __future__ import annotations

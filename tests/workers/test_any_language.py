@@ -306,7 +306,7 @@ def test_weights_are_memory_of_the_process_alone(generic: Path) -> None:
     worker = load(generic, attention="exact")
     files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     assert not any(str(generic) in file for file in files)
-    assert worker.weights_bytes == sum(each.nbytes for each in worker._language.module.parameters())
+    assert worker.weights_bytes == sum(each.nbytes for each in worker.module.parameters())
     assert isinstance(worker.device_memory(), HostMemory)
 
 
@@ -318,7 +318,7 @@ def test_weights_that_are_packed_are_memory_of_the_process_alone(
     file = path / "model.safetensors"
     save_file({name: each.bfloat16() for name, each in load_file(file).items()}, file)
     worker = load(path)
-    assert any(isinstance(each, PackedLinear) for each in worker._language.module.modules())
+    assert any(isinstance(each, PackedLinear) for each in worker.module.modules())
     assert str(path) not in Path("/proc/self/maps").read_text()
 
 
@@ -339,7 +339,7 @@ def test_first_layers_of_each_kind_run_and_come_back(name: str, tmp_path: Path) 
     worker = load(tmp_path, attention="exact")
     assert worker.frugal
     ran: list[int] = []
-    for index, layer in enumerate(worker._language.module.model.layers):
+    for index, layer in enumerate(worker.module.model.layers):
         layer.mlp.register_forward_hook(lambda *_, at=index: ran.append(at))
 
     def layers_of_a_step() -> list[int]:

@@ -158,7 +158,7 @@ def test_step_runs_in_bfloat16(stages: Stages, size: str, attention: str) -> Non
 
 def test_weights_bytes_counts_tied_weights_once(stages: Stages, size: str) -> None:
     stage = stages(size)
-    model = stage.generator._language.module  # type: ignore[attr-defined]
+    model = stage.generator.module  # type: ignore[attr-defined]
     assert stage.generator.weights_bytes == sum(each.numel() * 4 for each in model.parameters())
     memory = stage.generator.device_memory()
     assert 0 < memory.available() <= memory.total()
@@ -167,7 +167,7 @@ def test_weights_bytes_counts_tied_weights_once(stages: Stages, size: str) -> No
 def test_first_layers_run_and_come_back(stages: Stages, size: str) -> None:
     """A profiling run takes a few layers; what is served after it runs them all."""
     stage = stages(size)
-    model = stage.generator._language.module  # type: ignore[attr-defined]
+    model = stage.generator.module  # type: ignore[attr-defined]
     layers = len(model.layers)
     with stage.generator.first_layers(1):  # type: ignore[attr-defined]
         assert len(model.layers) == 1
@@ -222,7 +222,7 @@ def test_load_reports_progress_and_holds_no_vision_weights(
     fractions = [fraction for _, fraction in heard]
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
-    names = [name for name, _ in worker._language.module.named_parameters()]  # type: ignore[attr-defined]
+    names = [name for name, _ in worker.module.named_parameters()]  # type: ignore[attr-defined]
     assert not any("visual" in name or "merger" in name for name in names)
 
 

@@ -24,7 +24,10 @@ ADVICE = (
     "For text of 8 clients or more at a time, --set placement=together --set encode.replicas=2 "
     "--set generate.replicas=2 may serve more; vsched tune measures it"
 )
-"""What two processes that each do everything were worth for 10 MiB of weights on two cores; with pictures, nothing."""
+"""Two processes that each do everything served up to 1.7 times the text of 10 MiB of weights on two cores with AVX2.
+
+With AVX-512, whose decode steps are one call, it was 0.9 to 1.1 times; with pictures, nothing.
+"""
 
 
 class ChosenPlacement(msgspec.Struct, frozen=True, kw_only=True):

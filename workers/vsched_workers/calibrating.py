@@ -31,7 +31,7 @@ from vsched.worker.contract import (
     SequenceState,
     WorkerSettings,
 )
-from vsched_workers.backends.reference.packed_weights import READ_DIRECTLY, PackedLinear
+from vsched_workers.backends.reference.packed_weights import PackedLinear, is_packed
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.preprocess import load_preprocessor
 from vsched_workers.language import LanguageWorker, load_generator
@@ -204,9 +204,7 @@ def _watched(module: Any) -> Iterator[_SeenInputs]:
     linears: dict[str, Any] = {
         name: child
         for name, child in module.named_modules()
-        if type(child) in {nn.Linear, PackedLinear}
-        and name.rpartition(".")[2] not in READ_DIRECTLY
-        and child is not head
+        if (is_packed(child, name) or type(child) is PackedLinear) and child is not head
     }
     seen = _SeenInputs({name: child.in_features for name, child in linears.items()})
     hooks = []

@@ -318,10 +318,10 @@ def test_loaded_weights_own_their_memory(copy: Callable[..., Path]) -> None:
     """A checkpoint that is replaced while it is served does not change the model."""
     path = copy()
     worker: Any = load(path, "generate")
-    before = worker._language.module.embed_tokens.weight.clone()
+    before = worker.module.embed_tokens.weight.clone()
     size = (path / WEIGHTS).stat().st_size
     (path / WEIGHTS).write_bytes(b"\0" * size)
-    assert torch.equal(worker._language.module.embed_tokens.weight, before)
+    assert torch.equal(worker.module.embed_tokens.weight, before)
 
 
 def test_make_checkpoint_is_reproducible(tmp_path: Path, checkpoints: Checkpoints) -> None:

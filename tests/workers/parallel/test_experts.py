@@ -94,9 +94,7 @@ def test_load_takes_both_layouts(
     other = Stage.load(str(tmp_path), attention="exact", dtype="float32")
     mine: Any = stages(SIZE).generator
     theirs: Any = other.generator
-    pairs = zip(
-        mine._language.module.parameters(), theirs._language.module.parameters(), strict=True
-    )
+    pairs = zip(mine.module.parameters(), theirs.module.parameters(), strict=True)
     assert all(torch.equal(one, another) for one, another in pairs)
 
 
@@ -128,7 +126,7 @@ def balanced_answer(
     """Answer questions and balance after every so many steps; return tokens, placements and what was seen."""
     stage = on_rank.load(settings, path)
     worker: Any = stage.generator
-    layers = [each for each in worker._language.module.modules() if isinstance(each, SharedExperts)]
+    layers = [each for each in worker.module.modules() if isinstance(each, SharedExperts)]
     driver = on_rank.driver_of(settings, stage, 40)
     step, steps = driver.step, 0
     placements = [list(layers[0].placement)]
@@ -168,5 +166,5 @@ def test_experts_move_and_the_tokens_stay(
     assert first[2]["hooks"] == {BALANCE: experts.INTERVAL_S}
     assert first[2]["early"] == []
     assert first[2]["wanted"] == second[2]["wanted"] == [BALANCE]
-    layer: Any = stages(SIZE).generator._language.module.layers[0].mlp.experts  # type: ignore[attr-defined]
+    layer: Any = stages(SIZE).generator.module.layers[0].mlp.experts  # type: ignore[attr-defined]
     assert first[2]["experts"] * 2 == sum(each.numel() * 4 for each in layer.parameters())

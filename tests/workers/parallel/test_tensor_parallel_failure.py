@@ -281,7 +281,7 @@ def generate_with_faults(
     running = driver.start(0, QUESTIONS[0])
     faults = [
         (language, "pack"),
-        (worker._language.module.layers[1].mlp, "forward"),
+        (worker.module.layers[1].mlp, "forward"),
         (worker, "_head"),
         (language, "choose_tokens"),
     ]

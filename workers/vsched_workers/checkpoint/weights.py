@@ -98,12 +98,13 @@ class WeightIndex:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files that hold a checkpoint's weights, whatever else lies beside them; none that cannot be told."""
+    """Return the files of a checkpoint's weights that are there, and nothing else that lies beside them."""
     try:
-        files = WeightIndex.open(directory).files
+        named = read_json(directory, INDEX_FILE).get("weight_map")
     except CheckpointError:
-        return []
-    return [directory / name for name in sorted(set(files.values()))]
+        named = None
+    names = set(map(str, named.values())) if isinstance(named, dict) else {SINGLE_FILE}
+    return [file for file in sorted(directory.glob("*.safetensors")) if file.name in names]
 
 
 def _read_index(directory: Path) -> dict[str, str]:

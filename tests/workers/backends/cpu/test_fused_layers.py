@@ -143,7 +143,7 @@ def test_rope_equals_the_modules(kernel: Any, has_norms: bool) -> None:
 
 def test_angles_equal_the_modules(stages: Stages, size: str) -> None:
     """Each frequency belongs to the axis that the family gives it, whichever way the two interleave them."""
-    rotary = stages(size, "auto", "bfloat16").generator._language.module.rotary_emb  # type: ignore[attr-defined]
+    rotary = stages(size, "auto", "bfloat16").generator.module.rotary_emb  # type: ignore[attr-defined]
     positions = torch.randint(0, 30000, (4, 1, 50), generator=torch.Generator().manual_seed(0))
     cos, sin = rotary(torch.empty(0, dtype=torch.bfloat16), positions[1:])
     found = AxesAngles(rotary, torch.bfloat16)(positions)
@@ -208,7 +208,7 @@ def test_fused_layers_weigh_what_the_modules_weigh(stages: Stages, size: str) ->
         assert exact.weights_bytes == fused.weights_bytes
     else:
         # Panels are filled up, each weight has a line of ones, a tied head is packed, and biases are not counted.
-        model: Any = fused._language.module  # type: ignore[attr-defined]
+        model: Any = fused.module  # type: ignore[attr-defined]
         head = fused._head.shape  # type: ignore[attr-defined]
         packed = [each.packed.shape for each in model.modules() if isinstance(each, PackedLinear)]
         filled = sum(
@@ -218,7 +218,7 @@ def test_fused_layers_weigh_what_the_modules_weigh(stages: Stages, size: str) ->
             for out, into, biased in (*packed, head)
         )
         assert fused.weights_bytes == exact.weights_bytes + filled + 2 * head[0] * head[1]
-    names = [name for name, _ in fused._language.module.named_parameters()]  # type: ignore[attr-defined]
+    names = [name for name, _ in fused.module.named_parameters()]  # type: ignore[attr-defined]
     assert not any("proj" in name for name in names), "they are packed"
 
 
@@ -229,7 +229,7 @@ def test_fused_layers_multiply_with_few_numbers_of_rows(
     """Whatever the batch, oneDNN meets the numbers of rows that it met at start."""
     stage = stages("nano25", "auto", "bfloat16")
     seen: set[int] = set()
-    model: Any = stage.generator._language.module  # type: ignore[attr-defined]
+    model: Any = stage.generator.module  # type: ignore[attr-defined]
     for module in model.modules():
         if isinstance(module, PackedLinear):
             multiply = module.packed._multiply

@@ -193,7 +193,7 @@ def run_ahead(machine: Machine, stage: Stage, sampling: SamplingParams) -> list[
     worker: Any = stage.generator
     worker.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
     cache = worker._cache
-    machine.own([*cache.keys, *cache.values, *worker._language.module.parameters()])
+    machine.own([*cache.keys, *cache.values, *worker.module.parameters()])
     if stage.vision is not None:
         machine.own(stage.encoder._tower.module.parameters())  # type: ignore[attr-defined]
     worker.prepare = machine.unseen(worker.prepare)
