@@ -141,6 +141,53 @@ def test_decode_writes_keys_and_attends_on_all_threads_as_on_one(
         torch.testing.assert_close(found[0], wanted[0], rtol=0.01, atol=0.01)
 
 
+@pytest.mark.parametrize("tag", TAGS)
+def test_rows_of_one_sequence_see_each_other_on_all_threads(tag: Any) -> None:
+    """Drafts: each row attends to those before it, which another thread may have, as if it came a step later."""
+    use_threads(2)
+    torch.manual_seed(3)
+    heads, kv_heads, head_dim, block_size, nan = 6, 2, 64, 16, float("nan")
+    contexts = np.array([30, *range(393, 406), 7], dtype=np.int32)
+    rows, blocks = len(contexts), 26
+    tables = torch.randperm(3 * blocks).int().view(3, blocks).numpy()[[0] + [1] * (rows - 2) + [2]]
+    written = tables[np.arange(rows), (contexts - 1) // 16].astype(np.int64) * 16
+    written += (contexts - 1) % 16
+    kept = [torch.randn(3 * blocks * 16, kv_heads, head_dim).bfloat16() for _ in "kv"]
+    for cached in kept:
+        cached[written] = nan
+    qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim).bfloat16()
+    angles = torch.rand(rows, head_dim // 2) * 7
+    cos, sin = (_bf16(each.bfloat16()) for each in (angles.cos(), angles.sin()))
+
+    def attend(kernel: Any, some: list[slice], shares: int) -> list[torch.Tensor]:
+        keys, values = (cached.clone() for cached in kept)
+        out = torch.full((rows, heads, head_dim), nan).bfloat16()
+        for part in some:
+            kernel(
+                qkv[part].data_ptr(),
+                out[part].data_ptr(),
+                heads_of(heads, 0, 0, 0.0, 0.125),
+                RopeRows(cos[part], sin[part], written[part]),
+                _bf16(keys),
+                _bf16(values),
+                tables[part],
+                contexts[part],
+                block_size,
+                shares,
+                tag,
+            )
+        return [out, keys, values]
+
+    wanted = attend(decode.serial, [slice(row, row + 1) for row in range(rows)], 1)
+    assert all(each.isfinite().all() for each in wanted)
+    for _ in range(20):  # a race may be won
+        for shares in (1, 2):
+            found = attend(decode.parallel, [slice(rows)], shares)
+            assert torch.equal(found[1], wanted[1])
+            assert torch.equal(found[2], wanted[2])
+            torch.testing.assert_close(found[0], wanted[0], rtol=0.01, atol=0.01)
+
+
 def test_sizes_that_fill_vectors_are_scored_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of whole vectors of keys, and heads of whole panels of columns; elsewhere keys are scored in float32."""
     monkeypatch.setattr(decode_attention, "has_bf16_dot", lambda: True)

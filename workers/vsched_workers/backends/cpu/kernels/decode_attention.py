@@ -71,17 +71,38 @@ def _choose(tag: Any, query_at: Any, context: Any, scaling: Any, summed: Any) ->
 
 
 @compiled()
-def _write_row(qkv_at: int, heads: Any, rows: RopeRows, row: int, context: RowContext) -> None:
-    """Write a row's keys and values, of the key heads of its context, into the cache."""
-    kv_heads, head_dim = context.keys.shape[1], 2 * rows.cos.shape[1]
+def _write_row(
+    qkv_at: int,
+    heads: Any,
+    rows: RopeRows,
+    row: int,
+    keys: Any,
+    values: Any,
+    kv_first: int,
+    kv_stop: int,
+) -> None:
+    """Write a row's keys and values of some key heads into the cache."""
+    kv_heads, head_dim = keys.shape[1], 2 * rows.cos.shape[1]
     slot, size = rows.slots[row], 2 * head_dim
     row_at = qkv_at + row * (heads.queries + 2 * kv_heads) * size
     turned = np.empty(head_dim, dtype=np.uint16)
-    for kv_head in range(context.kv_first, context.kv_stop):
+    for kv_head in range(kv_first, kv_stop):
         at = row_at + (heads.queries + kv_head) * size
         rope_head(at, turned.ctypes.data, rows, row, heads.key_norm_at, heads)
-        keep_head(turned.ctypes.data, context.keys, slot, kv_head)
-        keep_head(at + kv_heads * size, context.values, slot, kv_head)
+        keep_head(turned.ctypes.data, keys, slot, kv_head)
+        keep_head(at + kv_heads * size, values, slot, kv_head)
+
+
+@compiled()
+def _sees_another(rows: RopeRows, tables: Any, contexts: Any, block_size: int) -> bool:
+    """Return whether a row attends to what the row before it writes, as rows of drafts do."""
+    for row in range(1, len(rows.slots)):
+        before = contexts[row] - 2
+        if before >= 0:
+            block = tables[row, before // block_size]
+            if block * block_size + before % block_size == rows.slots[row - 1]:
+                return True
+    return False
 
 
 @compiled()
@@ -129,7 +150,8 @@ def decode(
 ) -> None:
     """Rotate the heads of decode rows, write keys and values into the cache, and attend.
 
-    Rows are of different sequences: a task writes what it reads, in one parallel region.
+    Where rows are of different sequences, a task writes what it reads, in one parallel region. Rows of drafts follow
+    the rows that they see, which another thread may have, so there all is written before any row attends.
 
     Args:
         qkv_at: The merged product, bfloat16 [rows, heads + 2 * kv heads, head dim].
@@ -144,9 +166,14 @@ def decode(
         shares: Shares that the key heads of a row are cut into, which divide them; each is a task.
         tag: The dtype tag that keys are scored in (`score_tag`).
     """
-    size = keys.shape[1] // shares
+    count, kv_heads = len(rows.slots), keys.shape[1]
+    size = kv_heads // shares
     window, softcap = heads[0].window, heads[0].softcap
-    for task in numba.prange(len(rows.slots) * shares):
+    is_written = _sees_another(rows, tables, contexts, block_size)
+    if is_written:
+        for row in range(count):
+            _write_row(qkv_at, heads[0], rows, row, keys, values, 0, kv_heads)
+    for task in numba.prange(count * shares):
         row, kv_first = task // shares, task % shares * size
         unseen = contexts[row] - window if 0 < window < contexts[row] else 0
         skipped = unseen // block_size
@@ -161,7 +188,8 @@ def decode(
             kv_first + size,
             softcap,
         )
-        _write_row(qkv_at, heads[0], rows, row, context)
+        if not is_written:
+            _write_row(qkv_at, heads[0], rows, row, keys, values, kv_first, kv_first + size)
         _decode_task(qkv_at, out_at, heads[0], rows, row, context, tag)
 
 
