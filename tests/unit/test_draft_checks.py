@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from vsched.aio.draft_checks import verifies_drafts
+from vsched.aio.draft_checks import inspect_draft, verifies_drafts
 from vsched.config import Config, load_config, resolve_policies
 from vsched.errors import ConfigError
 from vsched.sim.cluster.plugin import HYBRID, NAME, plugin
@@ -43,3 +43,15 @@ def test_drafts_are_refused_without_what_they_need() -> None:
         verifies_drafts(looks, STATEFUL, resolve_policies(looks))
     nothing = config_of("none")
     assert not verifies_drafts(nothing, STATEFUL, resolve_policies(nothing))
+
+
+def test_a_draft_model_is_told_of_a_prompt_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose prompts see all of themselves: it takes them as other tokens."""
+    whole = msgspec.structs.replace(INFO, prompt_atomic=True, item_atomic=True)
+    monkeypatch.setattr(type(plugin), "inspect", lambda *_, **_given: whole)
+    sets = [f"generate.plugin={NAME}", "generate.draft_model=small"]
+    config = load_config(None, sets=sets, environ={}).config
+    found = inspect_draft(config, plugin, INFO)
+    assert found is not None
+    assert not found.prompt_atomic
+    assert not found.item_atomic

@@ -56,6 +56,7 @@ def answers(target: Markov, draft: Markov) -> tuple[Counter[tuple[int, ...]], li
         blocks=4,
         block_size=8,
         chunk_tokens=8,
+        batch_tokens=16,
     )
     rank = GenerateRank(
         target,

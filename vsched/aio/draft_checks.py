@@ -75,6 +75,8 @@ def inspect_draft(config: Config, plugin: WorkerPlugin, info: ModelInfo) -> Mode
     if not path:
         return None
     draft = plugin.inspect(path, dtype=config.model.dtype, item_tokens_max=0).text_alone
+    # It is told of a prompt chunk by chunk, whatever its tokens would see of each other: a guess may be a little worse.
+    draft = msgspec.structs.replace(draft, prompt_atomic=False, item_atomic=False)
     if generate.tensor_parallel > 1:
         plugin.check_parallel(draft, stage="generate", ranks=generate.tensor_parallel)
     for model, key in ((info, "model.path"), (draft, "generate.draft_model")):

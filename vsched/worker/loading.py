@@ -136,12 +136,13 @@ class RankLoading(Generic[Link]):
     def _load_generator(self, role: GenerateRole, member: Member[Link]) -> None:
         spec, host = self._spec, self._host
         plugin = host.load_worker(role.plugin)
+        # Before the other: what a plug-in sets for the whole process, such as torch's threads, is as that wants it.
+        draft = _load_draft(plugin, role, member.progress)
         worker = plugin.load_generator(spec.info, role.settings, member.progress)
         adapters = _adapter_memory(worker, role.settings)
         # Before memory is measured: the tokens of a large vocabulary take some.
         grammars = plugin.load_grammars(spec.info) if isinstance(plugin, ConstrainsOutput) else None
         image = image_for(plugin, spec.info, role.limits, pixels_max=role.pixels_max)
-        draft = _load_draft(plugin, role, member.progress)
         sizing = KvSizing(
             worker,
             spec.info,
@@ -231,7 +232,8 @@ def _draft_model(
         vocabulary=info.vocab_size,
         blocks=blocks,
         block_size=limits.block_size,
-        chunk_tokens=min(limits.chunk_tokens, limits.batch_tokens),
+        chunk_tokens=limits.chunk_tokens,
+        batch_tokens=limits.batch_tokens,
     )
 
 

@@ -9,14 +9,32 @@ import msgspec
 from vsched.measured import StepTime
 from vsched.policy import DRAFT_TOKENS_MAX, Draft, DraftingPolicy, DraftingView, PositiveCount
 
-WEIGHT = 0.25
-"""Of a new step among those like it."""
+STEPS_BACK = 8
+"""How many steps an average reaches back, about."""
+HELD_UP = 2.0
+"""A step that took more than so many times the average was held up by something else, and counts as just that."""
 SKIPPED_MAX = 8
 """Where no drafts pay, at least every so many-th request tries some."""
 
 
+class Average(msgspec.Struct):
+    """An average of the latest values; 0 before the first."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def take(self, value: float) -> None:
+        """Take a value."""
+        self.count = min(self.count + 1, STEPS_BACK)
+        self.value += (value - self.value) / self.count
+
+    def take_time(self, took_ns: float) -> None:
+        """Take what a step took."""
+        self.take(min(took_ns, HELD_UP * self.value) if self.count else took_ns)
+
+
 class StepKind(msgspec.Struct):
-    """What steps of one size take, without drafts and with, and what those with drafts bring; 0 before the first.
+    """What steps of one size take, without drafts and with, and what those with drafts bring.
 
     Attributes:
         plain_ns: Without drafts, for each request that decodes.
@@ -24,9 +42,9 @@ class StepKind(msgspec.Struct):
         tokens: Tokens of each request in a step with drafts.
     """
 
-    plain_ns: float = 0.0
-    drafted_ns: float = 0.0
-    tokens: float = 0.0
+    plain_ns: Average = msgspec.field(default_factory=Average)
+    drafted_ns: Average = msgspec.field(default_factory=Average)
+    tokens: Average = msgspec.field(default_factory=Average)
 
 
 class Trials(msgspec.Struct):
@@ -53,21 +71,17 @@ class Trials(msgspec.Struct):
             kind = self.kinds.setdefault(step.decodes.bit_length(), StepKind())
             each_ns = step.busy_ns / step.decodes
             if step.drafted:
-                kind.drafted_ns = _mean(kind.drafted_ns, each_ns)
-                kind.tokens = _mean(kind.tokens, 1 + step.accepted / step.decodes)
+                kind.drafted_ns.take_time(each_ns)
+                kind.tokens.take(1 + step.accepted / step.decodes)
             else:
-                kind.plain_ns = _mean(kind.plain_ns, each_ns)
+                kind.plain_ns.take_time(each_ns)
 
     def speedup(self, decodes: int) -> float | None:
         """Return how much faster tokens come with drafts; None where that was not seen."""
         kind = self.kinds.get(decodes.bit_length())
-        if kind is None or not (kind.plain_ns and kind.drafted_ns):
+        if kind is None or not (kind.plain_ns.count and kind.drafted_ns.count):
             return None
-        return kind.tokens * kind.plain_ns / kind.drafted_ns
-
-
-def _mean(old: float, new: float) -> float:
-    return old + WEIGHT * (new - old) if old else new
+        return kind.tokens.value * kind.plain_ns.value / kind.drafted_ns.value
 
 
 class TriedDrafts(DraftingPolicy, frozen=True, kw_only=True):

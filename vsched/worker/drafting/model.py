@@ -61,16 +61,17 @@ class DraftModel:
         blocks: int,
         block_size: int,
         chunk_tokens: int,
+        batch_tokens: int,
     ) -> None:
         """Take a worker whose KV cache stands.
 
         `vocabulary` is that of the model it drafts for: what is beyond is no draft. `chunk_tokens` are the most tokens
-        that it catches up with in a step.
+        that it catches up with in a step, and `batch_tokens` those of a step together.
         """
         self._worker, self._info = draft
         self._vocabulary = vocabulary
         self._block_size = block_size
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens, self._batch_tokens = chunk_tokens, batch_tokens
         self._whole = np.zeros(blocks, np.bool_)
         """Of each block whether it has all positions of what lies there."""
         self._followed: dict[int, Followed] = {}
@@ -173,7 +174,8 @@ class DraftModel:
         """Compute what lacks up to the last known token, as far as a step goes; return what follows, by slot."""
         rows: list[tuple[int, int]] = []
         chunks: list[Chunk] = []
-        room = self._chunk_tokens
+        # Decode rows come first: memory is proved for so many rows in all.
+        room = min(self._chunk_tokens, max(self._batch_tokens - ROWS_MAX * len(slots), 0))
         for slot in slots:
             followed = self._followed[slot]
             own, start = followed.sequence, followed.done

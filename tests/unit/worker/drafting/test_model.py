@@ -37,13 +37,14 @@ class Small(Periodic):
 
     Attributes:
         computed: How many positions it has computed.
+        largest: The most positions of a step.
     """
 
     def __init__(self, *, wrong_every: int = 0) -> None:
         super().__init__()
         self._wrong_every = wrong_every
         self.kv = np.full((BLOCKS, BLOCK_SIZE), NOTHING)
-        self.computed = 0
+        self.computed = self.largest = 0
         self.prepared: list[int] = []
         self.batches_run = 0
 
@@ -55,6 +56,7 @@ class Small(Periodic):
 
     def step(self, batch: Batch) -> Sampled:
         self.batches_run += 1
+        before = self.computed
         for chunk in batch.chunks:
             for position in range(chunk.start, chunk.stop):
                 self._write(batch, chunk.slot, chunk.sequence, position)
@@ -72,6 +74,7 @@ class Small(Periodic):
             self._write(batch, slot, sequence, position)
         for slot, sequence, position in rows:
             self._read(batch, slot, sequence, position + 1)
+        self.largest = max(self.largest, self.computed - before)
         sampled = super().step(batch)
         ends = [position + 1 for _, _, position in rows]
         ends += [chunk.stop for chunk in batch.chunks if chunk.samples]
@@ -92,7 +95,7 @@ class Small(Periodic):
 
 
 def rank_of(
-    worker: Periodic, small: Small, *, chunk: int = 8, vocabulary: int = 100
+    worker: Periodic, small: Small, *, chunk: int = 8, batch: int = 32, vocabulary: int = 100
 ) -> GenerateRank:
     model = DraftModel(
         DraftWorker(small, stand_in_info(context_tokens=CONTEXT)),
@@ -100,6 +103,7 @@ def rank_of(
         blocks=BLOCKS,
         block_size=BLOCK_SIZE,
         chunk_tokens=chunk,
+        batch_tokens=batch,
     )
     return GenerateRank(
         worker,
@@ -162,6 +166,20 @@ def test_draft_model_catches_up_in_chunks_and_drafts_when_it_has() -> None:
     # 21, 22, 23 tokens are known in these steps, and 8 more of them are caught up with in each.
     assert [len(one.drafted) for one in told] == [0, 0, 1, 1]
     assert small.computed == 23 + 1 + 2 + 1
+
+
+def test_draft_model_takes_no_more_positions_a_step_than_memory_is_proved_for() -> None:
+    """One sequence is caught up with while it drafts for another."""
+    small = Small()
+    rank = rank_of(Periodic(), small, chunk=8, batch=10)
+    begun(rank, [16, 17, 18])
+    long = [16 + at % 3 for at in range(20)]
+    late = msgspec.structs.replace(join(2, 1, long), blocks=own_blocks(1))
+    rank.apply(GenerateDecision(2, granted=by_model(3), joined=[late], chunks=[whole(1, 20)]))
+    asked = [DraftGrant(1, 3, 0, True)]
+    told = [rank.apply(GenerateDecision(3 + at, granted=asked)) for at in range(4)]
+    assert [[each.slot for each in one.drafted] for one in told] == [[0], [0], [0], [0, 1]]
+    assert small.largest <= 10
 
 
 def test_draft_model_computes_nothing_unless_a_grant_says_so() -> None:

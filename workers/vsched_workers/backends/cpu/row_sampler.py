@@ -50,7 +50,7 @@ def draw_compiled(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.ND
     return tokens
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)  # a draft model's may be padded to another size
 def _buffers(vocabulary: int) -> Buffers:
     return make_buffers(vocabulary)
 

@@ -1,0 +1,68 @@
+"""The order in which a rank loads models."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.rank.fake_plugin import NAME, FakePlugin, model_info
+from tests.unit.rank.worker_groups import LAYOUT, LOAD
+from vsched.errors import CheckpointError
+from vsched.transport.arena import Arena
+from vsched.types import ModelInfo
+from vsched.worker.contract import GenerateWorker, Progress, WorkerPlugin, WorkerSettings
+from vsched.worker.loading import RankLoading
+from vsched.worker.member import Member, RankHost
+from vsched.worker.spec import GenerateRole, RankSpec
+
+
+class Deaf:
+    """A link to nobody."""
+
+    def send(self, _frame: bytes) -> None:
+        """Nothing to do."""
+
+    def receive(self, timeout_s: float = 0.0) -> bytes | None:
+        raise AssertionError(f"nobody is listened to, not for {timeout_s} s")
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class Recording(FakePlugin):
+    """Notes what it is to load, and loads no model that is to be deterministic."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def load_generator(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> GenerateWorker:
+        self.asked.append(settings.deterministic)
+        if settings.deterministic:
+            raise CheckpointError("that was the model")
+        return super().load_generator(info, settings, progress)
+
+
+def test_a_draft_model_is_loaded_first_so_that_the_process_is_as_the_model_wants_it() -> None:
+    """A deterministic model sets torch to one thread, and a draft model, which need not be, to all."""
+    plugin = Recording()
+    role = GenerateRole(
+        address="",
+        plugin=NAME,
+        settings=WorkerSettings(deterministic=True),
+        limits=LOAD,
+        draft=model_info(),
+    )
+    info = model_info()
+    spec = RankSpec(rank=0, secret="", layout=LAYOUT, info=info, timeout_s=60, generate=role)
+
+    def found(_name: str) -> WorkerPlugin:
+        return plugin
+
+    arena, host = Arena.create(LAYOUT), RankHost(load_worker=found)
+    try:
+        with pytest.raises(CheckpointError, match="that was the model"):
+            RankLoading(spec, arena, [Member(spec, Deaf(), host)], host).begin()
+    finally:
+        arena.close()
+    assert plugin.asked == [False, True]
