@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.rank.fake_plugin import NAME, FakePlugin, model_info
-from tests.unit.rank.worker_groups import LAYOUT, LOAD
+from tests.unit.rank.fake_plugin import LAYOUT, NAME, FakeGenerator, FakePlugin, model_info
+from tests.unit.rank.worker_groups import LOAD
 from vsched.errors import CheckpointError
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo
-from vsched.worker.contract import GenerateWorker, Progress, WorkerPlugin, WorkerSettings
+from vsched.worker.contract import Progress, WorkerPlugin, WorkerSettings
 from vsched.worker.loading import RankLoading
 from vsched.worker.member import Member, RankHost
 from vsched.worker.spec import GenerateRole, RankSpec
@@ -36,7 +36,7 @@ class Recording(FakePlugin):
 
     def load_generator(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
-    ) -> GenerateWorker:
+    ) -> FakeGenerator:
         self.asked.append(settings.deterministic)
         if settings.deterministic:
             raise CheckpointError("that was the model")
