@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.rank.fake_plugin import LAYOUT, NAME, FakeGenerator, FakePlugin, model_info
 from tests.unit.rank.worker_groups import LOAD
+from tests.unit.worker.test_member import Link
 from vsched.errors import CheckpointError
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo
@@ -13,19 +14,6 @@ from vsched.worker.contract import Progress, WorkerPlugin, WorkerSettings
 from vsched.worker.loading import RankLoading
 from vsched.worker.member import Member, RankHost
 from vsched.worker.spec import GenerateRole, RankSpec
-
-
-class Deaf:
-    """A link to nobody."""
-
-    def send(self, _frame: bytes) -> None:
-        """Nothing to do."""
-
-    def receive(self, timeout_s: float = 0.0) -> bytes | None:
-        raise AssertionError(f"nobody is listened to, not for {timeout_s} s")
-
-    def close(self) -> None:
-        """Nothing to do."""
 
 
 class Recording(FakePlugin):
@@ -53,8 +41,9 @@ def test_a_draft_model_is_loaded_first_so_that_the_process_is_as_the_model_wants
         limits=LOAD,
         draft=model_info(),
     )
-    info = model_info()
-    spec = RankSpec(rank=0, secret="", layout=LAYOUT, info=info, timeout_s=60, generate=role)
+    spec = RankSpec(
+        rank=0, secret="", layout=LAYOUT, info=model_info(), timeout_s=60, generate=role
+    )
 
     def found(_name: str) -> WorkerPlugin:
         return plugin
@@ -62,7 +51,7 @@ def test_a_draft_model_is_loaded_first_so_that_the_process_is_as_the_model_wants
     arena, host = Arena.create(LAYOUT), RankHost(load_worker=found)
     try:
         with pytest.raises(CheckpointError, match="that was the model"):
-            RankLoading(spec, arena, [Member(spec, Deaf(), host)], host).begin()
+            RankLoading(spec, arena, [Member(spec, Link(), host)], host).begin()
     finally:
         arena.close()
     assert plugin.asked == [False, True]

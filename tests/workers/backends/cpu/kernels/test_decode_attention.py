@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -86,44 +86,79 @@ TAGS = [
 ]
 
 
-def _decode(
-    kernel: Any, tag: Any, contexts: list[int], shares: int, **rule: Any
-) -> list[torch.Tensor]:
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 64, 16
+NAN = float("nan")
+
+
+class Rows(NamedTuple):
+    """What `decode` is given of some rows; all of it is theirs, row by row."""
+
+    qkv: torch.Tensor
+    cos: Any
+    sin: Any
+    slots: Any
+    tables: Any
+    contexts: Any
+
+    @classmethod
+    def draw(cls, tables: Any, contexts: Any) -> Rows:
+        """Draw queries, keys, values and angles of rows with these block tables and contexts."""
+        count, last = len(contexts), contexts - 1
+        blocks = tables[np.arange(count), last // BLOCK_SIZE].astype(np.int64)
+        qkv = torch.randn(count, HEADS + 2 * KV_HEADS, HEAD_DIM).bfloat16()
+        angles = torch.rand(count, HEAD_DIM // 2) * 7
+        cos, sin = (_bf16(each.bfloat16()) for each in (angles.cos(), angles.sin()))
+        return cls(qkv, cos, sin, blocks * BLOCK_SIZE + last % BLOCK_SIZE, tables, contexts)
+
+    def part(self, some: slice) -> Rows:
+        """Return some of them."""
+        return Rows(*(each[some] for each in self))
+
+    def attend(
+        self,
+        kernel: Any,
+        tag: Any,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        shares: int,
+    ) -> torch.Tensor:
+        """Return what is attended; what is left out is no number."""
+        out = torch.full((len(self.qkv), HEADS, HEAD_DIM), NAN).bfloat16()
+        kernel(
+            self.qkv.data_ptr(),
+            out.data_ptr(),
+            heads_of(HEADS, 0, 0, 0.0, 0.125),
+            RopeRows(self.cos, self.sin, self.slots),
+            _bf16(keys),
+            _bf16(values),
+            self.tables,
+            self.contexts,
+            BLOCK_SIZE,
+            shares,
+            tag,
+        )
+        return out
+
+
+def _decode(kernel: Any, tag: Any, contexts: list[int], shares: int) -> list[torch.Tensor]:
     """Decode a row of each of some sequences; return what is attended, and the keys and values that were written.
 
     All else in the cache and in the result is no number.
     """
     torch.manual_seed(len(contexts))
-    heads, kv_heads, head_dim, block_size, nan = 6, 2, 64, 16, float("nan")
-    rows, seen = len(contexts), np.array(contexts, dtype=np.int32)
-    width = -(-max(contexts) // block_size)
-    tables = torch.randperm(rows * width).int().view(rows, width).numpy()
+    count = len(contexts)
+    width = -(-max(contexts) // BLOCK_SIZE)
+    tables = torch.randperm(count * width).int().view(count, width).numpy()
     keys, values = (
-        torch.full((tables.size * 16, kv_heads, head_dim), nan).bfloat16() for _ in "kv"
+        torch.full((tables.size * BLOCK_SIZE, KV_HEADS, HEAD_DIM), NAN).bfloat16() for _ in "kv"
     )
     for table, length in zip(tables, contexts, strict=True):
-        slots = (table[:, None] * block_size + np.arange(block_size)).flatten()[: length - 1]
+        slots = (table[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).flatten()[: length - 1]
         for cached in (keys, values):
-            cached[slots] = torch.randn(length - 1, kv_heads, head_dim).bfloat16()
-    written = tables[np.arange(rows), (seen - 1) // 16].astype(np.int64) * 16 + (seen - 1) % 16
-    qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim).bfloat16()
-    out = torch.full((rows, heads, head_dim), nan).bfloat16()
-    angles = torch.rand(rows, head_dim // 2) * 7
-    cos, sin = (_bf16(each.bfloat16()) for each in (angles.cos(), angles.sin()))
-    kernel(
-        qkv.data_ptr(),
-        out.data_ptr(),
-        heads_of(heads, 0, 0, 0.0, 0.125, **rule),
-        RopeRows(cos, sin, written),
-        _bf16(keys),
-        _bf16(values),
-        tables,
-        seen,
-        block_size,
-        shares,
-        tag,
-    )
-    return [out, keys[written], values[written]]
+            cached[slots] = torch.randn(length - 1, KV_HEADS, HEAD_DIM).bfloat16()
+    rows = Rows.draw(tables, np.array(contexts, dtype=np.int32))
+    out = rows.attend(kernel, tag, keys, values, shares)
+    return [out, keys[rows.slots], values[rows.slots]]
 
 
 @pytest.mark.parametrize("tag", TAGS)
@@ -146,43 +181,24 @@ def test_rows_of_one_sequence_see_each_other_on_all_threads(tag: Any) -> None:
     """Drafts: each row attends to those before it, which another thread may have, as if it came a step later."""
     use_threads(2)
     torch.manual_seed(3)
-    heads, kv_heads, head_dim, block_size, nan = 6, 2, 64, 16, float("nan")
     contexts = np.array([30, *range(393, 406), 7], dtype=np.int32)
-    rows, blocks = len(contexts), 26
-    tables = torch.randperm(3 * blocks).int().view(3, blocks).numpy()[[0] + [1] * (rows - 2) + [2]]
-    written = tables[np.arange(rows), (contexts - 1) // 16].astype(np.int64) * 16
-    written += (contexts - 1) % 16
-    kept = [torch.randn(3 * blocks * 16, kv_heads, head_dim).bfloat16() for _ in "kv"]
+    count, blocks = len(contexts), 26
+    tables = torch.randperm(3 * blocks).int().view(3, blocks).numpy()
+    kept = [torch.randn(3 * blocks * BLOCK_SIZE, KV_HEADS, HEAD_DIM).bfloat16() for _ in "kv"]
+    rows = Rows.draw(tables[[0] + [1] * (count - 2) + [2]], contexts)
     for cached in kept:
-        cached[written] = nan
-    qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim).bfloat16()
-    angles = torch.rand(rows, head_dim // 2) * 7
-    cos, sin = (_bf16(each.bfloat16()) for each in (angles.cos(), angles.sin()))
+        cached[rows.slots] = NAN
 
     def attend(kernel: Any, some: list[slice], shares: int) -> list[torch.Tensor]:
         keys, values = (cached.clone() for cached in kept)
-        out = torch.full((rows, heads, head_dim), nan).bfloat16()
-        for part in some:
-            kernel(
-                qkv[part].data_ptr(),
-                out[part].data_ptr(),
-                heads_of(heads, 0, 0, 0.0, 0.125),
-                RopeRows(cos[part], sin[part], written[part]),
-                _bf16(keys),
-                _bf16(values),
-                tables[part],
-                contexts[part],
-                block_size,
-                shares,
-                tag,
-            )
-        return [out, keys, values]
+        out = [rows.part(part).attend(kernel, tag, keys, values, shares) for part in some]
+        return [torch.cat(out), keys, values]
 
-    wanted = attend(decode.serial, [slice(row, row + 1) for row in range(rows)], 1)
+    wanted = attend(decode.serial, [slice(row, row + 1) for row in range(count)], 1)
     assert all(each.isfinite().all() for each in wanted)
     for _ in range(20):  # a race may be won
         for shares in (1, 2):
-            found = attend(decode.parallel, [slice(rows)], shares)
+            found = attend(decode.parallel, [slice(count)], shares)
             assert torch.equal(found[1], wanted[1])
             assert torch.equal(found[2], wanted[2])
             torch.testing.assert_close(found[0], wanted[0], rtol=0.01, atol=0.01)
