@@ -360,7 +360,7 @@ def test_what_a_sparse_run_leaves_out_is_no_nonsense() -> None:
 def test_what_is_short_has_the_custom_kernel_beside_amx_and_the_rest_has_onednn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(operand_choice, "has_amx", lambda: True)
+    monkeypatch.setattr(operand_choice, "has_tiles", lambda: True)
     asked: list[str] = []
     for module in (prefill_attention, tiled_attention):
         for name in ("attend_patches", "prefill"):
@@ -518,7 +518,7 @@ def test_choose_prefill_takes_the_custom_or_the_tiled_kernel_for_bfloat16_on_the
 def test_custom_prefill_is_chosen_where_it_pays_or_onednn_has_no_product(
     has_product: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operand_choice, "pays_here", lambda: has_product)
+    monkeypatch.setattr(operand_choice, "has_tiles", lambda: not has_product)
     monkeypatch.setattr(operand_choice, "packs", lambda _: has_product)
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_attention.prefill
     assert choose_patches(1, 2, 16) is prefill_attention.attend_patches

@@ -24,6 +24,7 @@ from vsched_workers.backends.cpu import operand_choice, prefill_attention, produ
 from vsched_workers.backends.cpu.kernels import simd
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+from vsched_workers.backends.cpu.quantized import products as quantized_products
 from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.plugin import TRAINED
 
@@ -256,7 +257,8 @@ def test_amx_is_not_used(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = Recorded(load("demo"), monkeypatch).run(asked, chunk=40)
     monkeypatch.undo()
     monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
-    monkeypatch.setattr(operand_choice, "has_amx", lambda: True)
+    for module in (operand_choice, products, quantized_products):
+        monkeypatch.setattr(module, "has_tiles", lambda: True)
     settings = WorkerSettings(threads=1, deterministic=True)
     stage = Stage.load(str(TRAINED), attention="auto", dtype="bfloat16", settings=settings)
     assert Recorded(stage, monkeypatch).run(asked, chunk=40) == wanted

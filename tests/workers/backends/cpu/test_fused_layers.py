@@ -24,6 +24,7 @@ from vsched_workers.backends.cpu.kernels.norm import add_norm
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
 from vsched_workers.backends.cpu.kernels.sampling import argmax
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
+from vsched_workers.backends.cpu.kernels.tiles import has_tiles
 from vsched_workers.backends.cpu.operand_choice import runs_here
 from vsched_workers.backends.cpu.products import BF16_ROWS_MAX
 from vsched_workers.backends.cpu.quantized.kernel import INPUTS, PANEL
@@ -173,7 +174,8 @@ def test_fused_layers_equal_the_modules_with_our_own_product(
     checkpoints: Callable[[str], Path], chosen: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights of larger models lie in whole panels; rows are padded no more. Images, too."""
-    monkeypatch.setattr(operand_choice, "has_amx", lambda: False)
+    monkeypatch.setattr(operand_choice, "has_tiles", lambda: False)
+    monkeypatch.setattr(products, "has_tiles", lambda: False)
     monkeypatch.setattr(products, "operand", lambda: chosen)
     monkeypatch.setattr(prefill_attention, "operand", lambda: chosen)
     exact, fused = _exact_and_fused(checkpoints("tiny25"))
@@ -223,6 +225,7 @@ def test_fused_layers_weigh_what_the_modules_weigh(stages: Stages, size: str) ->
 
 
 @pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN packs no bfloat16 here")
+@pytest.mark.skipif(has_tiles(), reason="oneDNN multiplies nothing beside tiles of our own")
 def test_fused_layers_multiply_with_few_numbers_of_rows(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:

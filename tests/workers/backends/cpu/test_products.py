@@ -1,4 +1,7 @@
-"""Our own product: what oneDNN computes, for any number of rows, from the weight that oneDNN packed."""
+"""Our own product: what oneDNN computes, for any number of rows, from the weight that oneDNN packed.
+
+That in tiles is in `test_tiles.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from vsched_workers.backends.cpu import operand_choice, products
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.operand_choice import operand, runs_here
 from vsched_workers.backends.cpu.products import (
-    AMX_ROWS_MAX,
     BF16_ROWS_MAX,
     INPUTS_MAX,
     PanelProduct,
@@ -43,7 +45,7 @@ SHAPES = [(64, 32), (192, 96), (320, 256)]
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operand:
     """Multiply this, whatever is faster here, and as on a processor without AMX."""
     found: Operand = request.param
-    monkeypatch.setattr(operand_choice, "has_amx", lambda: False)
+    monkeypatch.setattr(products, "has_tiles", lambda: False)
     monkeypatch.setattr(products, "operand", lambda: found)
     return found
 
@@ -172,16 +174,6 @@ def test_processors_without_the_instruction_are_left_to_onednn(
     weight = torch.randn(192, 64).bfloat16()
     monkeypatch.setattr(operand_choice, "has_bf16_dot", lambda: False)
     assert panel_product(weight, None, threads=1) is None
-
-
-def test_few_rows_only_are_multiplied_here_beside_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others go to oneDNN, which has the same copy of the weight; with float32 operands, too."""
-    weight = torch.randn(192, 64).bfloat16()
-    monkeypatch.setattr(operand_choice, "has_amx", lambda: True)
-    product = panel_product(weight, None, threads=1)
-    assert product is not None
-    assert product.rows_max == AMX_ROWS_MAX
-    assert product.packed is not None
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -29,7 +29,11 @@ from vsched_workers.backends.cpu.low_rank import sums as low_rank
 from vsched_workers.backends.cpu.low_rank.sums import KernelSums
 from vsched_workers.backends.cpu.prefill_choice import choose_prefill
 from vsched_workers.backends.cpu.products import deterministic_product, panel_product
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, makes_int8_rows
+from vsched_workers.backends.cpu.quantized.products import (
+    QuantizedProduct,
+    makes_int8_rows,
+    widens_in_tiles,
+)
 from vsched_workers.backends.cpu.row_sampler import draw_compiled
 from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
 from vsched_workers.backends.reference.any_tower import AnyTower
@@ -68,6 +72,7 @@ class CpuBackend(ReferenceBackend):
             make_product,
             threads=settings.threads,
             int8_rows=makes_int8_rows(settings.activations, dtype),
+            tiles=widens_in_tiles(settings.activations) and not settings.deterministic,
         )
         self._quantizer: Quantizer[QuantizedProduct] | None = None
         self._make_product = self._make_head = self._make_plain

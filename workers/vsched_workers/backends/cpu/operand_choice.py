@@ -21,7 +21,8 @@ import torch
 from vsched_workers.backends.cpu.kernel_store import kernel_folder, processor
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, repeat_pass
-from vsched_workers.backends.cpu.kernels.simd import has_amx, has_bf16_dot
+from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+from vsched_workers.backends.cpu.kernels.tiles import has_tiles
 from vsched_workers.backends.reference.packed_weights import packs
 
 FLOAT32_SHARE_MAX = 0.9
@@ -35,14 +36,9 @@ def runs_here() -> bool:
     return has_bf16_dot()
 
 
-def pays_here() -> bool:
-    """Return whether custom kernels multiply any number of rows: where they run, and oneDNN has no AMX to use."""
-    return runs_here() and not has_amx()
-
-
 def attends_here() -> bool:
-    """Return whether a custom kernel attends for any number of rows: where it pays, or oneDNN has no such product."""
-    return pays_here() or not packs(torch.bfloat16)
+    """Return whether a custom kernel attends for any number of rows: where oneDNN has no tiles, or no such product."""
+    return (runs_here() and not has_tiles()) or not packs(torch.bfloat16)
 
 
 @functools.cache

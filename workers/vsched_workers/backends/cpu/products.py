@@ -1,9 +1,9 @@
 """Products of rows and a weight that lies in panels, as `kernels/gemm.py` reads it.
 
-With bfloat16 operands or beside AMX oneDNN takes over from some number of rows on. So there is one copy of the weight,
-which oneDNN has packed, and the kernel reads it there. Where float32 is faster and there is no AMX, oneDNN is not
-needed, and the weight is packed here. Where oneDNN has no product of bfloat16 at all, all rows are multiplied by
-`quantized/products.py`.
+With AMX, any number of rows is multiplied in tiles (`kernels/tiles.py`). Without, oneDNN takes over from some number
+of bfloat16 rows on. So there is one copy of the weight, which oneDNN has packed, and the kernel reads it there. Where
+float32 is faster, oneDNN is not needed, and the weight is packed here. Where oneDNN has no product of bfloat16 at all,
+all rows are multiplied by `quantized/products.py`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from torch.nn import functional
 
 from vsched.errors import ConfigError
 from vsched_workers.backends.cpu.decode_attention import use_threads
-from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
-from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, multiply
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
+from vsched_workers.backends.cpu.kernels.compilation import Threaded
+from vsched_workers.backends.cpu.kernels.gemm import PANEL, multiply
 from vsched_workers.backends.cpu.kernels.simd import LINE
-from vsched_workers.backends.cpu.operand_choice import operand, pays_here, runs_here
+from vsched_workers.backends.cpu.kernels.tiles import has_tiles, multiply_in_tiles
+from vsched_workers.backends.cpu.operand_choice import operand, runs_here
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
 from vsched_workers.backends.reference.packed_weights import CustomProduct, packs
 from vsched_workers.memory.sparse_runs import at_most, is_sparse
@@ -35,11 +37,8 @@ INPUTS_MAX = 4096
 BF16_ROWS_MAX = 128
 """Most rows that are multiplied as bfloat16: with 256, which leave the cache between two panels, oneDNN is as fast."""
 
-AMX_ROWS_MAX = PASS_ROWS
-"""The same beside AMX, which takes as long for one row as for sixteen: those of one pass."""
-
 PADDING_SHARE_MAX = 1 / 8
-"""The largest share of a weight that may be padding of its last panel: it is read and multiplied as the rest is."""
+"""The largest share of a weight that may be padding of its last panel, or half: it is multiplied as the rest is."""
 
 COMPARED_PAIRS = 64
 """Pairs of inputs at each end of a panel by which its layout is told."""
@@ -50,14 +49,14 @@ class PanelProduct:
 
     Attributes:
         rows_max: Most rows that it is worth using for.
+        few_rows_max: Most rows that its kernel is used for: as many.
         packed: The weight as oneDNN packs it, for more rows than that.
-        size_bytes: Bytes of the padded weight.
+        size_bytes: Bytes of the padded weight: to whole panels, or with tiles to halves.
         shape: Its outputs and inputs.
-        kernel: What multiplies, and `tags`, the dtype tag of its operands, what that is compiled for.
+        kernel: What multiplies, `gemm.multiply` or, in tiles, `multiply_in_tiles`.
+        tags: What that is compiled for: the dtype tag of its operands.
         record: Half of its inputs, where the weight lies, 1 where in halves, its outputs, and where the bias lies.
     """
-
-    kernel = multiply
 
     def __init__(
         self,
@@ -69,9 +68,13 @@ class PanelProduct:
         *,
         rows_max: int = sys.maxsize,
         halves: bool = False,
+        tiles: bool = False,
     ) -> None:
-        """Take a weight of this shape, whose panels, maybe in halves, lie at an address in memory of `panels`."""
-        self.rows_max = rows_max
+        """Take a weight of this shape, whose panels, maybe in halves, lie at an address in memory of `panels`.
+
+        With `tiles` it is multiplied in tiles: then panels lie in halves.
+        """
+        self.rows_max = self.few_rows_max = rows_max
         self.packed = None if rows_max == sys.maxsize else panels
         self._panels = panels
         self._address = address
@@ -80,15 +83,16 @@ class PanelProduct:
         self._out, self._in = shape
         self._enough = threads * PANEL
         whole = -(-self._out // PANEL) * PANEL
-        self.size_bytes = whole * self._in * 2
+        self.size_bytes = (len(panels) * PANEL // 2 if tiles else whole) * self._in * 2
         self._bias = torch.zeros(whole, dtype=torch.bfloat16)
         if bias is not None:
             self._bias[: self._out] = bias
         self._bias_at = self._bias.data_ptr()
         use_threads(threads)
-        kernel = multiply.parallel if threads > 1 else multiply.serial
+        self.kernel: Threaded = multiply_in_tiles if tiles else multiply
+        kernel = self.kernel.parallel if threads > 1 else self.kernel.serial
         # By position: numba takes microseconds to sort out names.
-        tag = operand()
+        tag = BF16 if tiles else operand()
         self.tags: tuple[npt.NDArray[Any], ...] = (tag,)
         self._multiply = functools.partial(kernel, threads, tag)
         self.record = (self._in // 2, address, self._halves, self._out, self._bias_at)
@@ -118,27 +122,31 @@ def panel_product(
     *,
     threads: int,
     int8_rows: bool = False,
+    tiles: bool = False,
 ) -> CustomProduct | None:
     """Return the product by a weight, of which it holds a copy.
 
+    `int8_rows` and `tiles` are as `QuantizedProduct` has them; bfloat16 is multiplied in tiles wherever there are any.
     None where it does not pay, or the weight is too large, or does not lie in panels once it is packed.
     """
     if isinstance(weight, QuantizedWeight) or not packs(weight.dtype):
-        return QuantizedProduct(weight, bias, threads=threads, int8_rows=int8_rows)
+        return QuantizedProduct(weight, bias, threads=threads, int8_rows=int8_rows, tiles=tiles)
     outputs, inputs = weight.shape
-    if inputs % 2 or inputs > INPUTS_MAX or not runs_here():
+    in_tiles = has_tiles()
+    if inputs % 2 or not runs_here() or (inputs > INPUTS_MAX and not in_tiles):
         return None
-    if pays_here() and operand() is FLOAT32:
-        if -outputs % PANEL > PADDING_SHARE_MAX * outputs:
+    if in_tiles or operand() is FLOAT32:
+        width = PANEL // 2 if in_tiles else PANEL
+        if -outputs % width > PADDING_SHARE_MAX * outputs:
             return None
-        return PanelProduct(*_pack(weight), weight.shape, bias, threads)
+        packed = _pack(weight, halves=in_tiles)
+        return PanelProduct(*packed, weight.shape, bias, threads, halves=in_tiles, tiles=in_tiles)
     found = _pack_with_onednn(weight)
     if found is None:
         return None
-    packed, address, halves = found
-    rows_max = BF16_ROWS_MAX if pays_here() else AMX_ROWS_MAX
+    given, address, halves = found
     return PanelProduct(
-        packed, address, weight.shape, bias, threads, rows_max=rows_max, halves=halves
+        given, address, weight.shape, bias, threads, rows_max=BF16_ROWS_MAX, halves=halves
     )
 
 
@@ -148,8 +156,11 @@ def deterministic_product(
     *,
     threads: int,
     int8_rows: bool = False,
+    tiles: bool = False,
 ) -> CustomProduct:
     """Return the product by a weight that is used for any number of rows, whether that is the fastest or not.
+
+    It is not in tiles, whatever is asked for.
 
     Raises:
         ConfigError: When the weight has an odd number of inputs.
@@ -163,11 +174,12 @@ def deterministic_product(
     return PanelProduct(*_pack(weight), weight.shape, bias, threads)
 
 
-def _pack(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return a weight in panels, the last one padded with zeros, and their address."""
+def _pack(weight: torch.Tensor, *, halves: bool = False) -> tuple[torch.Tensor, int]:
+    """Return a weight in panels or in halves of them, the last one padded with zeros, and their address."""
     outputs, inputs = weight.shape
-    missing = -outputs % PANEL
-    whole = functional.pad(weight.detach(), (0, 0, 0, missing)).view(-1, PANEL, inputs // 2, 2)
+    width = PANEL // 2 if halves else PANEL
+    padded = functional.pad(weight.detach(), (0, 0, 0, -outputs % width))
+    whole = padded.view(-1, width, inputs // 2, 2)
     panels = whole.transpose(1, 2).contiguous()
     address = panels.data_ptr()
     assert not address % LINE, "torch aligns what it allocates to lines"

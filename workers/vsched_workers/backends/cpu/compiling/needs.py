@@ -32,7 +32,11 @@ from vsched_workers.backends.cpu.low_rank import kernel as low_rank
 from vsched_workers.backends.cpu.operand_choice import attends_here, operand, runs_here
 from vsched_workers.backends.cpu.prefill_attention import fits
 from vsched_workers.backends.cpu.products import panel_product
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, makes_int8_rows
+from vsched_workers.backends.cpu.quantized.products import (
+    QuantizedProduct,
+    makes_int8_rows,
+    widens_in_tiles,
+)
 from vsched_workers.backends.cpu.vision_blocks import block_head_dim, can_fuse
 from vsched_workers.backends.reference.packed_weights import packs
 from vsched_workers.families.decoder import Decoder, head_dim
@@ -162,6 +166,8 @@ def _product_needs(
     activations = "int8" if makes_int8_rows(settings.activations, dtype) else "float"
     for kind in dict.fromkeys(kinds):
         yield needs("product", threads, _word(dtype), kind, activations)
+        if dtype == torch.bfloat16 and widens_in_tiles(settings.activations):
+            yield needs("product in tiles", threads, kind)
     # Beside quantised weights, those that are not have a product of the same kind, in float32 too.
     if not packs(dtype) and (kinds or dtype == torch.bfloat16):
         yield needs("product", threads, _word(dtype), _word(dtype))
@@ -204,20 +210,30 @@ def _load_product(threads: int, rows: str, kind: str, activations: str = "float"
     dtype: torch.dtype = getattr(torch, rows)
     weight: QuantizedWeight | torch.Tensor = torch.zeros(1, _INPUTS, dtype=dtype)
     if kind in {"int8", "int4", "fp8"}:
-        weight = QuantizedWeight(
-            kind=kind,
-            values=torch.zeros(
-                *(1, _INPUTS // 2 if kind == "int4" else _INPUTS),
-                dtype=torch.int8 if kind == "int8" else torch.uint8,
-            ),
-            scales=torch.ones(1, 1, dtype=torch.float32 if kind == "fp8" else torch.float16),
-            group=_INPUTS,
-            inputs=_INPUTS,
-            dtype=dtype,
-        )
+        weight = _quantized_zeros(kind, dtype)
     int8_rows = activations == "int8"
     product = QuantizedProduct(weight, None, threads=threads, int8_rows=int8_rows)
     product(torch.zeros(1, _INPUTS, dtype=dtype))
+
+
+def _load_tiles(threads: int, kind: str) -> None:
+    weight = _quantized_zeros(kind, torch.bfloat16)
+    product = QuantizedProduct(weight, None, threads=threads, tiles=True)
+    product(torch.zeros(product.few_rows_max + 1, _INPUTS).bfloat16())
+
+
+def _quantized_zeros(kind: str, dtype: torch.dtype) -> QuantizedWeight:
+    return QuantizedWeight(
+        kind=kind,
+        values=torch.zeros(
+            *(1, _INPUTS // 2 if kind == "int4" else _INPUTS),
+            dtype=torch.int8 if kind == "int8" else torch.uint8,
+        ),
+        scales=torch.ones(1, 1, dtype=torch.float32 if kind == "fp8" else torch.float16),
+        group=_INPUTS,
+        inputs=_INPUTS,
+        dtype=dtype,
+    )
 
 
 def _load_panels(threads: int) -> None:
@@ -248,4 +264,5 @@ KERNELS: Mapping[str, _Kernel] = {
     "low rank": _Kernel(lambda threads: low_rank.warm_up(threads=threads), 3.0),
     "product": _Kernel(_load_product, 5.0),
     "product of panels": _Kernel(_load_panels, 5.0),
+    "product in tiles": _Kernel(_load_tiles, 2.0),
 }

@@ -39,6 +39,7 @@ from vsched_workers.backends.cpu.kernels.compilation import KernelCall, Threaded
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import NORM, add_norm, add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.rope import HEADS
+from vsched_workers.backends.cpu.kernels.tiles import multiply_in_tiles
 from vsched_workers.backends.cpu.products import PanelProduct
 from vsched_workers.backends.cpu.quantized import kernel as floats
 from vsched_workers.backends.cpu.quantized.integers import multiply_whole
@@ -83,17 +84,17 @@ class Many(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """A kind of products: its kernel, how that is called, and the records that say of what weight."""
+    """A kind of products: its kernels, how these are called, and the records that say of what weight."""
 
-    kernel: Threaded
+    kernels: tuple[Threaded, ...]
     call: KernelCall
     record: np.dtype[Any]
 
 
 _KINDS = (
-    _Kind(gemm.multiply, CALL_PANELS, PANEL_PRODUCT),
-    _Kind(multiply_whole, CALL_WHOLE, WHOLE_PRODUCT),
-    _Kind(floats.multiply, CALL_FLOATS, FLOAT_PRODUCT),
+    _Kind((gemm.multiply, multiply_in_tiles), CALL_PANELS, PANEL_PRODUCT),
+    _Kind((multiply_whole,), CALL_WHOLE, WHOLE_PRODUCT),
+    _Kind((floats.multiply,), CALL_FLOATS, FLOAT_PRODUCT),
 )
 """In the order of `kernel.PANELS`, `WHOLE_NUMBERS` and `FLOATS`."""
 
@@ -116,7 +117,7 @@ class WholeStep:
         first, self._traits, self._angles = layers[0], traits, angles
         attention = first.attention
         products = [own for layer in layers for each in _products(layer) if (own := _own(each))]
-        self.rows_max = min(FEW_ROWS[-1], *(each.rows_max for each in products))
+        self.rows_max = min(FEW_ROWS[-1], *(each.few_rows_max for each in products))
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._queries = attention.heads * attention.head_dim
         keys = attention.kv_heads * attention.head_dim
@@ -236,7 +237,7 @@ def _tables_of(
     formats: dict[tuple[Any, ...], int] = {}
     addresses: list[tuple[int, int]] = []
     for product in products:
-        kind = next(at for at, each in enumerate(_KINDS) if each.kernel is product.kernel)
+        kind = next(at for at, each in enumerate(_KINDS) if product.kernel in each.kernels)
         called = (kind, *(tag.dtype for tag in product.tags))
         if called not in formats:
             formats[called] = len(addresses)

@@ -105,7 +105,7 @@ def _all(kind: Any, value: int) -> Any:
     return ir.Constant(kind, [value] * LANES)
 
 
-class _Reader:
+class Reader:
     """Writes how weights are read: for some inputs one after the other, a panel's vectors of each."""
 
     def __init__(self, builder: Any, kind: Any) -> None:
@@ -167,7 +167,7 @@ class _Reader:
         return self._writer.load(self._builder.add(at, ir.Constant(LONG, place)), kind, 1)
 
 
-def _scales(builder: Any, kind: Any, at: Any, vector: int) -> Any:
+def scale_vector(builder: Any, kind: Any, at: Any, vector: int) -> Any:
     """Return a vector of scales as float32."""
     writer, half = InstructionWriter(builder), kind is numba.types.uint16
     place = builder.add(at, ir.Constant(LONG, vector * LANES * (2 if half else 4)))
@@ -235,7 +235,7 @@ def _sum_inputs(
 ) -> Sequence[Any]:
     """Return sums of rows, `initial` and the products with a block, some vectors of its panel for each row."""
     rows_at, weight_at, inputs, ahead_at, ahead_bytes = given
-    writer, reader = InstructionWriter(builder), _Reader(builder, kind)
+    writer, reader = InstructionWriter(builder), Reader(builder, kind)
     count = len(initial) // len(vectors)
     loop = Loop(builder, initial)
     step, unrolled = reader.read_together, reader.unrolled
@@ -262,7 +262,7 @@ def _sum_inputs(
 
 
 def _fetch_ahead(
-    builder: Any, reader: _Reader, index: Any, ahead: tuple[Any, Any], vectors: range
+    builder: Any, reader: Reader, index: Any, ahead: tuple[Any, Any], vectors: range
 ) -> None:
     """Fetch what one iteration over some vectors of a panel is to fetch of the memory ahead."""
     writer, (ahead_at, ahead_bytes) = InstructionWriter(builder), ahead
@@ -290,8 +290,8 @@ def _add_scaled(
     """Add what a block yields, times its scales, to the totals of rows, and the rows' sums times offsets, if any."""
     writer, (scale_at, offset_at) = InstructionWriter(builder), places
     for vector in vectors:
-        scale = _scales(builder, kind, scale_at, vector)
-        offset = None if offset_at is None else _scales(builder, kind, offset_at, vector)
+        scale = scale_vector(builder, kind, scale_at, vector)
+        offset = None if offset_at is None else scale_vector(builder, kind, offset_at, vector)
         for row, of_row in enumerate(sums):
             place = 4 * (row * PANEL + vector * LANES)
             at = builder.add(totals_at, ir.Constant(LONG, place))
@@ -306,7 +306,7 @@ def _add_scaled(
 @emits(numba.void, None, *[numba.intp] * 3)
 def _widen(builder: Any, kind: Any, weight_at: Any, inputs: Any, out_at: Any) -> None:
     """Write the weights of some inputs of a panel as float32, [inputs, PANEL]."""
-    writer, reader = InstructionWriter(builder), _Reader(builder, kind)
+    writer, reader = InstructionWriter(builder), Reader(builder, kind)
     loop, step = Loop(builder, []), reader.read_together
     at = writer.advance(weight_at, loop.index, step * PANEL * reader.half_bytes // 2)
     target = writer.advance(out_at, loop.index, step * PANEL * 4)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from vsched_workers.backends.cpu.decode_attention import use_threads
 from vsched_workers.backends.cpu.kernels.compilation import Threaded
+from vsched_workers.backends.cpu.kernels.tiles import has_tiles
 from vsched_workers.backends.cpu.quantized.block_sums import (
     PLAIN,
     ROW_BLOCK,
@@ -36,6 +37,7 @@ from vsched_workers.backends.cpu.quantized.kernel import (
     SINGLE,
     multiply,
 )
+from vsched_workers.backends.cpu.quantized.tiles import ROWS_MIN, multiply_widened
 from vsched_workers.memory.sparse_runs import at_most, is_sparse
 from vsched_workers.quantized.schemes import FORMATS
 from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
@@ -50,11 +52,14 @@ Kernel = Callable[[Any, int, int, int, int], None]
 class QuantizedProduct:
     """The product by a weight in panels; a row's result does not depend on the other rows, to the bit.
 
+    But for one thing: with tiles, many rows have another kernel than few.
+
     Attributes:
         rows_max: Most rows that it is worth using for: any number.
+        few_rows_max: Most rows that its kernel is used for.
         packed: No weight for more rows than that.
         size_bytes: Bytes of the padded weight, its scales included.
-        kernel: What multiplies: `multiply_whole`, or `multiply` of `kernel.py`.
+        kernel: What multiplies few rows: `multiply_whole`, or `multiply` of `kernel.py`.
         tags: The dtype tags that it is compiled for, for rows of bfloat16.
         record: What it is told of the weight, one by one, with the bias as its address.
         has_order: Whether inputs are put in another order first.
@@ -70,10 +75,12 @@ class QuantizedProduct:
         *,
         threads: int,
         int8_rows: bool = False,
+        tiles: bool = False,
     ) -> None:
         """Take a weight [out, in], of which a copy is laid out: quantised, or bfloat16.
 
-        With `int8_rows` rows are made into 8 bits and multiplied as whole numbers, where the weight is of such.
+        With `int8_rows` rows are made into 8 bits and multiplied as whole numbers, where the weight is of such. With
+        `tiles` many rows of bfloat16 are multiplied in tiles.
         """
         weight = weight if isinstance(weight, QuantizedWeight) else _unscaled(weight)
         self.shape = weight.shape
@@ -114,6 +121,8 @@ class QuantizedProduct:
             if fits and int8_rows
             else self._floats(threads, tags, scaled=not unscaled)
         )
+        self._widened = self._in_tiles(threads, tags) if tiles and not unscaled else None
+        self.few_rows_max = sys.maxsize if self._widened is None else ROWS_MIN - 1
 
     def _whole_numbers(self, threads: int, tags: Sequence[Any]) -> Kernel:
         """Return the kernel that makes rows into 8 bits, which takes what is the same for any weight."""
@@ -163,6 +172,22 @@ class QuantizedProduct:
 
         return call
 
+    def _in_tiles(self, threads: int, tags: Sequence[Any]) -> Kernel:
+        """Return the kernel that widens weights for many rows of bfloat16, and multiplies in tiles."""
+        assert has_tiles(), "a process asks for them first"
+        kernel = multiply_widened.parallel if threads > 1 else multiply_widened.serial
+        sizes = (self._panels[0].nbytes, self._group, self._scales[0, 0].nbytes)
+        addresses = self._addresses()
+        bias_at = self._bias.ctypes.data
+
+        def call(_row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
+            kernel(
+                threads, *tags, rows_at, count, self._given, self._inputs, addresses[0], sizes,
+                addresses[1], addresses[2], outputs, bias_at, result_at, self._centre,
+            )  # fmt: skip
+
+        return call
+
     def _addresses(self) -> tuple[int, int, int]:
         offsets_at = 0 if self._offsets is None else self._offsets.data_ptr()
         return self._panels.data_ptr(), self._scales.data_ptr(), offsets_at
@@ -179,10 +204,13 @@ class QuantizedProduct:
         shape = (*rows.shape[:-1], self.shape[0])
         # What is left out must not be nonsense: tokens are drawn from logits.
         result = rows.new_zeros(shape) if is_sparse() else rows.new_empty(shape)
-        self._multiply(
-            OF_FLOAT32 if rows.dtype == torch.float32 else OF_BF16,
+        count, singles = rows.numel() // self._given, rows.dtype == torch.float32
+        widened = None if singles or count <= self.few_rows_max else self._widened
+        multiply = widened or self._multiply
+        multiply(
+            OF_FLOAT32 if singles else OF_BF16,
             rows.data_ptr(),
-            rows.numel() // self._given,
+            count,
             at_most(self.shape[0], self._enough),
             result.data_ptr(),
         )
@@ -216,6 +244,11 @@ def makes_int8_rows(activations: str, dtype: torch.dtype) -> bool:
     if activations == "auto":
         return dtype == torch.bfloat16 and instructions() is not PLAIN
     return activations == "int8"
+
+
+def widens_in_tiles(activations: str) -> bool:
+    """Return whether many rows are multiplied in tiles, with weights widened: not where 8 bits are asked for."""
+    return activations != "int8" and has_tiles()
 
 
 def _block_of(group: int) -> int:

@@ -1,0 +1,166 @@
+"""Products in tiles, on processors that have them: by weights in bfloat16, and by quantised ones that are widened."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from tests.workers.backends.cpu.test_quantized_products import drawn, weight_of
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.cpu.backend import CpuBackend
+from vsched_workers.backends.cpu.kernels.tiles import (
+    OWN_ROWS_MAX,
+    STEP_INPUTS,
+    TILE_ROWS,
+    has_tiles,
+    multiply_in_tiles,
+)
+from vsched_workers.backends.cpu.products import INPUTS_MAX, PanelProduct, panel_product
+from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, widens_in_tiles
+from vsched_workers.backends.cpu.quantized.tiles import ROWS_MIN
+from vsched_workers.backends.reference.packed_weights import PackedWeight
+from vsched_workers.quantized.weights import QuantizedWeight
+
+pytestmark = [
+    pytest.mark.skipif(not has_tiles(), reason="needs amx_bf16"),
+    pytest.mark.slow,  # kernels are compiled
+]
+
+SHAPES = [
+    pytest.param((64, 32), id="one step"),
+    pytest.param((200, 98), id="a rest, and an end of half a panel"),
+    pytest.param((120, 2), id="no whole step"),
+    pytest.param((700, 1176), id="groups of panels"),
+    pytest.param((64, INPUTS_MAX + 64), id="many inputs"),
+]
+COUNTS = (1, 2, TILE_ROWS - 1, OWN_ROWS_MAX, OWN_ROWS_MAX + 1, 2 * TILE_ROWS, 2 * TILE_ROWS + 1, 100)
+KINDS = ["int8", "int8 32", "int4 32", "int4 48", "int4 16+", "int8 16+", "fp8"]
+
+
+def wanted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = rows.double() @ weight.double().T
+    return product if bias is None else product + bias.double()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_rows_is_multiplied_and_each_has_the_same_bits(
+    shape: tuple[int, int], threads: int
+) -> None:
+    outputs, inputs = shape
+    weight = drawn(outputs, inputs, seed=1).bfloat16()
+    rows = drawn(max(COUNTS), inputs).bfloat16()
+    for bias in (None, drawn(outputs, seed=2).bfloat16()):
+        product = panel_product(weight, bias, threads=threads)
+        assert isinstance(product, PanelProduct)
+        assert product.kernel is multiply_in_tiles
+        whole = product(rows)
+        # A sum is rounded once, at the end.
+        sums = wanted(rows, weight, bias)
+        assert torch.allclose(whole.double(), sums, atol=2e-3 * inputs**0.5 / 10, rtol=2**-8)
+        for count in COUNTS:
+            assert torch.equal(product(rows[:count]), whole[:count])
+            assert torch.equal(product(rows[-count:]), whole[-count:])
+
+
+def test_rows_of_packed_weights_are_never_padded_nor_left_to_onednn() -> None:
+    weight = drawn(128, 96, seed=1).bfloat16()
+    packed = PackedWeight(weight, None, make_custom=lambda *of: panel_product(*of, threads=1))
+    assert packed.custom is not None
+    assert packed.custom.packed is None
+    rows = drawn(600, 96).bfloat16()
+    assert torch.equal(packed(rows), packed.custom(rows))
+    apart = drawn(3, 5, 192).bfloat16()[..., ::2]
+    assert torch.allclose(
+        packed(apart).double(), wanted(apart, weight, None), atol=1e-2, rtol=2**-8
+    )
+
+
+@pytest.mark.parametrize("count", [5, ROWS_MIN, 100])
+def test_nonsense_of_one_row_stays_in_that_row(count: int) -> None:
+    """Nor does what is behind the inputs, or behind the last row, get into any."""
+    weight, bad = drawn(64, STEP_INPUTS + 6, seed=1).bfloat16(), count // 2
+    rows = drawn(count, STEP_INPUTS + 6).bfloat16()
+    for product in (
+        panel_product(weight, None, threads=1),
+        QuantizedProduct(weight_of("int4 32", 64, STEP_INPUTS + 6), None, threads=1, tiles=True),
+    ):
+        assert product is not None
+        good = product(rows)
+        spoilt = rows.clone()
+        spoilt[bad] = float("nan")
+        found = product(spoilt)
+        assert found[bad].isnan().all()
+        others = torch.arange(count) != bad
+        assert torch.equal(found[others], good[others])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(64, 32), (70, 48), (192, 320), (33, 40)], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, "int4 32~", "int8 32~"])
+def test_many_rows_are_multiplied_by_what_a_weight_stands_for(
+    kind: str, shape: tuple[int, int], threads: int
+) -> None:
+    weight, bias = weight_of(kind, *shape), drawn(shape[0], seed=3)
+    product = QuantizedProduct(weight, bias, threads=threads, tiles=True)
+    rows = drawn(ROWS_MIN + 50, shape[1]).bfloat16()
+    found = product(rows)
+    plain = weight.dequantized().bfloat16()
+    sums = wanted(rows, plain, bias)
+    assert torch.allclose(found.double(), sums, atol=2e-3 * shape[1] ** 0.5, rtol=2**-7)
+    for count in (ROWS_MIN, ROWS_MIN + 9):
+        assert torch.equal(product(rows[:count]), found[:count])
+
+
+@pytest.mark.parametrize("halves", [True, False], ids=["float16", "float32"])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_weights_are_widened_exactly_and_rounded_once(kind: str, *, halves: bool) -> None:
+    """Every value a weight can have, by rows of which each picks an input."""
+    inputs, outputs = 256, 64
+    values = torch.arange(-128, 128, dtype=torch.int8).repeat(outputs, 1)
+    if kind == "int4":
+        values = (torch.arange(inputs // 2) % 256).to(torch.uint8).repeat(outputs, 1)
+    scales = (drawn(outputs, inputs // 32, seed=5).abs() + 2**-10).half()
+    weight = QuantizedWeight(
+        kind=kind,
+        values=values,
+        scales=scales if halves else scales.float() * (1 + 2**-18),
+        group=32,
+        inputs=inputs,
+        dtype=torch.float32,
+    )
+    product = QuantizedProduct(
+        dataclasses.replace(weight, dtype=torch.bfloat16), None, threads=1, tiles=True
+    )
+    found = product(torch.eye(inputs).bfloat16())
+    assert torch.equal(found.T, weight.dequantized().bfloat16())
+
+
+def test_few_rows_keep_their_kernel_and_8_bits_their_word() -> None:
+    weight = weight_of("int8 32", 64, 64)
+    few, tiled = (
+        QuantizedProduct(weight, None, threads=1, int8_rows=True, tiles=each)
+        for each in (False, True)
+    )
+    rows = drawn(ROWS_MIN, 64).bfloat16()
+    assert torch.equal(few(rows[:-1]), tiled(rows[:-1]))
+    assert not torch.equal(few(rows), tiled(rows))
+    assert torch.equal(few(rows.float()), tiled(rows.float()))
+    assert [widens_in_tiles(each) for each in ("auto", "float", "int8")] == [True, True, False]
+
+
+def test_deterministic_models_have_no_tiles() -> None:
+    """Their few rows are multiplied as their many are."""
+    weight = drawn(64, 64, seed=1).bfloat16()
+    for deterministic in (False, True):
+        settings = WorkerSettings(weights="int8", threads=1, deterministic=deterministic)
+        backend = CpuBackend(settings, torch.bfloat16)
+        plain, quantised = (make(weight, None) for make in (backend._make_plain, backend._make_head))
+        assert isinstance(plain, PanelProduct)
+        assert isinstance(quantised, QuantizedProduct)
+        assert (plain.kernel is multiply_in_tiles) is not deterministic
+        assert (quantised.few_rows_max < ROWS_MIN) is not deterministic

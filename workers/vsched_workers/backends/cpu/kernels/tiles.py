@@ -1,0 +1,389 @@
+"""Products in tiles (AMX): bfloat16 rows times a weight that lies in halves of panels, any number of rows.
+
+AMX multiplies tiles: 16 rows of 32 inputs with 32 inputs of 16 outputs, in 16 cycles, eight times as fast as
+VDPBF16PS. There are eight tiles: four hold the sums of 32 rows and 32 outputs, two hold rows and two weights, so that
+each tile that is loaded is multiplied twice.
+
+**Layout.** Half a panel has 32 outputs, [in / 2, 32, 2], as in `gemm.py`: its two tiles of weights lie side by side.
+Rows are laid out first, [rows / 16, in / 32, 16, 32]: a tile is a kilobyte of neighbouring lines, wherever rows lie.
+
+**Blocking.** All rows are multiplied, 32 at a time, with a panel, or with several small ones, and meanwhile the next
+are fetched into the second cache. So weights are read from memory once, while tiles are multiplied.
+
+Sums are float32: of each tile, those of the lower and those of the upper inputs of pairs, one by one, then both, then
+tile by tile. So a row's result has the same bits whatever rows are beside it. What is too small for float32's normal
+numbers counts as zero.
+
+Tiles are registers of a thread, which says how large they are. A process must have asked the operating system for them.
+
+Source: Intel 64 and IA-32 Architectures Software Developer's Manual, AMX-BF16.
+"""
+
+# numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
+# mypy: disable-error-code="untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from vsched_workers.backends.cpu.kernels.bf16 import bf16_array
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
+from vsched_workers.backends.cpu.kernels.simd import (
+    BF16S,
+    BYTE,
+    FLOATS,
+    LANES,
+    LINE,
+    LONG,
+    WORD,
+    InstructionWriter,
+    Loop,
+    cases,
+    has_amx,
+)
+
+HALF = 2 * LANES
+"""Outputs of half a panel."""
+PAIR_BYTES = HALF * 2 * 2
+"""Bytes of two neighbouring inputs in half a panel."""
+STEP_INPUTS = 32
+"""Inputs of a tile."""
+STEP_BYTES = STEP_INPUTS // 2 * PAIR_BYTES
+"""Bytes of half a panel's weights for these."""
+TILE_ROWS = 16
+TILE_BYTES = TILE_ROWS * LINE
+OWN_ROWS_MAX = 16
+"""Most rows that every thread lays out for itself: to wait for one another would take longer."""
+_TOGETHER = 2
+"""Tiles of rows that are multiplied together."""
+_GROUP_BYTES = 1 << 17
+"""Bytes of the weights, at least a whole panel, that 32 rows are multiplied with before the next ones."""
+_ROWS, _WEIGHTS = 4, 6
+"""The first tiles of rows and of weights; those of sums begin at 0."""
+_SUM_BYTES = TILE_ROWS * LINE
+"""Bytes of a tile of sums."""
+
+
+def has_tiles() -> bool:
+    """Return whether this process may use tiles, for which it asks the operating system.
+
+    Without having asked, it would be killed by the first instruction on them.
+    """
+    return _asked(os.getpid())
+
+
+@functools.cache
+def _asked(_process: int) -> bool:
+    config: Any = numba.config
+    chosen = config.CPU_NAME or config.CPU_FEATURES
+    # torch offers it under this name only.
+    return not chosen and has_amx() and bool(torch.cpu._init_amx())  # noqa: SLF001
+
+
+class _TileWriter(InstructionWriter):
+    """Writes instructions on tiles, which have numbers."""
+
+    def tiles(self, name: str, tiles: Sequence[int], *given: Any) -> None:
+        """Write an instruction with these tiles and what else it is given."""
+        if not has_amx():
+            return  # compiled, too, where no one calls it
+        arguments = [*(ir.Constant(BYTE, tile) for tile in tiles), *given]
+        declared = ir.FunctionType(ir.VoidType(), [each.type for each in arguments])
+        module, name = self.builder.module, f"llvm.x86.{name}"
+        function = module.globals.get(name) or ir.Function(module, declared, name)
+        self.builder.call(function, arguments)
+
+    def load_tile(self, tile: int, at: Any, line_bytes: int) -> None:
+        """Load a tile whose lines lie so many bytes apart."""
+        self.tiles("tileloadd64", [tile], self.pointer(at), ir.Constant(LONG, line_bytes))
+
+    def pointer(self, at: Any) -> Any:
+        """Return an address as a pointer."""
+        return self.builder.inttoptr(at, BYTE.as_pointer())
+
+
+@emits(numba.void, numba.intp)
+def _configure(builder: Any, shapes_at: Any) -> None:
+    """Say how large this thread's tiles are."""
+    writer = _TileWriter(builder)
+    writer.tiles("ldtilecfg", [], writer.pointer(shapes_at))
+
+
+@emits(numba.void)
+def release_tiles(builder: Any) -> None:
+    """Say that this thread does not use its tiles any more."""
+    _TileWriter(builder).tiles("tilerelease", [])
+
+
+@compiled()
+def configure_tiles(rows: int) -> None:
+    """Say that this thread's tiles are of 64 bytes a line and 16 lines, or as many as there are rows."""
+    shapes = np.zeros(LINE, dtype=np.uint8)
+    shapes[0] = 1
+    for tile in range(8):
+        shapes[16 + 2 * tile] = LINE
+        shapes[48 + tile] = TILE_ROWS if tile >= _WEIGHTS else min(rows, TILE_ROWS)
+    _configure(shapes.ctypes.data)
+
+
+@emits(numba.void, *[numba.intp] * 9)
+def _multiply_tiles(
+    builder: Any,
+    row_tiles: Any,
+    steps: Any,
+    rows_at: Any,
+    row_tile_bytes: Any,
+    half_at: Any,
+    rest_at: Any,
+    sums_at: Any,
+    ahead_at: Any,
+    lines: Any,
+) -> None:
+    """Multiply one or two tiles of rows with half a panel, and write the sums, [row tiles, 2, 16, 16] of float32.
+
+    A last step of fewer inputs has its weights at `rest_at`, filled up with zeros; 0 where there is none. From
+    `ahead_at` on, so many lines a step are fetched into the second cache.
+    """
+    writer = _TileWriter(builder)
+    for count in cases(builder, row_tiles, range(1, _TOGETHER + 1)):
+        sums = [(row, vector, 2 * row + vector) for row in range(count) for vector in (0, 1)]
+
+        def add(step: Any, weights_at: Any) -> None:
+            at = writer.advance(rows_at, step, TILE_BYTES)
+            for row in range(count):  # noqa: B023  # called before the next case is written
+                writer.load_tile(_ROWS + row, writer.advance(at, row_tile_bytes, row), LINE)
+            for vector in (0, 1):
+                place = builder.add(weights_at, ir.Constant(LONG, vector * LINE))
+                writer.load_tile(_WEIGHTS + vector, place, PAIR_BYTES)
+            for row, vector, tile in sums:  # noqa: B023
+                writer.tiles("tdpbf16ps", [tile, _ROWS + row, _WEIGHTS + vector])
+
+        for _, _, tile in sums:
+            writer.tiles("tilezero", [tile])
+        with builder.if_then(builder.icmp_signed(">", steps, ir.Constant(LONG, 0))):
+            loop = Loop(builder, [])
+            with builder.if_then(builder.icmp_signed(">", lines, ir.Constant(LONG, 0))):
+                here = writer.advance(ahead_at, builder.mul(loop.index, lines), LINE)
+                fetching = Loop(builder, [])
+                writer.prefetch(writer.advance(here, fetching.index, LINE), locality=2)
+                fetching.end([], lines)
+            add(loop.index, writer.advance(half_at, loop.index, STEP_BYTES))
+            loop.end([], steps)
+        with builder.if_then(builder.icmp_signed("!=", rest_at, ir.Constant(LONG, 0))):
+            add(steps, rest_at)
+        for _, _, tile in sums:
+            at = builder.add(sums_at, ir.Constant(LONG, tile * _SUM_BYTES))
+            writer.tiles("tilestored64", [tile], writer.pointer(at), ir.Constant(LONG, LINE))
+
+
+@emits(numba.void, None, *[numba.intp] * 5)
+def _write_rows(
+    builder: Any, bias_kind: Any, rows: Any, sums_at: Any, bias_at: Any, out_at: Any, out_bytes: Any
+) -> None:
+    """Add the bias to sums, [2, 16, 16] of which so many rows, and write these rounded, `out_bytes` apart."""
+    writer, biases = InstructionWriter(builder), []
+    size = 2 if bias_kind is numba.types.uint16 else 4
+    for vector in (0, 1):
+        at = builder.add(bias_at, ir.Constant(LONG, vector * LANES * size))
+        bias = writer.load(at, BF16S if size == 2 else FLOATS, size)
+        biases.append(builder.fpext(bias, FLOATS) if size == 2 else bias)
+    loop = Loop(builder, [])
+    row_at = writer.advance(sums_at, loop.index, LINE)
+    halves = []
+    for vector, bias in enumerate(biases):
+        at = builder.add(row_at, ir.Constant(LONG, vector * _SUM_BYTES))
+        halves.append(builder.fptrunc(builder.fadd(writer.load(at, FLOATS, LINE), bias), BF16S))
+    order = ir.Constant(ir.VectorType(WORD, HALF), list(range(HALF)))
+    at = builder.add(out_at, builder.mul(loop.index, out_bytes))
+    writer.store(builder.shuffle_vector(*halves, order), at, 2)
+    loop.end([], rows)
+
+
+@compiled()
+def next_line(space: Any) -> int:
+    """Return the first address in an array, one line longer than needed, at which a line of the cache begins."""
+    return (space.ctypes.data + LINE - 1) // LINE * LINE
+
+
+@compiled()
+def lay_out_row(row_at: int, row: int, inputs: int, tiles_at: int) -> None:
+    """Write a row of bfloat16 to its place in the tiles of rows, filled up with zeros."""
+    steps = (inputs + STEP_INPUTS - 1) // STEP_INPUTS
+    at = tiles_at + row // TILE_ROWS * steps * TILE_BYTES + row % TILE_ROWS * LINE
+    for step in range(steps):
+        count = min(STEP_INPUTS, inputs - step * STEP_INPUTS)
+        given = bf16_array(row_at + 2 * step * STEP_INPUTS, count)
+        taken = bf16_array(at + step * TILE_BYTES, STEP_INPUTS)
+        for index in range(count):
+            taken[index] = given[index]
+        for index in range(count, STEP_INPUTS):
+            taken[index] = np.uint16(0)
+
+
+@compiled()
+def multiply_halves(
+    bias_tag: Any,
+    first: int,
+    stop: int,
+    rows: int,
+    rows_at: int,
+    inputs: int,
+    weights_at: int,
+    half_bytes: int,
+    rests_at: int,
+    outputs: int,
+    bias_at: int,
+    out_at: int,
+    sums_at: int,
+    ahead_at: int,
+    ahead_lines: int,
+) -> None:
+    """Multiply all rows, which are laid out, with the halves of panels `first` to `stop`.
+
+    Args:
+        bias_tag: The dtype tag of the bias, which is padded to whole panels.
+        first: A half: its outputs begin at 32 times that.
+        stop: The half behind the last one.
+        rows: Rows.
+        rows_at: Where they are laid out.
+        inputs: Inputs of a row.
+        weights_at: Where the first half lies.
+        half_bytes: Bytes from one half to the next.
+        rests_at: Where the last inputs of each half lie, filled up to a step; 0 where there are whole steps only.
+        outputs: Outputs of the weight, those of a row of the result.
+        bias_at: Where the bias lies, of all outputs.
+        out_at: Where the result lies.
+        sums_at: Room for four tiles of sums, and 32 rows of half a panel.
+        ahead_at: Where what is used next lies, which is fetched meanwhile.
+        ahead_lines: Lines of that.
+    """
+    steps, whole = (inputs + STEP_INPUTS - 1) // STEP_INPUTS, inputs // STEP_INPUTS
+    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    tile_bytes, out_bytes = steps * TILE_BYTES, 2 * outputs
+    part_at = sums_at + 4 * _SUM_BYTES
+    calls = (tiles + _TOGETHER - 1) // _TOGETHER * (stop - first)
+    ahead_stop = ahead_at + ahead_lines * LINE
+    lines = (ahead_lines + calls * whole - 1) // max(calls * whole, 1)
+    for tile in range(0, tiles, _TOGETHER):
+        for half in range(first, stop):
+            column = half * HALF
+            if column >= outputs:
+                break
+            _multiply_tiles(
+                min(_TOGETHER, tiles - tile), whole, rows_at + tile * tile_bytes, tile_bytes,
+                weights_at + (half - first) * half_bytes,
+                rests_at + (half - first) * STEP_BYTES if rests_at else 0, sums_at, ahead_at,
+                lines if ahead_at < ahead_stop else 0,
+            )  # fmt: skip
+            ahead_at += lines * whole * LINE
+            ends = column + HALF > outputs
+            for index in range(min(_TOGETHER, tiles - tile)):
+                row = (tile + index) * TILE_ROWS
+                at = out_at + row * out_bytes + 2 * column
+                count = min(TILE_ROWS, rows - row)
+                _write_rows(
+                    bias_tag[0], count, sums_at + 2 * index * _SUM_BYTES,
+                    bias_at + column * bias_tag.itemsize, part_at if ends else at,
+                    2 * HALF if ends else out_bytes,
+                )  # fmt: skip
+                if ends:
+                    for each in range(count):
+                        target = bf16_array(at + each * out_bytes, outputs - column)
+                        source = bf16_array(part_at + each * 2 * HALF, outputs - column)
+                        for place in range(len(target)):
+                            target[place] = source[place]
+
+
+SUMS_BYTES = 4 * _SUM_BYTES + TILE_ROWS * 2 * HALF
+"""Bytes of the room that `multiply_halves` needs."""
+
+
+@compiled()
+def halves_together(half_bytes: int) -> int:
+    """Return how many halves of so many bytes all rows are multiplied with, 32 rows at a time."""
+    return max(_GROUP_BYTES // half_bytes, 2)
+
+
+@compiled()
+def _multiply_groups(
+    first: int,
+    stop: int,
+    tag: Any,
+    rows: int,
+    rows_at: int,
+    pairs: int,
+    weight_at: int,
+    outputs: int,
+    bias_at: int,
+    out_at: int,
+) -> None:
+    """Multiply all rows with the halves of panels `first` to `stop`."""
+    half_bytes = pairs * PAIR_BYTES
+    together = halves_together(half_bytes)
+    whole = 2 * pairs // STEP_INPUTS
+    rest = pairs - whole * STEP_INPUTS // 2
+    sums = np.empty(SUMS_BYTES + LINE, dtype=np.uint8)
+    rests = np.zeros(together * STEP_BYTES + LINE if rest else 1, dtype=np.uint8)
+    for begin in range(first, stop, together):
+        end = min(begin + together, stop)
+        if rest:
+            for half in range(begin, end):
+                source_at = weight_at + half * half_bytes + whole * STEP_BYTES
+                source = bf16_array(source_at, rest * 2 * HALF)
+                target = bf16_array(
+                    next_line(rests) + (half - begin) * STEP_BYTES, rest * 2 * HALF
+                )
+                for index in range(len(target)):
+                    target[index] = source[index]
+        ahead = min(end + together, stop) - end
+        multiply_halves(
+            tag, begin, end, rows, rows_at, 2 * pairs, weight_at + begin * half_bytes, half_bytes,
+            next_line(rests) if rest else 0, outputs, bias_at, out_at, next_line(sums),
+            weight_at + end * half_bytes, ahead * half_bytes // LINE,
+        )  # fmt: skip
+
+
+@threaded
+def multiply_in_tiles(
+    threads: int,
+    tag: Any,
+    rows_at: int,
+    rows: int,
+    pairs: int,
+    weight_at: int,
+    _halves: int,
+    outputs: int,
+    bias_at: int,
+    out_at: int,
+) -> None:
+    """Multiply rows by a weight in halves of panels, on `threads` threads, each of which has neighbouring panels.
+
+    What it is given is what `gemm.multiply` is.
+    """
+    steps = (2 * pairs + STEP_INPUTS - 1) // STEP_INPUTS
+    row_bytes = (rows + TILE_ROWS - 1) // TILE_ROWS * steps * TILE_BYTES + LINE
+    own = rows <= OWN_ROWS_MAX
+    taken = np.empty((threads if own else 1, row_bytes), dtype=np.uint8)
+    if not own:
+        for row in numba.prange(rows):
+            lay_out_row(rows_at + row * pairs * 4, row, 2 * pairs, next_line(taken[0]))
+    halves = (outputs + HALF - 1) // HALF
+    for thread in numba.prange(threads):
+        mine = taken[np.int64(thread) if own else 0]
+        if own:
+            for row in range(rows):
+                lay_out_row(rows_at + row * pairs * 4, row, 2 * pairs, next_line(mine))
+        configure_tiles(rows)
+        _multiply_groups(
+            halves * thread // threads, halves * (thread + 1) // threads, tag, rows,
+            next_line(mine), pairs, weight_at, outputs, bias_at, out_at,
+        )  # fmt: skip
+        release_tiles()

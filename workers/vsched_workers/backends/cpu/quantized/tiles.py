@@ -1,0 +1,258 @@
+"""The product of many rows and a quantised weight in tiles (AMX): some panels at a time are made bfloat16 first.
+
+    out[r, o] = bias[o] + sum_i rows[r, i] * bfloat16(scale[g, o] * (q[o, i] - centre) + offset[g, o])
+
+Rows stay as they are. AMX could multiply bytes twice as fast, but each group of inputs has scales of its own, for which
+sums have to leave their tiles: that takes longer than it saves. From `ROWS_MIN` rows on, what it takes to widen weights
+is small beside the products, which are those of `kernels/tiles.py`.
+
+**Numbers.** Of whole numbers with scales of float16 and no offsets, the bits of a byte or of half a byte are put where
+they stand for whole numbers in a float32, whose upper bits are those of a power of two:
+
+    x = 2^e + q,   scale * q = scale * x - scale * 2^e
+
+exactly, since a float16 has 11 bits, and 2^e with a centre at most 12. That takes half the instructions.
+"""
+
+# numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
+# mypy: disable-error-code="untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
+from vsched_workers.backends.cpu.kernels.simd import (
+    BF16_PAIRS,
+    FLOATS,
+    LANES,
+    LINE,
+    LONG,
+    WORD,
+    WORDS,
+    InstructionWriter,
+    Loop,
+    cases,
+)
+from vsched_workers.backends.cpu.kernels.tiles import (
+    HALF,
+    PAIR_BYTES,
+    STEP_BYTES,
+    STEP_INPUTS,
+    SUMS_BYTES,
+    TILE_BYTES,
+    TILE_ROWS,
+    configure_tiles,
+    halves_together,
+    lay_out_row,
+    multiply_halves,
+    next_line,
+    release_tiles,
+)
+from vsched_workers.backends.cpu.quantized.kernel import PANEL, Reader, scale_vector
+
+ROWS_MIN = 24
+"""Fewest rows that weights are widened for."""
+_AHEAD = 4096
+"""Bytes that weights are fetched ahead of their use."""
+_VECTORS = PANEL // LANES
+
+
+@emits(numba.void, None, None, *[numba.intp] * 6, numba.float32)
+def _widen_group(
+    builder: Any,
+    kind: Any,
+    scale_kind: Any,
+    inputs: Any,
+    weight_at: Any,
+    scale_at: Any,
+    offset_at: Any,
+    out_at: Any,
+    half_bytes: Any,
+    centre: Any,
+) -> None:
+    """Write a group's weights of a panel as bfloat16, in two halves, which begin `half_bytes` apart.
+
+    `offset_at` is 0 where there are none.
+    """
+    given = builder.zext(builder.icmp_signed("!=", offset_at, ir.Constant(LONG, 0)), LONG)
+    for has_offsets in cases(builder, given, (0, 1)):
+        one = _Widening(builder, kind, scale_kind)
+        grids = (scale_at, offset_at) if has_offsets else (scale_at,)
+        one.write(inputs, weight_at, grids, (out_at, half_bytes), centre)
+
+
+class _Widening:
+    """Writes how weights are widened."""
+
+    def __init__(self, builder: Any, kind: Any, scale_kind: Any) -> None:
+        self._builder, self._writer = builder, InstructionWriter(builder)
+        self._reader = Reader(builder, kind)
+        self._kind, self._scale_kind = kind, scale_kind
+
+    def write(
+        self, inputs: Any, weight_at: Any, grids: Sequence[Any], out: tuple[Any, Any], centre: Any
+    ) -> None:
+        """Write the loop over a group's inputs."""
+        builder, writer, reader = self._builder, self._writer, self._reader
+        vectors = range(_VECTORS)
+        scales = [scale_vector(builder, self._scale_kind, grids[0], each) for each in vectors]
+        whole = self._kind in (numba.types.int8, numba.types.uint8)
+        direct = whole and self._scale_kind is numba.types.uint16 and len(grids) == 1
+        middle = writer.broadcast(builder.fneg(centre))
+        added = [builder.fmul(middle, scale) for scale in scales]
+        if len(grids) > 1:
+            offsets = [scale_vector(builder, self._scale_kind, grids[1], each) for each in vectors]
+            added = [builder.fadd(*pair) for pair in zip(added, offsets, strict=True)]
+        loop, bytes_each = Loop(builder, []), PANEL * reader.half_bytes // 2
+        at = writer.advance(weight_at, loop.index, reader.unrolled * bytes_each)
+        target = writer.advance(out[0], loop.index, reader.unrolled // 2 * PAIR_BYTES)
+        for line in range(0, reader.unrolled * bytes_each, LINE):
+            writer.prefetch(builder.add(at, ir.Constant(LONG, _AHEAD + line)), locality=2)
+        for vector in vectors:
+            values: list[Any] = []
+            for begin in range(0, reader.unrolled, reader.read_together):
+                loaded = reader.load(builder.add(at, ir.Constant(LONG, begin * bytes_each)), vector)
+                for each in range(reader.read_together):
+                    if direct:
+                        values.append(self._direct(loaded, each, scales[vector]))
+                    else:
+                        value = reader.widened(loaded, each)
+                        values.append(writer.multiply_add(added[vector], value, scales[vector]))
+            half = writer.advance(target, out[1], vector // 2)
+            for pair in range(len(values) // 2):
+                place = ir.Constant(LONG, pair * PAIR_BYTES + vector % 2 * LINE)
+                both = self._pairs(values[2 * pair], values[2 * pair + 1])
+                writer.store(both, builder.add(half, place), LINE)
+        loop.end([], builder.sdiv(inputs, ir.Constant(LONG, reader.unrolled)))
+
+    def _direct(self, loaded: Any, index: int, scale: Any) -> Any:
+        """Return the weight of one of the inputs that lie in words: of bytes with a sign, of halves without."""
+        builder = self._builder
+        if self._kind is numba.types.int8:
+            bits, place, centre = 8, 8 * index, 128
+        else:
+            bits, place, centre = 4, 8 * (index % 4) + 4 * (index // 4), 8
+        moves = {8: 8, 12: 12, 16: 16, 0: 8, 4: 12, 20: 8, 24: 12, 28: 16} if bits == 4 else {}
+        to = moves.get(place, 8)
+        word = loaded
+        if place < to:
+            word = builder.shl(word, _constant(to - place))
+        elif place > to:
+            word = builder.lshr(word, _constant(place - to))
+        exponent = 23 - to
+        mask = ((1 << bits) - 1) << to
+        flipped = (exponent + 127) << 23 | (128 << to if bits == 8 else 0)
+        word = builder.xor(builder.and_(word, _constant(mask)), _constant(flipped))
+        taken = ir.Constant(FLOATS, [-float((1 << exponent) + centre)] * LANES)
+        added = builder.fmul(scale, taken)
+        return self._writer.multiply_add(added, builder.bitcast(word, FLOATS), scale)
+
+    def _pairs(self, lower: Any, upper: Any) -> Any:
+        """Return vectors of float32 as one of pairs of bfloat16."""
+        builder = self._builder
+        order = [at for lane in range(LANES) for at in (lane, LANES + lane)]
+        declared = ir.FunctionType(BF16_PAIRS, [FLOATS, FLOATS])
+        name, module = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", builder.module
+        function = module.globals.get(name) or ir.Function(module, declared, name)
+        both = builder.call(function, [upper, lower])
+        order = [at for lane in range(LANES) for at in (lane, LANES + lane)]
+        return builder.shuffle_vector(both, both, ir.Constant(ir.VectorType(WORD, 32), order))
+
+
+def _constant(value: int) -> Any:
+    return ir.Constant(WORDS, [value] * LANES)
+
+
+@compiled()
+def _multiply_panels(
+    first: int,
+    stop: int,
+    tags: Any,
+    rows: int,
+    rows_at: int,
+    given: int,
+    inputs: int,
+    weight_at: int,
+    sizes: Any,
+    scales_at: int,
+    offsets_at: int,
+    outputs: int,
+    bias_at: int,
+    out_at: int,
+    centre: float,
+) -> None:
+    """Multiply all rows with the panels `first` to `stop`."""
+    kind, scale_kind = tags
+    panel_bytes, group, grid_bytes = sizes
+    groups = (inputs + group - 1) // group
+    half_bytes = (given + STEP_INPUTS - 1) // STEP_INPUTS * STEP_BYTES
+    together = max(min(halves_together(half_bytes) // 2, stop - first), 1)
+    sums = np.empty(SUMS_BYTES + LINE, dtype=np.uint8)
+    # Of the last step, what is behind the inputs stays zero.
+    widened = np.zeros(together * 2 * half_bytes + LINE, dtype=np.uint8)
+    for begin in range(first, stop, together):
+        end = min(begin + together, stop)
+        for panel in range(begin, end):
+            for index in range(groups):
+                start = index * group
+                grid = (groups * panel + index) * grid_bytes
+                _widen_group(
+                    kind[0], scale_kind[0], min(group, inputs - start),
+                    weight_at + panel * panel_bytes + start * (panel_bytes // inputs),
+                    scales_at + grid, offsets_at + grid if offsets_at else 0,
+                    next_line(widened) + (panel - begin) * 2 * half_bytes + start // 2 * PAIR_BYTES,
+                    half_bytes, centre,
+                )  # fmt: skip
+        multiply_halves(
+            FLOAT32, 2 * begin, 2 * end, rows, rows_at, half_bytes // STEP_BYTES * STEP_INPUTS,
+            next_line(widened), half_bytes, 0, outputs, bias_at, out_at, next_line(sums),
+            weight_at + end * panel_bytes,
+            (min(end + together, stop) - end) * panel_bytes // LINE,
+        )  # fmt: skip
+
+
+@threaded
+def multiply_widened(
+    threads: int,
+    kind: Any,
+    scale_kind: Any,
+    rows_at: int,
+    rows: int,
+    given: int,
+    inputs: int,
+    weight_at: int,
+    sizes: Any,
+    scales_at: int,
+    offsets_at: int,
+    outputs: int,
+    bias_at: int,
+    out_at: int,
+    centre: float,
+) -> None:
+    """Multiply rows by a weight in panels, on `threads` threads, each of which has neighbouring panels.
+
+    Shape: rows [rows, given] and out [rows, outputs], of bfloat16; `inputs` is `given`, padded; bias float32 [padded
+    outputs]. `sizes` are bytes of a panel, inputs of a group and bytes of a panel's scales of a group.
+    """
+    steps = (given + STEP_INPUTS - 1) // STEP_INPUTS
+    taken = np.empty(
+        (rows + TILE_ROWS - 1) // TILE_ROWS * steps * TILE_BYTES + LINE, dtype=np.uint8
+    )
+    for row in numba.prange(rows):
+        lay_out_row(rows_at + 2 * row * given, row, given, next_line(taken))
+    panels = (outputs + PANEL - 1) // PANEL
+    for thread in numba.prange(threads):
+        configure_tiles(rows)
+        _multiply_panels(
+            panels * thread // threads, panels * (thread + 1) // threads, (kind, scale_kind), rows,
+            next_line(taken), given, inputs, weight_at, sizes, scales_at, offsets_at, outputs,
+            bias_at, out_at, centre,
+        )  # fmt: skip
+        release_tiles()
