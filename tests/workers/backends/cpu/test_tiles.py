@@ -37,7 +37,16 @@ SHAPES = [
     pytest.param((700, 1176), id="groups of panels"),
     pytest.param((64, INPUTS_MAX + 64), id="many inputs"),
 ]
-COUNTS = (1, 2, TILE_ROWS - 1, OWN_ROWS_MAX, OWN_ROWS_MAX + 1, 2 * TILE_ROWS, 2 * TILE_ROWS + 1, 100)
+COUNTS = (
+    1,
+    2,
+    TILE_ROWS - 1,
+    OWN_ROWS_MAX,
+    OWN_ROWS_MAX + 1,
+    2 * TILE_ROWS,
+    2 * TILE_ROWS + 1,
+    100,
+)
 KINDS = ["int8", "int8 32", "int4 32", "int4 48", "int4 16+", "int8 16+", "fp8"]
 
 
@@ -159,7 +168,9 @@ def test_deterministic_models_have_no_tiles() -> None:
     for deterministic in (False, True):
         settings = WorkerSettings(weights="int8", threads=1, deterministic=deterministic)
         backend = CpuBackend(settings, torch.bfloat16)
-        plain, quantised = (make(weight, None) for make in (backend._make_plain, backend._make_head))
+        plain, quantised = (
+            make(weight, None) for make in (backend._make_plain, backend._make_head)
+        )
         assert isinstance(plain, PanelProduct)
         assert isinstance(quantised, QuantizedProduct)
         assert (plain.kernel is multiply_in_tiles) is not deterministic

@@ -338,9 +338,7 @@ def _multiply_groups(
             for half in range(begin, end):
                 source_at = weight_at + half * half_bytes + whole * STEP_BYTES
                 source = bf16_array(source_at, rest * 2 * HALF)
-                target = bf16_array(
-                    next_line(rests) + (half - begin) * STEP_BYTES, rest * 2 * HALF
-                )
+                target = bf16_array(next_line(rests) + (half - begin) * STEP_BYTES, rest * 2 * HALF)
                 for index in range(len(target)):
                     target[index] = source[index]
         ahead = min(end + together, stop) - end

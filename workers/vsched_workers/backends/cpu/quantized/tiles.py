@@ -57,8 +57,8 @@ from vsched_workers.backends.cpu.kernels.tiles import (
 )
 from vsched_workers.backends.cpu.quantized.kernel import PANEL, Reader, scale_vector
 
-ROWS_MIN = 24
-"""Fewest rows that weights are widened for."""
+ROWS_MIN = 17
+"""Fewest rows that weights are widened for: more than a tile of rows."""
 _AHEAD = 4096
 """Bytes that weights are fetched ahead of their use."""
 _VECTORS = PANEL // LANES
