@@ -173,7 +173,7 @@ def check(worker: Any, monkeypatch: pytest.MonkeyPatch, *, delta: int = 0) -> No
     """Check that steps of several numbers of rows are one call, with the bits of many."""
     whole = worker._layers._whole_step
     spy = mock.Mock(wraps=whole, rows_max=whole.rows_max, inner=whole.inner)
-    for rows in (1, 2, 7, 17, min(ROWS_MAX, whole.rows_max)):
+    for rows in sorted({min(each, whole.rows_max) for each in (1, 2, 7, 17, ROWS_MAX)}):
         batch = batch_of(rows, delta=delta)
         found = []
         for chosen in (None, spy):

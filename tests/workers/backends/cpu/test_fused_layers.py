@@ -23,8 +23,8 @@ from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.norm import add_norm
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
 from vsched_workers.backends.cpu.kernels.sampling import argmax
-from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.kernels.tiles import has_tiles
+from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.operand_choice import runs_here
 from vsched_workers.backends.cpu.products import BF16_ROWS_MAX
 from vsched_workers.backends.cpu.quantized.kernel import INPUTS, PANEL

@@ -49,14 +49,19 @@ class PanelProduct:
 
     Attributes:
         rows_max: Most rows that it is worth using for.
-        few_rows_max: Most rows that its kernel is used for: as many.
+        step_rows_max: Most rows of a step that is one call: as many.
         packed: The weight as oneDNN packs it, for more rows than that.
         size_bytes: Bytes of the padded weight: to whole panels, or with tiles to halves.
         shape: Its outputs and inputs.
         kernel: What multiplies, `gemm.multiply` or, in tiles, `multiply_in_tiles`.
-        tags: What that is compiled for: the dtype tag of its operands.
+        many_rows_kernel: None: all rows have that one.
+        many_rows_min: No number is many.
+        tags: What the kernel is compiled for: the dtype tag of its operands.
         record: Half of its inputs, where the weight lies, 1 where in halves, its outputs, and where the bias lies.
     """
+
+    many_rows_kernel: Threaded | None = None
+    many_rows_min = sys.maxsize
 
     def __init__(
         self,
@@ -74,7 +79,7 @@ class PanelProduct:
 
         With `tiles` it is multiplied in tiles: then panels lie in halves.
         """
-        self.rows_max = self.few_rows_max = rows_max
+        self.rows_max = self.step_rows_max = rows_max
         self.packed = None if rows_max == sys.maxsize else panels
         self._panels = panels
         self._address = address

@@ -131,6 +131,7 @@ def language_needs(
             for kind in dict.fromkeys([*kinds, *made[:1]]):
                 if kind in FORMATS:
                     yield needs("product", 1, _word(dtype), kind, "int8")
+                    yield from _tiles_needs(settings, dtype, kind, threads=1)
         if runs_here() and not made:
             yield needs("product of panels", 1)
 
@@ -166,13 +167,20 @@ def _product_needs(
     activations = "int8" if makes_int8_rows(settings.activations, dtype) else "float"
     for kind in dict.fromkeys(kinds):
         yield needs("product", threads, _word(dtype), kind, activations)
-        if dtype == torch.bfloat16 and widens_in_tiles(settings.activations):
-            yield needs("product in tiles", threads, kind)
+        yield from _tiles_needs(settings, dtype, kind, threads=threads)
     # Beside quantised weights, those that are not have a product of the same kind, in float32 too.
     if not packs(dtype) and (kinds or dtype == torch.bfloat16):
         yield needs("product", threads, _word(dtype), _word(dtype))
     if dtype == torch.bfloat16 and runs_here():
         yield needs("product of panels", threads)
+
+
+def _tiles_needs(
+    settings: WorkerSettings, dtype: torch.dtype, kind: str, *, threads: int
+) -> Iterator[Need]:
+    wanted = widens_in_tiles(settings.activations) and not settings.deterministic
+    if wanted and dtype == torch.bfloat16:
+        yield needs("product in tiles", threads, kind)
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -219,7 +227,7 @@ def _load_product(threads: int, rows: str, kind: str, activations: str = "float"
 def _load_tiles(threads: int, kind: str) -> None:
     weight = _quantized_zeros(kind, torch.bfloat16)
     product = QuantizedProduct(weight, None, threads=threads, tiles=True)
-    product(torch.zeros(product.few_rows_max + 1, _INPUTS).bfloat16())
+    product(torch.zeros(product.many_rows_min, _INPUTS).bfloat16())
 
 
 def _quantized_zeros(kind: str, dtype: torch.dtype) -> QuantizedWeight:

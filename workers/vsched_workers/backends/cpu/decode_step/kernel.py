@@ -156,7 +156,8 @@ class Tables(NamedTuple):
     Attributes:
         model: `MODEL`, [1].
         products: `PRODUCT`, [layers, 5], in the order of `PRODUCTS`.
-        multiply: The addresses of their kernels, on one thread and on all, int64 [formats, 2].
+        multiply: The addresses of their kernels, on one thread and on all, for few rows and for many, and how many are
+            many, int64 [formats, 5].
         of_panels: `PANEL_PRODUCT`: those of weights in bfloat16, on processors that multiply it.
         of_whole: `WHOLE_PRODUCT`: those of weights of 8 and 4 bits by rows of 8.
         of_floats: `FLOAT_PRODUCT`: those of weights that are widened.
@@ -242,7 +243,8 @@ def _product(tag: Any, tables: Tables, place: Any, rows_at: int, rows: int, out_
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
     # Those that widen run as Python runs them: the sums of rows that they begin with may differ in other code.
     alone = product.kind != FLOATS and product.weights * passes < ALONE_MAX
-    kernel = tables.multiply[product.kernel, 0 if alone else 1]
+    many = rows >= tables.multiply[product.kernel, 4]
+    kernel = tables.multiply[product.kernel, (2 if many else 0) + (0 if alone else 1)]
     threads = 1 if alone else tables.model[0].threads
     if product.kind == PANELS:
         _of_panels(kernel, threads, tag, tables.of_panels[product.place], rows_at, rows, out_at)

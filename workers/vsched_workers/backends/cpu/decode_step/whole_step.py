@@ -117,7 +117,7 @@ class WholeStep:
         first, self._traits, self._angles = layers[0], traits, angles
         attention = first.attention
         products = [own for layer in layers for each in _products(layer) if (own := _own(each))]
-        self.rows_max = min(FEW_ROWS[-1], *(each.few_rows_max for each in products))
+        self.rows_max = min(FEW_ROWS[-1], *(each.step_rows_max for each in products))
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._queries = attention.heads * attention.head_dim
         keys = attention.kv_heads * attention.head_dim
@@ -235,10 +235,10 @@ def _tables_of(
     rows: list[tuple[int, ...]] = []
     records: list[list[tuple[Any, ...]]] = [[] for _ in _KINDS]
     formats: dict[tuple[Any, ...], int] = {}
-    addresses: list[tuple[int, int]] = []
+    addresses: list[tuple[int, ...]] = []
     for product in products:
         kind = next(at for at, each in enumerate(_KINDS) if product.kernel in each.kernels)
-        called = (kind, *(tag.dtype for tag in product.tags))
+        called = (kind, product.many_rows_min, *(tag.dtype for tag in product.tags))
         if called not in formats:
             formats[called] = len(addresses)
             addresses.append(_addresses_of(kind, product, threads))
@@ -250,16 +250,24 @@ def _tables_of(
     )
     return (
         np.array(rows, dtype=PRODUCT).reshape(layers, len(PRODUCTS)),
-        np.array(addresses, dtype=np.int64).reshape(-1, 2),
+        np.array(addresses, dtype=np.int64).reshape(-1, 5),
         of_panels,
         of_whole,
         of_floats,
     )
 
 
-def _addresses_of(kind: int, product: _Product, threads: int) -> tuple[int, int]:
-    """Return the addresses of a product's kernel for one thread and for all, or twice for all where none runs alone."""
-    variants = product.kernel.needed(threads)
+def _addresses_of(kind: int, product: _Product, threads: int) -> tuple[int, ...]:
+    """Return a product's row of `Tables.multiply`."""
+    few = _both(kind, product, product.kernel, threads)
+    if product.many_rows_kernel is None or kind == FLOATS:
+        return *few, *few, product.many_rows_min
+    return *few, *_both(kind, product, product.many_rows_kernel, threads), product.many_rows_min
+
+
+def _both(kind: int, product: _Product, kernel: Threaded, threads: int) -> tuple[int, int]:
+    """Return the addresses of a kernel for one thread and for all, or twice for all where none runs alone."""
+    variants = kernel.needed(threads)
     variants = variants[-1:] if kind == FLOATS else variants
     found = [_KINDS[kind].call.address_of(each, *product.tags) for each in variants]
     return found[0], found[-1]

@@ -210,7 +210,8 @@ def _write_rows(
 @compiled()
 def next_line(space: Any) -> int:
     """Return the first address in an array, one line longer than needed, at which a line of the cache begins."""
-    return (space.ctypes.data + LINE - 1) // LINE * LINE
+    at: int = (space.ctypes.data + LINE - 1) // LINE * LINE
+    return at
 
 
 @compiled()

@@ -56,10 +56,12 @@ class QuantizedProduct:
 
     Attributes:
         rows_max: Most rows that it is worth using for: any number.
-        few_rows_max: Most rows that its kernel is used for.
+        step_rows_max: Most rows of a step that is one call.
         packed: No weight for more rows than that.
         size_bytes: Bytes of the padded weight, its scales included.
         kernel: What multiplies few rows: `multiply_whole`, or `multiply` of `kernel.py`.
+        many_rows_kernel: What multiplies `many_rows_min` and more of bfloat16: `multiply_widened`, or None.
+        many_rows_min: See there.
         tags: The dtype tags that it is compiled for, for rows of bfloat16.
         record: What it is told of the weight, one by one, with the bias as its address.
         has_order: Whether inputs are put in another order first.
@@ -121,21 +123,21 @@ class QuantizedProduct:
             if fits and int8_rows
             else self._floats(threads, tags, scaled=not unscaled)
         )
-        self._widened = self._in_tiles(threads, tags) if tiles and not unscaled else None
-        self.few_rows_max = sys.maxsize if self._widened is None else ROWS_MIN - 1
+        self._widened: Kernel | None = None
+        self.many_rows_kernel: Threaded | None = None
+        self.many_rows_min = self.step_rows_max = sys.maxsize
+        if tiles and not unscaled:
+            self._widened = self._in_tiles(threads, tags)
+            self.many_rows_kernel, self.many_rows_min = multiply_widened, ROWS_MIN
+            if self.kernel is multiply:
+                self.step_rows_max = ROWS_MIN - 1
 
     def _whole_numbers(self, threads: int, tags: Sequence[Any]) -> Kernel:
         """Return the kernel that makes rows into 8 bits, which takes what is the same for any weight."""
         self.kernel = multiply_whole
         kernel = multiply_whole.parallel if threads > 1 else multiply_whole.serial
         tag = instructions()
-        sizes = (
-            self._panels[0].nbytes,
-            self._inputs // ROW_BLOCK,
-            self._group // ROW_BLOCK,
-            self._scales[0, 0].nbytes,
-            VECTORS,
-        )
+        sizes = self._sizes(ROW_BLOCK)
         addresses = self._addresses()
         self.tags = (OF_BF16, *tags, tag)
         self.record = (self._given, addresses[0], *sizes, *addresses[1:], *self._results())
@@ -176,17 +178,29 @@ class QuantizedProduct:
         """Return the kernel that widens weights for many rows of bfloat16, and multiplies in tiles."""
         assert has_tiles(), "a process asks for them first"
         kernel = multiply_widened.parallel if threads > 1 else multiply_widened.serial
-        sizes = (self._panels[0].nbytes, self._group, self._scales[0, 0].nbytes)
+        # What it does not ask for is as `multiply_whole` has it, with which it shares its calls.
+        tag = instructions()
+        unit = ROW_BLOCK if self._group % ROW_BLOCK == self._inputs % ROW_BLOCK == 0 else INPUTS
+        sizes = self._sizes(unit)
         addresses = self._addresses()
-        bias_at = self._bias.ctypes.data
 
-        def call(_row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
+        def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
             kernel(
-                threads, *tags, rows_at, count, self._given, self._inputs, addresses[0], sizes,
-                addresses[1], addresses[2], outputs, bias_at, result_at, self._centre,
+                threads, row_tag, *tags, tag, rows_at, count, self._given, addresses[0], sizes,
+                addresses[1], addresses[2], outputs, self._bias, result_at,
             )  # fmt: skip
 
         return call
+
+    def _sizes(self, block: int) -> tuple[int, int, int, int, int]:
+        """Return bytes of a panel, its blocks of so many inputs, those of a group, bytes of its scales, and vectors."""
+        return (
+            self._panels[0].nbytes,
+            self._inputs // block,
+            self._group // block,
+            self._scales[0, 0].nbytes,
+            VECTORS,
+        )
 
     def _addresses(self) -> tuple[int, int, int]:
         offsets_at = 0 if self._offsets is None else self._offsets.data_ptr()
@@ -205,7 +219,7 @@ class QuantizedProduct:
         # What is left out must not be nonsense: tokens are drawn from logits.
         result = rows.new_zeros(shape) if is_sparse() else rows.new_empty(shape)
         count, singles = rows.numel() // self._given, rows.dtype == torch.float32
-        widened = None if singles or count <= self.few_rows_max else self._widened
+        widened = None if singles or count < self.many_rows_min else self._widened
         multiply = widened or self._multiply
         multiply(
             OF_FLOAT32 if singles else OF_BF16,

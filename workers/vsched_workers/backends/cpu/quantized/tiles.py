@@ -41,7 +41,6 @@ from vsched_workers.backends.cpu.kernels.simd import (
     cases,
 )
 from vsched_workers.backends.cpu.kernels.tiles import (
-    HALF,
     PAIR_BYTES,
     STEP_BYTES,
     STEP_INPUTS,
@@ -56,6 +55,7 @@ from vsched_workers.backends.cpu.kernels.tiles import (
     release_tiles,
 )
 from vsched_workers.backends.cpu.quantized.kernel import PANEL, Reader, scale_vector
+from vsched_workers.quantized.weights import INT4_CENTRE
 
 ROWS_MIN = 17
 """Fewest rows that weights are widened for: more than a tile of rows."""
@@ -64,7 +64,7 @@ _AHEAD = 4096
 _VECTORS = PANEL // LANES
 
 
-@emits(numba.void, None, None, *[numba.intp] * 6, numba.float32)
+@emits(numba.void, None, None, *[numba.intp] * 6)
 def _widen_group(
     builder: Any,
     kind: Any,
@@ -75,7 +75,6 @@ def _widen_group(
     offset_at: Any,
     out_at: Any,
     half_bytes: Any,
-    centre: Any,
 ) -> None:
     """Write a group's weights of a panel as bfloat16, in two halves, which begin `half_bytes` apart.
 
@@ -85,7 +84,7 @@ def _widen_group(
     for has_offsets in cases(builder, given, (0, 1)):
         one = _Widening(builder, kind, scale_kind)
         grids = (scale_at, offset_at) if has_offsets else (scale_at,)
-        one.write(inputs, weight_at, grids, (out_at, half_bytes), centre)
+        one.write(inputs, weight_at, grids, (out_at, half_bytes))
 
 
 class _Widening:
@@ -97,7 +96,7 @@ class _Widening:
         self._kind, self._scale_kind = kind, scale_kind
 
     def write(
-        self, inputs: Any, weight_at: Any, grids: Sequence[Any], out: tuple[Any, Any], centre: Any
+        self, inputs: Any, weight_at: Any, grids: Sequence[Any], out: tuple[Any, Any]
     ) -> None:
         """Write the loop over a group's inputs."""
         builder, writer, reader = self._builder, self._writer, self._reader
@@ -105,7 +104,8 @@ class _Widening:
         scales = [scale_vector(builder, self._scale_kind, grids[0], each) for each in vectors]
         whole = self._kind in (numba.types.int8, numba.types.uint8)
         direct = whole and self._scale_kind is numba.types.uint16 and len(grids) == 1
-        middle = writer.broadcast(builder.fneg(centre))
+        centre = INT4_CENTRE if self._kind is numba.types.uint8 else 0
+        middle = ir.Constant(FLOATS, [-float(centre)] * LANES)
         added = [builder.fmul(middle, scale) for scale in scales]
         if len(grids) > 1:
             offsets = [scale_vector(builder, self._scale_kind, grids[1], each) for each in vectors]
@@ -138,7 +138,7 @@ class _Widening:
         if self._kind is numba.types.int8:
             bits, place, centre = 8, 8 * index, 128
         else:
-            bits, place, centre = 4, 8 * (index % 4) + 4 * (index // 4), 8
+            bits, place, centre = 4, 8 * (index % 4) + 4 * (index // 4), INT4_CENTRE
         moves = {8: 8, 12: 12, 16: 16, 0: 8, 4: 12, 20: 8, 24: 12, 28: 16} if bits == 4 else {}
         to = moves.get(place, 8)
         word = loaded
@@ -170,6 +170,11 @@ def _constant(value: int) -> Any:
     return ir.Constant(WORDS, [value] * LANES)
 
 
+@emits(numba.intp, None)
+def _weights_of_a_byte(_builder: Any, kind: Any) -> Any:
+    return ir.Constant(LONG, 2 if kind is numba.types.uint8 else 1)
+
+
 @compiled()
 def _multiply_panels(
     first: int,
@@ -178,7 +183,6 @@ def _multiply_panels(
     rows: int,
     rows_at: int,
     given: int,
-    inputs: int,
     weight_at: int,
     sizes: Any,
     scales_at: int,
@@ -186,19 +190,20 @@ def _multiply_panels(
     outputs: int,
     bias_at: int,
     out_at: int,
-    centre: float,
 ) -> None:
     """Multiply all rows with the panels `first` to `stop`."""
     kind, scale_kind = tags
-    panel_bytes, group, grid_bytes = sizes
-    groups = (inputs + group - 1) // group
+    panel_bytes, blocks, together, grid_bytes, _ = sizes
+    inputs = panel_bytes // PANEL * _weights_of_a_byte(kind[0])
+    group = inputs // blocks * together
+    groups = (blocks + together - 1) // together
     half_bytes = (given + STEP_INPUTS - 1) // STEP_INPUTS * STEP_BYTES
-    together = max(min(halves_together(half_bytes) // 2, stop - first), 1)
+    panels = max(min(halves_together(half_bytes) // 2, stop - first), 1)
     sums = np.empty(SUMS_BYTES + LINE, dtype=np.uint8)
     # Of the last step, what is behind the inputs stays zero.
-    widened = np.zeros(together * 2 * half_bytes + LINE, dtype=np.uint8)
-    for begin in range(first, stop, together):
-        end = min(begin + together, stop)
+    widened = np.zeros(panels * 2 * half_bytes + LINE, dtype=np.uint8)
+    for begin in range(first, stop, panels):
+        end = min(begin + panels, stop)
         for panel in range(begin, end):
             for index in range(groups):
                 start = index * group
@@ -208,38 +213,37 @@ def _multiply_panels(
                     weight_at + panel * panel_bytes + start * (panel_bytes // inputs),
                     scales_at + grid, offsets_at + grid if offsets_at else 0,
                     next_line(widened) + (panel - begin) * 2 * half_bytes + start // 2 * PAIR_BYTES,
-                    half_bytes, centre,
+                    half_bytes,
                 )  # fmt: skip
         multiply_halves(
             FLOAT32, 2 * begin, 2 * end, rows, rows_at, half_bytes // STEP_BYTES * STEP_INPUTS,
             next_line(widened), half_bytes, 0, outputs, bias_at, out_at, next_line(sums),
             weight_at + end * panel_bytes,
-            (min(end + together, stop) - end) * panel_bytes // LINE,
+            (min(end + panels, stop) - end) * panel_bytes // LINE,
         )  # fmt: skip
 
 
 @threaded
 def multiply_widened(
     threads: int,
+    _row_tag: Any,
     kind: Any,
     scale_kind: Any,
+    _tag: Any,
     rows_at: int,
     rows: int,
     given: int,
-    inputs: int,
     weight_at: int,
     sizes: Any,
     scales_at: int,
     offsets_at: int,
     outputs: int,
-    bias_at: int,
+    bias: Any,
     out_at: int,
-    centre: float,
 ) -> None:
     """Multiply rows by a weight in panels, on `threads` threads, each of which has neighbouring panels.
 
-    Shape: rows [rows, given] and out [rows, outputs], of bfloat16; `inputs` is `given`, padded; bias float32 [padded
-    outputs]. `sizes` are bytes of a panel, inputs of a group and bytes of a panel's scales of a group.
+    What it is given is what `integers.multiply_whole` is, but rows are bfloat16, and blocks may have any size.
     """
     steps = (given + STEP_INPUTS - 1) // STEP_INPUTS
     taken = np.empty(
@@ -252,7 +256,7 @@ def multiply_widened(
         configure_tiles(rows)
         _multiply_panels(
             panels * thread // threads, panels * (thread + 1) // threads, (kind, scale_kind), rows,
-            next_line(taken), given, inputs, weight_at, sizes, scales_at, offsets_at, outputs,
-            bias_at, out_at, centre,
+            next_line(taken), given, weight_at, sizes, scales_at, offsets_at, outputs,
+            bias.ctypes.data, out_at,
         )  # fmt: skip
         release_tiles()
