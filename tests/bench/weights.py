@@ -6,10 +6,11 @@
 
 The first measures, in one run, the rate at which memory is read; what one row takes beside the time that the weights'
 bytes take at that rate; and what more rows take beside the same rows in bfloat16. Weights are used in turn, so that
-none is left in a cache. Weights of 8 and 4 bits are multiplied with rows of floats and of 8 bits. Products of torch
-that are made for such weights stand beside. The second tells the time and the rate of numbers of rows, and so which are
-served badly. The third runs the questions of the exam on a checkpoint and on the same with weights made into fewer
-bits, with a calibration file and without, or with its KV cache in 8 bits, fed the same tokens.
+none is left in a cache. Weights of 8 and 4 bits are multiplied with rows of floats and of 8 bits, and with AMX as they
+are by default, many rows in tiles. Products of torch that are made for such weights stand beside. The second tells the
+time and the rate of numbers of rows, and so which are served badly. The third runs the questions of the exam on a
+checkpoint and on the same with weights made into fewer bits, with a calibration file and without, or with its KV cache
+in 8 bits, fed the same tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from vsched_workers.backends.cpu.kernels.tiles import has_tiles
 from vsched_workers.backends.cpu.products import panel_product
 from vsched_workers.backends.reference.packed_weights import PackedWeight
 from vsched_workers.quantized.weights import quantize
@@ -62,11 +64,17 @@ def in_turn(products: Sequence[Rows], rows: torch.Tensor, repeats: int) -> float
 
 
 def products_of(
-    weight: torch.Tensor, kind: str, group: int, threads: int, *, int8_rows: bool = False
+    weight: torch.Tensor,
+    kind: str,
+    group: int,
+    threads: int,
+    *,
+    int8_rows: bool = False,
+    tiles: bool = False,
 ) -> tuple[list[Rows], int]:
     """Return copies of a product, and the bytes of one."""
     made = weight if kind == "bfloat16" else quantize(weight, kind, group=group)
-    make = functools.partial(panel_product, threads=threads, int8_rows=int8_rows)
+    make = functools.partial(panel_product, threads=threads, int8_rows=int8_rows, tiles=tiles)
     first = PackedWeight(made, None, make_custom=make)
     copies = max(IN_TURN_BYTES // first.size_bytes, 1)
     return [first, *(PackedWeight(made, None, make_custom=make) for _ in range(1, copies))], (
@@ -117,6 +125,10 @@ def products_table(threads: int, repeats: int) -> Table:
         for kind, group in FORMATS[1:]:
             found = products_of(weight, kind, group, threads, int8_rows=True)
             made[f"{kind}, {group}, rows int8"] = found
+            if has_tiles():
+                made[f"{kind}, {group}, by default"] = products_of(
+                    weight, kind, group, threads, int8_rows=True, tiles=True
+                )
         base: dict[int, float] = {}
         for name, (products, size) in (made | torch_products(weight)).items():
             now = read_rate(3)
@@ -134,7 +146,7 @@ def products_table(threads: int, repeats: int) -> Table:
 
 
 def rows_table(threads: int, repeats: int) -> Table:
-    """Measure numbers of rows by weights in bfloat16 and int8: milliseconds, and billions of operations a second."""
+    """Measure numbers of rows by weights in bfloat16 and, by default, int8: milliseconds, and GFLOPS."""
     torch.set_num_threads(threads)
     table = Table("in x out", "rows", title=f"{threads} threads; ms, and GFLOPS")
     kinds = (("bfloat16", 0), ("int8", 128))
@@ -143,7 +155,8 @@ def rows_table(threads: int, repeats: int) -> Table:
         table.add_column("")
     for inputs, outputs in SHAPES:
         weight = torch.randn(outputs, inputs).bfloat16()
-        made = [products_of(weight, *kind, threads)[0] for kind in kinds]
+        default = {"int8_rows": True, "tiles": has_tiles()}
+        made = [products_of(weight, *kind, threads, **default)[0] for kind in kinds]
         for count in ALL_ROWS:
             cells = [f"{inputs:,} x {outputs:,}", str(count)]
             rows = torch.randn(count, inputs).bfloat16()

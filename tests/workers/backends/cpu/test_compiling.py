@@ -22,8 +22,10 @@ from vsched_workers.backends.cpu.compiling import ahead, children
 from vsched_workers.backends.cpu.compiling import needs as needs_module
 from vsched_workers.backends.cpu.compiling.ahead import compile_ahead, expected_s, missing
 from vsched_workers.backends.cpu.compiling.needs import Need, language_needs, needs, tower_needs
+from vsched_workers.backends.cpu.quantized import products as quantized_products
 from vsched_workers.checkpoint.random_init import make_checkpoint
 from vsched_workers.families.decoder import Decoder
+from vsched_workers.quantized.model import HEAD_FORMAT
 
 GREEDY, NORM = needs("greedy sampler", 1), needs("norm", 1)
 LEFT = """
@@ -152,6 +154,27 @@ def test_needs_follow_settings() -> None:
         assert ("float32", "int4", activations) in words
     assert "low rank" in of(torch.bfloat16, adapters=1)
     assert [*tower_needs(WorkerSettings(), torch.float32, None)] == []
+
+
+def test_tiles_are_needed_where_weights_are_widened_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever this processor has: of each kind of weights, for one thread and for all."""
+    monkeypatch.setattr(quantized_products, "has_tiles", lambda: True)
+    config = SimpleNamespace(head_dim=64, hidden_act="silu")
+
+    def of(dtype: torch.dtype = torch.bfloat16, **given: Any) -> set[Need]:
+        settings = WorkerSettings(weights="int4", threads=2, **given)
+        wanted = [
+            *language_needs(settings, dtype, dtype, config, Decoder(), ["fp8"]),
+            *tower_needs(settings, dtype, None),
+        ]
+        return {each for each in wanted if each.kernel == "product in tiles"}
+
+    both = {needs("product in tiles", 2, kind) for kind in ("int4", "fp8", HEAD_FORMAT)}
+    assert of() == both | {needs("product in tiles", 1, "int4")}
+    assert of(activations="float") == both
+    assert of(activations="int8") == of(torch.float32) == of(deterministic=True) == set()
 
 
 def test_a_step_in_one_call_is_needed_where_products_are_our_own(

@@ -279,6 +279,7 @@ def test_one_call_has_the_bits_of_many_where_all_kernels_are_parallel(
     monkeypatch.setattr(language_layers, "PARALLEL_VALUES_MIN", 0)
     monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
     monkeypatch.setattr(products, "operand", lambda: FLOAT32)
+    monkeypatch.setattr(products, "has_tiles", lambda: False)
     check(load(checkpoint("olmo2"), threads=threads), monkeypatch)
 
 

@@ -20,7 +20,6 @@ from vsched_workers.backends.cpu.operand_choice import operand, runs_here
 from vsched_workers.backends.cpu.products import (
     BF16_ROWS_MAX,
     INPUTS_MAX,
-    PanelProduct,
     panel_product,
 )
 from vsched_workers.backends.reference.packed_weights import (
@@ -174,19 +173,6 @@ def test_processors_without_the_instruction_are_left_to_onednn(
     weight = torch.randn(192, 64).bfloat16()
     monkeypatch.setattr(operand_choice, "has_bf16_dot", lambda: False)
     assert panel_product(weight, None, threads=1) is None
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_panels_in_halves_are_multiplied_alike(threads: int) -> None:
-    """As oneDNN packs for AMX, whatever this processor has."""
-    torch.manual_seed(3)
-    weight, bias = torch.randn(192, 96).bfloat16(), torch.randn(192).bfloat16()
-    panels = weight.view(-1, 32, 48, 2).transpose(1, 2).contiguous()
-    product = PanelProduct(panels, panels.data_ptr(), weight.shape, bias, threads, halves=True)
-    for count in (*range(14), 40):
-        rows = torch.randn(count, 96).bfloat16()
-        wanted = _wanted(rows, weight, bias)
-        assert torch.allclose(product(rows).double(), wanted, atol=1e-3, rtol=2**-8)
 
 
 @pytest.mark.parametrize(("float32_s", "wanted"), [(0.5, FLOAT32), (0.95, BF16), (2.0, BF16)])

@@ -23,6 +23,7 @@ from vsched_workers.backends.cpu.products import INPUTS_MAX, PanelProduct, panel
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, widens_in_tiles
 from vsched_workers.backends.cpu.quantized.tiles import ROWS_MIN
 from vsched_workers.backends.reference.packed_weights import PackedWeight
+from vsched_workers.memory.sparse_runs import sparsely
 from vsched_workers.quantized.weights import QuantizedWeight
 
 pytestmark = [
@@ -38,6 +39,7 @@ SHAPES = [
     pytest.param((64, INPUTS_MAX + 64), id="many inputs"),
 ]
 COUNTS = (
+    0,
     1,
     2,
     TILE_ROWS - 1,
@@ -73,7 +75,7 @@ def test_any_number_of_rows_is_multiplied_and_each_has_the_same_bits(
         assert torch.allclose(whole.double(), sums, atol=2e-3 * inputs**0.5 / 10, rtol=2**-8)
         for count in COUNTS:
             assert torch.equal(product(rows[:count]), whole[:count])
-            assert torch.equal(product(rows[-count:]), whole[-count:])
+            assert torch.equal(product(rows[100 - count :]), whole[100 - count :])
 
 
 def test_rows_of_packed_weights_are_never_padded_nor_left_to_onednn() -> None:
@@ -108,7 +110,7 @@ def test_nonsense_of_one_row_stays_in_that_row(count: int) -> None:
         assert torch.equal(found[others], good[others])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("shape", [(64, 32), (70, 48), (192, 320), (33, 40)], ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, "int4 32~", "int8 32~"])
 def test_many_rows_are_multiplied_by_what_a_weight_stands_for(
@@ -125,9 +127,12 @@ def test_many_rows_are_multiplied_by_what_a_weight_stands_for(
         assert torch.equal(product(rows[:count]), found[:count])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("halves", [True, False], ids=["float16", "float32"])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_weights_are_widened_exactly_and_rounded_once(kind: str, *, halves: bool) -> None:
+def test_weights_are_widened_exactly_and_rounded_once(
+    kind: str, threads: int, *, halves: bool
+) -> None:
     """Every value a weight can have, by rows of which each picks an input."""
     inputs, outputs = 256, 64
     values = torch.arange(-128, 128, dtype=torch.int8).repeat(outputs, 1)
@@ -143,7 +148,7 @@ def test_weights_are_widened_exactly_and_rounded_once(kind: str, *, halves: bool
         dtype=torch.float32,
     )
     product = QuantizedProduct(
-        dataclasses.replace(weight, dtype=torch.bfloat16), None, threads=1, tiles=True
+        dataclasses.replace(weight, dtype=torch.bfloat16), None, threads=threads, tiles=True
     )
     found = product(torch.eye(inputs).bfloat16())
     assert torch.equal(found.T, weight.dequantized().bfloat16())
@@ -159,7 +164,24 @@ def test_few_rows_keep_their_kernel_and_8_bits_their_word() -> None:
     assert torch.equal(few(rows[:-1]), tiled(rows[:-1]))
     assert not torch.equal(few(rows), tiled(rows))
     assert torch.equal(few(rows.float()), tiled(rows.float()))
-    assert [widens_in_tiles(each) for each in ("auto", "float", "int8")] == [True, True, False]
+    asked = [WorkerSettings(activations=each) for each in ("auto", "float", "int8")]
+    assert [widens_in_tiles(each, torch.bfloat16) for each in asked] == [True, True, False]
+    assert not widens_in_tiles(asked[0], torch.float32)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_sparse_run_computes_some_outputs_and_leaves_zeros(threads: int) -> None:
+    rows = drawn(40, 64).bfloat16()
+    for product in (
+        panel_product(drawn(512, 64, seed=1).bfloat16(), None, threads=threads),
+        QuantizedProduct(weight_of("int8 32", 512, 64), None, threads=threads, tiles=True),
+    ):
+        assert product is not None
+        with sparsely():
+            found = product(rows)
+        assert found.shape == (40, 512)
+        assert found.isfinite().all()
+        assert 0 < int(found.count_nonzero()) < found.numel()
 
 
 def test_deterministic_models_have_no_tiles() -> None:
@@ -168,6 +190,7 @@ def test_deterministic_models_have_no_tiles() -> None:
     for deterministic in (False, True):
         settings = WorkerSettings(weights="int8", threads=1, deterministic=deterministic)
         backend = CpuBackend(settings, torch.bfloat16)
+        assert backend._make_plain is not None
         assert backend._make_head is not None
         plain, quantised = backend._make_plain(weight, None), backend._make_head(weight, None)
         assert isinstance(plain, PanelProduct)

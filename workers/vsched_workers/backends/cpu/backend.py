@@ -72,7 +72,7 @@ class CpuBackend(ReferenceBackend):
             make_product,
             threads=settings.threads,
             int8_rows=makes_int8_rows(settings.activations, dtype),
-            tiles=widens_in_tiles(settings.activations) and not settings.deterministic,
+            tiles=widens_in_tiles(settings, dtype),
         )
         self._quantizer: Quantizer[QuantizedProduct] | None = None
         self._make_product = self._make_head = self._make_plain

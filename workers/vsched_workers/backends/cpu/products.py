@@ -24,7 +24,7 @@ from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, multiply
 from vsched_workers.backends.cpu.kernels.simd import LINE
-from vsched_workers.backends.cpu.kernels.tiles import has_tiles, multiply_in_tiles
+from vsched_workers.backends.cpu.kernels.tiles import HALF, has_tiles, multiply_in_tiles
 from vsched_workers.backends.cpu.operand_choice import operand, runs_here
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
 from vsched_workers.backends.reference.packed_weights import CustomProduct, packs
@@ -57,7 +57,7 @@ class PanelProduct:
         many_rows_kernel: None: all rows have that one.
         many_rows_min: No number is many.
         tags: What the kernel is compiled for: the dtype tag of its operands.
-        record: Half of its inputs, where the weight lies, 1 where in halves, its outputs, and where the bias lies.
+        record: Half of its inputs, where the weight lies, its outputs, and where the bias lies.
     """
 
     many_rows_kernel: Threaded | None = None
@@ -72,23 +72,21 @@ class PanelProduct:
         threads: int,
         *,
         rows_max: int = sys.maxsize,
-        halves: bool = False,
         tiles: bool = False,
     ) -> None:
-        """Take a weight of this shape, whose panels, maybe in halves, lie at an address in memory of `panels`.
+        """Take a weight of this shape, whose panels lie at an address in memory of `panels`.
 
-        With `tiles` it is multiplied in tiles: then panels lie in halves.
+        With `tiles` it is multiplied in tiles, and halves of panels lie there.
         """
         self.rows_max = self.step_rows_max = rows_max
         self.packed = None if rows_max == sys.maxsize else panels
         self._panels = panels
         self._address = address
-        self._halves = int(halves)
         self.shape = shape
         self._out, self._in = shape
         self._enough = threads * PANEL
         whole = -(-self._out // PANEL) * PANEL
-        self.size_bytes = (len(panels) * PANEL // 2 if tiles else whole) * self._in * 2
+        self.size_bytes = (len(panels) * HALF if tiles else whole) * self._in * 2
         self._bias = torch.zeros(whole, dtype=torch.bfloat16)
         if bias is not None:
             self._bias[: self._out] = bias
@@ -100,7 +98,7 @@ class PanelProduct:
         tag = BF16 if tiles else operand()
         self.tags: tuple[npt.NDArray[Any], ...] = (tag,)
         self._multiply = functools.partial(kernel, threads, tag)
-        self.record = (self._in // 2, address, self._halves, self._out, self._bias_at)
+        self.record = (self._in // 2, address, self._out, self._bias_at)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in]; returns [..., out]."""
@@ -113,7 +111,6 @@ class PanelProduct:
             rows.numel() // self._in,
             self._in // 2,
             self._address,
-            self._halves,
             at_most(self._out, self._enough),
             self._bias_at,
             result.data_ptr(),
@@ -141,18 +138,15 @@ def panel_product(
     if inputs % 2 or not runs_here() or (inputs > INPUTS_MAX and not in_tiles):
         return None
     if in_tiles or operand() is FLOAT32:
-        width = PANEL // 2 if in_tiles else PANEL
+        width = HALF if in_tiles else PANEL
         if -outputs % width > PADDING_SHARE_MAX * outputs:
             return None
-        packed = _pack(weight, halves=in_tiles)
-        return PanelProduct(*packed, weight.shape, bias, threads, halves=in_tiles, tiles=in_tiles)
+        packed = _pack(weight, width)
+        return PanelProduct(*packed, weight.shape, bias, threads, tiles=in_tiles)
     found = _pack_with_onednn(weight)
     if found is None:
         return None
-    given, address, halves = found
-    return PanelProduct(
-        given, address, weight.shape, bias, threads, rows_max=BF16_ROWS_MAX, halves=halves
-    )
+    return PanelProduct(*found, weight.shape, bias, threads, rows_max=BF16_ROWS_MAX)
 
 
 def deterministic_product(
@@ -179,10 +173,9 @@ def deterministic_product(
     return PanelProduct(*_pack(weight), weight.shape, bias, threads)
 
 
-def _pack(weight: torch.Tensor, *, halves: bool = False) -> tuple[torch.Tensor, int]:
-    """Return a weight in panels or in halves of them, the last one padded with zeros, and their address."""
+def _pack(weight: torch.Tensor, width: int = PANEL) -> tuple[torch.Tensor, int]:
+    """Return a weight in panels of so many outputs, the last one padded with zeros, and their address."""
     outputs, inputs = weight.shape
-    width = PANEL // 2 if halves else PANEL
     padded = functional.pad(weight.detach(), (0, 0, 0, -outputs % width))
     whole = padded.view(-1, width, inputs // 2, 2)
     panels = whole.transpose(1, 2).contiguous()
@@ -191,8 +184,8 @@ def _pack(weight: torch.Tensor, *, halves: bool = False) -> tuple[torch.Tensor, 
     return panels, address
 
 
-def _pack_with_onednn(weight: torch.Tensor) -> tuple[torch.Tensor, int, bool] | None:
-    """Return a weight as oneDNN packs it, the address of its panels and whether they lie in halves; None if neither."""
+def _pack_with_onednn(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """Return a weight as oneDNN packs it and the address of its panels; None if it does not lie in such."""
     operations: Any = torch.ops.mkldnn
     if weight.shape[0] % PANEL:
         return None
@@ -202,32 +195,29 @@ def _pack_with_onednn(weight: torch.Tensor) -> tuple[torch.Tensor, int, bool] | 
     address: int = operations.data_ptr(packed)
     if address % LINE:
         return None
-    for width in (PANEL, PANEL // 2):
-        if _lies_in_panels(address, weight, width):
-            return packed, address, width < PANEL
-    return None
+    return (packed, address) if _lies_in_panels(address, weight) else None
 
 
-def _lies_in_panels(address: int, weight: torch.Tensor, width: int) -> bool:
-    """Compare the ends of some panels of so many outputs with what they should hold.
+def _lies_in_panels(address: int, weight: torch.Tensor) -> bool:
+    """Compare the ends of some panels with what they should hold.
 
     oneDNN does not document its layout. Every weight is compared, since one of equal values would tell nothing for
     others of its shape.
     """
     outputs, inputs = weight.shape
     pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint16))
-    found = np.ctypeslib.as_array(pointer, (outputs // width, inputs // 2, width, 2))
+    found = np.ctypeslib.as_array(pointer, (outputs // PANEL, inputs // 2, PANEL, 2))
     last = len(found) - 1
     ends = slice(0, COMPARED_PAIRS), slice(-COMPARED_PAIRS, None)
     return all(
-        np.array_equal(found[at, pairs], _panel(weight, at, width)[pairs])
+        np.array_equal(found[at, pairs], _panel(weight, at)[pairs])
         for at in {0, last // 2, last}
         for pairs in ends
     )
 
 
-def _panel(weight: torch.Tensor, index: int, width: int) -> npt.NDArray[np.uint16]:
-    """Return one panel of a weight, [in / 2, width, 2]."""
-    rows = weight[index * width : (index + 1) * width].detach()
-    pairs: npt.NDArray[np.uint16] = rows.view(torch.uint16).numpy().reshape(width, -1, 2)
+def _panel(weight: torch.Tensor, index: int) -> npt.NDArray[np.uint16]:
+    """Return one panel of a weight, [in / 2, PANEL, 2]."""
+    rows = weight[index * PANEL : (index + 1) * PANEL].detach()
+    pairs: npt.NDArray[np.uint16] = rows.view(torch.uint16).numpy().reshape(PANEL, -1, 2)
     return pairs.transpose(1, 0, 2)

@@ -47,11 +47,13 @@ class CustomProduct(Protocol):
 
     Attributes:
         rows_max: Most rows that it is worth using for.
+        many_rows_min: Fewest rows that it has another kernel for.
         packed: The weight as oneDNN packs it, for more rows than that; None where there are never more.
         size_bytes: Bytes of the weight.
     """
 
     rows_max: int
+    many_rows_min: int
     packed: torch.Tensor | None
     size_bytes: int
 
@@ -137,9 +139,11 @@ class PackedWeight:
 
     def warm_up(self) -> None:
         """Compile all that will ever be needed."""
-        # A custom product is one kernel for any number of rows.
         counts = [size for size in self._sizes if size > self.custom_rows_max]
-        for count in [1, *counts] if self.custom_rows_max else counts:
+        if self.custom is not None:
+            # It is one kernel for any number of rows, or one for few and one for many.
+            counts += [1, *[each for each in [self.custom.many_rows_min] if each < self._sizes[-1]]]
+        for count in counts:
             self._product(torch.zeros(count, self.shape[1], dtype=self._type))
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("numba")
 import numba
 import numpy as np
 
+from vsched_workers.backends.cpu.compiling.ahead import KERNEL_FILES
 from vsched_workers.backends.cpu.kernel_store import CONSTANTS
 from vsched_workers.backends.cpu.kernels import compilation
 from vsched_workers.backends.cpu.kernels.compilation import Threaded, threaded
@@ -50,6 +51,17 @@ def test_kernels_lie_in_the_folder_that_keys_the_cache() -> None:
     backend = Path(compilation.__file__).parent.parent
     outside = [file.name for file in backend.glob("*.py") if "@compiled" in file.read_text()]
     assert outside == []
+
+
+def test_files_of_kernels_elsewhere_key_what_was_compiled_ahead() -> None:
+    """Else ranks would find it old, and compile by themselves."""
+    backend = Path(compilation.__file__).parent.parent
+    elsewhere = {
+        file
+        for file in backend.glob("*/*.py")
+        if "@compiled" in file.read_text() and file.parent.name != "kernels"
+    }
+    assert elsewhere == {*KERNEL_FILES}
 
 
 def test_kernels_take_constants_from_files_that_key_the_cache() -> None:

@@ -26,10 +26,15 @@ CHILD_BYTES = 512 << 20
 LOCK_S = 600.0
 """How long to wait for another process that compiles for this processor, before each does for itself."""
 _POLL_S = 0.2
-_KERNEL_FILES = [
+KERNEL_FILES = [
     Path(__file__).parents[1] / name
     for name in (
-        *("quantized/kernel.py", "quantized/integers.py", "low_rank/kernel.py"),
+        *(
+            "quantized/kernel.py",
+            "quantized/integers.py",
+            "quantized/tiles.py",
+            "low_rank/kernel.py",
+        ),
         "decode_step/kernel.py",
     )
 ]
@@ -63,7 +68,7 @@ def missing(wanted: Sequence[Need], folder: Path) -> list[Need]:
 
 def mark_of(need: Need, folder: Path) -> Path:
     """Return the file that says that a kernel is in a folder, for this processor."""
-    told = repr((tuple(need), processor(), content_key(_KERNEL_FILES)))
+    told = repr((tuple(need), processor(), content_key(KERNEL_FILES)))
     return folder / f"compiled-{hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}"
 
 

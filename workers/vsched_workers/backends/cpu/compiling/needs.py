@@ -178,8 +178,7 @@ def _product_needs(
 def _tiles_needs(
     settings: WorkerSettings, dtype: torch.dtype, kind: str, *, threads: int
 ) -> Iterator[Need]:
-    wanted = widens_in_tiles(settings.activations) and not settings.deterministic
-    if wanted and dtype == torch.bfloat16:
+    if widens_in_tiles(settings, dtype):
         yield needs("product in tiles", threads, kind)
 
 

@@ -6,7 +6,7 @@ make one. Here compiled code makes them. The kernels are those of `kernels/`, ca
 kernel or all, and this function is compiled within a second or two.
 
 What is the same in every step is in tables of records: the layers' products, norms and heads. A product is one of
-three kinds (`Tables`), and a model may have all of them: each has its own kernel, compiled for the formats of its
+three kinds (`Tables`), and a model may have all of them: each has its own kernels, compiled for the formats of its
 weight. To a call formats are all one. What tells a kernel of types is a dtype tag, an array whose dtype counts when the
 kernel is compiled, and whose value is passed alike whatever its dtype.
 """
@@ -49,7 +49,8 @@ queries and of keys. `adds_plainly`, `norms_all_heads` and `factor` (of what is 
 """
 
 PANELS, WHOLE_NUMBERS, FLOATS = 0, 1, 2
-"""The kinds of products: `gemm.multiply`, `integers.multiply_whole` and `quantized.kernel.multiply`."""
+"""The kinds of products: `gemm.multiply` or `tiles.multiply_in_tiles`; `integers.multiply_whole`, for many rows maybe
+`quantized.tiles.multiply_widened`; and `quantized.kernel.multiply`."""
 
 PRODUCT = np.dtype(
     [("kind", np.int64), ("place", np.int64), ("kernel", np.int64), ("weights", np.int64)]
@@ -60,12 +61,11 @@ PANEL_PRODUCT = np.dtype(
     [
         ("pairs", np.int64),
         ("weight_at", np.int64),
-        ("halves", np.int64),
         ("outputs", np.int64),
         ("bias_at", np.int64),
     ]
 )
-"""A product as `gemm.multiply` wants it."""
+"""A product as `gemm.multiply` wants it, and `tiles.multiply_in_tiles`."""
 
 WHOLE_PRODUCT = np.dtype(
     [
@@ -111,6 +111,9 @@ NORMS = BEFORE_ATTENTION, AFTER_ATTENTION, BEFORE_FEED_FORWARD, AFTER_FEED_FORWA
 KERNELS = ADD_NORM, NORM_PARTS, ACTIVATION, DECODE = 0, 1, 2, 3
 """The kernels that are called beside those of products, by their places in the table of addresses."""
 
+MANY, MANY_MIN = 2, 4
+"""Columns of `Tables.multiply`: the first of kernels for many rows, and how many these are at least."""
+
 ALONE_MAX = 1 << 18
 """A product of fewer weights, times passes, runs on one thread: to wake another takes as long as to multiply 2^17."""
 
@@ -121,7 +124,7 @@ _BIAS = numba.typeof(np.empty(1, dtype=np.float32))
 CALL_ADD_NORM = KernelCall(_LONG, _LONG, _LONG, _LONG, _SINGLE, _LONG, _LONG)
 CALL_ADD_NORMED = KernelCall(_LONG, _LONG, _NORMS, _SINGLE, _NORMS, _LONG, _LONG, _LONG)
 CALL_NORM_PARTS = KernelCall(_LONG, _LONG, _LONG, _NORMS, _LONG)
-CALL_PANELS = KernelCall(_LONG, None, *[_LONG] * 8)
+CALL_PANELS = KernelCall(_LONG, None, *[_LONG] * 7)
 CALL_WHOLE = KernelCall(
     *(_LONG, None, None, None, None, *[_LONG] * 4, numba.types.UniTuple(_LONG, 5)),
     *(*[_LONG] * 3, _BIAS, _LONG),
@@ -156,8 +159,8 @@ class Tables(NamedTuple):
     Attributes:
         model: `MODEL`, [1].
         products: `PRODUCT`, [layers, 5], in the order of `PRODUCTS`.
-        multiply: The addresses of their kernels, on one thread and on all, for few rows and for many, and how many are
-            many, int64 [formats, 5].
+        multiply: The addresses of their kernels, on one thread and on all, those for `MANY` rows behind them, and how
+            many are that, int64 [formats, 5].
         of_panels: `PANEL_PRODUCT`: those of weights in bfloat16, on processors that multiply it.
         of_whole: `WHOLE_PRODUCT`: those of weights of 8 and 4 bits by rows of 8.
         of_floats: `FLOAT_PRODUCT`: those of weights that are widened.
@@ -243,8 +246,8 @@ def _product(tag: Any, tables: Tables, place: Any, rows_at: int, rows: int, out_
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
     # Those that widen run as Python runs them: the sums of rows that they begin with may differ in other code.
     alone = product.kind != FLOATS and product.weights * passes < ALONE_MAX
-    many = rows >= tables.multiply[product.kernel, 4]
-    kernel = tables.multiply[product.kernel, (2 if many else 0) + (0 if alone else 1)]
+    many = rows >= tables.multiply[product.kernel, MANY_MIN]
+    kernel = tables.multiply[product.kernel, (MANY if many else 0) + (0 if alone else 1)]
     threads = 1 if alone else tables.model[0].threads
     if product.kind == PANELS:
         _of_panels(kernel, threads, tag, tables.of_panels[product.place], rows_at, rows, out_at)
@@ -259,7 +262,7 @@ def _of_panels(
     kernel: int, threads: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
 ) -> None:
     _multiply_panels(
-        kernel, threads, tag, rows_at, rows, product.pairs, product.weight_at, product.halves,
+        kernel, threads, tag, rows_at, rows, product.pairs, product.weight_at,
         product.outputs, product.bias_at, out_at,
     )  # fmt: skip
 

@@ -238,7 +238,7 @@ def _tables_of(
     addresses: list[tuple[int, ...]] = []
     for product in products:
         kind = next(at for at, each in enumerate(_KINDS) if product.kernel in each.kernels)
-        called = (kind, product.many_rows_min, *(tag.dtype for tag in product.tags))
+        called = (kind, product.kernel, product.many_rows_min, *(tag.dtype for tag in product.tags))
         if called not in formats:
             formats[called] = len(addresses)
             addresses.append(_addresses_of(kind, product, threads))

@@ -3,8 +3,7 @@
     out[r, o] = bias[o] + sum_i rows[r, i] * weight[o, i]      (sums float32, result rounded)
 
 **Layout.** A weight [out, in] lies in panels of 64 outputs, in which two neighbouring inputs lie together:
-[out / 64, in / 2, 64, 2]. That is what VDPBF16PS (`simd.py`) takes, and how oneDNN packs weights. For AMX oneDNN packs
-them by 32 outputs; then a panel is two halves, one behind the other: [out / 64, 2, in / 2, 32, 2]. The weight and the
+[out / 64, in / 2, 64, 2]. That is what VDPBF16PS (`simd.py`) takes, and how oneDNN packs weights. The weight and the
 bias are padded to whole panels.
 
 **Blocking.** A pass multiplies up to 6 rows with a panel: 6 x 4 vectors of sums stay in registers while all inputs are
@@ -183,21 +182,12 @@ class Pass:
                 writer.store(total if float32 else builder.fptrunc(total, BF16S), at)
 
 
-class _HalvesPass(Pass):
-    """Some rows times a panel that lies in two halves."""
-
-    def _places(self, panel_at: Any, pair: Any) -> Sequence[Any]:
-        half = self._vectors // 2
-        return [at for start in panel_at for at in self._vectors_at(start, pair, half, half)]
-
-
-@emits(numba.void, None, *[numba.intp] * 11)
+@emits(numba.void, None, *[numba.intp] * 10)
 def _multiply_pass(
     builder: Any,
     kind: Any,
     rows: Any,
     lines: Any,
-    halves: Any,
     rows_at: Any,
     row_bytes: Any,
     panel_at: Any,
@@ -208,29 +198,19 @@ def _multiply_pass(
     out_bytes: Any,
 ) -> None:
     """Multiply 1 to 6 rows, of the type of `kind`, with a panel, and prefetch lines of the next panel."""
-    # A case's number has the lines in its lower three bits, the halves above, and the rows above them.
-    number = builder.add(builder.mul(rows, ir.Constant(LONG, 16)), lines)
-    number = builder.add(builder.mul(halves, ir.Constant(LONG, 8)), number)
-    numbers = [
-        16 * row + 8 * half + line
-        for row in range(1, PASS_ROWS + 1)
-        for half in (0, 1)
-        for line in _PREFETCHED_LINES
-    ]
-    second_at = builder.add(panel_at, builder.mul(pairs, ir.Constant(LONG, _PAIR_BYTES // 2)))
+    # A case's number has the lines in its lower three bits, and the rows above them.
+    number = builder.add(builder.mul(rows, ir.Constant(LONG, 8)), lines)
+    numbers = [8 * row + line for row in range(1, PASS_ROWS + 1) for line in _PREFETCHED_LINES]
     for case in cases(builder, number, numbers):
-        make = _HalvesPass if case & 8 else Pass
         float32 = isinstance(kind, numba.types.Float)
-        one = make(builder, case // 16, lines=case % 8, float32=float32)
-        panel = (panel_at, second_at) if case & 8 else panel_at
-        sums = one.sums(rows_at, row_bytes, panel, pairs, next_at)
+        one = Pass(builder, case // 8, lines=case % 8, float32=float32)
+        sums = one.sums(rows_at, row_bytes, panel_at, pairs, next_at)
         one.store(sums, out_at, out_bytes, bias_at=bias_at)
 
 
 @compiled()
 def _multiply_panel(
     inputs: Any,
-    halves: int,
     panel_at: int,
     bias_at: int,
     out_at: int,
@@ -249,7 +229,6 @@ def _multiply_panel(
             inputs[0, 0],
             count,
             fetched,
-            halves,
             inputs[row].ctypes.data,
             inputs.strides[0],
             panel_at,
@@ -268,7 +247,6 @@ def _multiply_panels(
     stop: int,
     inputs: Any,
     weight_at: int,
-    halves: int,
     outputs: int,
     bias_at: int,
     out_at: int,
@@ -281,13 +259,11 @@ def _multiply_panels(
         has_next = panel + 1 < stop
         at = out_at + 2 * column
         if column + PANEL <= outputs:
-            _multiply_panel(inputs, halves, panel_at, bias_at + 2 * column, at, out_bytes, has_next)
+            _multiply_panel(inputs, panel_at, bias_at + 2 * column, at, out_bytes, has_next)
             continue
         part = np.empty((len(inputs), PANEL), dtype=np.uint16)
         part_at, part_bytes = part.ctypes.data, 2 * PANEL
-        _multiply_panel(
-            inputs, halves, panel_at, bias_at + 2 * column, part_at, part_bytes, has_next
-        )
+        _multiply_panel(inputs, panel_at, bias_at + 2 * column, part_at, part_bytes, has_next)
         for row in range(len(inputs)):
             target, source = bf16_array(at + row * out_bytes, outputs - column), part[row]
             for index in range(len(target)):
@@ -311,7 +287,6 @@ def multiply(
     rows: int,
     pairs: int,
     weight_at: int,
-    halves: int,
     outputs: int,
     bias_at: int,
     out_at: int,
@@ -319,7 +294,7 @@ def multiply(
     """Multiply rows by a weight in panels, on `threads` threads, each of which has neighbouring panels.
 
     Shape: rows [rows, 2 * pairs]; weight and bias as the head of this file says; out [rows, outputs].
-    `tag` is the dtype tag of the operands, `halves` 1 where panels lie in halves and else 0.
+    `tag` is the dtype tag of the operands.
     """
     inputs = np.empty((rows, 2 * pairs), dtype=tag.dtype)
     if rows <= OWN_ROWS_MAX:
@@ -331,7 +306,7 @@ def multiply(
     panels = (outputs + PANEL - 1) // PANEL
     for thread in numba.prange(threads):
         first, stop = panels * thread // threads, panels * (thread + 1) // threads
-        _multiply_panels(first, stop, inputs, weight_at, halves, outputs, bias_at, out_at)
+        _multiply_panels(first, stop, inputs, weight_at, outputs, bias_at, out_at)
 
 
 # --- what is timed to choose the operands (`operand_choice.py`) ---

@@ -4,7 +4,8 @@ AMX multiplies tiles: 16 rows of 32 inputs with 32 inputs of 16 outputs, in 16 c
 VDPBF16PS. There are eight tiles: four hold the sums of 32 rows and 32 outputs, two hold rows and two weights, so that
 each tile that is loaded is multiplied twice.
 
-**Layout.** Half a panel has 32 outputs, [in / 2, 32, 2], as in `gemm.py`: its two tiles of weights lie side by side.
+**Layout.** A weight [out, in] lies in halves of panels, 32 outputs each, padded with zeros, in which two neighbouring
+inputs lie together: [out / 32, in / 2, 32, 2]. Two tiles of weights lie side by side in it.
 Rows are laid out first, [rows / 16, in / 32, 16, 32]: a tile is a kilobyte of neighbouring lines, wherever rows lie.
 
 **Blocking.** All rows are multiplied, 32 at a time, with a panel, or with several small ones, and meanwhile the next
@@ -25,6 +26,7 @@ Source: Intel 64 and IA-32 Architectures Software Developer's Manual, AMX-BF16.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +35,7 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
@@ -50,6 +53,8 @@ from vsched_workers.backends.cpu.kernels.simd import (
     has_amx,
 )
 
+logger = logging.getLogger(__name__)
+
 HALF = 2 * LANES
 """Outputs of half a panel."""
 PAIR_BYTES = HALF * 2 * 2
@@ -60,16 +65,17 @@ STEP_BYTES = STEP_INPUTS // 2 * PAIR_BYTES
 """Bytes of half a panel's weights for these."""
 TILE_ROWS = 16
 TILE_BYTES = TILE_ROWS * LINE
-OWN_ROWS_MAX = 16
+OWN_ROWS_MAX = TILE_ROWS
 """Most rows that every thread lays out for itself: to wait for one another would take longer."""
 _TOGETHER = 2
 """Tiles of rows that are multiplied together."""
 _GROUP_BYTES = 1 << 17
 """Bytes of the weights, at least a whole panel, that 32 rows are multiplied with before the next ones."""
+_NEAR_BYTES = 1 << 14
+"""Bytes that weights are fetched ahead of their use where the next group is not fetched as a whole."""
+_STEP_LINES = STEP_BYTES // LINE
 _ROWS, _WEIGHTS = 4, 6
 """The first tiles of rows and of weights; those of sums begin at 0."""
-_SUM_BYTES = TILE_ROWS * LINE
-"""Bytes of a tile of sums."""
 
 
 def has_tiles() -> bool:
@@ -84,8 +90,12 @@ def has_tiles() -> bool:
 def _asked(_process: int) -> bool:
     config: Any = numba.config
     chosen = config.CPU_NAME or config.CPU_FEATURES
-    # torch offers it under this name only.
-    return not chosen and has_amx() and bool(torch.cpu._init_amx())  # noqa: SLF001
+    if chosen or not has_amx():
+        return False
+    granted = bool(torch.cpu._init_amx())  # noqa: SLF001  # torch offers it under this name only
+    if not granted:
+        logger.warning("the operating system does not let this process use the processor's tiles")
+    return granted
 
 
 class _TileWriter(InstructionWriter):
@@ -93,8 +103,7 @@ class _TileWriter(InstructionWriter):
 
     def tiles(self, name: str, tiles: Sequence[int], *given: Any) -> None:
         """Write an instruction with these tiles and what else it is given."""
-        if not has_amx():
-            return  # compiled, too, where no one calls it
+        assert has_amx(), "a product has tiles where the processor does"
         arguments = [*(ir.Constant(BYTE, tile) for tile in tiles), *given]
         declared = ir.FunctionType(ir.VoidType(), [each.type for each in arguments])
         module, name = self.builder.module, f"llvm.x86.{name}"
@@ -111,10 +120,23 @@ class _TileWriter(InstructionWriter):
 
 
 @emits(numba.void, numba.intp)
-def _configure(builder: Any, shapes_at: Any) -> None:
-    """Say how large this thread's tiles are."""
+def _configure(builder: Any, rows: Any) -> None:
+    """Say that this thread's tiles are of 64 bytes a line, and of 16 lines, or those of rows and sums of fewer."""
     writer = _TileWriter(builder)
-    writer.tiles("ldtilecfg", [], writer.pointer(shapes_at))
+    kind = ir.ArrayType(BYTE, LINE)
+    at = cgutils.alloca_once(builder, kind)
+    builder.store(ir.Constant(kind, None), at)
+
+    def write(value: Any, place: int) -> None:
+        index = [ir.Constant(WORD, 0), ir.Constant(WORD, place)]
+        builder.store(value, builder.gep(at, index))
+
+    lines = builder.trunc(rows, BYTE)
+    write(ir.Constant(BYTE, 1), 0)  # the palette
+    for tile in range(8):
+        write(ir.Constant(BYTE, LINE), 16 + 2 * tile)
+        write(ir.Constant(BYTE, TILE_ROWS) if tile >= _WEIGHTS else lines, 48 + tile)
+    writer.tiles("ldtilecfg", [], builder.bitcast(at, BYTE.as_pointer()))
 
 
 @emits(numba.void)
@@ -125,13 +147,9 @@ def release_tiles(builder: Any) -> None:
 
 @compiled()
 def configure_tiles(rows: int) -> None:
-    """Say that this thread's tiles are of 64 bytes a line and 16 lines, or as many as there are rows."""
-    shapes = np.zeros(LINE, dtype=np.uint8)
-    shapes[0] = 1
-    for tile in range(8):
-        shapes[16 + 2 * tile] = LINE
-        shapes[48 + tile] = TILE_ROWS if tile >= _WEIGHTS else min(rows, TILE_ROWS)
-    _configure(shapes.ctypes.data)
+    """Say how large this thread's tiles are, for so many rows."""
+    # A tile of no lines is none of 64 bytes either, so there is one where there are no rows.
+    _configure(max(min(rows, TILE_ROWS), 1))
 
 
 @emits(numba.void, *[numba.intp] * 9)
@@ -180,7 +198,7 @@ def _multiply_tiles(
         with builder.if_then(builder.icmp_signed("!=", rest_at, ir.Constant(LONG, 0))):
             add(steps, rest_at)
         for _, _, tile in sums:
-            at = builder.add(sums_at, ir.Constant(LONG, tile * _SUM_BYTES))
+            at = builder.add(sums_at, ir.Constant(LONG, tile * TILE_BYTES))
             writer.tiles("tilestored64", [tile], writer.pointer(at), ir.Constant(LONG, LINE))
 
 
@@ -199,7 +217,7 @@ def _write_rows(
     row_at = writer.advance(sums_at, loop.index, LINE)
     halves = []
     for vector, bias in enumerate(biases):
-        at = builder.add(row_at, ir.Constant(LONG, vector * _SUM_BYTES))
+        at = builder.add(row_at, ir.Constant(LONG, vector * TILE_BYTES))
         halves.append(builder.fptrunc(builder.fadd(writer.load(at, FLOATS, LINE), bias), BF16S))
     order = ir.Constant(ir.VectorType(WORD, HALF), list(range(HALF)))
     at = builder.add(out_at, builder.mul(loop.index, out_bytes))
@@ -262,36 +280,41 @@ def multiply_halves(
         outputs: Outputs of the weight, those of a row of the result.
         bias_at: Where the bias lies, of all outputs.
         out_at: Where the result lies.
-        sums_at: Room for four tiles of sums, and 32 rows of half a panel.
-        ahead_at: Where what is used next lies, which is fetched meanwhile.
+        sums_at: Room for four tiles of sums, and a tile's rows of half a panel (`SUMS_BYTES`).
+        ahead_at: Where what is used next lies, which is fetched meanwhile; 0 to fetch the weights themselves.
         ahead_lines: Lines of that.
     """
     steps, whole = (inputs + STEP_INPUTS - 1) // STEP_INPUTS, inputs // STEP_INPUTS
     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
     tile_bytes, out_bytes = steps * TILE_BYTES, 2 * outputs
-    part_at = sums_at + 4 * _SUM_BYTES
+    part_at = sums_at + 4 * TILE_BYTES
     calls = (tiles + _TOGETHER - 1) // _TOGETHER * (stop - first)
     ahead_stop = ahead_at + ahead_lines * LINE
+    next_at = ahead_at
     lines = (ahead_lines + calls * whole - 1) // max(calls * whole, 1)
     for tile in range(0, tiles, _TOGETHER):
         for half in range(first, stop):
             column = half * HALF
             if column >= outputs:
                 break
+            half_at = weights_at + (half - first) * half_bytes
+            if not ahead_at:
+                fetched_at, fetched = half_at + _NEAR_BYTES, _STEP_LINES if tile == 0 else 0
+            else:
+                fetched_at, fetched = next_at, lines if next_at < ahead_stop else 0
+                next_at += lines * whole * LINE
             _multiply_tiles(
-                min(_TOGETHER, tiles - tile), whole, rows_at + tile * tile_bytes, tile_bytes,
-                weights_at + (half - first) * half_bytes,
-                rests_at + (half - first) * STEP_BYTES if rests_at else 0, sums_at, ahead_at,
-                lines if ahead_at < ahead_stop else 0,
+                min(_TOGETHER, tiles - tile), whole, rows_at + tile * tile_bytes, tile_bytes, half_at,
+                rests_at + (half - first) * STEP_BYTES if rests_at else 0, sums_at, fetched_at,
+                fetched,
             )  # fmt: skip
-            ahead_at += lines * whole * LINE
             ends = column + HALF > outputs
             for index in range(min(_TOGETHER, tiles - tile)):
                 row = (tile + index) * TILE_ROWS
                 at = out_at + row * out_bytes + 2 * column
                 count = min(TILE_ROWS, rows - row)
                 _write_rows(
-                    bias_tag[0], count, sums_at + 2 * index * _SUM_BYTES,
+                    bias_tag[0], count, sums_at + 2 * index * TILE_BYTES,
                     bias_at + column * bias_tag.itemsize, part_at if ends else at,
                     2 * HALF if ends else out_bytes,
                 )  # fmt: skip
@@ -303,7 +326,7 @@ def multiply_halves(
                             target[place] = source[place]
 
 
-SUMS_BYTES = 4 * _SUM_BYTES + TILE_ROWS * 2 * HALF
+SUMS_BYTES = 4 * TILE_BYTES + TILE_ROWS * 2 * HALF
 """Bytes of the room that `multiply_halves` needs."""
 
 
@@ -343,10 +366,12 @@ def _multiply_groups(
                 for index in range(len(target)):
                     target[index] = source[index]
         ahead = min(end + together, stop) - end
+        # Large panels would push out of the cache what is multiplied meanwhile.
+        near = together * half_bytes > _GROUP_BYTES
         multiply_halves(
             tag, begin, end, rows, rows_at, 2 * pairs, weight_at + begin * half_bytes, half_bytes,
             next_line(rests) if rest else 0, outputs, bias_at, out_at, next_line(sums),
-            weight_at + end * half_bytes, ahead * half_bytes // LINE,
+            0 if near else weight_at + end * half_bytes, ahead * half_bytes // LINE,
         )  # fmt: skip
 
 
@@ -358,7 +383,6 @@ def multiply_in_tiles(
     rows: int,
     pairs: int,
     weight_at: int,
-    _halves: int,
     outputs: int,
     bias_at: int,
     out_at: int,

@@ -61,6 +61,8 @@ PANEL = _VECTORS * LANES
 """Outputs of a panel: with registers of 512 bits four of them, else four of 256."""
 PASS_ROWS = 6
 """Most rows of a pass: their sums leave registers for the weights and the inputs."""
+INT4_CENTRE = 8
+"""The zero of four bits, as in `quantized/weights.py`; what a kernel takes in lies in a file that keys what is kept."""
 INPUTS = 16
 """Inputs are padded to a multiple of this, and groups are of whole multiples."""
 BLOCK = 128

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.decode_attention import use_threads
 from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.kernels.tiles import has_tiles
@@ -260,9 +261,13 @@ def makes_int8_rows(activations: str, dtype: torch.dtype) -> bool:
     return activations == "int8"
 
 
-def widens_in_tiles(activations: str) -> bool:
-    """Return whether many rows are multiplied in tiles, with weights widened: not where 8 bits are asked for."""
-    return activations != "int8" and has_tiles()
+def widens_in_tiles(settings: WorkerSettings, dtype: torch.dtype) -> bool:
+    """Return whether many rows of a type are multiplied in tiles, with weights widened.
+
+    Not where rows of 8 bits are asked for, nor where a row's bits must not depend on how many there are.
+    """
+    wanted = settings.activations != "int8" and not settings.deterministic
+    return wanted and dtype == torch.bfloat16 and has_tiles()
 
 
 def _block_of(group: int) -> int:

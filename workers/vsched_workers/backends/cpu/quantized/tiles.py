@@ -11,7 +11,8 @@ they stand for whole numbers in a float32, whose upper bits are those of a power
 
     x = 2^e + q,   scale * q = scale * x - scale * 2^e
 
-exactly, since a float16 has 11 bits, and 2^e with a centre at most 12. That takes half the instructions.
+exactly, since a float16 has 11 bits, and 2^e with a centre at most 13: the products of both have 24, and the sum is
+rounded once. That takes half the instructions.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -26,7 +27,7 @@ import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
+from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32, bf16_array
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
 from vsched_workers.backends.cpu.kernels.simd import (
     BF16_PAIRS,
@@ -54,10 +55,15 @@ from vsched_workers.backends.cpu.kernels.tiles import (
     next_line,
     release_tiles,
 )
-from vsched_workers.backends.cpu.quantized.kernel import PANEL, Reader, scale_vector
-from vsched_workers.quantized.weights import INT4_CENTRE
+from vsched_workers.backends.cpu.quantized.block_sums import call_llvm
+from vsched_workers.backends.cpu.quantized.kernel import (
+    INT4_CENTRE,
+    PANEL,
+    Reader,
+    scale_vector,
+)
 
-ROWS_MIN = 17
+ROWS_MIN = TILE_ROWS + 1
 """Fewest rows that weights are widened for: more than a tile of rows."""
 _AHEAD = 4096
 """Bytes that weights are fetched ahead of their use."""
@@ -104,9 +110,14 @@ class _Widening:
         scales = [scale_vector(builder, self._scale_kind, grids[0], each) for each in vectors]
         whole = self._kind in (numba.types.int8, numba.types.uint8)
         direct = whole and self._scale_kind is numba.types.uint16 and len(grids) == 1
-        centre = INT4_CENTRE if self._kind is numba.types.uint8 else 0
-        middle = ir.Constant(FLOATS, [-float(centre)] * LANES)
-        added = [builder.fmul(middle, scale) for scale in scales]
+        if direct:
+            bases = {
+                to: [builder.fmul(scale, _floats(-self._zero(to))) for scale in scales]
+                for to in {to for _, to in self._moves()}
+            }
+        else:
+            centre = INT4_CENTRE if self._kind is numba.types.uint8 else 0
+            added = [builder.fmul(scale, _floats(-centre)) for scale in scales]
         if len(grids) > 1:
             offsets = [scale_vector(builder, self._scale_kind, grids[1], each) for each in vectors]
             added = [builder.fadd(*pair) for pair in zip(added, offsets, strict=True)]
@@ -119,12 +130,14 @@ class _Widening:
             values: list[Any] = []
             for begin in range(0, reader.unrolled, reader.read_together):
                 loaded = reader.load(builder.add(at, ir.Constant(LONG, begin * bytes_each)), vector)
+                if direct:
+                    for place, to in self._moves():
+                        value = self._number(loaded, place, to)
+                        values.append(self._fused(value, scales[vector], bases[to][vector]))
+                    continue
                 for each in range(reader.read_together):
-                    if direct:
-                        values.append(self._direct(loaded, each, scales[vector]))
-                    else:
-                        value = reader.widened(loaded, each)
-                        values.append(writer.multiply_add(added[vector], value, scales[vector]))
+                    value = reader.widened(loaded, each)
+                    values.append(self._fused(value, scales[vector], added[vector]))
             half = writer.advance(target, out[1], vector // 2)
             for pair in range(len(values) // 2):
                 place = ir.Constant(LONG, pair * PAIR_BYTES + vector % 2 * LINE)
@@ -132,42 +145,47 @@ class _Widening:
                 writer.store(both, builder.add(half, place), LINE)
         loop.end([], builder.sdiv(inputs, ir.Constant(LONG, reader.unrolled)))
 
-    def _direct(self, loaded: Any, index: int, scale: Any) -> Any:
-        """Return the weight of one of the inputs that lie in words: of bytes with a sign, of halves without."""
-        builder = self._builder
+    def _moves(self) -> Sequence[tuple[int, int]]:
+        """Return of the inputs of a word, in order, where their bits are, and where they can be those of a float32."""
         if self._kind is numba.types.int8:
-            bits, place, centre = 8, 8 * index, 128
-        else:
-            bits, place, centre = 4, 8 * (index % 4) + 4 * (index // 4), INT4_CENTRE
-        moves = {8: 8, 12: 12, 16: 16, 0: 8, 4: 12, 20: 8, 24: 12, 28: 16} if bits == 4 else {}
-        to = moves.get(place, 8)
+            return [(place, 8) for place in (0, 8, 16, 24)]
+        # What is moved together is moved once.
+        return [(0, 8), (8, 8), (16, 16), (24, 12), (4, 12), (12, 12), (20, 8), (28, 16)]
+
+    def _zero(self, to: int) -> int:
+        """Return what an input of zero is as the number that its bits make there: a power of two, and a centre."""
+        return (1 << 23 - to) + (128 if self._kind is numba.types.int8 else INT4_CENTRE)
+
+    def _number(self, loaded: Any, place: int, to: int) -> Any:
+        """Return an input of words and a power of two as float32; signed ones are counted from the least."""
+        builder, signed = self._builder, self._kind is numba.types.int8
         word = loaded
         if place < to:
-            word = builder.shl(word, _constant(to - place))
+            word = builder.shl(word, _words(to - place))
         elif place > to:
-            word = builder.lshr(word, _constant(place - to))
-        exponent = 23 - to
-        mask = ((1 << bits) - 1) << to
-        flipped = (exponent + 127) << 23 | (128 << to if bits == 8 else 0)
-        word = builder.xor(builder.and_(word, _constant(mask)), _constant(flipped))
-        taken = ir.Constant(FLOATS, [-float((1 << exponent) + centre)] * LANES)
-        added = builder.fmul(scale, taken)
-        return self._writer.multiply_add(added, builder.bitcast(word, FLOATS), scale)
+            word = builder.lshr(word, _words(place - to))
+        flipped = (23 - to + 127) << 23 | (128 << to if signed else 0)
+        word = builder.and_(word, _words((255 if signed else 15) << to))
+        return builder.bitcast(builder.xor(word, _words(flipped)), FLOATS)
+
+    def _fused(self, value: Any, scale: Any, added: Any) -> Any:
+        """Return value times scale plus what is added, rounded once: their product alone may not be exact."""
+        return call_llvm(self._builder, f"llvm.fma.v{LANES}f32", FLOATS, value, scale, added)
 
     def _pairs(self, lower: Any, upper: Any) -> Any:
         """Return vectors of float32 as one of pairs of bfloat16."""
-        builder = self._builder
-        order = [at for lane in range(LANES) for at in (lane, LANES + lane)]
-        declared = ir.FunctionType(BF16_PAIRS, [FLOATS, FLOATS])
-        name, module = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", builder.module
-        function = module.globals.get(name) or ir.Function(module, declared, name)
-        both = builder.call(function, [upper, lower])
+        builder, name = self._builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        both = call_llvm(builder, name, BF16_PAIRS, upper, lower)
         order = [at for lane in range(LANES) for at in (lane, LANES + lane)]
         return builder.shuffle_vector(both, both, ir.Constant(ir.VectorType(WORD, 32), order))
 
 
-def _constant(value: int) -> Any:
+def _words(value: int) -> Any:
     return ir.Constant(WORDS, [value] * LANES)
+
+
+def _floats(value: int) -> Any:
+    return ir.Constant(FLOATS, [float(value)] * LANES)
 
 
 @emits(numba.intp, None)
@@ -198,10 +216,15 @@ def _multiply_panels(
     group = inputs // blocks * together
     groups = (blocks + together - 1) // together
     half_bytes = (given + STEP_INPUTS - 1) // STEP_INPUTS * STEP_BYTES
-    panels = max(min(halves_together(half_bytes) // 2, stop - first), 1)
+    panels = halves_together(half_bytes) // 2
     sums = np.empty(SUMS_BYTES + LINE, dtype=np.uint8)
-    # Of the last step, what is behind the inputs stays zero.
-    widened = np.zeros(panels * 2 * half_bytes + LINE, dtype=np.uint8)
+    widened = np.empty(panels * 2 * half_bytes + LINE, dtype=np.uint8)
+    for half in range(2 * panels):
+        # What is behind the inputs in the last step is not written again.
+        rest_at = next_line(widened) + half * half_bytes + inputs // 2 * PAIR_BYTES
+        rest = bf16_array(rest_at, (half_bytes - inputs // 2 * PAIR_BYTES) // 2)
+        for index in range(len(rest)):
+            rest[index] = np.uint16(0)
     for begin in range(first, stop, panels):
         end = min(begin + panels, stop)
         for panel in range(begin, end):
@@ -252,11 +275,12 @@ def multiply_widened(
     for row in numba.prange(rows):
         lay_out_row(rows_at + 2 * row * given, row, given, next_line(taken))
     panels = (outputs + PANEL - 1) // PANEL
+    bias_at = bias.ctypes.data
     for thread in numba.prange(threads):
         configure_tiles(rows)
         _multiply_panels(
             panels * thread // threads, panels * (thread + 1) // threads, (kind, scale_kind), rows,
             next_line(taken), given, weight_at, sizes, scales_at, offsets_at, outputs,
-            bias.ctypes.data, out_at,
+            bias_at, out_at,
         )  # fmt: skip
         release_tiles()
