@@ -25,8 +25,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from vsched_workers.backends.cpu.kernels.tiles import has_tiles
 from vsched_workers.backends.cpu.products import panel_product
+from vsched_workers.backends.cpu.tiles.kernel import has_tiles
 from vsched_workers.backends.reference.packed_weights import PackedWeight
 from vsched_workers.quantized.weights import quantize
 
@@ -155,8 +155,10 @@ def rows_table(threads: int, repeats: int) -> Table:
         table.add_column("")
     for inputs, outputs in SHAPES:
         weight = torch.randn(outputs, inputs).bfloat16()
-        default = {"int8_rows": True, "tiles": has_tiles()}
-        made = [products_of(weight, *kind, threads, **default)[0] for kind in kinds]
+        made = [
+            products_of(weight, *kind, threads, int8_rows=True, tiles=has_tiles())[0]
+            for kind in kinds
+        ]
         for count in ALL_ROWS:
             cells = [f"{inputs:,} x {outputs:,}", str(count)]
             rows = torch.randn(count, inputs).bfloat16()

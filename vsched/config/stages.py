@@ -52,8 +52,8 @@ class StageConfig(Section, frozen=True, kw_only=True):
         Meta(
             description="What rows are multiplied as by weights of int8 or int4: `float`, or `int8`, into which they "
             "are made block by block, on a CPU. `auto` is `int8` in bfloat16 where the processor has instructions for "
-            "that, else `float`. With AMX, `auto` and `float` leave more than 16 rows as they are, and multiply them by "
-            "weights that become bfloat16."
+            "that, else `float`. With AMX, `auto` and `float` leave more than 16 rows as they are, and multiply them "
+            "by weights that become bfloat16."
         ),
     ] = "auto"
     device: Annotated[

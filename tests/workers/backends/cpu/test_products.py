@@ -1,6 +1,6 @@
 """Our own product: what oneDNN computes, for any number of rows, from the weight that oneDNN packed.
 
-That in tiles is in `test_tiles.py`.
+That in tiles is in `kernels/test_tiles.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from vsched_workers.backends.cpu.operand_choice import operand, runs_here
 from vsched_workers.backends.cpu.products import (
     BF16_ROWS_MAX,
     INPUTS_MAX,
+    PanelProduct,
     panel_product,
 )
+from vsched_workers.backends.cpu.tiles.kernel import has_tiles
 from vsched_workers.backends.reference.packed_weights import (
     FEW_ROWS,
     PackedWeight,
@@ -35,7 +37,11 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-OPERANDS = [pytest.param(BF16, id="bf16"), pytest.param(FLOAT32, id="float32")]
+needs_whole_panels = pytest.mark.skipif(has_tiles(), reason="oneDNN packs for tiles here")
+OPERANDS = [
+    pytest.param(BF16, id="bf16", marks=needs_whole_panels),
+    pytest.param(FLOAT32, id="float32"),
+]
 Operand = npt.NDArray[Any]
 SHAPES = [(64, 32), (192, 96), (320, 256)]
 
@@ -173,6 +179,22 @@ def test_processors_without_the_instruction_are_left_to_onednn(
     weight = torch.randn(192, 64).bfloat16()
     monkeypatch.setattr(operand_choice, "has_bf16_dot", lambda: False)
     assert panel_product(weight, None, threads=1) is None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("tag", [BF16, FLOAT32], ids=["pairs", "singles"])
+def test_panels_of_our_own_are_multiplied_alike(
+    threads: int, tag: Operand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever oneDNN packs for here."""
+    monkeypatch.setattr(products, "operand", lambda: tag)
+    torch.manual_seed(3)
+    weight, bias = torch.randn(192, 96).bfloat16(), torch.randn(192).bfloat16()
+    product = PanelProduct(*products._pack(weight), weight.shape, bias, threads)
+    for count in (*range(14), 40):
+        rows = torch.randn(count, 96).bfloat16()
+        wanted = _wanted(rows, weight, bias)
+        assert torch.allclose(product(rows).double(), wanted, atol=1e-3, rtol=2**-8)
 
 
 @pytest.mark.parametrize(("float32_s", "wanted"), [(0.5, FLOAT32), (0.95, BF16), (2.0, BF16)])

@@ -43,6 +43,7 @@ CONSTANTS = (
     KERNELS.parents[2] / "batching" / "kv_cache.py",
     KERNELS.parent / "quantized" / "kernel.py",
     KERNELS.parent / "quantized" / "block_sums.py",
+    KERNELS.parent / "tiles" / "kernel.py",
 )
 """What kernels take constants and functions from, which are compiled in."""
 UNUSED_DAYS_MAX = 30

@@ -22,7 +22,7 @@ from vsched_workers.backends.cpu.kernel_store import kernel_folder, processor
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, repeat_pass
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
-from vsched_workers.backends.cpu.kernels.tiles import has_tiles
+from vsched_workers.backends.cpu.tiles.kernel import has_tiles
 from vsched_workers.backends.reference.packed_weights import packs
 
 FLOAT32_SHARE_MAX = 0.9

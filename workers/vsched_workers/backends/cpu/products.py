@@ -1,6 +1,6 @@
 """Products of rows and a weight that lies in panels, as `kernels/gemm.py` reads it.
 
-With AMX, any number of rows is multiplied in tiles (`kernels/tiles.py`). Without, oneDNN takes over from some number
+With AMX, any number of rows is multiplied in tiles (`tiles/kernel.py`). Without, oneDNN takes over from some number
 of bfloat16 rows on. So there is one copy of the weight, which oneDNN has packed, and the kernel reads it there. Where
 float32 is faster, oneDNN is not needed, and the weight is packed here. Where oneDNN has no product of bfloat16 at all,
 all rows are multiplied by `quantized/products.py`.
@@ -24,9 +24,9 @@ from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, multiply
 from vsched_workers.backends.cpu.kernels.simd import LINE
-from vsched_workers.backends.cpu.kernels.tiles import HALF, has_tiles, multiply_in_tiles
 from vsched_workers.backends.cpu.operand_choice import operand, runs_here
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.cpu.tiles.kernel import HALF, has_tiles, multiply_in_tiles
 from vsched_workers.backends.reference.packed_weights import CustomProduct, packs
 from vsched_workers.memory.sparse_runs import at_most, is_sparse
 from vsched_workers.quantized.weights import QuantizedWeight

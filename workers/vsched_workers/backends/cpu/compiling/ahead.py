@@ -32,7 +32,8 @@ KERNEL_FILES = [
         *(
             "quantized/kernel.py",
             "quantized/integers.py",
-            "quantized/tiles.py",
+            "tiles/kernel.py",
+            "tiles/widened.py",
             "low_rank/kernel.py",
         ),
         "decode_step/kernel.py",

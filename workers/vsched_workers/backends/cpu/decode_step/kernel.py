@@ -49,8 +49,8 @@ queries and of keys. `adds_plainly`, `norms_all_heads` and `factor` (of what is 
 """
 
 PANELS, WHOLE_NUMBERS, FLOATS = 0, 1, 2
-"""The kinds of products: `gemm.multiply` or `tiles.multiply_in_tiles`; `integers.multiply_whole`, for many rows maybe
-`quantized.tiles.multiply_widened`; and `quantized.kernel.multiply`."""
+"""The kinds of products: `gemm.multiply` or `tiles.kernel.multiply_in_tiles`; `integers.multiply_whole`, for many rows
+maybe `tiles.widened.multiply_widened`; and `quantized.kernel.multiply`."""
 
 PRODUCT = np.dtype(
     [("kind", np.int64), ("place", np.int64), ("kernel", np.int64), ("weights", np.int64)]
@@ -65,7 +65,7 @@ PANEL_PRODUCT = np.dtype(
         ("bias_at", np.int64),
     ]
 )
-"""A product as `gemm.multiply` wants it, and `tiles.multiply_in_tiles`."""
+"""A product as `gemm.multiply` wants it, and `tiles.kernel.multiply_in_tiles`."""
 
 WHOLE_PRODUCT = np.dtype(
     [

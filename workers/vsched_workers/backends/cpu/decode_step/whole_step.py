@@ -39,11 +39,11 @@ from vsched_workers.backends.cpu.kernels.compilation import KernelCall, Threaded
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import NORM, add_norm, add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.rope import HEADS
-from vsched_workers.backends.cpu.kernels.tiles import multiply_in_tiles
 from vsched_workers.backends.cpu.products import PanelProduct
 from vsched_workers.backends.cpu.quantized import kernel as floats
 from vsched_workers.backends.cpu.quantized.integers import multiply_whole
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.cpu.tiles.kernel import multiply_in_tiles
 from vsched_workers.backends.reference.packed_weights import FEW_ROWS, PackedWeight
 
 if TYPE_CHECKING:

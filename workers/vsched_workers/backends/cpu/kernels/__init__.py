@@ -4,7 +4,6 @@
 |---|---|
 | `norm.py` | residual sum and RMS norm |
 | `gemm.py` | rows times a weight in panels |
-| `tiles.py` | the same in tiles, on processors that have them |
 | `rope.py` | norms and rotary embedding of heads, and their writing into the KV cache |
 | `decode_attention.py` | attention of decode rows over the paged cache, by `…_bf16.py` or `…_float.py` |
 | `prefill_attention.py` | attention of chunks and of images |

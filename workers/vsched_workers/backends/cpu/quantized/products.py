@@ -17,7 +17,6 @@ from torch.nn import functional
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.decode_attention import use_threads
 from vsched_workers.backends.cpu.kernels.compilation import Threaded
-from vsched_workers.backends.cpu.kernels.tiles import has_tiles
 from vsched_workers.backends.cpu.quantized.block_sums import (
     PLAIN,
     ROW_BLOCK,
@@ -38,7 +37,8 @@ from vsched_workers.backends.cpu.quantized.kernel import (
     SINGLE,
     multiply,
 )
-from vsched_workers.backends.cpu.quantized.tiles import ROWS_MIN, multiply_widened
+from vsched_workers.backends.cpu.tiles.kernel import has_tiles
+from vsched_workers.backends.cpu.tiles.widened import ROWS_MIN, multiply_widened
 from vsched_workers.memory.sparse_runs import at_most, is_sparse
 from vsched_workers.quantized.schemes import FORMATS
 from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight

@@ -12,16 +12,16 @@ pytest.importorskip("numba")
 from tests.workers.backends.cpu.test_quantized_products import drawn, weight_of
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.backend import CpuBackend
-from vsched_workers.backends.cpu.kernels.tiles import (
+from vsched_workers.backends.cpu.products import INPUTS_MAX, PanelProduct, panel_product
+from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, widens_in_tiles
+from vsched_workers.backends.cpu.tiles.kernel import (
     OWN_ROWS_MAX,
     STEP_INPUTS,
     TILE_ROWS,
     has_tiles,
     multiply_in_tiles,
 )
-from vsched_workers.backends.cpu.products import INPUTS_MAX, PanelProduct, panel_product
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, widens_in_tiles
-from vsched_workers.backends.cpu.quantized.tiles import ROWS_MIN
+from vsched_workers.backends.cpu.tiles.widened import ROWS_MIN
 from vsched_workers.backends.reference.packed_weights import PackedWeight
 from vsched_workers.memory.sparse_runs import sparsely
 from vsched_workers.quantized.weights import QuantizedWeight

@@ -248,6 +248,39 @@ def lay_out_row(row_at: int, row: int, inputs: int, tiles_at: int) -> None:
 
 
 @compiled()
+def _write_tiles(
+    bias_tag: Any,
+    row: int,
+    rows: int,
+    column: int,
+    outputs: int,
+    sums_at: int,
+    bias_at: int,
+    out_at: int,
+) -> None:
+    """Write the sums of up to `_TOGETHER` tiles of rows, from a row on, as outputs from a column on."""
+    part_at, out_bytes = sums_at + 4 * TILE_BYTES, 2 * outputs
+    ends = column + HALF > outputs
+    for index in range(_TOGETHER):
+        count = min(TILE_ROWS, rows - row)
+        if count <= 0:
+            break
+        at = out_at + row * out_bytes + 2 * column
+        _write_rows(
+            bias_tag[0], count, sums_at + 2 * index * TILE_BYTES,
+            bias_at + column * bias_tag.itemsize, part_at if ends else at,
+            2 * HALF if ends else out_bytes,
+        )  # fmt: skip
+        if ends:
+            for each in range(count):
+                target = bf16_array(at + each * out_bytes, outputs - column)
+                source = bf16_array(part_at + each * 2 * HALF, outputs - column)
+                for place in range(len(target)):
+                    target[place] = source[place]
+        row += TILE_ROWS
+
+
+@compiled()
 def multiply_halves(
     bias_tag: Any,
     first: int,
@@ -286,8 +319,7 @@ def multiply_halves(
     """
     steps, whole = (inputs + STEP_INPUTS - 1) // STEP_INPUTS, inputs // STEP_INPUTS
     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
-    tile_bytes, out_bytes = steps * TILE_BYTES, 2 * outputs
-    part_at = sums_at + 4 * TILE_BYTES
+    tile_bytes = steps * TILE_BYTES
     calls = (tiles + _TOGETHER - 1) // _TOGETHER * (stop - first)
     ahead_stop = ahead_at + ahead_lines * LINE
     next_at = ahead_at
@@ -308,22 +340,9 @@ def multiply_halves(
                 rests_at + (half - first) * STEP_BYTES if rests_at else 0, sums_at, fetched_at,
                 fetched,
             )  # fmt: skip
-            ends = column + HALF > outputs
-            for index in range(min(_TOGETHER, tiles - tile)):
-                row = (tile + index) * TILE_ROWS
-                at = out_at + row * out_bytes + 2 * column
-                count = min(TILE_ROWS, rows - row)
-                _write_rows(
-                    bias_tag[0], count, sums_at + 2 * index * TILE_BYTES,
-                    bias_at + column * bias_tag.itemsize, part_at if ends else at,
-                    2 * HALF if ends else out_bytes,
-                )  # fmt: skip
-                if ends:
-                    for each in range(count):
-                        target = bf16_array(at + each * out_bytes, outputs - column)
-                        source = bf16_array(part_at + each * 2 * HALF, outputs - column)
-                        for place in range(len(target)):
-                            target[place] = source[place]
+            _write_tiles(
+                bias_tag, tile * TILE_ROWS, rows, column, outputs, sums_at, bias_at, out_at
+            )
 
 
 SUMS_BYTES = 4 * TILE_BYTES + TILE_ROWS * 2 * HALF

@@ -4,7 +4,7 @@
 
 Rows stay as they are. AMX could multiply bytes twice as fast, but each group of inputs has scales of its own, for which
 sums have to leave their tiles: that takes longer than it saves. From `ROWS_MIN` rows on, what it takes to widen weights
-is small beside the products, which are those of `kernels/tiles.py`.
+is small beside the products, which are those of `tiles/kernel.py`.
 
 **Numbers.** Of whole numbers with scales of float16 and no offsets, the bits of a byte or of half a byte are put where
 they stand for whole numbers in a float32, whose upper bits are those of a power of two:
@@ -41,7 +41,14 @@ from vsched_workers.backends.cpu.kernels.simd import (
     Loop,
     cases,
 )
-from vsched_workers.backends.cpu.kernels.tiles import (
+from vsched_workers.backends.cpu.quantized.block_sums import call_llvm
+from vsched_workers.backends.cpu.quantized.kernel import (
+    INT4_CENTRE,
+    PANEL,
+    Reader,
+    scale_vector,
+)
+from vsched_workers.backends.cpu.tiles.kernel import (
     PAIR_BYTES,
     STEP_BYTES,
     STEP_INPUTS,
@@ -54,13 +61,6 @@ from vsched_workers.backends.cpu.kernels.tiles import (
     multiply_halves,
     next_line,
     release_tiles,
-)
-from vsched_workers.backends.cpu.quantized.block_sums import call_llvm
-from vsched_workers.backends.cpu.quantized.kernel import (
-    INT4_CENTRE,
-    PANEL,
-    Reader,
-    scale_vector,
 )
 
 ROWS_MIN = TILE_ROWS + 1
