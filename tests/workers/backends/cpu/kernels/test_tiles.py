@@ -14,6 +14,7 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.cpu.products import INPUTS_MAX, PanelProduct, panel_product
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, widens_in_tiles
+from vsched_workers.backends.cpu.quantized.widened import ROWS_MIN
 from vsched_workers.backends.cpu.tiles.kernel import (
     OWN_ROWS_MAX,
     STEP_INPUTS,
@@ -21,7 +22,6 @@ from vsched_workers.backends.cpu.tiles.kernel import (
     has_tiles,
     multiply_in_tiles,
 )
-from vsched_workers.backends.cpu.tiles.widened import ROWS_MIN
 from vsched_workers.backends.reference.packed_weights import PackedWeight
 from vsched_workers.memory.sparse_runs import sparsely
 from vsched_workers.quantized.weights import QuantizedWeight

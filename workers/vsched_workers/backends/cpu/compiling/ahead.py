@@ -33,7 +33,7 @@ KERNEL_FILES = [
             "quantized/kernel.py",
             "quantized/integers.py",
             "tiles/kernel.py",
-            "tiles/widened.py",
+            "quantized/widened.py",
             "low_rank/kernel.py",
         ),
         "decode_step/kernel.py",

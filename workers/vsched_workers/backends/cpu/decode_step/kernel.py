@@ -50,7 +50,7 @@ queries and of keys. `adds_plainly`, `norms_all_heads` and `factor` (of what is 
 
 PANELS, WHOLE_NUMBERS, FLOATS = 0, 1, 2
 """The kinds of products: `gemm.multiply` or `tiles.kernel.multiply_in_tiles`; `integers.multiply_whole`, for many rows
-maybe `tiles.widened.multiply_widened`; and `quantized.kernel.multiply`."""
+maybe `quantized.widened.multiply_widened`; and `quantized.kernel.multiply`."""
 
 PRODUCT = np.dtype(
     [("kind", np.int64), ("place", np.int64), ("kernel", np.int64), ("weights", np.int64)]

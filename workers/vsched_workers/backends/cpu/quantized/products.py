@@ -37,8 +37,8 @@ from vsched_workers.backends.cpu.quantized.kernel import (
     SINGLE,
     multiply,
 )
+from vsched_workers.backends.cpu.quantized.widened import ROWS_MIN, multiply_widened
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
-from vsched_workers.backends.cpu.tiles.widened import ROWS_MIN, multiply_widened
 from vsched_workers.memory.sparse_runs import at_most, is_sparse
 from vsched_workers.quantized.schemes import FORMATS
 from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight

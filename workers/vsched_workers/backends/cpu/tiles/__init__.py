@@ -1,1 +1,1 @@
-"""Products in tiles, on processors that have them (AMX): by weights in bfloat16, and by ones that become it."""
+"""Products in tiles, on processors that have them (AMX)."""
