@@ -93,6 +93,20 @@ def test_folder_is_keyed_by_every_file(tmp_path: Path) -> None:
     assert content_key(files) != before
 
 
+@pytest.mark.usefixtures("cache")
+def test_a_file_that_was_moved_has_kernels_of_its_own() -> None:
+    """What is kept names its module, and could not be read where that is gone."""
+
+    def function() -> int:
+        return 1
+
+    kept = []
+    for module in ("here", "there"):
+        function.__module__ = module
+        kept.append(kernel_store._KernelCache(function)._cache_file._name)
+    assert kept[0] != kept[1]
+
+
 def test_folder_is_the_users_own(cache: Path) -> None:
     folder = kernel_folder()
     assert folder is not None

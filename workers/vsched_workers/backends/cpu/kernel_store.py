@@ -3,9 +3,9 @@
 numba by itself keeps what it compiles by the path of its source, so that each checkout and each environment compiles
 anew; and it numbers what it keeps in an index, where two processes that compile at once can take the same number, and a
 third then calls code for other arguments. Here the name of a file is a digest of everything that its code depends on:
-the sources of all kernels, the function, its argument types, the processor, numba and Python. So nothing is ever stale
-and nothing is shared by mistake: whoever writes a name second writes the same. A file is complete when it gets its
-name, and its content is checked before it is used.
+the sources of all kernels, the function and its module, its argument types, the processor, numba and Python. So nothing
+is ever stale and nothing is shared by mistake: whoever writes a name second writes the same. A file is complete when it
+gets its name, and its content is checked before it is used.
 
 The folder is `NUMBA_CACHE_DIR`, or `vsched` in `XDG_CACHE_HOME` or `~/.cache`, or else `__pycache__` beside the
 sources; it may be read-only where everything is in it. It may be removed at any time.
@@ -156,7 +156,9 @@ class _KernelCache(caching.FunctionCache):
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
-        source = _content_of(inspect.getfile(function))
+        # What is kept names its module: of a file that was moved, it is not this one's.
+        told = f"{function.__module__} {_content_of(inspect.getfile(function))}"
+        source = _digest(told.encode()).hex()
         files: Any = _Files(Path(self.cache_path), f"{self._impl.filename_base}-{source}")
         self._cache_file = files
 
