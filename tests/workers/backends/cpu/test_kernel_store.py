@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,7 +104,8 @@ def test_a_file_that_was_moved_has_kernels_of_its_own() -> None:
     kept = []
     for module in ("here", "there"):
         function.__module__ = module
-        kept.append(kernel_store._KernelCache(function)._cache_file._name)
+        files: Any = kernel_store._KernelCache(function)._cache_file
+        kept.append(files._name)
     assert kept[0] != kept[1]
 
 
