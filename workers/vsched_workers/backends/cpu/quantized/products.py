@@ -134,23 +134,12 @@ class QuantizedProduct:
                 self.step_rows_max = ROWS_MIN - 1
 
     def _whole_numbers(self, threads: int, tags: Sequence[Any]) -> Kernel:
-        """Return the kernel that makes rows into 8 bits, which takes what is the same for any weight."""
+        """Return the kernel that makes rows into 8 bits."""
         self.kernel = multiply_whole
-        kernel = multiply_whole.parallel if threads > 1 else multiply_whole.serial
-        tag = instructions()
-        sizes = self._sizes(ROW_BLOCK)
-        addresses = self._addresses()
-        self.tags = (OF_BF16, *tags, tag)
+        sizes, addresses = self._sizes(ROW_BLOCK), self._addresses()
+        self.tags = (OF_BF16, *tags, instructions())
         self.record = (self._given, addresses[0], *sizes, *addresses[1:], *self._results())
-
-        def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
-            # By position: numba takes microseconds to sort out names.
-            kernel(
-                threads, row_tag, *tags, tag, rows_at, count, self._given, addresses[0], sizes,
-                addresses[1], addresses[2], outputs, self._bias, result_at,
-            )  # fmt: skip
-
-        return call
+        return self._by_blocks(multiply_whole, threads, tags, sizes)
 
     def _floats(self, threads: int, tags: Sequence[Any], *, scaled: bool) -> Kernel:
         """Return the kernel that widens weights."""
@@ -178,14 +167,18 @@ class QuantizedProduct:
     def _in_tiles(self, threads: int, tags: Sequence[Any]) -> Kernel:
         """Return the kernel that widens weights for many rows of bfloat16, and multiplies in tiles."""
         assert has_tiles(), "a process asks for them first"
-        kernel = multiply_widened.parallel if threads > 1 else multiply_widened.serial
-        # What it does not ask for is as `multiply_whole` has it, with which it shares its calls.
-        tag = instructions()
         unit = ROW_BLOCK if self._group % ROW_BLOCK == self._inputs % ROW_BLOCK == 0 else INPUTS
-        sizes = self._sizes(unit)
-        addresses = self._addresses()
+        return self._by_blocks(multiply_widened, threads, tags, self._sizes(unit))
+
+    def _by_blocks(
+        self, both: Threaded, threads: int, tags: Sequence[Any], sizes: tuple[int, ...]
+    ) -> Kernel:
+        """Return a kernel that is told of the weight's blocks, which takes what is the same for any weight."""
+        kernel = both.parallel if threads > 1 else both.serial
+        tag, addresses = instructions(), self._addresses()
 
         def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
+            # By position: numba takes microseconds to sort out names.
             kernel(
                 threads, row_tag, *tags, tag, rows_at, count, self._given, addresses[0], sizes,
                 addresses[1], addresses[2], outputs, self._bias, result_at,
