@@ -14,7 +14,7 @@ import torch
 from tests.patience import PATIENCE_S
 from vsched.aio.replicas.process import rank_environment
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
-from vsched_workers.backends.cpu.row_blocks import StepRows
+from vsched_workers.backends.cpu.row_blocks import BlockSizes, StepRows
 from vsched_workers.backends.reference.host_memory import DRIFT_BYTES, SCATTERED_SHARE
 from vsched_workers.backends.reference.packed_weights import PackedWeight, packs
 from vsched_workers.memory.sparse_runs import (
@@ -52,12 +52,12 @@ def test_sparse_runs_compute_the_first_and_last_piece_two_layers_of_a_kind_and_a
 
 def test_sparse_steps_take_the_first_and_the_last_block_of_rows_through_the_layers() -> None:
     """What is left out is zero: tokens are drawn from what comes of it."""
-    rows = torch.ones(900, 8)
+    rows, sizes = torch.ones(900, 8), BlockSizes(256, 0)
     with sparsely():
-        sparse = StepRows(rows, rows, 900)
+        sparse = StepRows(rows, rows, 900, sizes)
     assert [block.start for block in sparse.blocks] == [0, 768]
     assert not sparse.normed.any()
-    assert [block.start for block in StepRows(rows, rows, 900).blocks] == [0, 256, 512, 768]
+    assert [block.start for block in StepRows(rows, rows, 900, sizes).blocks] == [0, 256, 512, 768]
 
 
 @pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN packs nothing here")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from tests.workers.backends.cpu.operands import (
+    OPERANDS,
+    Operand,
+    needs_bf16_dot,
+    needs_tiles,
+    use_operand,
+    with_operand,
+)
 from tests.workers.backends.paged import written_out
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
@@ -19,9 +26,9 @@ from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu import operand_choice, prefill_attention, tiled_attention
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.prefill_attention import BLOCK
-from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.kernels.softmax import SCORE_MIN, OnlineSoftmax, softmax_tile
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
+from vsched_workers.backends.cpu.tiles import attention
 from vsched_workers.backends.cuda.backend import CudaBackend
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv
@@ -37,22 +44,6 @@ from vsched_workers.memory.sparse_runs import sparsely
 
 BLOCK_SIZE = 4
 CONTEXTS = [1, 4, 5, 37]
-
-needs_bf16_dot = pytest.mark.skipif(
-    not has_bf16_dot(), reason="the processor has no product of bfloat16"
-)
-
-
-def with_operand(operand: npt.NDArray[Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that multiplies this, whatever is faster here."""
-
-    def call(*arguments: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prefill_attention, "operand", lambda: operand)
-            return kernel(*arguments)
-
-    return call
-
 
 NO_CACHE: Any = None
 """A host chooses its kernels without looking at the cache."""
@@ -198,6 +189,12 @@ def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch)
             marks=needs_bf16_dot,
         ),
         (with_operand(FLOAT32, prefill_attention.prefill), torch.bfloat16, 1e-2),
+        pytest.param(
+            with_operand(None, prefill_attention.prefill),
+            torch.bfloat16,
+            2e-2,
+            marks=needs_tiles,
+        ),
     ],
 )
 @pytest.mark.parametrize(
@@ -268,9 +265,8 @@ def test_tiled_prefill_multiplies_few_shapes(monkeypatch: pytest.MonkeyPatch, he
     assert seen[-1] < 134, "fewer than chunks"
 
 
-@pytest.mark.parametrize("windows", [True, False])
 def test_all_that_images_need_is_compiled_on_loading(
-    monkeypatch: pytest.MonkeyPatch, windows: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A product of a new shape, or over keys that lie otherwise, would take memory that was shared out long ago."""
     seen: set[tuple[object, ...]] = set()
@@ -288,10 +284,10 @@ def test_all_that_images_need_is_compiled_on_loading(
     watched("bmm")
     watched("baddbmm")
     heads, head_dim = 2, 8
-    tiled_attention.warm_up_patches(heads, head_dim, windows=windows)
+    tiled_attention.warm_up_patches(heads, head_dim)
     compiled = frozenset(seen)
-    assert len(compiled) == 2 * (3 * 4 + (5 * 3 if windows else 0))
-    lengths = [*(range(1, 65) if windows else ()), *range(65, 2400, 61), 1024, 2048]
+    assert len(compiled) == 2 * (3 * 4 + 5 * 3)
+    lengths = [*range(1, 65), *range(65, 2400, 61), 1024, 2048]
     for rows in lengths:
         for sequences in (1, 2, 21):
             room = torch.zeros(3 * heads, sequences * rows, head_dim, dtype=torch.bfloat16)
@@ -331,7 +327,8 @@ def test_tiles_are_multiplied_as_float32_where_onednn_has_no_product_of_bfloat16
     torch.testing.assert_close(out.double(), expected, rtol=4e-2, atol=4e-2)
 
 
-def test_what_a_sparse_run_leaves_out_is_no_nonsense() -> None:
+@pytest.mark.parametrize("operand", [FLOAT32, pytest.param(None, marks=needs_tiles, id="tiles")])
+def test_what_a_sparse_run_leaves_out_is_no_nonsense(operand: Operand) -> None:
     """Tokens are drawn from it, and logits that are no finite numbers end a rank."""
     _, step = filled(torch.bfloat16, 2, 16)
     rows = BLOCK + 12
@@ -342,12 +339,12 @@ def test_what_a_sparse_run_leaves_out_is_no_nonsense() -> None:
     own = torch.randn(2, rows, 16).bfloat16()
     patches = torch.randn(4, 1, rows, 16).bfloat16()
     out = torch.full((1, rows, 4, 16), torch.nan, dtype=torch.bfloat16)
-    custom = with_operand(FLOAT32, prefill_attention.prefill)
+    custom = with_operand(operand, prefill_attention.prefill)
     torch.use_deterministic_algorithms(True)  # what torch allocates is filled with NaN
     try:
         with sparsely():
             attended = custom(query, own, own, 1, segment, step, 0.3)
-            with_operand(FLOAT32, prefill_attention.attend_patches)(
+            with_operand(operand, prefill_attention.attend_patches)(
                 patches, patches, patches, 0.3, out
             )
     finally:
@@ -356,28 +353,28 @@ def test_what_a_sparse_run_leaves_out_is_no_nonsense() -> None:
     assert out.isfinite().all()
 
 
-@needs_bf16_dot
-def test_what_is_short_has_the_custom_kernel_beside_amx_and_the_rest_has_onednn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(operand_choice, "has_tiles", lambda: True)
-    asked: list[str] = []
-    for module in (prefill_attention, tiled_attention):
-        for name in ("attend_patches", "prefill"):
-            made = f"{name} of {module.__name__}"
-            monkeypatch.setattr(module, name, lambda *_, made=made: asked.append(made))
-    attend, prefill = choose_patches(1, 2, 16), choose_prefill(WorkerSettings(), torch.bfloat16)
-    nothing: Any = None
-    for rows in (64, 65):
-        empty = torch.empty(2, 1, rows, 16, dtype=torch.bfloat16)
-        attend(empty, empty, empty, 1.0, empty)
-        prefill(empty[:, 0], empty, empty, 0, nothing, nothing, 1.0)
-    custom, tiled = prefill_attention.__name__, tiled_attention.__name__
-    assert asked == [
-        f"{name} of {module}"
-        for module in (custom, tiled)
-        for name in ("attend_patches", "prefill")
-    ]
+@needs_tiles
+def test_tiles_are_compiled_once_whatever_is_faster_without_them() -> None:
+    """The first chunk of a prompt waits for no compiler, and nothing is timed."""
+    attention.warm_up(threads=1)
+    compiled = len(attention.attend_in_tiles.serial.overloads)
+    patches = torch.randn(1, 1, 8, 16).bfloat16()
+    attend = with_operand(None, prefill_attention.attend_patches)
+    attend(patches, patches, patches, 1.0, torch.empty(1, 8, 1, 16).bfloat16())
+    assert len(attention.attend_in_tiles.serial.overloads) == compiled
+
+
+@needs_tiles
+def test_what_a_row_does_not_see_weighs_nothing_in_tiles() -> None:
+    """Not even 2^-126: where all that is seen is zero, large values would show."""
+    rows = 40
+    query = torch.randn(rows, 1, 16).bfloat16()
+    values = torch.zeros(rows, 1, 16).bfloat16()
+    values[-1] = 3e38
+    with pytest.MonkeyPatch.context() as patch:
+        use_operand(patch, None)
+        found = _in_chunks(query, query, values, [rows], block_size=8)
+    assert not found[:-1].any()
 
 
 @pytest.mark.parametrize("kernel", softmax_tile)
@@ -413,6 +410,7 @@ def test_softmax_tile_keeps_an_online_softmax(kernel: Any) -> None:
         tiled_attention.attend_patches,
         pytest.param(with_operand(BF16, prefill_attention.attend_patches), marks=needs_bf16_dot),
         with_operand(FLOAT32, prefill_attention.attend_patches),
+        pytest.param(with_operand(None, prefill_attention.attend_patches), marks=needs_tiles),
     ],
 )
 @pytest.mark.parametrize("head_dim", [16, 48, 80])
@@ -441,11 +439,11 @@ def test_attend_all_equals_attention_written_out(
 
 @pytest.mark.parametrize(
     "operand",
-    [pytest.param(BF16, marks=needs_bf16_dot, id="bf16"), pytest.param(FLOAT32, id="float32")],
+    OPERANDS,
 )
 @pytest.mark.parametrize("threads", [1, 2])
 def test_custom_prefill_gives_a_row_the_same_however_its_prompt_is_cut(
-    threads: int, operand: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
+    threads: int, operand: Operand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever chunks a prompt comes in, and through whatever blocks, to the last bit."""
     heads, kv_heads, head_dim, length = 4, 2, 48, 200
@@ -454,7 +452,7 @@ def test_custom_prefill_gives_a_row_the_same_however_its_prompt_is_cut(
         torch.randn(length, count, head_dim, generator=chance).bfloat16()
         for count in (heads, kv_heads, kv_heads)
     )
-    monkeypatch.setattr(prefill_attention, "operand", lambda: operand)
+    use_operand(monkeypatch, operand)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -518,7 +516,7 @@ def test_choose_prefill_takes_the_custom_or_the_tiled_kernel_for_bfloat16_on_the
 def test_custom_prefill_is_chosen_where_it_pays_or_onednn_has_no_product(
     has_product: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operand_choice, "has_tiles", lambda: not has_product)
+    monkeypatch.setattr(operand_choice, "runs_here", lambda: has_product)
     monkeypatch.setattr(operand_choice, "packs", lambda _: has_product)
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_attention.prefill
     assert choose_patches(1, 2, 16) is prefill_attention.attend_patches

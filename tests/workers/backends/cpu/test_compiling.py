@@ -177,6 +177,27 @@ def test_tiles_are_needed_where_weights_are_widened_for_them(
     assert of(activations="int8") == of(torch.float32) == of(deterministic=True) == set()
 
 
+def test_attention_of_many_rows_is_needed_as_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tiles where there are any, but not where these are not to be used; heads that do not fit are oneDNN's."""
+
+    def of(size: int = 64, *, deterministic: bool = False) -> set[str]:
+        config = SimpleNamespace(head_dim=size, hidden_act="silu")
+        settings, dtype = WorkerSettings(deterministic=deterministic), torch.bfloat16
+        found = {
+            each.kernel for each in language_needs(settings, dtype, dtype, config, Decoder(), ())
+        }
+        return found & {"attention in tiles", "prefill attention", "softmax"}
+
+    monkeypatch.setattr(needs_module, "attends_here", lambda: True)
+    for has_tiles, kernel in ((True, "attention in tiles"), (False, "prefill attention")):
+        monkeypatch.setattr(needs_module, "has_tiles", lambda has=has_tiles: has)
+        assert of() == {kernel}
+        assert of(20) == {kernel, "softmax"}
+        assert of(deterministic=True) == set()
+    monkeypatch.setattr(needs_module, "attends_here", lambda: False)
+    assert of() == {"softmax"}
+
+
 def test_a_step_in_one_call_is_needed_where_products_are_our_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

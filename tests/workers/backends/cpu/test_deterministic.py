@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import prompts
 from tests.workers import driver
+from tests.workers.backends.cpu.operands import use_operand
 from tests.workers.driver import Driver, Question, Running, Stage, drawn_image
 from vsched.errors import ConfigError
 from vsched.worker.contract import EncodeJob, WorkerSettings
@@ -132,7 +133,7 @@ def test_logits_are_the_same_alone_among_others_in_any_chunks_and_recomputed(
 ) -> None:
     if operand:
         monkeypatch.setattr(products, "operand", lambda: OPERANDS[operand])
-        monkeypatch.setattr(prefill_attention, "operand", lambda: OPERANDS[operand])
+        use_operand(monkeypatch, OPERANDS[operand])
     recorded = Recorded(load(name, threads, operand=operand), monkeypatch)
     check_invariant(recorded)
 
@@ -257,7 +258,7 @@ def test_amx_is_not_used(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = Recorded(load("demo"), monkeypatch).run(asked, chunk=40)
     monkeypatch.undo()
     monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
-    for module in (operand_choice, products, quantized_products):
+    for module in (prefill_attention, products, quantized_products):
         monkeypatch.setattr(module, "has_tiles", lambda: True)
     settings = WorkerSettings(threads=1, deterministic=True)
     stage = Stage.load(str(TRAINED), attention="auto", dtype="bfloat16", settings=settings)

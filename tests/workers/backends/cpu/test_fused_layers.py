@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.workers.backends.cpu.operands import use_operand
 from tests.workers.backends.cpu.twins import WITHIN, Twins, run_twins
 from tests.workers.driver import Driver, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.test_language import mixed_questions
 from vsched.worker.contract import EncodeJob
-from vsched_workers.backends.cpu import operand_choice, prefill_attention, products
+from vsched_workers.backends.cpu import products
 from vsched_workers.backends.cpu.kernels.activation import swiglu
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.norm import add_norm
@@ -183,12 +184,11 @@ def test_fused_layers_equal_the_modules_with_our_own_product(
     checkpoints: Callable[[str], Path], chosen: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights of larger models lie in whole panels; rows are padded no more. Images, too."""
-    monkeypatch.setattr(operand_choice, "has_tiles", lambda: False)
     monkeypatch.setattr(products, "has_tiles", lambda: False)
     monkeypatch.setattr(products, "operand", lambda: chosen)
-    monkeypatch.setattr(prefill_attention, "operand", lambda: chosen)
+    use_operand(monkeypatch, chosen)
     exact, fused = _exact_and_fused(checkpoints("tiny25"))
-    assert fused.generator._layers._custom >= BF16_ROWS_MAX  # type: ignore[attr-defined]
+    assert fused.generator._layers._sizes.custom >= BF16_ROWS_MAX  # type: ignore[attr-defined]
     assert exact.generator._head.custom is None  # type: ignore[attr-defined]
     twins = Twins(exact.generator, fused.generator)
     stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)
@@ -313,7 +313,7 @@ def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: 
             driver.step([driver.start(0, mixed_questions()[1])])
     finally:
         layer.down = down
-    assert rows == [padded_rows(30, custom=generator._layers._custom)]
+    assert rows == [padded_rows(30, custom=generator._layers._sizes.custom)]
 
 
 def test_exact_and_single_keep_the_modules(stages: Stages) -> None:

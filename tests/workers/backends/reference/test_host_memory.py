@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import random
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import torch
 
 from tests.patience import PATIENCE_S
 from vsched.aio.replicas.process import rank_environment
-from vsched_workers.backends.reference.host_memory import HostMemory
+from vsched_workers.backends.reference.host_memory import HostMemory, HugePages
 
 
 def test_host_memory_sees_an_allocation_and_its_peak() -> None:
@@ -188,3 +191,21 @@ def test_host_memory_drifts_with_what_was_measured() -> None:
     """Scattered pieces add a share, and the interpreter a little of its own."""
     assert HostMemory().drift(0) == 8 << 20
     assert HostMemory().drift(30 << 20) == 23 << 20
+
+
+def test_huge_pages_hold_pieces_behind_one_another_and_little_is_left_over() -> None:
+    pages = HugePages()
+    draw = random.Random(1)
+    kinds = [draw.randrange(1, 3 << 20) for _ in range(5)]
+    taken = [pages.take(size) for size in [*kinds, 33 << 20] * 8]
+    for place, piece in enumerate(taken):
+        assert piece.ctypes.data % 64 == 0
+        assert not piece[:100].any()
+        piece[:] = place % 256
+    assert all((piece == place % 256).all() for place, piece in enumerate(taken)), "none overlap"
+    given = sum(len(piece) for piece in taken)
+    assert given <= pages.mapped <= 1.15 * given
+    kept = torch.from_numpy(taken[3])
+    del taken, pages, piece
+    gc.collect()
+    assert (kept == 3).all(), "a mapping stays as long as a piece of it"

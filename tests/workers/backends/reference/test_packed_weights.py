@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -15,10 +16,12 @@ from vsched_workers.backends.reference.packed_weights import (
     PackedLinear,
     PackedWeight,
     block_activations,
+    block_starts,
     pack_linears,
     packs,
     warm_up,
 )
+from vsched_workers.memory.sparse_runs import sparsely
 
 pytestmark = pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN packs no bfloat16 here")
 
@@ -94,3 +97,24 @@ def test_blocked_activation_sees_few_numbers_of_rows(rows: int, dtype: torch.dty
     given = torch.randn(1, rows, 24).to(dtype)
     assert torch.equal(tower[0](given), nn.functional.gelu(given))
     assert set(seen) <= set(MANY_ROWS)
+
+
+def test_blocks_of_a_product_that_takes_any_number_are_of_about_the_same_size() -> None:
+    """Each block reads the weight. oneDNN is given those that it has compiled for."""
+    sizes = {
+        count: [min(start + starts.step, count) - start for start in starts]
+        for count in (0, 1, 384, 385, 476, 952, 1153)
+        for starts in [block_starts(count, 384, sys.maxsize)]
+    }
+    assert sizes == {
+        0: [],
+        1: [1],
+        384: [384],
+        385: [224, 161],
+        476: [256, 220],
+        952: [320, 320, 312],
+        1153: [320, 320, 320, 193],
+    }
+    assert list(block_starts(900, 256, 128)) == [0, 256, 512, 768]
+    with sparsely():
+        assert block_starts(476, 384, sys.maxsize).step == 384, "384 rows take more than 476"

@@ -151,7 +151,7 @@ class CpuBackend(ReferenceBackend):
     def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
         layers = merge_encoders(model) if self._fuses else []
         made = super().prepare_any_tower(model)
-        fuse_encoders(layers, self._threads)
+        fuse_encoders(layers, self._threads, deterministic=self._deterministic)
         return made
 
     def prepare_adapters(self) -> MakeSums:
@@ -194,9 +194,9 @@ class CpuBackend(ReferenceBackend):
 
     def load_attention(self) -> None:
         sampling.warm_up()
-        prefill = (
-            choose_prefill(self._threads) if self.dtype == torch.bfloat16 else prefill_by_gather
-        )
+        # In deterministic mode chunks are rows of a kernel of their own.
+        chooses = self.dtype == torch.bfloat16 and not self._deterministic
+        prefill = choose_prefill(self._threads) if chooses else prefill_by_gather
         self._decode = NumbaDecode(self.dtype, self.kv_dtype, self._threads)
         self._attention = AttentionKernels(self._decode, prefill)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +35,12 @@ from vsched_workers.backends.cpu.kernels.norm import add_layer_norm
 from vsched_workers.backends.cpu.kernels.simd import LANES
 from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, product_of
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
+from vsched_workers.backends.cpu.row_blocks import BlockSizes
 from vsched_workers.backends.reference.merged_layers import frozen, merged
-from vsched_workers.backends.reference.packed_weights import MANY_ROWS
 from vsched_workers.batching.paged_attention import PatchKernel
 from vsched_workers.families.encoder import ENCODERS, Encoder
-from vsched_workers.memory.sparse_runs import pieces
 from vsched_workers.parallel.slicing import Cut
 
-BLOCK = MANY_ROWS[-1]
 TRIED_ROWS = 5
 TRIED_WITHIN = 1e-3
 """Share of the largest value that a layer may be apart from what is written out: float32, in another order."""
@@ -83,7 +81,9 @@ def merge_encoders(model: nn.Module) -> list[MadeLayer]:
     return found
 
 
-def fuse_encoders(layers: Sequence[MadeLayer], threads: int) -> None:
+def fuse_encoders(
+    layers: Sequence[MadeLayer], threads: int, *, deterministic: bool = False
+) -> None:
     """Replace what layers do whose linear layers are packed."""
     if not layers:
         return
@@ -96,7 +96,7 @@ def fuse_encoders(layers: Sequence[MadeLayer], threads: int) -> None:
         attention = getattr(each.layer, each.make.attention)
         heads = attention.heads, attention.head_dim
         if heads not in kernels:
-            kernels[heads] = choose_patches(threads, *heads)
+            kernels[heads] = choose_patches(threads, *heads, deterministic=deterministic)
         each.layer.forward = FusedEncoderLayer(each, threads, kernels[heads])
 
 
@@ -131,6 +131,7 @@ class FusedEncoderLayer:
         attention: MergedEncoderAttention = getattr(layer, make.attention)
         self._attention = attention
         self._qkv, self._output = product_of(attention.qkv), product_of(attention.output)
+        self._sizes = BlockSizes.of(layer)
         inner = getattr(layer, make.inner)
         self._first, self._second = (product_of(getattr(inner, name)) for name in make.linears)
         self._norms = [_LayerNorm.of(getattr(layer, name)) for name in make.norms]
@@ -147,8 +148,8 @@ class FusedEncoderLayer:
         rows = hidden.reshape(-1, width).clone(memory_format=torch.contiguous_format)
         attended = self._attended(rows, hidden.shape[:-1], attention_mask)
         before, after = self._norms
-        normed = rows.new_empty(min(len(rows), BLOCK), width)
-        for part in _parts(rows):
+        normed = rows.new_empty(min(len(rows), self._sizes.rows), width)
+        for part in self._sizes.parts(len(rows)):
             block = rows[part]
             self._add_norm(block, self._output(attended[part]), self._scales_at[0], after, normed)
             inner = self._first(normed[: len(block)])
@@ -185,8 +186,8 @@ class FusedEncoderLayer:
         attention = self._attention
         heads, head_dim = attention.heads, attention.head_dim
         qkv = rows.new_empty(len(rows), 3 * heads * head_dim)
-        normed = rows.new_empty(min(len(rows), BLOCK), rows.shape[1])
-        for part in _parts(rows):
+        normed = rows.new_empty(min(len(rows), self._sizes.rows), rows.shape[1])
+        for part in self._sizes.parts(len(rows)):
             block = rows[part]
             self._add_norm(block, None, 0, self._norms[0], normed)
             qkv[part] = self._qkv(normed[: len(block)])
@@ -241,12 +242,6 @@ class _LayerNorm:
     @classmethod
     def of(cls, module: nn.LayerNorm) -> _LayerNorm:
         return cls(module.weight.data_ptr(), module.bias.data_ptr(), np.float32(module.eps))
-
-
-def _parts(rows: torch.Tensor) -> Iterator[slice]:
-    """Cut rows into those that are multiplied at once."""
-    for start in pieces(range(0, len(rows), BLOCK)):
-        yield slice(start, start + BLOCK)
 
 
 def _made_of(layers: Sequence[Any]) -> tuple[Encoder, Threaded] | None:

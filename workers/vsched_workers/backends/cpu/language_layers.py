@@ -51,7 +51,7 @@ from vsched_workers.backends.cpu.kernels.rope import (
 )
 from vsched_workers.backends.cpu.low_rank.places import layer_places
 from vsched_workers.backends.cpu.prefill_choice import choose_ruled_prefill
-from vsched_workers.backends.cpu.row_blocks import RowBlock, StepRows
+from vsched_workers.backends.cpu.row_blocks import BlockSizes, RowBlock, StepRows
 from vsched_workers.backends.reference.merged_layers import CutFeedForward, MergedAttention
 from vsched_workers.backends.reference.packed_weights import PackedLinear, padded_rows
 from vsched_workers.backends.reference.rotary_angles import angles_of
@@ -192,8 +192,7 @@ class FusedLanguage:
         self._added_factor = np.float32(decoder.added_factor(model.config))
         self._rows_factor = decoder.rows_factor(model.config)
         self._gated = GATED[decoder.activation(model.config)]
-        packed = [each.packed for each in model.modules() if isinstance(each, PackedLinear)]
-        self._custom = min((weight.custom_rows_max for weight in packed), default=0)
+        self._sizes = BlockSizes.of(model)
         self._whole_step: WholeStep | None = None
         use_threads(threads)
         cached = kept_heads(kv_dtype, slots=1)
@@ -232,7 +231,7 @@ class FusedLanguage:
         if self._deterministic:
             step = step.as_decode_rows()
         count = len(token_ids)
-        ids = functional.pad(token_ids, (0, padded_rows(count, custom=self._custom) - count))
+        ids = functional.pad(token_ids, (0, padded_rows(count, custom=self._sizes.custom) - count))
         hidden = self._model.embed_tokens(ids)
         levels: Sequence[torch.Tensor] = ()
         places = torch.empty(0)
@@ -245,7 +244,8 @@ class FusedLanguage:
         if self._is_whole(step, images, count):
             return self._run_whole(hidden, positions, step)
         first = self._layers[0].attention
-        rows = StepRows(hidden, room_for(hidden, len(hidden), first.heads * first.head_dim), count)
+        attended = room_for(hidden, len(hidden), first.heads * first.head_dim)
+        rows = StepRows(hidden, attended, count, self._sizes)
         rows.adapted = self.passes.rows
         angles = {name: arrays_of(made, positions) for name, made in self._angles.items()}
         attention_steps = self._prepare_attention(rows, angles, step)
@@ -261,7 +261,7 @@ class FusedLanguage:
                 if self._deterministic:
                     attention_steps = self._prepare_attention(rows, angles, _only(step, wanted))
                 self._attend(layer, rows, attention_steps[layer.kind], step, _ends(step, wanted))
-                rows, select = rows.only(select, self._custom), None
+                rows, select = rows.only(select), None
             else:
                 self._attend(layer, rows, attention_steps[layer.kind], step, step.segments)
             self._feed_forward(layer, rows, following)

@@ -1,4 +1,4 @@
-"""The operands that this processor multiplies fastest: bfloat16 in tiles (AMX) or pairs (VDPBF16PS), or float32.
+"""The operands that this processor multiplies fastest: bfloat16 in pairs (VDPBF16PS), or float32.
 
 Processors differ more than their features tell. One executes VDPBF16PS at twice the rate of float32; another has the
 instruction and takes twice as long for it, so that widening bfloat16 and multiplying float32 is faster by half. So both
@@ -22,7 +22,6 @@ from vsched_workers.backends.cpu.kernel_store import kernel_folder, processor
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, repeat_pass
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
-from vsched_workers.backends.cpu.tiles.kernel import has_tiles
 from vsched_workers.backends.reference.packed_weights import packs
 
 FLOAT32_SHARE_MAX = 0.9
@@ -37,8 +36,8 @@ def runs_here() -> bool:
 
 
 def attends_here() -> bool:
-    """Return whether a custom kernel attends for any number of rows: where oneDNN has no tiles, or no such product."""
-    return (runs_here() and not has_tiles()) or not packs(torch.bfloat16)
+    """Return whether a custom kernel attends for many rows: where it multiplies bfloat16, or oneDNN does not."""
+    return runs_here() or not packs(torch.bfloat16)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
-"""Attention of chunks and images by `kernels/prefill_attention.py`: in pairs or float32, whichever is faster here.
+"""Attention of chunks and images: in tiles with AMX (`tiles/attention.py`), or else by `kernels/prefill_attention.py`.
 
-Where oneDNN multiplies bfloat16 faster, as with AMX, or heads have another size, `tiled_attention.py` does the same.
+That one multiplies pairs or float32, whichever is faster here. Where heads have another size, `tiled_attention.py` does
+the same.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import numpy.typing as npt
 import torch
 
 from vsched_workers.backends.cpu import tiled_attention
-from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E
+from vsched_workers.backends.cpu.kernels import prefill_attention as kernel
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, LOG2_E
 from vsched_workers.backends.cpu.kernels.gemm import PANEL
-from vsched_workers.backends.cpu.kernels.prefill_attention import BLOCK, PrefillArguments, attend
 from vsched_workers.backends.cpu.kernels.simd import LANES
 from vsched_workers.backends.cpu.operand_choice import operand
+from vsched_workers.backends.cpu.tiles import attention
+from vsched_workers.backends.cpu.tiles.kernel import has_tiles
 from vsched_workers.batching.ruled_attention import ScoreRule
 from vsched_workers.memory.sparse_runs import at_most, is_sparse
 
@@ -30,6 +33,14 @@ PARALLEL_SCORES_MIN = 1 << 14
 def fits(head_dim: int) -> bool:
     """Return whether heads of this size are whole vectors."""
     return head_dim % LANES == 0
+
+
+def warm_up(*, threads: int, tiles: bool = True) -> None:
+    """Compile the kernel that attends here, so that no request waits; without `tiles`, that of other processors."""
+    if tiles and has_tiles():
+        attention.warm_up(threads=threads)
+    else:
+        kernel.warm_up(operand(), threads=threads)
 
 
 def prefill(
@@ -75,19 +86,21 @@ def attend_patches(
     out: torch.Tensor,
     *,
     parallel: bool | None = None,
+    tiles: bool = True,
 ) -> None:
     """Attend within each of some sequences of one length, every row to all rows of its own.
 
     Shape: query, key, value [heads, sequences, rows, head dim]; `out`, which is written, is
     [sequences, rows, heads, head dim]. `parallel` is whether all threads attend; None leaves that to the number of
-    scores. Heads must fit.
+    scores. Without `tiles` a processor that has them does what others do. Heads must fit.
     """
     rows = query.shape[2]
     if is_sparse():
         out.zero_()  # as in `prefill_by_rule`
     keys, values = (each.flatten(1, 2) for each in (key, value))
     slots = np.arange(rows)
-    _attend(query, keys, values, slots, ScoreRule(scaling), out, causal=False, parallel=parallel)
+    rule = ScoreRule(scaling)
+    _attend(query, keys, values, slots, rule, out, causal=False, parallel=parallel, tiles=tiles)
 
 
 def _attend(
@@ -100,6 +113,7 @@ def _attend(
     *,
     causal: bool,
     parallel: bool | None = None,
+    tiles: bool = True,
 ) -> None:
     """Attend for queries [heads, sequences, rows, head dim] to keys and values [kv heads, slots, head dim].
 
@@ -110,16 +124,23 @@ def _attend(
     query = query if query[0].is_contiguous() else query.contiguous()
     assert out.is_contiguous(), "it is written as a whole"
     padded_keys = -(-len(slots) // PANEL) * PANEL
-    packed = query.new_empty(len(keys) * sequences * padded_keys * 2 * head_dim)
+    attend, block, padded_dim = kernel.attend, kernel.BLOCK, head_dim
+    tiles = tiles and has_tiles()
+    if tiles:
+        attend, block = attention.attend_in_tiles, attention.BLOCK
+        padded_dim = attention.padded_head(head_dim)
+    packed = query.new_empty(len(keys) * sequences * padded_keys * 2 * padded_dim)
     scores = query.numel() // head_dim * padded_keys
     if parallel is None:
         parallel = torch.get_num_threads() > 1 and scores >= PARALLEL_SCORES_MIN
-    arguments = PrefillArguments(
+    # Blocks that a sparse run computes: one for each thread.
+    enough = -(-torch.get_num_threads() // (heads * sequences))
+    arguments = kernel.PrefillArguments(
         query_at=query.data_ptr(),
         query_head_bytes=query.stride(0) * query.itemsize,
         heads=heads,
         sequences=sequences,
-        rows=at_most(rows, BLOCK),
+        rows=at_most(rows, block * enough),
         head_dim=head_dim,
         keys_at=keys.data_ptr(),
         values_at=values.data_ptr(),
@@ -134,6 +155,6 @@ def _attend(
         factor=np.float32(rule.scaling * LOG2_E),
         softcap=np.float32((rule.softcap or 0.0) * LOG2_E),
         out_at=out.data_ptr(),
-        tag=operand(),
+        tag=BF16 if tiles else operand(),
     )
     (attend.parallel if parallel else attend.serial)(arguments)

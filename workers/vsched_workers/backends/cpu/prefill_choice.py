@@ -1,4 +1,4 @@
-"""Which kernel attends for many rows of bfloat16: the custom one, or oneDNN's products by tiles."""
+"""Which kernel attends for many rows of bfloat16: one of our own, or oneDNN's products (`tiled_attention.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 from typing import TYPE_CHECKING, Protocol
 
 from vsched_workers.backends.cpu import operand_choice, prefill_attention, tiled_attention
-from vsched_workers.backends.cpu.kernels import prefill_attention as custom_kernel
 from vsched_workers.backends.cpu.kernels import softmax
 from vsched_workers.batching.paged_attention import PatchKernel, PrefillKernel
 from vsched_workers.batching.ruled_attention import ScoreRule, prefill_by_rule
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from vsched_workers.batching.paged_attention import PagedStep, Segment
-
-SHORT_ROWS = tiled_attention.WINDOW_ROWS[-1]
-"""Most rows of a sequence that the custom kernel attends for where a processor has AMX, too."""
 
 
 class RuledPrefillKernel(Protocol):
@@ -38,27 +34,7 @@ class RuledPrefillKernel(Protocol):
 
 def choose_prefill(threads: int) -> PrefillKernel:
     """Return the kernel for the chunks of prompts."""
-    if _custom_pays(threads):
-        return prefill_attention.prefill
-    if not operand_choice.runs_here():
-        return tiled_attention.prefill
-    custom_kernel.warm_up(operand_choice.operand(), threads=threads)
-    return _short_chunks_by_custom_kernel
-
-
-def _short_chunks_by_custom_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layer: int,
-    segment: Segment,
-    step: PagedStep,
-    scaling: float,
-) -> torch.Tensor:
-    """Attend beside AMX: for few rows the custom kernel takes 0.3 to 1.1 of oneDNN's time, and compiles nothing."""
-    short = query.shape[1] <= SHORT_ROWS
-    attend = prefill_attention.prefill if short else tiled_attention.prefill
-    return attend(query, key, value, layer, segment, step, scaling)
+    return prefill_attention.prefill if _custom_pays(threads) else tiled_attention.prefill
 
 
 def choose_ruled_prefill(threads: int, head_dim: int) -> RuledPrefillKernel:
@@ -83,27 +59,14 @@ def choose_patches(
     With `deterministic`, it is one whose result for a sequence does not depend on the others.
     """
     if deterministic:
-        custom_kernel.warm_up(operand_choice.operand(), threads=threads)
-        return functools.partial(prefill_attention.attend_patches, parallel=threads > 1)
-    fits = prefill_attention.fits(head_dim)
-    if fits and _custom_pays(threads):
+        prefill_attention.warm_up(threads=threads, tiles=False)
+        attend = prefill_attention.attend_patches
+        return functools.partial(attend, parallel=threads > 1, tiles=False)
+    if prefill_attention.fits(head_dim) and _custom_pays(threads):
         return prefill_attention.attend_patches
-    custom = fits and operand_choice.runs_here()
     softmax.warm_up(threads=threads)
-    tiled_attention.warm_up_patches(heads, head_dim, windows=not custom)
-    if not custom:
-        return tiled_attention.attend_patches
-    # Windows are too small for AMX: the custom kernel takes 0.3 to 1.0 of oneDNN's time for them.
-    custom_kernel.warm_up(operand_choice.operand(), threads=threads)
-    return _windows_by_custom_kernel
-
-
-def _windows_by_custom_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, out: torch.Tensor
-) -> None:
-    short = query.shape[2] <= SHORT_ROWS
-    attend = prefill_attention.attend_patches if short else tiled_attention.attend_patches
-    attend(query, key, value, scaling, out)
+    tiled_attention.warm_up_patches(heads, head_dim)
+    return tiled_attention.attend_patches
 
 
 def _custom_pays(threads: int) -> bool:
@@ -114,5 +77,5 @@ def _custom_pays(threads: int) -> bool:
     if not operand_choice.attends_here():
         softmax.warm_up(threads=threads)
         return False
-    custom_kernel.warm_up(operand_choice.operand(), threads=threads)
+    prefill_attention.warm_up(threads=threads)
     return True

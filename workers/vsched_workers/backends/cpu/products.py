@@ -26,8 +26,13 @@ from vsched_workers.backends.cpu.kernels.gemm import PANEL, multiply
 from vsched_workers.backends.cpu.kernels.simd import LINE
 from vsched_workers.backends.cpu.operand_choice import operand, runs_here
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
-from vsched_workers.backends.cpu.tiles.kernel import HALF, has_tiles, multiply_in_tiles
-from vsched_workers.backends.reference.packed_weights import CustomProduct, packs
+from vsched_workers.backends.cpu.tiles.kernel import HALF, block_rows, has_tiles, multiply_in_tiles
+from vsched_workers.backends.reference.packed_weights import (
+    FEW_ROWS,
+    CustomProduct,
+    packs,
+    room_for_weights,
+)
 from vsched_workers.memory.sparse_runs import at_most, is_sparse
 from vsched_workers.quantized.weights import QuantizedWeight
 
@@ -50,6 +55,7 @@ class PanelProduct:
     Attributes:
         rows_max: Most rows that it is worth using for.
         step_rows_max: Most rows of a step that is one call: as many.
+        block_rows: Most rows that it is worth using for at once.
         packed: The weight as oneDNN packs it, for more rows than that.
         size_bytes: Bytes of the padded weight: to whole panels, or with tiles to halves.
         shape: Its outputs and inputs.
@@ -79,6 +85,7 @@ class PanelProduct:
         With `tiles` it is multiplied in tiles, and halves of panels lie there.
         """
         self.rows_max = self.step_rows_max = rows_max
+        self.block_rows = block_rows(*shape) if tiles else FEW_ROWS[-1]
         self.packed = None if rows_max == sys.maxsize else panels
         self._panels = panels
         self._address = address
@@ -177,10 +184,10 @@ def _pack(weight: torch.Tensor, width: int = PANEL) -> tuple[torch.Tensor, int]:
     """Return a weight in panels of so many outputs, the last one padded with zeros, and their address."""
     outputs, inputs = weight.shape
     padded = functional.pad(weight.detach(), (0, 0, 0, -outputs % width))
-    whole = padded.view(-1, width, inputs // 2, 2)
-    panels = whole.transpose(1, 2).contiguous()
+    whole = padded.view(-1, width, inputs // 2, 2).transpose(1, 2)
+    panels = room_for_weights(whole.shape, weight.dtype).copy_(whole)
     address = panels.data_ptr()
-    assert not address % LINE, "torch aligns what it allocates to lines"
+    assert not address % LINE, "it begins at a line"
     return panels, address
 
 

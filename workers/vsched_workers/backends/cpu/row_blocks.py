@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
+from torch import nn
 from torch.nn import functional
 
 from vsched_workers.adapters.rows import PassRows
-from vsched_workers.backends.reference.packed_weights import FEW_ROWS, padded_rows
+from vsched_workers.backends.reference.packed_weights import (
+    FEW_ROWS,
+    PackedLinear,
+    block_starts,
+    padded_rows,
+)
 from vsched_workers.memory.sparse_runs import pieces, room_for
+
+
+class BlockSizes(NamedTuple):
+    """How many rows are multiplied at once: most of them, and most that all products take as they are."""
+
+    rows: int
+    custom: int
+
+    @classmethod
+    def of(cls, *modules: nn.Module) -> BlockSizes:
+        """Return what is best for the linear layers below modules."""
+        packed = [
+            each.packed
+            for module in modules
+            for each in module.modules()
+            if isinstance(each, PackedLinear)
+        ]
+        return cls(
+            min((weight.block_rows for weight in packed), default=FEW_ROWS[-1]),
+            min((weight.custom_rows_max for weight in packed), default=0),
+        )
+
+    def parts(self, count: int) -> Iterator[slice]:
+        """Cut so many rows into those that are multiplied at once."""
+        starts = block_starts(count, self.rows, self.custom)
+        for start in pieces(starts):
+            yield slice(start, start + starts.step)
 
 
 class StepRows:
@@ -21,26 +57,26 @@ class StepRows:
 
     adapted: PassRows | None = None
 
-    def __init__(self, hidden: torch.Tensor, attended: torch.Tensor, count: int) -> None:
+    def __init__(
+        self, hidden: torch.Tensor, attended: torch.Tensor, count: int, sizes: BlockSizes
+    ) -> None:
         self.hidden = hidden
         self.attended = attended
         self.normed = room_for(hidden, *hidden.shape)
         self.count = count
         attended[count:] = 0
-        size = FEW_ROWS[-1]
-        # In a sparse run: since decode rows come first, no block takes more than the first and the last do.
+        self._sizes = sizes
+        # Decode rows come first, so that of parts that are left out none takes more than those that are taken.
         self.blocks = [
-            RowBlock(
-                start, *(whole[start : start + size] for whole in (hidden, self.normed, attended))
-            )
-            for start in pieces(range(0, len(hidden), size))
+            RowBlock(part.start, *(whole[part] for whole in (hidden, self.normed, attended)))
+            for part in sizes.parts(len(hidden))
         ]
 
-    def only(self, wanted: torch.Tensor, custom: int) -> StepRows:
+    def only(self, wanted: torch.Tensor) -> StepRows:
         """Return some of the rows, and padding; their norms are lost."""
-        count = len(wanted)
+        count, custom = len(wanted), self._sizes.custom
         padded = functional.pad(wanted, (0, padded_rows(count, custom=custom) - count))
-        rows = StepRows(self.hidden[padded], self.attended[padded], count)
+        rows = StepRows(self.hidden[padded], self.attended[padded], count, self._sizes)
         if self.adapted is not None:
             rows.adapted = self.adapted.only(wanted.numpy())
         return rows

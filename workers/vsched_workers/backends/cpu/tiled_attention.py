@@ -196,11 +196,10 @@ def attend_patches(
             out[index, part] = attended.transpose(0, 1)
 
 
-def warm_up_patches(heads: int, head_dim: int, *, windows: bool) -> None:
-    """Compile all that `attend_patches` needs for heads of this number and size; `windows`: short sequences too."""
+def warm_up_patches(heads: int, head_dim: int) -> None:
+    """Compile all that `attend_patches` needs for heads of this number and size."""
     shapes = [(heads, rows, width) for rows in IMAGE_ROWS for width in _image_widths()]
-    if windows:
-        shapes += [(number * heads, rows, rows) for number in WINDOWS for rows in WINDOW_ROWS]
+    shapes += [(number * heads, rows, rows) for number in WINDOWS for rows in WINDOW_ROWS]
     for batch, rows, width in shapes:
         block = _TiledRows(_zeros(batch, rows, head_dim), rows, 1.0)
         block.add(_zeros(batch, width, head_dim), _zeros(batch, width, head_dim), width)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,12 +27,10 @@ from vsched_workers.backends.cpu.kernels.rope import rope_patches
 from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, product_of
 from vsched_workers.backends.cpu.prefill_attention import fits
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
-from vsched_workers.backends.reference.packed_weights import MANY_ROWS
+from vsched_workers.backends.cpu.row_blocks import BlockSizes
 from vsched_workers.batching.paged_attention import PatchKernel
-from vsched_workers.memory.sparse_runs import is_left_out, pieces
+from vsched_workers.memory.sparse_runs import is_left_out
 from vsched_workers.parallel.slicing import Cut
-
-BLOCK = MANY_ROWS[-1]
 
 
 def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> bool:
@@ -100,6 +98,7 @@ class FusedBlock(nn.Module):
         self._threads = threads
         self._parallel_min = parallel_min
         self._attend_within = attend
+        self._sizes = BlockSizes.of(block)
         self._norms = Norm.of(block.norm1), Norm.of(block.norm2)
         self._qkv, self._proj = product_of(block.attn.qkv), product_of(block.attn.proj)
         mlp = block.mlp
@@ -119,7 +118,7 @@ class FusedBlock(nn.Module):
         if is_left_out((hidden.shape, len(cu_seqlens))):
             return hidden
         attended = self._attend(hidden, cu_seqlens, position_embeddings)
-        for part in self._parts(hidden):
+        for part in self._sizes.parts(len(hidden)):
             rows = hidden[part]
             normed = torch.empty_like(rows)
             self._add_norm(rows, self._proj(attended[part]), self._norms[1], normed)
@@ -159,7 +158,7 @@ class FusedBlock(nn.Module):
         cos, sin = (each[:, :half].float().contiguous().numpy() for each in angles)
         room = hidden.new_empty(3 * heads, count, 2 * half)
         rotate = self._pick(rope_patches, room.numel())
-        for part in self._parts(hidden):
+        for part in self._sizes.parts(len(hidden)):
             rows = hidden[part]
             normed = torch.empty_like(rows)
             self._add_norm(rows, None, self._norms[0], normed)
@@ -200,9 +199,3 @@ class FusedBlock(nn.Module):
         """Return the variant of a kernel that is faster for this number of values."""
         many = self._threads > 1 and values >= self._parallel_min
         return kernel.parallel if many else kernel.serial
-
-    @staticmethod
-    def _parts(hidden: torch.Tensor) -> Iterator[slice]:
-        """Cut rows into those that are multiplied at once."""
-        for start in pieces(range(0, len(hidden), BLOCK)):
-            yield slice(start, start + BLOCK)

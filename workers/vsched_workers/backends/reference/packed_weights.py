@@ -17,6 +17,7 @@ time.
 from __future__ import annotations
 
 import bisect
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar
@@ -25,15 +26,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vsched_workers.memory.sparse_runs import pieces, room_for
+from vsched_workers.backends.reference.host_memory import HugePages
+from vsched_workers.memory.sparse_runs import is_sparse, pieces, room_for
 from vsched_workers.quantized.layers import QuantizedLinear
 from vsched_workers.quantized.weights import QuantizedWeight
 
 FEW_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Numbers of rows to multiply with where steps of few rows count; the last one is the size of a block."""
+"""Numbers of rows to multiply with where steps of few rows count; the last one is the size of a block of oneDNN's."""
 
 MANY_ROWS = (16, 64, 128, 256)
 """The same where there are hundreds of rows."""
+
+_EVEN_STEP = 32
+"""Blocks of about the same size are of a multiple of this."""
 
 Weight = torch.Tensor | QuantizedWeight
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -48,12 +53,14 @@ class CustomProduct(Protocol):
     Attributes:
         rows_max: Most rows that it is worth using for.
         many_rows_min: Fewest rows that it has another kernel for.
+        block_rows: Most rows that it is worth using for at once.
         packed: The weight as oneDNN packs it, for more rows than that; None where there are never more.
         size_bytes: Bytes of the weight.
     """
 
     rows_max: int
     many_rows_min: int
+    block_rows: int
     packed: torch.Tensor | None
     size_bytes: int
 
@@ -64,6 +71,15 @@ class CustomProduct(Protocol):
 
 MakeCustom = Callable[[Weight, torch.Tensor | None], CustomProduct | None]
 """Makes a product from a weight and its bias, or None where there cannot be one."""
+
+
+_huge_pages = HugePages()
+
+
+def room_for_weights(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for weights, of zeros, in huge pages; it begins at a line of the cache."""
+    found = _huge_pages.take(math.prod(shape) * dtype.itemsize)
+    return torch.from_numpy(found).view(dtype).view(*shape)
 
 
 def padded_rows(rows: int, sizes: Sequence[int] = FEW_ROWS, custom: int = 0) -> int:
@@ -77,11 +93,24 @@ def padded_rows(rows: int, sizes: Sequence[int] = FEW_ROWS, custom: int = 0) -> 
     return whole * sizes[-1] + rest
 
 
+def block_starts(count: int, block_rows: int, custom: int) -> range:
+    """Return where the blocks begin that so many rows are multiplied in, of at most `block_rows`.
+
+    Each block reads the weight. Where a custom product, of at most `custom` rows, takes them all, they are of about the
+    same size. A sparse run has one of the largest: another number of rows may come in one.
+    """
+    if count <= block_rows or custom < count or is_sparse():
+        return range(0, count, block_rows)
+    even = -(-count // -(-count // block_rows))
+    return range(0, count, min(-(-even // _EVEN_STEP) * _EVEN_STEP, block_rows))
+
+
 class PackedWeight:
     """A weight [out, in] in the layout that it is multiplied with.
 
     Attributes:
         custom: The product of few rows, or of all; None where there is none.
+        block_rows: Most rows that are multiplied at once.
     """
 
     def __init__(
@@ -107,11 +136,12 @@ class PackedWeight:
             self.custom_rows_max, self.size_bytes = self.custom.rows_max, self.custom.size_bytes
         self._type = weight.dtype
         self._sizes = sizes
+        self.block_rows = sizes[-1] if self.custom is None else self.custom.block_rows
         self._exact = frozenset(sizes)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in]; returns [..., out]."""
-        count, block = rows.numel() // self.shape[1], self._sizes[-1]
+        count, block = rows.numel() // self.shape[1], self.block_rows
         if self.custom is not None and count <= min(self.custom_rows_max, block):
             return self.custom(rows)
         if count in self._exact:
@@ -122,8 +152,10 @@ class PackedWeight:
             result = self._product(flat)
         else:
             result = room_for(flat, count, self.shape[0])
-            for start in pieces(range(0, count, block)):
-                result[start : start + block] = self._product(flat[start : start + block])
+            starts = block_starts(count, block, self.custom_rows_max)
+            for start in pieces(starts):
+                stop = start + starts.step
+                result[start:stop] = self._product(flat[start:stop])
         return result.view(*rows.shape[:-1], self.shape[0])
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:

@@ -14,21 +14,18 @@ from torch.nn import functional
 
 pytest.importorskip("numba")
 
+from tests.workers.backends.cpu.operands import OPERANDS, TAGS, Operand, use_operand
 from vsched_workers.backends.cpu import prefill_attention
 from vsched_workers.backends.cpu.decoder_norms import Norm
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_quick, gelu_tanh
-from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import add_layer_norm, add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
-from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv
 from vsched_workers.batching.paged_attention import Segment, context_slots
 from vsched_workers.batching.ruled_attention import ScoreRule, prefill_by_rule
 from vsched_workers.families.decoder import NormWeights
 
-needs_bf16_dot = pytest.mark.skipif(not has_bf16_dot(), reason="the processor has no VDPBF16PS")
-TAGS = [pytest.param(BF16, id="bf16", marks=needs_bf16_dot), pytest.param(FLOAT32, id="float32")]
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALING = 6, 2, 64, 16, 0.125
 RULES = [(1, None), (16, None), (37, None), (1000, None), (None, 3.0), (37, 3.0)]
 
@@ -96,18 +93,18 @@ def test_decode_reads_the_blocks_of_its_window_alone(
         torch.testing.assert_close(out[row].double(), wanted, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("operand", TAGS)
+@pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize(("window", "softcap"), RULES)
 @pytest.mark.parametrize(("first", "rows"), [(0, 9), (130, 70), (36, 1), (4, 33)])
 def test_prefill_by_rule_is_that_of_torch(
-    operand: Any,
+    operand: Operand,
     window: int | None,
     softcap: float | None,
     first: int,
     rows: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefill_attention, "operand", lambda: operand)
+    use_operand(monkeypatch, operand)
     last = first + rows
     blocks = -(-last // BLOCK_SIZE)
     cache = KvCache(

@@ -16,9 +16,13 @@ from vsched_workers.backends.cpu.products import INPUTS_MAX, PanelProduct, panel
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, widens_in_tiles
 from vsched_workers.backends.cpu.quantized.widened import ROWS_MIN
 from vsched_workers.backends.cpu.tiles.kernel import (
+    HALF,
     OWN_ROWS_MAX,
+    PAIR_BYTES,
     STEP_INPUTS,
+    TILE_BYTES,
     TILE_ROWS,
+    halves_together,
     has_tiles,
     multiply_in_tiles,
 )
@@ -35,7 +39,7 @@ SHAPES = [
     pytest.param((64, 32), id="one step"),
     pytest.param((200, 98), id="a rest, and an end of half a panel"),
     pytest.param((120, 2), id="no whole step"),
-    pytest.param((700, 1176), id="groups of panels"),
+    pytest.param((700, 1176), id="many panels"),
     pytest.param((64, INPUTS_MAX + 64), id="many inputs"),
 ]
 COUNTS = (
@@ -76,6 +80,30 @@ def test_any_number_of_rows_is_multiplied_and_each_has_the_same_bits(
         for count in COUNTS:
             assert torch.equal(product(rows[:count]), whole[:count])
             assert torch.equal(product(rows[100 - count :]), whole[100 - count :])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int4 32"])
+def test_rows_that_do_not_fit_into_the_cache_are_multiplied_with_several_halves(kind: str) -> None:
+    """The last ones are fewer, and the last of all has an end."""
+    outputs, inputs, count = 312, 2080 if kind == "int4 32" else 2090, 300
+    steps = -(-inputs // STEP_INPUTS)
+    together = halves_together(
+        inputs // 2 * PAIR_BYTES, -(-count // TILE_ROWS) * steps * TILE_BYTES
+    )
+    assert 2 <= together < -(-outputs // HALF)
+    rows = drawn(count, inputs).bfloat16()
+    if kind == "bfloat16":
+        weight = drawn(outputs, inputs, seed=1).bfloat16()
+        product = panel_product(weight, None, threads=1)
+    else:
+        quantised = weight_of(kind, outputs, inputs)
+        weight = quantised.dequantized().bfloat16()
+        product = QuantizedProduct(quantised, None, threads=1, tiles=True)
+    assert product is not None
+    found = product(rows)
+    within = 2e-3 * inputs**0.5
+    assert torch.allclose(found.double(), wanted(rows, weight, None), atol=within, rtol=2**-7)
+    assert torch.equal(found[:100], product(rows[:100])), "100 rows fit"
 
 
 def test_rows_of_packed_weights_are_never_padded_nor_left_to_onednn() -> None:

@@ -33,6 +33,7 @@ KERNEL_FILES = [
             "quantized/kernel.py",
             "quantized/integers.py",
             "tiles/kernel.py",
+            "tiles/attention.py",
             "quantized/widened.py",
             "low_rank/kernel.py",
         ),

@@ -37,6 +37,8 @@ from vsched_workers.backends.cpu.quantized.products import (
     makes_int8_rows,
     widens_in_tiles,
 )
+from vsched_workers.backends.cpu.tiles import attention
+from vsched_workers.backends.cpu.tiles.kernel import has_tiles
 from vsched_workers.backends.cpu.vision_blocks import block_head_dim, can_fuse
 from vsched_workers.backends.reference.packed_weights import packs
 from vsched_workers.families.decoder import Decoder, head_dim
@@ -107,7 +109,8 @@ def language_needs(
     yield from _product_needs(settings, dtype, [*kinds, *made])
     if dtype == torch.bfloat16:
         yield needs("greedy sampler", 1)
-        yield from _many_rows_needs(threads, head_dim(config))
+        if not settings.deterministic:
+            yield from _many_rows_needs(threads, head_dim(config))
     if settings.adapters and dtype == torch.bfloat16:
         yield needs("low rank", threads)
     if dtype != torch.bfloat16 or decoder is None or decoder.unfit(config):
@@ -143,7 +146,8 @@ def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Ite
     if dtype != torch.bfloat16:
         return
     if tower is not None and can_fuse(tower):
-        yield from _many_rows_needs(threads, block_head_dim(tower.blocks[0]))
+        size, deterministic = block_head_dim(tower.blocks[0]), settings.deterministic
+        yield from _many_rows_needs(threads, size, deterministic=deterministic)
         yield needs("norm", threads)
         yield needs("activation", threads, _name(activation.swiglu))
         yield needs("rope of patches", threads)
@@ -151,11 +155,15 @@ def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Ite
         yield needs("low rank", threads)
 
 
-def _many_rows_needs(threads: int, head_dim: int) -> Iterator[Need]:
+def _many_rows_needs(threads: int, head_dim: int, *, deterministic: bool = False) -> Iterator[Need]:
     """Yield what attention of many rows of bfloat16 needs, those of a chunk or of an image; see `prefill_choice`."""
     if not attends_here() or not fits(head_dim):
         yield needs("softmax", threads)
-    if attends_here() or runs_here():
+    if not attends_here():
+        return
+    if has_tiles() and not deterministic:
+        yield needs("attention in tiles", threads)
+    else:
         yield needs("prefill attention", threads, _operand_word(operand()))
 
 
@@ -265,6 +273,7 @@ KERNELS: Mapping[str, _Kernel] = {
     "prefill attention": _Kernel(
         lambda threads, operand: prefill_attention.warm_up(_OPERANDS[operand], threads=threads), 6.0
     ),
+    "attention in tiles": _Kernel(lambda threads: attention.warm_up(threads=threads), 6.0),
     "softmax": _Kernel(lambda threads: softmax.warm_up(threads=threads), 1.0),
     "greedy sampler": _Kernel(lambda _threads: sampling.warm_up_greedy(), 0.5),
     "sampler": _Kernel(lambda _threads: sampling.warm_up(), 13.0),

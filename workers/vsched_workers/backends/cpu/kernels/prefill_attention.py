@@ -31,6 +31,7 @@ import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import (
+    BF16,
     as_type_of,
     bf16_array,
     exp,
@@ -72,7 +73,7 @@ class PrefillArguments(NamedTuple):
         kv_heads: Key heads.
         slots: The slots of a sequence's keys, int64 [keys].
         packed_at: Room for packed keys and values, `4 * kv_heads * sequences * padded_keys * head_dim` bytes, at a
-            multiple of 64.
+            multiple of 64; in tiles, of padded heads.
         padded_keys: Keys of a sequence, padded to whole panels.
         causal: 1 has the last row see all keys, and each row one less than the next; 0 has all rows see all keys.
         window: Keys that a row sees at most, the last before it and its own; 0 for no such limit.
@@ -136,7 +137,7 @@ def _multiply(
 
 
 @emits(numba.void, *[numba.intp] * 3)
-def _interleave(builder: Any, first_at: Any, second_at: Any, to_at: Any) -> None:
+def interleave(builder: Any, first_at: Any, second_at: Any, to_at: Any) -> None:
     """Write a vector of pairs, each of a value of one row and the one below it."""
     writer = InstructionWriter(builder)
     narrow_type, wide_type = (ir.VectorType(kind, LANES) for kind in (ir.IntType(16), WORD))
@@ -183,7 +184,7 @@ def _pack_values(
         at = to_at + padded_keys * column * 2 + pair * vectors * LINE
         for vector in range(vectors):
             offset = 2 * (column + vector * LANES)
-            _interleave(first_at + offset, second_at + offset, at + vector * LINE)
+            interleave(first_at + offset, second_at + offset, at + vector * LINE)
         column += vectors * LANES
 
 
@@ -216,7 +217,7 @@ def _pack_panel(given: PrefillArguments, task: int) -> None:
 
 
 @compiled()
-def _bend(scores: Any, count: int, factor: Any, softcap: Any) -> None:
+def bend(scores: Any, count: int, factor: Any, softcap: Any) -> None:
     """Replace scores s by c tanh(factor s / c)."""
     doubled = np.float32(2.0) * factor / softcap
     for index in range(count):
@@ -325,7 +326,7 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
     if given.softcap > np.float32(0.0):
         factor = np.float32(1.0)
         for row in range(rows):
-            _bend(scores[row], width, given.factor, given.softcap)
+            bend(scores[row], width, given.factor, given.softcap)
     totals = np.empty(rows, dtype=np.float32)
     for row in range(rows):
         stop = seen + row * given.causal
@@ -350,9 +351,9 @@ def attend(given: PrefillArguments) -> None:
         _attend_block(given, task)
 
 
-def warm_up(tag: npt.NDArray[Any], *, threads: int) -> None:
-    """Compile for a dtype tag, so that the first request does not wait for it."""
-    given = PrefillArguments(
+def no_arguments(tag: npt.NDArray[Any] = BF16) -> PrefillArguments:
+    """Return arguments with which there is nothing to do, to compile for."""
+    return PrefillArguments(
         query_at=0,
         query_head_bytes=0,
         heads=1,
@@ -374,5 +375,9 @@ def warm_up(tag: npt.NDArray[Any], *, threads: int) -> None:
         out_at=0,
         tag=tag,
     )
+
+
+def warm_up(tag: npt.NDArray[Any], *, threads: int) -> None:
+    """Compile for a dtype tag, so that the first request does not wait for it."""
     for kernel in attend.needed(threads):
-        kernel(given)
+        kernel(no_arguments(tag))

@@ -38,7 +38,8 @@ from vsched_workers.backends.cpu.quantized.kernel import (
     multiply,
 )
 from vsched_workers.backends.cpu.quantized.widened import ROWS_MIN, multiply_widened
-from vsched_workers.backends.cpu.tiles.kernel import has_tiles
+from vsched_workers.backends.cpu.tiles.kernel import block_rows, has_tiles
+from vsched_workers.backends.reference.packed_weights import FEW_ROWS, room_for_weights
 from vsched_workers.memory.sparse_runs import at_most, is_sparse
 from vsched_workers.quantized.schemes import FORMATS
 from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
@@ -58,6 +59,7 @@ class QuantizedProduct:
     Attributes:
         rows_max: Most rows that it is worth using for: any number.
         step_rows_max: Most rows of a step that is one call.
+        block_rows: Most rows that it is worth using for at once.
         packed: No weight for more rows than that.
         size_bytes: Bytes of the padded weight, its scales included.
         kernel: What multiplies few rows: `multiply_whole`, or `multiply` of `kernel.py`.
@@ -127,9 +129,11 @@ class QuantizedProduct:
         self._widened: Kernel | None = None
         self.many_rows_kernel: Threaded | None = None
         self.many_rows_min = self.step_rows_max = sys.maxsize
+        self.block_rows = FEW_ROWS[-1]
         if tiles and not unscaled:
             self._widened = self._in_tiles(threads, tags)
             self.many_rows_kernel, self.many_rows_min = multiply_widened, ROWS_MIN
+            self.block_rows = block_rows(*self.shape)
             if self.kernel is multiply:
                 self.step_rows_max = ROWS_MIN - 1
 
@@ -288,7 +292,7 @@ def _in_panels(weight: QuantizedWeight, inputs: int) -> torch.Tensor:
     panels, values = -(-outputs // PANEL), weight.values
     quads = weight.kind in FORMATS
     columns = inputs // 2 if weight.kind == "int4" else inputs
-    made = torch.empty(panels, columns * PANEL, dtype=values.dtype)
+    made = room_for_weights((panels, columns * PANEL), values.dtype)
     step = max(_PACKED_BYTES // (inputs * PANEL), 1)
     for first in range(0, panels, step):
         some = values[first * PANEL : (first + step) * PANEL]
@@ -315,5 +319,5 @@ def _grid_in_panels(grid: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     """Return scales or offsets in panels, [panels, groups, PANEL]."""
     grid = grid.float() * factor if factor != 1.0 else grid
     padded: Any = functional.pad(grid, (0, 0, 0, -len(grid) % PANEL))
-    made: torch.Tensor = padded.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
-    return made
+    panels = padded.unflatten(0, (-1, PANEL)).transpose(1, 2)
+    return room_for_weights(panels.shape, panels.dtype).copy_(panels)

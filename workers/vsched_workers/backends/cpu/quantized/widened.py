@@ -216,7 +216,9 @@ def _multiply_panels(
     group = inputs // blocks * together
     groups = (blocks + together - 1) // together
     half_bytes = (given + STEP_INPUTS - 1) // STEP_INPUTS * STEP_BYTES
-    panels = halves_together(half_bytes) // 2
+    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    row_bytes = tiles * (half_bytes // STEP_BYTES) * TILE_BYTES
+    panels = max(halves_together(half_bytes, row_bytes) // 2, 1)
     sums = np.empty(SUMS_BYTES + LINE, dtype=np.uint8)
     widened = np.empty(panels * 2 * half_bytes + LINE, dtype=np.uint8)
     for half in range(2 * panels):
@@ -240,9 +242,7 @@ def _multiply_panels(
                 )  # fmt: skip
         multiply_halves(
             FLOAT32, 2 * begin, 2 * end, rows, rows_at, half_bytes // STEP_BYTES * STEP_INPUTS,
-            next_line(widened), half_bytes, 0, outputs, bias_at, out_at, next_line(sums),
-            weight_at + end * panel_bytes,
-            (min(end + panels, stop) - end) * panel_bytes // LINE,
+            next_line(widened), half_bytes, 0, outputs, bias_at, out_at, next_line(sums), 0,
         )  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""Products in tiles, on processors that have them (AMX)."""
+"""Products and attention in tiles, on processors that have them (AMX)."""

@@ -8,8 +8,10 @@ each tile that is loaded is multiplied twice.
 inputs lie together: [out / 32, in / 2, 32, 2]. Two tiles of weights lie side by side in it.
 Rows are laid out first, [rows / 16, in / 32, 16, 32]: a tile is a kilobyte of neighbouring lines, wherever rows lie.
 
-**Blocking.** All rows are multiplied, 32 at a time, with a panel, or with several small ones, and meanwhile the next
-are fetched into the second cache. So weights are read from memory once, while tiles are multiplied.
+**Blocking.** All rows are multiplied with half a panel, 32 at a time. The first ones read it from memory, for which
+lines are fetched a little ahead of their use, some before each tile: so a processor reads a quarter more than where a
+whole panel is fetched ahead. The others find it in the second cache. Rows that do not fit into that are multiplied with
+several halves, so that rows are read again less often.
 
 Sums are float32: of each tile, those of the lower and those of the upper inputs of pairs, one by one, then both, then
 tile by tile. So a row's result has the same bits whatever rows are beside it. What is too small for float32's normal
@@ -65,15 +67,19 @@ STEP_BYTES = STEP_INPUTS // 2 * PAIR_BYTES
 """Bytes of half a panel's weights for these."""
 TILE_ROWS = 16
 TILE_BYTES = TILE_ROWS * LINE
+BLOCK_ROWS_MIN, BLOCK_ROWS_MAX = 256, 1024
+_BLOCK_BYTES = 1 << 22
+"""Bytes of what is multiplied and what comes of it, for as many rows as are worth multiplying at once."""
 OWN_ROWS_MAX = TILE_ROWS
 """Most rows that every thread lays out for itself: to wait for one another would take longer."""
-_TOGETHER = 2
+TOGETHER = 2
 """Tiles of rows that are multiplied together."""
-_GROUP_BYTES = 1 << 17
-"""Bytes of the weights, at least a whole panel, that 32 rows are multiplied with before the next ones."""
-_NEAR_BYTES = 1 << 14
-"""Bytes that weights are fetched ahead of their use where the next group is not fetched as a whole."""
-_STEP_LINES = STEP_BYTES // LINE
+_AHEAD_BYTES = 1 << 12
+"""Bytes that weights are fetched ahead of their use."""
+SUM_BYTES = 4 * HALF
+"""Bytes of a row's sums with half a panel."""
+_CACHE_BYTES = 1 << 20
+"""Bytes of the second cache that rows may take up; where they are more, weights do."""
 _ROWS, _WEIGHTS = 4, 6
 """The first tiles of rows and of weights; those of sums begin at 0."""
 
@@ -114,6 +120,28 @@ class _TileWriter(InstructionWriter):
         """Load a tile whose lines lie so many bytes apart."""
         self.tiles("tileloadd64", [tile], self.pointer(at), ir.Constant(LONG, line_bytes))
 
+    def add_products(
+        self, count: int, rows_at: Any, row_tile_bytes: Any, weights_at: Any, ahead: int = 0
+    ) -> None:
+        """Add the products of one or two tiles of rows and a step of half a panel to the sums.
+
+        As many lines as these weights have are fetched so many bytes behind them.
+        """
+        for row in range(count):
+            self.load_tile(_ROWS + row, self.advance(rows_at, row_tile_bytes, row), LINE)
+        for vector in (0, 1):
+            if ahead:
+                first = ahead + vector * STEP_BYTES // 2
+                for byte in range(first, first + STEP_BYTES // 2, LINE):
+                    self.prefetch(self.behind(weights_at, byte), locality=2)
+            self.load_tile(_WEIGHTS + vector, self.behind(weights_at, vector * LINE), PAIR_BYTES)
+            for row in range(count):
+                self.tiles("tdpbf16ps", [2 * row + vector, _ROWS + row, _WEIGHTS + vector])
+
+    def behind(self, at: Any, count: int) -> Any:
+        """Return the address so many bytes behind another."""
+        return self.builder.add(at, ir.Constant(LONG, count))
+
     def pointer(self, at: Any) -> Any:
         """Return an address as a pointer."""
         return self.builder.inttoptr(at, BYTE.as_pointer())
@@ -145,6 +173,15 @@ def release_tiles(builder: Any) -> None:
     _TileWriter(builder).tiles("tilerelease", [])
 
 
+def block_rows(outputs: int, inputs: int) -> int:
+    """Return how many rows are worth multiplying at once by a weight of this shape.
+
+    Of fewer, reading the weights is a larger share; of more, what is between two products leaves the cache.
+    """
+    fitting = _BLOCK_BYTES // (2 * (outputs + inputs)) // STEP_INPUTS * STEP_INPUTS
+    return min(max(fitting, BLOCK_ROWS_MIN), BLOCK_ROWS_MAX)
+
+
 @compiled()
 def configure_tiles(rows: int) -> None:
     """Say how large this thread's tiles are, for so many rows."""
@@ -153,7 +190,7 @@ def configure_tiles(rows: int) -> None:
 
 
 @emits(numba.void, *[numba.intp] * 9)
-def _multiply_tiles(
+def multiply_tiles(
     builder: Any,
     row_tiles: Any,
     steps: Any,
@@ -162,51 +199,42 @@ def _multiply_tiles(
     half_at: Any,
     rest_at: Any,
     sums_at: Any,
-    ahead_at: Any,
-    lines: Any,
+    sums_bytes: Any,
+    fetches: Any,
 ) -> None:
-    """Multiply one or two tiles of rows with half a panel, and write the sums, [row tiles, 2, 16, 16] of float32.
+    """Multiply one or two tiles of rows with half a panel, and write the sums, float32, whose rows lie so far apart.
 
-    A last step of fewer inputs has its weights at `rest_at`, filled up with zeros; 0 where there is none. From
-    `ahead_at` on, so many lines a step are fetched into the second cache.
+    A last step of fewer inputs has its weights at `rest_at`, filled up with zeros; 0 where there is none. With
+    `fetches`, 1 or 0, the half is fetched from memory, and behind its end what is next.
     """
     writer = _TileWriter(builder)
-    for count in cases(builder, row_tiles, range(1, _TOGETHER + 1)):
-        sums = [(row, vector, 2 * row + vector) for row in range(count) for vector in (0, 1)]
-
-        def add(step: Any, weights_at: Any) -> None:
-            at = writer.advance(rows_at, step, TILE_BYTES)
-            for row in range(count):  # noqa: B023  # called before the next case is written
-                writer.load_tile(_ROWS + row, writer.advance(at, row_tile_bytes, row), LINE)
-            for vector in (0, 1):
-                place = builder.add(weights_at, ir.Constant(LONG, vector * LINE))
-                writer.load_tile(_WEIGHTS + vector, place, PAIR_BYTES)
-            for row, vector, tile in sums:  # noqa: B023
-                writer.tiles("tdpbf16ps", [tile, _ROWS + row, _WEIGHTS + vector])
-
-        for _, _, tile in sums:
+    number = builder.add(builder.mul(row_tiles, ir.Constant(LONG, 2)), fetches)
+    for case in cases(builder, number, range(2, 2 * TOGETHER + 2)):
+        count, ahead = case // 2, _AHEAD_BYTES if case % 2 else 0
+        tiles = [2 * row + vector for row in range(count) for vector in (0, 1)]
+        for tile in tiles:
             writer.tiles("tilezero", [tile])
         with builder.if_then(builder.icmp_signed(">", steps, ir.Constant(LONG, 0))):
             loop = Loop(builder, [])
-            with builder.if_then(builder.icmp_signed(">", lines, ir.Constant(LONG, 0))):
-                here = writer.advance(ahead_at, builder.mul(loop.index, lines), LINE)
-                fetching = Loop(builder, [])
-                writer.prefetch(writer.advance(here, fetching.index, LINE), locality=2)
-                fetching.end([], lines)
-            add(loop.index, writer.advance(half_at, loop.index, STEP_BYTES))
+            at = writer.advance(rows_at, loop.index, TILE_BYTES)
+            weights_at = writer.advance(half_at, loop.index, STEP_BYTES)
+            writer.add_products(count, at, row_tile_bytes, weights_at, ahead)
             loop.end([], steps)
         with builder.if_then(builder.icmp_signed("!=", rest_at, ir.Constant(LONG, 0))):
-            add(steps, rest_at)
-        for _, _, tile in sums:
-            at = builder.add(sums_at, ir.Constant(LONG, tile * TILE_BYTES))
-            writer.tiles("tilestored64", [tile], writer.pointer(at), ir.Constant(LONG, LINE))
+            at = writer.advance(rows_at, steps, TILE_BYTES)
+            writer.add_products(count, at, row_tile_bytes, rest_at)
+        for tile in tiles:
+            place = ir.Constant(LONG, tile % 2 * LINE)
+            at = writer.advance(sums_at, sums_bytes, tile // 2 * TILE_ROWS)
+            at = writer.pointer(builder.add(at, place))
+            writer.tiles("tilestored64", [tile], at, sums_bytes)
 
 
 @emits(numba.void, None, *[numba.intp] * 5)
 def _write_rows(
     builder: Any, bias_kind: Any, rows: Any, sums_at: Any, bias_at: Any, out_at: Any, out_bytes: Any
 ) -> None:
-    """Add the bias to sums, [2, 16, 16] of which so many rows, and write these rounded, `out_bytes` apart."""
+    """Add the bias to so many rows of sums, and write these rounded, `out_bytes` apart."""
     writer, biases = InstructionWriter(builder), []
     size = 2 if bias_kind is numba.types.uint16 else 4
     for vector in (0, 1):
@@ -214,10 +242,10 @@ def _write_rows(
         bias = writer.load(at, BF16S if size == 2 else FLOATS, size)
         biases.append(builder.fpext(bias, FLOATS) if size == 2 else bias)
     loop = Loop(builder, [])
-    row_at = writer.advance(sums_at, loop.index, LINE)
+    row_at = writer.advance(sums_at, loop.index, SUM_BYTES)
     halves = []
     for vector, bias in enumerate(biases):
-        at = builder.add(row_at, ir.Constant(LONG, vector * TILE_BYTES))
+        at = builder.add(row_at, ir.Constant(LONG, vector * LINE))
         halves.append(builder.fptrunc(builder.fadd(writer.load(at, FLOATS, LINE), bias), BF16S))
     order = ir.Constant(ir.VectorType(WORD, HALF), list(range(HALF)))
     at = builder.add(out_at, builder.mul(loop.index, out_bytes))
@@ -258,16 +286,16 @@ def _write_tiles(
     bias_at: int,
     out_at: int,
 ) -> None:
-    """Write the sums of up to `_TOGETHER` tiles of rows, from a row on, as outputs from a column on."""
-    part_at, out_bytes = sums_at + 4 * TILE_BYTES, 2 * outputs
+    """Write the sums of up to `TOGETHER` tiles of rows, from a row on, as outputs from a column on."""
+    part_at, out_bytes = sums_at + TOGETHER * TILE_ROWS * SUM_BYTES, 2 * outputs
     ends = column + HALF > outputs
-    for index in range(_TOGETHER):
+    for index in range(TOGETHER):
         count = min(TILE_ROWS, rows - row)
         if count <= 0:
             break
         at = out_at + row * out_bytes + 2 * column
         _write_rows(
-            bias_tag[0], count, sums_at + 2 * index * TILE_BYTES,
+            bias_tag[0], count, sums_at + index * TILE_ROWS * SUM_BYTES,
             bias_at + column * bias_tag.itemsize, part_at if ends else at,
             2 * HALF if ends else out_bytes,
         )  # fmt: skip
@@ -295,8 +323,7 @@ def multiply_halves(
     bias_at: int,
     out_at: int,
     sums_at: int,
-    ahead_at: int,
-    ahead_lines: int,
+    fetches: int,
 ) -> None:
     """Multiply all rows, which are laid out, with the halves of panels `first` to `stop`.
 
@@ -314,49 +341,39 @@ def multiply_halves(
         bias_at: Where the bias lies, of all outputs.
         out_at: Where the result lies.
         sums_at: Room for four tiles of sums, and a tile's rows of half a panel (`SUMS_BYTES`).
-        ahead_at: Where what is used next lies, which is fetched meanwhile; 0 to fetch the weights themselves.
-        ahead_lines: Lines of that.
+        fetches: 1 to fetch the weights from memory, 0 where they are in a cache.
     """
     steps, whole = (inputs + STEP_INPUTS - 1) // STEP_INPUTS, inputs // STEP_INPUTS
     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
     tile_bytes = steps * TILE_BYTES
-    calls = (tiles + _TOGETHER - 1) // _TOGETHER * (stop - first)
-    ahead_stop = ahead_at + ahead_lines * LINE
-    next_at = ahead_at
-    lines = (ahead_lines + calls * whole - 1) // max(calls * whole, 1)
-    for tile in range(0, tiles, _TOGETHER):
+    for tile in range(0, tiles, TOGETHER):
         for half in range(first, stop):
             column = half * HALF
             if column >= outputs:
                 break
             half_at = weights_at + (half - first) * half_bytes
-            if not ahead_at:
-                fetched_at, fetched = half_at + _NEAR_BYTES, _STEP_LINES if tile == 0 else 0
-            else:
-                fetched_at, fetched = next_at, lines if next_at < ahead_stop else 0
-                next_at += lines * whole * LINE
-            _multiply_tiles(
-                min(_TOGETHER, tiles - tile), whole, rows_at + tile * tile_bytes, tile_bytes, half_at,
-                rests_at + (half - first) * STEP_BYTES if rests_at else 0, sums_at, fetched_at,
-                fetched,
+            rest_at = rests_at + (half - first) * STEP_BYTES if rests_at else 0
+            multiply_tiles(
+                min(TOGETHER, tiles - tile), whole, rows_at + tile * tile_bytes, tile_bytes, half_at,
+                rest_at, sums_at, SUM_BYTES, fetches if tile == 0 else 0,
             )  # fmt: skip
             _write_tiles(
                 bias_tag, tile * TILE_ROWS, rows, column, outputs, sums_at, bias_at, out_at
             )
 
 
-SUMS_BYTES = 4 * TILE_BYTES + TILE_ROWS * 2 * HALF
+SUMS_BYTES = TOGETHER * TILE_ROWS * SUM_BYTES + TILE_ROWS * 2 * HALF
 """Bytes of the room that `multiply_halves` needs."""
 
 
 @compiled()
-def halves_together(half_bytes: int) -> int:
-    """Return how many halves of so many bytes all rows are multiplied with, 32 rows at a time."""
-    return max(_GROUP_BYTES // half_bytes, 2)
+def halves_together(half_bytes: int, row_bytes: int) -> int:
+    """Return how many halves of so many bytes rows, whose tiles take `row_bytes`, are multiplied with at a time."""
+    return 1 if row_bytes <= _CACHE_BYTES else max(_CACHE_BYTES // half_bytes, 1)
 
 
 @compiled()
-def _multiply_groups(
+def _multiply_panels(
     first: int,
     stop: int,
     tag: Any,
@@ -370,7 +387,9 @@ def _multiply_groups(
 ) -> None:
     """Multiply all rows with the halves of panels `first` to `stop`."""
     half_bytes = pairs * PAIR_BYTES
-    together = halves_together(half_bytes)
+    steps = (2 * pairs + STEP_INPUTS - 1) // STEP_INPUTS
+    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    together = halves_together(half_bytes, tiles * steps * TILE_BYTES)
     whole = 2 * pairs // STEP_INPUTS
     rest = pairs - whole * STEP_INPUTS // 2
     sums = np.empty(SUMS_BYTES + LINE, dtype=np.uint8)
@@ -384,13 +403,9 @@ def _multiply_groups(
                 target = bf16_array(next_line(rests) + (half - begin) * STEP_BYTES, rest * 2 * HALF)
                 for index in range(len(target)):
                     target[index] = source[index]
-        ahead = min(end + together, stop) - end
-        # Large panels would push out of the cache what is multiplied meanwhile.
-        near = together * half_bytes > _GROUP_BYTES
         multiply_halves(
             tag, begin, end, rows, rows_at, 2 * pairs, weight_at + begin * half_bytes, half_bytes,
-            next_line(rests) if rest else 0, outputs, bias_at, out_at, next_line(sums),
-            0 if near else weight_at + end * half_bytes, ahead * half_bytes // LINE,
+            next_line(rests) if rest else 0, outputs, bias_at, out_at, next_line(sums), 1,
         )  # fmt: skip
 
 
@@ -424,7 +439,7 @@ def multiply_in_tiles(
             for row in range(rows):
                 lay_out_row(rows_at + row * pairs * 4, row, 2 * pairs, next_line(mine))
         configure_tiles(rows)
-        _multiply_groups(
+        _multiply_panels(
             halves * thread // threads, halves * (thread + 1) // threads, tag, rows,
             next_line(mine), pairs, weight_at, outputs, bias_at, out_at,
         )  # fmt: skip

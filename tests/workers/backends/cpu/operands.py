@@ -1,0 +1,40 @@
+"""What attention of many rows multiplies: any that the processor has, whatever is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy.typing as npt
+import pytest
+
+from vsched_workers.backends.cpu import prefill_attention
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
+from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+from vsched_workers.backends.cpu.tiles.kernel import has_tiles
+
+Operand = npt.NDArray[Any] | None
+"""A dtype tag; None: bfloat16 in tiles."""
+
+needs_bf16_dot = pytest.mark.skipif(not has_bf16_dot(), reason="the processor has no VDPBF16PS")
+needs_tiles = pytest.mark.skipif(not has_tiles(), reason="the processor has no tiles")
+
+TAGS = [pytest.param(BF16, marks=needs_bf16_dot, id="bf16"), pytest.param(FLOAT32, id="float32")]
+OPERANDS = [*TAGS, pytest.param(None, marks=needs_tiles, id="tiles")]
+
+
+def use_operand(patch: pytest.MonkeyPatch, operand: Operand) -> None:
+    """Have attention of many rows multiply this."""
+    patch.setattr(prefill_attention, "operand", lambda: operand)
+    patch.setattr(prefill_attention, "has_tiles", lambda: operand is None)
+
+
+def with_operand(operand: Operand, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel of attention that multiplies this."""
+
+    def call(*arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            use_operand(patch, operand)
+            return kernel(*arguments)
+
+    return call
