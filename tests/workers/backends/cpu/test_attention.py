@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tests.workers.backends.cpu.operands import (
+from tests.workers.backends.cpu.kernels.operands import (
     OPERANDS,
     Operand,
     needs_bf16_dot,

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import prompts
 from tests.workers import driver
-from tests.workers.backends.cpu.operands import use_operand
+from tests.workers.backends.cpu.kernels.operands import use_operand
 from tests.workers.driver import Driver, Question, Running, Stage, drawn_image
 from vsched.errors import ConfigError
 from vsched.worker.contract import EncodeJob, WorkerSettings

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.workers.backends.cpu.operands import use_operand
+from tests.workers.backends.cpu.kernels.operands import use_operand
 from tests.workers.backends.cpu.twins import WITHIN, Twins, run_twins
 from tests.workers.driver import Driver, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 pytest.importorskip("numba")
 
-from tests.workers.backends.cpu.operands import OPERANDS, TAGS, Operand, use_operand
+from tests.workers.backends.cpu.kernels.operands import OPERANDS, TAGS, Operand, use_operand
 from vsched_workers.backends.cpu import prefill_attention
 from vsched_workers.backends.cpu.decoder_norms import Norm
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_quick, gelu_tanh
