@@ -68,7 +68,7 @@ STEP_BYTES = STEP_INPUTS // 2 * PAIR_BYTES
 TILE_ROWS = 16
 TILE_BYTES = TILE_ROWS * LINE
 BLOCK_ROWS_MIN, BLOCK_ROWS_MAX = 256, 1024
-_BLOCK_BYTES = 1 << 22
+_BLOCK_BYTES = 1 << 23
 """Bytes of what is multiplied and what comes of it, for as many rows as are worth multiplying at once."""
 OWN_ROWS_MAX = TILE_ROWS
 """Most rows that every thread lays out for itself: to wait for one another would take longer."""
