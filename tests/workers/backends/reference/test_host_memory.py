@@ -209,3 +209,22 @@ def test_huge_pages_hold_pieces_behind_one_another_and_little_is_left_over() -> 
     del taken, pages, piece
     gc.collect()
     assert (kept == 3).all(), "a mapping stays as long as a piece of it"
+
+
+def test_a_mapping_of_huge_pages_goes_back_with_its_last_piece() -> None:
+    """What is left of it holds nothing: a model that is dropped would stay resident."""
+    pages, memory = HugePages(), HostMemory()
+    before = memory.allocated()
+    pieces = [pages.take(size) for size in ((96 << 20) - 50_000, 10_000)]
+    for piece in pieces:
+        piece.fill(1)
+    assert pages.mapped == 96 << 20, "the second lies behind the first"
+    assert memory.allocated() - before > 90 << 20
+    del pieces[0]
+    assert pieces[0].all()
+    assert memory.allocated() - before > 90 << 20
+    del pieces, piece
+    gc.collect()
+    assert memory.allocated() - before < 32 << 20
+    assert not pages.take(10_000).any(), "a new one"
+    assert pages.mapped > 96 << 20

@@ -26,14 +26,9 @@ class BlockSizes(NamedTuple):
     custom: int
 
     @classmethod
-    def of(cls, *modules: nn.Module) -> BlockSizes:
-        """Return what is best for the linear layers below modules."""
-        packed = [
-            each.packed
-            for module in modules
-            for each in module.modules()
-            if isinstance(each, PackedLinear)
-        ]
+    def of(cls, module: nn.Module) -> BlockSizes:
+        """Return what is best for the linear layers below a module."""
+        packed = [each.packed for each in module.modules() if isinstance(each, PackedLinear)]
         return cls(
             min((weight.block_rows for weight in packed), default=FEW_ROWS[-1]),
             min((weight.custom_rows_max for weight in packed), default=0),

@@ -6,10 +6,12 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +37,11 @@ MAPPED_BYTES_MIN = 64 << 10
 
 _HUGE_PAGE = 2 << 20
 _LINE = 64
+"""Bytes of a line of the cache, at which each piece of weights begins."""
 _SPARE_SHARE, _SPARE_BYTES_MAX = 8, 64 << 20
+"""A new mapping is at most this share of all before it, and at most so many bytes, larger than the piece it is for."""
 _REST_BYTES_MIN = 4 << 10
+"""The least that is kept for another piece."""
 
 _M_MMAP_THRESHOLD = -3
 """The number of this option in `malloc.h`."""
@@ -192,30 +197,50 @@ class HugePages:
     5 % less time. Where the host gives none, or a mapping does not begin at one, pages are small.
 
     Attributes:
-        mapped: Bytes of all mappings. Those that no piece was given of are untouched.
+        mapped: Bytes of all mappings that were made. Those that no piece was given of are untouched.
     """
 
     def __init__(self) -> None:
         self.mapped = 0
-        self._rests: list[npt.NDArray[np.uint8]] = []
+        self._rests: list[_MappingRest] = []
         self._lock = threading.Lock()
 
     def take(self, size: int) -> npt.NDArray[np.uint8]:
         """Return `size` bytes that read as zeros and begin at a line of the cache."""
         whole = -(-size // _LINE) * _LINE
         with self._lock:
-            at = next((at for at, rest in enumerate(self._rests) if len(rest) >= whole), None)
-            room = self._map(whole) if at is None else self._rests.pop(at)
-            if len(room) - whole >= _REST_BYTES_MIN:
-                self._rests.append(room[whole:])
-        return room[:size]
+            mapped, start, stop = self._room(whole)
+            if stop - start - whole >= _REST_BYTES_MIN:
+                self._rests.append(_MappingRest(weakref.ref(mapped), start + whole, stop))
+            return np.frombuffer(mapped, dtype=np.uint8, count=size, offset=start)
 
-    def _map(self, whole: int) -> npt.NDArray[np.uint8]:
-        """Return a new mapping: of some pieces of this size, as many as are a small share of what there is."""
+    def _room(self, whole: int) -> tuple[mmap.mmap, int, int]:
+        """Return what is left of a mapping that has room for so many bytes, or a new one."""
+        self._rests = [rest for rest in self._rests if rest.of() is not None]
+        for at, (of, start, stop) in enumerate(self._rests):
+            mapped = of()
+            if mapped is not None and stop - start >= whole:
+                del self._rests[at]
+                return mapped, start, stop
+        # Of some pieces of this size, as many as are a small share of what there is.
         count = max(min(self.mapped // _SPARE_SHARE, _SPARE_BYTES_MAX) // whole, 1)
         wanted = -(-count * whole // _HUGE_PAGE) * _HUGE_PAGE
         self.mapped += wanted
-        return zeroed_pages(wanted, touch=False)
+        return _map_huge(wanted), 0, wanted
+
+
+class _MappingRest(NamedTuple):
+    """What is left of a mapping, which only its pieces hold."""
+
+    of: weakref.ref[mmap.mmap]
+    start: int
+    stop: int
+
+
+def _map_huge(size: int) -> mmap.mmap:
+    mapped = map_private(size)
+    mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
 
 
 def zeroed_pages(size: int, *, touch: bool) -> npt.NDArray[np.uint8]:
@@ -225,9 +250,7 @@ def zeroed_pages(size: int, *, touch: bool) -> npt.NDArray[np.uint8]:
     first to find that there are none. The memory is a mapping of its own, so that it goes back to the host with its
     last user, of huge pages: walking a block table over small ones costs three times as much.
     """
-    mapped = map_private(size)
-    mapped.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(mapped, dtype=np.uint8)
+    array = np.frombuffer(_map_huge(size), dtype=np.uint8)
     if touch:
         _touch(array)
     return array

@@ -18,9 +18,7 @@ from vsched_workers.backends.cpu.quantized.widened import ROWS_MIN
 from vsched_workers.backends.cpu.tiles.kernel import (
     HALF,
     OWN_ROWS_MAX,
-    PAIR_BYTES,
     STEP_INPUTS,
-    TILE_BYTES,
     TILE_ROWS,
     halves_together,
     has_tiles,
@@ -86,11 +84,7 @@ def test_any_number_of_rows_is_multiplied_and_each_has_the_same_bits(
 def test_rows_that_do_not_fit_into_the_cache_are_multiplied_with_several_halves(kind: str) -> None:
     """The last ones are fewer, and the last of all has an end."""
     outputs, inputs, count = 312, 2080 if kind == "int4 32" else 2090, 300
-    steps = -(-inputs // STEP_INPUTS)
-    together = halves_together(
-        inputs // 2 * PAIR_BYTES, -(-count // TILE_ROWS) * steps * TILE_BYTES
-    )
-    assert 2 <= together < -(-outputs // HALF)
+    assert 2 <= halves_together(count, inputs) < -(-outputs // HALF)
     rows = drawn(count, inputs).bfloat16()
     if kind == "bfloat16":
         weight = drawn(outputs, inputs, seed=1).bfloat16()

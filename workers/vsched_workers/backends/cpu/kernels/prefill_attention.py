@@ -188,6 +188,23 @@ def _pack_values(
         column += vectors * LANES
 
 
+# As a call it would be told all that is given, for each pair of keys: 5 % of what short sequences take.
+@compiled(inline="always")
+def two_keys(given: PrefillArguments, start: int, index: int, padding_at: int) -> Any:
+    """Return where a key lies and the one behind it, and their values; what is behind the last of all is padding.
+
+    `start` is where the keys of the sequence lie, counted from those of all.
+    """
+    first_key = second_key = first_value = second_value = padding_at
+    if index < len(given.slots):
+        offset = start + given.slots[index] * given.slot_bytes
+        first_key, first_value = given.keys_at + offset, given.values_at + offset
+    if index + 1 < len(given.slots):
+        offset = start + given.slots[index + 1] * given.slot_bytes
+        second_key, second_value = given.keys_at + offset, given.values_at + offset
+    return first_key, second_key, first_value, second_value
+
+
 @compiled()
 def _pack_panel(given: PrefillArguments, task: int) -> None:
     """Pack the keys of one panel and their values, with zeros behind the last of all."""
@@ -198,13 +215,9 @@ def _pack_panel(given: PrefillArguments, task: int) -> None:
     packed_at = given.packed_at + which * 2 * given.padded_keys * size
     padding = np.zeros(given.head_dim, dtype=np.uint16)
     for index in range(panel * PANEL, (panel + 1) * PANEL, 2):
-        first_key = second_key = first_value = second_value = padding.ctypes.data
-        if index < len(given.slots):
-            offset = start + given.slots[index] * given.slot_bytes
-            first_key, first_value = given.keys_at + offset, given.values_at + offset
-        if index + 1 < len(given.slots):
-            offset = start + given.slots[index + 1] * given.slot_bytes
-            second_key, second_value = given.keys_at + offset, given.values_at + offset
+        first_key, second_key, first_value, second_value = two_keys(
+            given, start, index, padding.ctypes.data
+        )
         column_at = packed_at + panel * PANEL * size + index % PANEL * 4
         _pack_keys(first_key, second_key, given.head_dim, column_at)
         values_at = packed_at + given.padded_keys * size
@@ -303,19 +316,39 @@ def _read_rows(rows_at: int, rows: int, head_dim: int, tag: Any) -> Any:
 
 
 @compiled()
+def block_of(given: PrefillArguments, task: int, block: int, panel: int) -> Any:
+    """Return which rows of which head a task of `block` rows is about, and what they see.
+
+    That is: the head; the first of its rows, of all sequences, and how many there are; the keys that the first one
+    sees, without those that are skipped, which none sees, whole panels of so many; the width of what all see, in whole
+    panels; and which of the packed keys.
+    """
+    blocks = (given.rows + block - 1) // block
+    which, first = task // blocks, task % blocks * block
+    head, sequence = which // given.sequences, which % given.sequences
+    start, rows = sequence * given.rows + first, min(block, given.rows - first)
+    seen = len(given.slots) - (given.rows - 1 - first) * given.causal
+    # No row of the block sees what lies before the first one's window.
+    skipped = (max(seen - given.window, 0) // panel * panel) if given.window else 0
+    seen -= skipped
+    width = (seen + (rows - 1) * given.causal + panel - 1) // panel * panel
+    packed = head // (given.heads // given.kv_heads) * given.sequences + sequence
+    return head, start, rows, seen, skipped, width, packed
+
+
+@compiled()
+def write_attended(out_at: int, summed: Any, total: Any) -> None:
+    """Write what a row makes of the values: their weighted sums by the sum of the weights, rounded."""
+    out, share = bf16_array(out_at, len(summed)), np.float32(1.0) / total
+    for index in range(len(summed)):
+        out[index] = narrow(summed[index] * share)
+
+
+@compiled()
 def _attend_block(given: PrefillArguments, task: int) -> None:
     """Attend for the rows of one block, which are of one head and sequence."""
     head_dim, size = given.head_dim, 2 * given.head_dim
-    blocks = (given.rows + BLOCK - 1) // BLOCK
-    which, first = task // blocks, task % blocks * BLOCK
-    head, sequence = which // given.sequences, which % given.sequences
-    start, rows = sequence * given.rows + first, min(BLOCK, given.rows - first)
-    seen = len(given.slots) - (given.rows - 1 - first) * given.causal
-    # No row of the block sees what lies before the first one's window.
-    skipped = (max(seen - given.window, 0) // PANEL * PANEL) if given.window else 0
-    seen -= skipped
-    width = (seen + (rows - 1) * given.causal + PANEL - 1) // PANEL * PANEL
-    packed = head // (given.heads // given.kv_heads) * given.sequences + sequence
+    head, start, rows, seen, skipped, width, packed = block_of(given, task, BLOCK, PANEL)
     keys_at = given.packed_at + packed * 2 * given.padded_keys * size
     query_at = given.query_at + head * given.query_head_bytes + start * size
     queries = _read_rows(query_at, rows, head_dim, given.tag)
@@ -336,10 +369,8 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
     values_at = keys_at + given.padded_keys * size
     _combine(scores, skipped, width, values_at, given.padded_keys, summed)
     for row in range(rows):
-        out = bf16_array(given.out_at + ((start + row) * given.heads + head) * size, head_dim)
-        of_row, share = summed[row], np.float32(1.0) / totals[row]
-        for index in range(head_dim):
-            out[index] = narrow(of_row[index] * share)
+        out_at = given.out_at + ((start + row) * given.heads + head) * size
+        write_attended(out_at, summed[row], totals[row])
 
 
 @threaded

@@ -49,14 +49,15 @@ from vsched_workers.backends.cpu.quantized.kernel import (
     scale_vector,
 )
 from vsched_workers.backends.cpu.tiles.kernel import (
+    AHEAD_BYTES,
     PAIR_BYTES,
     STEP_BYTES,
     STEP_INPUTS,
     SUMS_BYTES,
-    TILE_BYTES,
     TILE_ROWS,
     configure_tiles,
     halves_together,
+    laid_out_bytes,
     lay_out_row,
     multiply_halves,
     next_line,
@@ -65,8 +66,6 @@ from vsched_workers.backends.cpu.tiles.kernel import (
 
 ROWS_MIN = TILE_ROWS + 1
 """Fewest rows that weights are widened for: more than a tile of rows."""
-_AHEAD = 4096
-"""Bytes that weights are fetched ahead of their use."""
 _VECTORS = PANEL // LANES
 
 
@@ -125,7 +124,7 @@ class _Widening:
         at = writer.advance(weight_at, loop.index, reader.unrolled * bytes_each)
         target = writer.advance(out[0], loop.index, reader.unrolled // 2 * PAIR_BYTES)
         for line in range(0, reader.unrolled * bytes_each, LINE):
-            writer.prefetch(builder.add(at, ir.Constant(LONG, _AHEAD + line)), locality=2)
+            writer.prefetch(builder.add(at, ir.Constant(LONG, AHEAD_BYTES + line)), locality=2)
         for vector in vectors:
             values: list[Any] = []
             for begin in range(0, reader.unrolled, reader.read_together):
@@ -216,9 +215,7 @@ def _multiply_panels(
     group = inputs // blocks * together
     groups = (blocks + together - 1) // together
     half_bytes = (given + STEP_INPUTS - 1) // STEP_INPUTS * STEP_BYTES
-    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
-    row_bytes = tiles * (half_bytes // STEP_BYTES) * TILE_BYTES
-    panels = max(halves_together(half_bytes, row_bytes) // 2, 1)
+    panels = max(halves_together(rows, given) // 2, 1)
     sums = np.empty(SUMS_BYTES + LINE, dtype=np.uint8)
     widened = np.empty(panels * 2 * half_bytes + LINE, dtype=np.uint8)
     for half in range(2 * panels):
@@ -268,10 +265,7 @@ def multiply_widened(
 
     What it is given is what `integers.multiply_whole` is, but rows are bfloat16, and blocks may have any size.
     """
-    steps = (given + STEP_INPUTS - 1) // STEP_INPUTS
-    taken = np.empty(
-        (rows + TILE_ROWS - 1) // TILE_ROWS * steps * TILE_BYTES + LINE, dtype=np.uint8
-    )
+    taken = np.empty(laid_out_bytes(rows, given) + LINE, dtype=np.uint8)
     for row in numba.prange(rows):
         lay_out_row(rows_at + 2 * row * given, row, given, next_line(taken))
     panels = (outputs + PANEL - 1) // PANEL

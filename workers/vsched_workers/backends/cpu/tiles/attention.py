@@ -30,9 +30,12 @@ from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
 from vsched_workers.backends.cpu.kernels.prefill_attention import (
     PrefillArguments,
     bend,
+    block_of,
     copy_pair,
     interleave,
     no_arguments,
+    two_keys,
+    write_attended,
 )
 from vsched_workers.backends.cpu.kernels.simd import LANES, LINE
 from vsched_workers.backends.cpu.kernels.softmax import SCORE_MIN
@@ -51,6 +54,7 @@ from vsched_workers.backends.cpu.tiles.kernel import (
 )
 
 BLOCK = TOGETHER * TILE_ROWS
+"""Rows that are computed at once."""
 
 
 @compiled()
@@ -98,13 +102,9 @@ def _pack_half(given: PrefillArguments, task: int) -> None:
     half_at = keys_at + half * (of_all // halves)
     padding = np.zeros(head_dim, dtype=np.uint16)
     for pair in range(half * HALF // 2, (half + 1) * HALF // 2):
-        first_key = second_key = first_value = second_value = padding.ctypes.data
-        if 2 * pair < len(given.slots):
-            offset = start + given.slots[2 * pair] * given.slot_bytes
-            first_key, first_value = given.keys_at + offset, given.values_at + offset
-        if 2 * pair + 1 < len(given.slots):
-            offset = start + given.slots[2 * pair + 1] * given.slot_bytes
-            second_key, second_value = given.keys_at + offset, given.values_at + offset
+        first_key, second_key, first_value, second_value = two_keys(
+            given, start, 2 * pair, padding.ctypes.data
+        )
         column_at = half_at + 2 * pair % HALF * 4
         _pack_key(first_key, head_dim, column_at)
         _pack_key(second_key, head_dim, column_at + 4)
@@ -148,23 +148,15 @@ def _softmax(
 def _attend_block(given: PrefillArguments, task: int) -> None:
     """Attend for the rows of one block, which are of one head and sequence."""
     head_dim, size = given.head_dim, 2 * given.head_dim
-    blocks = (given.rows + BLOCK - 1) // BLOCK
-    which, first = task // blocks, task % blocks * BLOCK
-    head, sequence = which // given.sequences, which % given.sequences
-    start, rows = sequence * given.rows + first, min(BLOCK, given.rows - first)
-    seen = len(given.slots) - (given.rows - 1 - first) * given.causal
-    # No row of the block sees what lies before the first one's window.
-    skipped = (max(seen - given.window, 0) // HALF * HALF) if given.window else 0
-    seen -= skipped
-    steps = (seen + (rows - 1) * given.causal + HALF - 1) // HALF
-    packed = head // (given.heads // given.kv_heads) * given.sequences + sequence
+    head, start, rows, seen, skipped, width, packed = block_of(given, task, BLOCK, HALF)
+    steps = width // HALF
     inputs, tiles = padded_head(head_dim), (rows + TILE_ROWS - 1) // TILE_ROWS
     of_all = 2 * given.padded_keys * inputs
     keys_at = given.packed_at + packed * 2 * of_all
     values_at = keys_at + of_all
     query_bytes = inputs // STEP_INPUTS * TILE_BYTES
     # A vector apart, or the rows of a tile would lie where the cache has few places for them.
-    score_values, sum_values = steps * HALF + LANES, inputs + LANES
+    score_values, sum_values = width + LANES, inputs + LANES
     room = np.empty(
         LINE
         + TOGETHER * (query_bytes + steps * TILE_BYTES)
@@ -187,11 +179,11 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
         )  # fmt: skip
     totals = np.empty(rows, dtype=np.float32)
     for row in range(rows):
-        scores = float32_array(scores_at + row * 4 * score_values, steps * HALF)
+        scores = float32_array(scores_at + row * 4 * score_values, width)
         factor = given.factor
         if given.softcap > np.float32(0.0):
             factor = np.float32(1.0)
-            bend(scores, steps * HALF, given.factor, given.softcap)
+            bend(scores, width, given.factor, given.softcap)
         stop = seen + row * given.causal
         unseen = max(stop - given.window, 0) if given.window else 0
         totals[row] = _softmax(scores, unseen, stop, factor, row, steps, weights_at)
@@ -203,11 +195,9 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
         )  # fmt: skip
     release_tiles()
     for row in range(rows):
-        out = bf16_array(given.out_at + ((start + row) * given.heads + head) * size, head_dim)
-        of_row = float32_array(sums_at + row * 4 * sum_values, head_dim)
-        share = np.float32(1.0) / totals[row]
-        for index in range(head_dim):
-            out[index] = narrow(of_row[index] * share)
+        summed = float32_array(sums_at + row * 4 * sum_values, head_dim)
+        out_at = given.out_at + ((start + row) * given.heads + head) * size
+        write_attended(out_at, summed, totals[row])
     room[0] = np.uint8(0)  # its address is used above: it must live until here
 
 

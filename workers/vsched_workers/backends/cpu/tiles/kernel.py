@@ -74,7 +74,7 @@ OWN_ROWS_MAX = TILE_ROWS
 """Most rows that every thread lays out for itself: to wait for one another would take longer."""
 TOGETHER = 2
 """Tiles of rows that are multiplied together."""
-_AHEAD_BYTES = 1 << 12
+AHEAD_BYTES = 1 << 12
 """Bytes that weights are fetched ahead of their use."""
 SUM_BYTES = 4 * HALF
 """Bytes of a row's sums with half a panel."""
@@ -210,7 +210,7 @@ def multiply_tiles(
     writer = _TileWriter(builder)
     number = builder.add(builder.mul(row_tiles, ir.Constant(LONG, 2)), fetches)
     for case in cases(builder, number, range(2, 2 * TOGETHER + 2)):
-        count, ahead = case // 2, _AHEAD_BYTES if case % 2 else 0
+        count, ahead = case // 2, AHEAD_BYTES if case % 2 else 0
         tiles = [2 * row + vector for row in range(count) for vector in (0, 1)]
         for tile in tiles:
             writer.tiles("tilezero", [tile])
@@ -276,6 +276,21 @@ def lay_out_row(row_at: int, row: int, inputs: int, tiles_at: int) -> None:
 
 
 @compiled()
+def laid_out_bytes(rows: int, inputs: int) -> int:
+    """Return the bytes of rows of so many inputs that are laid out as tiles."""
+    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    return tiles * ((inputs + STEP_INPUTS - 1) // STEP_INPUTS) * TILE_BYTES
+
+
+@compiled()
+def _copy(from_at: int, to_at: int, count: int) -> None:
+    """Copy so many values of bfloat16."""
+    source, target = bf16_array(from_at, count), bf16_array(to_at, count)
+    for index in range(count):
+        target[index] = source[index]
+
+
+@compiled()
 def _write_tiles(
     bias_tag: Any,
     row: int,
@@ -301,10 +316,7 @@ def _write_tiles(
         )  # fmt: skip
         if ends:
             for each in range(count):
-                target = bf16_array(at + each * out_bytes, outputs - column)
-                source = bf16_array(part_at + each * 2 * HALF, outputs - column)
-                for place in range(len(target)):
-                    target[place] = source[place]
+                _copy(part_at + each * 2 * HALF, at + each * out_bytes, outputs - column)
         row += TILE_ROWS
 
 
@@ -367,9 +379,11 @@ SUMS_BYTES = TOGETHER * TILE_ROWS * SUM_BYTES + TILE_ROWS * 2 * HALF
 
 
 @compiled()
-def halves_together(half_bytes: int, row_bytes: int) -> int:
-    """Return how many halves of so many bytes rows, whose tiles take `row_bytes`, are multiplied with at a time."""
-    return 1 if row_bytes <= _CACHE_BYTES else max(_CACHE_BYTES // half_bytes, 1)
+def halves_together(rows: int, inputs: int) -> int:
+    """Return how many halves of panels rows of so many inputs are multiplied with at a time."""
+    if laid_out_bytes(rows, inputs) <= _CACHE_BYTES:
+        return 1
+    return max(_CACHE_BYTES // (inputs // 2 * PAIR_BYTES), 1)
 
 
 @compiled()
@@ -387,9 +401,7 @@ def _multiply_panels(
 ) -> None:
     """Multiply all rows with the halves of panels `first` to `stop`."""
     half_bytes = pairs * PAIR_BYTES
-    steps = (2 * pairs + STEP_INPUTS - 1) // STEP_INPUTS
-    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
-    together = halves_together(half_bytes, tiles * steps * TILE_BYTES)
+    together = halves_together(rows, 2 * pairs)
     whole = 2 * pairs // STEP_INPUTS
     rest = pairs - whole * STEP_INPUTS // 2
     sums = np.empty(SUMS_BYTES + LINE, dtype=np.uint8)
@@ -398,11 +410,8 @@ def _multiply_panels(
         end = min(begin + together, stop)
         if rest:
             for half in range(begin, end):
-                source_at = weight_at + half * half_bytes + whole * STEP_BYTES
-                source = bf16_array(source_at, rest * 2 * HALF)
-                target = bf16_array(next_line(rests) + (half - begin) * STEP_BYTES, rest * 2 * HALF)
-                for index in range(len(target)):
-                    target[index] = source[index]
+                rest_at = weight_at + half * half_bytes + whole * STEP_BYTES
+                _copy(rest_at, next_line(rests) + (half - begin) * STEP_BYTES, rest * 2 * HALF)
         multiply_halves(
             tag, begin, end, rows, rows_at, 2 * pairs, weight_at + begin * half_bytes, half_bytes,
             next_line(rests) if rest else 0, outputs, bias_at, out_at, next_line(sums), 1,
@@ -425,8 +434,7 @@ def multiply_in_tiles(
 
     What it is given is what `gemm.multiply` is.
     """
-    steps = (2 * pairs + STEP_INPUTS - 1) // STEP_INPUTS
-    row_bytes = (rows + TILE_ROWS - 1) // TILE_ROWS * steps * TILE_BYTES + LINE
+    row_bytes = laid_out_bytes(rows, 2 * pairs) + LINE
     own = rows <= OWN_ROWS_MAX
     taken = np.empty((threads if own else 1, row_bytes), dtype=np.uint8)
     if not own:
