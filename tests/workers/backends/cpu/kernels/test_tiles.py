@@ -20,9 +20,11 @@ from vsched_workers.backends.cpu.tiles.kernel import (
     OWN_ROWS_MAX,
     STEP_INPUTS,
     TILE_ROWS,
-    halves_together,
+    half_sums_bytes,
     has_tiles,
     multiply_in_tiles,
+    steps_together,
+    sums_together,
 )
 from vsched_workers.backends.reference.packed_weights import PackedWeight
 from vsched_workers.memory.sparse_runs import sparsely
@@ -80,11 +82,15 @@ def test_any_number_of_rows_is_multiplied_and_each_has_the_same_bits(
             assert torch.equal(product(rows[100 - count :]), whole[100 - count :])
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int4 32"])
-def test_rows_that_do_not_fit_into_the_cache_are_multiplied_with_several_halves(kind: str) -> None:
-    """The last ones are fewer, and the last of all has an end."""
-    outputs, inputs, count = 312, 2080 if kind == "int4 32" else 2090, 300
-    assert 2 <= halves_together(count, inputs) < -(-outputs // HALF)
+@pytest.mark.parametrize("kind", ["bfloat16", "int4 32", "int8 48"])
+@pytest.mark.parametrize("count", [40, 300, 600])
+def test_rows_are_multiplied_part_by_part_of_many_inputs(kind: str, count: int) -> None:
+    """The last part is smaller, sums are kept of some halves at a time, and the last of all has an end."""
+    outputs, inputs = 1592, {"bfloat16": 2090, "int4 32": 2080, "int8 48": 2112}[kind]
+    assert steps_together(count, inputs) < inputs // STEP_INPUTS
+    assert steps_together(2 * TILE_ROWS, inputs) * STEP_INPUTS >= inputs
+    kept = sums_together(count, half_sums_bytes(count))
+    assert (kept < outputs // HALF) is (count > 40)
     rows = drawn(count, inputs).bfloat16()
     if kind == "bfloat16":
         weight = drawn(outputs, inputs, seed=1).bfloat16()
@@ -97,7 +103,8 @@ def test_rows_that_do_not_fit_into_the_cache_are_multiplied_with_several_halves(
     found = product(rows)
     within = 2e-3 * inputs**0.5
     assert torch.allclose(found.double(), wanted(rows, weight, None), atol=within, rtol=2**-7)
-    assert torch.equal(found[:100], product(rows[:100])), "100 rows fit"
+    few = 2 * TILE_ROWS
+    assert torch.equal(found[:few], product(rows[:few])), "these are multiplied as a whole"
 
 
 def test_rows_of_packed_weights_are_never_padded_nor_left_to_onednn() -> None:

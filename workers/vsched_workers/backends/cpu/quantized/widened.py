@@ -50,18 +50,23 @@ from vsched_workers.backends.cpu.quantized.kernel import (
 )
 from vsched_workers.backends.cpu.tiles.kernel import (
     AHEAD_BYTES,
+    HALF,
     PAIR_BYTES,
+    PASS_BYTES,
     STEP_BYTES,
     STEP_INPUTS,
-    SUMS_BYTES,
+    TILE_BYTES,
     TILE_ROWS,
     configure_tiles,
-    halves_together,
+    half_sums_bytes,
     laid_out_bytes,
     lay_out_row,
-    multiply_halves,
+    multiply_half,
     next_line,
     release_tiles,
+    steps_together,
+    sums_together,
+    turn_of,
 )
 
 ROWS_MIN = TILE_ROWS + 1
@@ -214,33 +219,39 @@ def _multiply_panels(
     inputs = panel_bytes // PANEL * _weights_of_a_byte(kind[0])
     group = inputs // blocks * together
     groups = (blocks + together - 1) // together
-    half_bytes = (given + STEP_INPUTS - 1) // STEP_INPUTS * STEP_BYTES
-    panels = max(halves_together(rows, given) // 2, 1)
-    sums = np.empty(SUMS_BYTES + LINE, dtype=np.uint8)
-    widened = np.empty(panels * 2 * half_bytes + LINE, dtype=np.uint8)
-    for half in range(2 * panels):
-        # What is behind the inputs in the last step is not written again.
-        rest_at = next_line(widened) + half * half_bytes + inputs // 2 * PAIR_BYTES
-        rest = bf16_array(rest_at, (half_bytes - inputs // 2 * PAIR_BYTES) // 2)
-        for index in range(len(rest)):
-            rest[index] = np.uint16(0)
-    for begin in range(first, stop, panels):
-        end = min(begin + panels, stop)
-        for panel in range(begin, end):
-            for index in range(groups):
-                start = index * group
-                grid = (groups * panel + index) * grid_bytes
-                _widen_group(
-                    kind[0], scale_kind[0], min(group, inputs - start),
-                    weight_at + panel * panel_bytes + start * (panel_bytes // inputs),
-                    scales_at + grid, offsets_at + grid if offsets_at else 0,
-                    next_line(widened) + (panel - begin) * 2 * half_bytes + start // 2 * PAIR_BYTES,
-                    half_bytes,
-                )  # fmt: skip
-        multiply_halves(
-            FLOAT32, 2 * begin, 2 * end, rows, rows_at, half_bytes // STEP_BYTES * STEP_INPUTS,
-            next_line(widened), half_bytes, 0, outputs, bias_at, out_at, next_line(sums), 0,
-        )  # fmt: skip
+    steps = (given + STEP_INPUTS - 1) // STEP_INPUTS
+    part = steps_together(rows, given)
+    parts = (steps + part - 1) // part
+    sums_bytes = half_sums_bytes(rows) if parts > 1 else 0
+    together = sums_together(rows, 2 * sums_bytes) if parts > 1 else max(stop - first, 1)
+    room = np.empty(max(2 * sums_bytes * together, PASS_BYTES) + LINE, dtype=np.uint8)
+    widened = np.empty(2 * part * STEP_BYTES + LINE, dtype=np.uint8)
+    half_bytes = part * STEP_BYTES
+    for turn in range((stop - first) * parts):
+        panel, index = turn_of(turn, first, stop, parts, together)
+        start, behind = index * part, min((index + 1) * part, steps)
+        at, until = start * STEP_INPUTS, min(behind * STEP_INPUTS, inputs)
+        to_at = next_line(widened)
+        while at < until:
+            count = min((at // group + 1) * group, until) - at
+            grid = (groups * panel + at // group) * grid_bytes
+            _widen_group(
+                kind[0], scale_kind[0], count,
+                weight_at + panel * panel_bytes + at * (panel_bytes // inputs),
+                scales_at + grid, offsets_at + grid if offsets_at else 0, to_at, half_bytes,
+            )  # fmt: skip
+            at += count
+            to_at += count // 2 * PAIR_BYTES
+        for half in (0, 1):
+            bf16_array(to_at + half * half_bytes, (behind * STEP_INPUTS - at) * HALF)[:] = (
+                np.uint16(0)
+            )
+            multiply_half(
+                FLOAT32, 2 * panel + half, rows, rows_at + start * TILE_BYTES, steps * TILE_BYTES,
+                behind - start, next_line(widened) + half * half_bytes, 0, outputs, bias_at, out_at,
+                next_line(room) + (2 * ((panel - first) % together) + half) * sums_bytes,
+                (start == 0, behind == steps), 0, 0,
+            )  # fmt: skip
 
 
 @threaded

@@ -175,7 +175,7 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
         multiply_tiles(
             tiles, inputs // STEP_INPUTS, query_at, query_bytes,
             keys_at + (skipped // HALF + half) * inputs // 2 * PAIR_BYTES, 0,
-            scores_at + half * HALF * 4, 4 * score_values, 0,
+            scores_at + half * HALF * 4, 4 * score_values, 0, 0, 0,
         )  # fmt: skip
     totals = np.empty(rows, dtype=np.float32)
     for row in range(rows):
@@ -191,7 +191,7 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
         multiply_tiles(
             tiles, steps, weights_at, steps * TILE_BYTES,
             values_at + (half * given.padded_keys + skipped) // 2 * PAIR_BYTES, 0,
-            sums_at + half * HALF * 4, 4 * sum_values, 0,
+            sums_at + half * HALF * 4, 4 * sum_values, 0, 0, 0,
         )  # fmt: skip
     release_tiles()
     for row in range(rows):

@@ -8,10 +8,15 @@ each tile that is loaded is multiplied twice.
 inputs lie together: [out / 32, in / 2, 32, 2]. Two tiles of weights lie side by side in it.
 Rows are laid out first, [rows / 16, in / 32, 16, 32]: a tile is a kilobyte of neighbouring lines, wherever rows lie.
 
-**Blocking.** All rows are multiplied with half a panel, 32 at a time. The first ones read it from memory, for which
-lines are fetched a little ahead of their use, some before each tile: so a processor reads a quarter more than where a
-whole panel is fetched ahead. The others find it in the second cache. Rows that do not fit into that are multiplied with
-several halves, so that rows are read again less often.
+**Blocking.** All rows are multiplied with half a panel, 32 at a time, and find it in the second cache but for the first
+ones. Of up to 32 rows these are all: they read it from memory, for which lines are fetched a little ahead of their use,
+some before each tile, so that a processor reads a quarter more than where a whole half is fetched ahead. More rows
+fetch the next half meanwhile, each 32 of them a part of it, so that reading takes no time of its own. Rows that do not
+fit into the second cache are multiplied part by part of their inputs: sums of a part are kept until the next one.
+
+**Awake.** A processor that has computed nothing in vectors for 0.7 µs takes 0.25 µs until it writes a tile, which is a
+fifth of the time of 32 rows and 1,024 inputs, as was seen on an Intel Xeon. So
+there is an addition among the products of tiles, of which nothing is used.
 
 Sums are float32: of each tile, those of the lower and those of the upper inputs of pairs, one by one, then both, then
 tile by tile. So a row's result has the same bits whatever rows are beside it. What is too small for float32's normal
@@ -36,7 +41,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array
@@ -56,6 +61,8 @@ from vsched_workers.backends.cpu.kernels.simd import (
 )
 
 logger = logging.getLogger(__name__)
+
+binding.initialize_native_asmparser()  # for `stay_awake`
 
 HALF = 2 * LANES
 """Outputs of half a panel."""
@@ -78,8 +85,16 @@ AHEAD_BYTES = 1 << 12
 """Bytes that weights are fetched ahead of their use."""
 SUM_BYTES = 4 * HALF
 """Bytes of a row's sums with half a panel."""
-_CACHE_BYTES = 1 << 20
-"""Bytes of the second cache that rows may take up; where they are more, weights do."""
+PASS_BYTES = TOGETHER * TILE_ROWS * SUM_BYTES
+"""Bytes of the sums of all rows that are multiplied together."""
+CACHE_BYTES = 1 << 20
+"""Bytes of the second cache that the inputs of rows take up that are multiplied one after the other."""
+_PART_STEPS = 64
+"""Most steps of inputs that several passes go over: the weights of the next ones are in the second cache as well."""
+_PARTS_BYTES = 1 << 20
+"""Bytes of sums that are kept from one part of the inputs to the next."""
+FETCHED_LINES = (2, 4, 8, 16, 32)
+"""How many lines of weights can be fetched with a step of two tiles of rows; the most are as many as it has."""
 _ROWS, _WEIGHTS = 4, 6
 """The first tiles of rows and of weights; those of sums begin at 0."""
 
@@ -116,27 +131,38 @@ class _TileWriter(InstructionWriter):
         function = module.globals.get(name) or ir.Function(module, declared, name)
         self.builder.call(function, arguments)
 
-    def load_tile(self, tile: int, at: Any, line_bytes: int) -> None:
+    def load_tile(self, tile: int, at: Any, line_bytes: Any) -> None:
         """Load a tile whose lines lie so many bytes apart."""
-        self.tiles("tileloadd64", [tile], self.pointer(at), ir.Constant(LONG, line_bytes))
+        if isinstance(line_bytes, int):
+            line_bytes = ir.Constant(LONG, line_bytes)
+        self.tiles("tileloadd64", [tile], self.pointer(at), line_bytes)
 
     def add_products(
-        self, count: int, rows_at: Any, row_tile_bytes: Any, weights_at: Any, ahead: int = 0
+        self,
+        count: int,
+        rows_at: Any,
+        row_tile_bytes: Any,
+        weights_at: Any,
+        fetched: Sequence[Any] = (),
     ) -> None:
         """Add the products of one or two tiles of rows and a step of half a panel to the sums.
 
-        As many lines as these weights have are fetched so many bytes behind them.
+        Lines at the addresses `fetched` are fetched into the second cache.
         """
         for row in range(count):
             self.load_tile(_ROWS + row, self.advance(rows_at, row_tile_bytes, row), LINE)
         for vector in (0, 1):
-            if ahead:
-                first = ahead + vector * STEP_BYTES // 2
-                for byte in range(first, first + STEP_BYTES // 2, LINE):
-                    self.prefetch(self.behind(weights_at, byte), locality=2)
+            for at in fetched[vector::2]:
+                self.prefetch(at, locality=2)
             self.load_tile(_WEIGHTS + vector, self.behind(weights_at, vector * LINE), PAIR_BYTES)
             for row in range(count):
                 self.tiles("tdpbf16ps", [2 * row + vector, _ROWS + row, _WEIGHTS + vector])
+
+    def stay_awake(self) -> None:
+        """Compute something in vectors, of which LLVM does not know that nothing comes of it."""
+        kind = ir.FunctionType(ir.VoidType(), [])
+        addition = "vaddps %zmm31, %zmm31, %zmm31"
+        self.builder.asm(kind, addition, "~{zmm31}", [], True)  # llvmlite names it otherwise
 
     def behind(self, at: Any, count: int) -> Any:
         """Return the address so many bytes behind another."""
@@ -189,7 +215,7 @@ def configure_tiles(rows: int) -> None:
     _configure(max(min(rows, TILE_ROWS), 1))
 
 
-@emits(numba.void, *[numba.intp] * 9)
+@emits(numba.void, *[numba.intp] * 11)
 def multiply_tiles(
     builder: Any,
     row_tiles: Any,
@@ -200,34 +226,51 @@ def multiply_tiles(
     rest_at: Any,
     sums_at: Any,
     sums_bytes: Any,
-    fetches: Any,
+    goes_on: Any,
+    lines: Any,
+    fetch_at: Any,
 ) -> None:
     """Multiply one or two tiles of rows with half a panel, and write the sums, float32, whose rows lie so far apart.
 
     A last step of fewer inputs has its weights at `rest_at`, filled up with zeros; 0 where there is none. With
-    `fetches`, 1 or 0, the half is fetched from memory, and behind its end what is next.
+    `goes_on`, 1 or 0, sums are added to what lies there. With each step so many lines are fetched, 0 or of
+    `FETCHED_LINES` (for one tile of rows the most of these), the first ones at `fetch_at`.
     """
     writer = _TileWriter(builder)
-    number = builder.add(builder.mul(row_tiles, ir.Constant(LONG, 2)), fetches)
-    for case in cases(builder, number, range(2, 2 * TOGETHER + 2)):
-        count, ahead = case // 2, AHEAD_BYTES if case % 2 else 0
+    most = 2 * FETCHED_LINES[-1]
+    number = builder.add(builder.mul(row_tiles, ir.Constant(LONG, most)), lines)
+    known = [(1, 0), (1, FETCHED_LINES[-1]), (2, 0), *((2, each) for each in FETCHED_LINES)]
+    for case in cases(builder, number, [count * most + each for count, each in known]):
+        count, fetched = divmod(case, most)
         tiles = [2 * row + vector for row in range(count) for vector in (0, 1)]
-        for tile in tiles:
-            writer.tiles("tilezero", [tile])
+        places = [
+            writer.behind(
+                writer.advance(sums_at, sums_bytes, tile // 2 * TILE_ROWS), tile % 2 * LINE
+            )
+            for tile in tiles
+        ]
+        with builder.if_else(builder.icmp_signed("!=", goes_on, ir.Constant(LONG, 0))) as both:
+            goes, begins = both
+            with goes:
+                for tile, place in zip(tiles, places, strict=True):
+                    writer.load_tile(tile, place, sums_bytes)
+            with begins:
+                for tile in tiles:
+                    writer.tiles("tilezero", [tile])
         with builder.if_then(builder.icmp_signed(">", steps, ir.Constant(LONG, 0))):
             loop = Loop(builder, [])
             at = writer.advance(rows_at, loop.index, TILE_BYTES)
             weights_at = writer.advance(half_at, loop.index, STEP_BYTES)
+            first = writer.advance(fetch_at, loop.index, fetched * LINE)
+            ahead = [writer.behind(first, line * LINE) for line in range(fetched)]
             writer.add_products(count, at, row_tile_bytes, weights_at, ahead)
+            writer.stay_awake()
             loop.end([], steps)
         with builder.if_then(builder.icmp_signed("!=", rest_at, ir.Constant(LONG, 0))):
             at = writer.advance(rows_at, steps, TILE_BYTES)
             writer.add_products(count, at, row_tile_bytes, rest_at)
-        for tile in tiles:
-            place = ir.Constant(LONG, tile % 2 * LINE)
-            at = writer.advance(sums_at, sums_bytes, tile // 2 * TILE_ROWS)
-            at = writer.pointer(builder.add(at, place))
-            writer.tiles("tilestored64", [tile], at, sums_bytes)
+        for tile, place in zip(tiles, places, strict=True):
+            writer.tiles("tilestored64", [tile], writer.pointer(place), sums_bytes)
 
 
 @emits(numba.void, None, *[numba.intp] * 5)
@@ -302,92 +345,125 @@ def _write_tiles(
     out_at: int,
 ) -> None:
     """Write the sums of up to `TOGETHER` tiles of rows, from a row on, as outputs from a column on."""
-    part_at, out_bytes = sums_at + TOGETHER * TILE_ROWS * SUM_BYTES, 2 * outputs
-    ends = column + HALF > outputs
-    for index in range(TOGETHER):
-        count = min(TILE_ROWS, rows - row)
-        if count <= 0:
-            break
-        at = out_at + row * out_bytes + 2 * column
-        _write_rows(
-            bias_tag[0], count, sums_at + index * TILE_ROWS * SUM_BYTES,
-            bias_at + column * bias_tag.itemsize, part_at if ends else at,
-            2 * HALF if ends else out_bytes,
-        )  # fmt: skip
-        if ends:
-            for each in range(count):
-                _copy(part_at + each * 2 * HALF, at + each * out_bytes, outputs - column)
-        row += TILE_ROWS
+    count = min(TOGETHER * TILE_ROWS, rows - row)
+    at = out_at + (row * outputs + column) * 2
+    column_bias_at = bias_at + column * bias_tag.itemsize
+    if column + HALF <= outputs:
+        _write_rows(bias_tag[0], count, sums_at, column_bias_at, at, 2 * outputs)
+        return
+    # A row is read before it is written to the same place.
+    _write_rows(bias_tag[0], count, sums_at, column_bias_at, sums_at, SUM_BYTES)
+    for each in range(count):
+        _copy(sums_at + each * SUM_BYTES, at + each * 2 * outputs, outputs - column)
 
 
 @compiled()
-def multiply_halves(
+def _fetched_lines(calls: int) -> int:
+    """Return how many lines a step fetches where so many calls of `multiply_tiles` fetch as much as one multiplies."""
+    for lines in FETCHED_LINES:
+        if lines * calls >= FETCHED_LINES[-1]:
+            return lines
+    return FETCHED_LINES[-1]
+
+
+@compiled()
+def multiply_half(
     bias_tag: Any,
-    first: int,
-    stop: int,
+    half: int,
     rows: int,
     rows_at: int,
-    inputs: int,
-    weights_at: int,
-    half_bytes: int,
-    rests_at: int,
+    tile_bytes: int,
+    steps: int,
+    half_at: int,
+    rest_at: int,
     outputs: int,
     bias_at: int,
     out_at: int,
     sums_at: int,
+    part: Any,
     fetches: int,
+    next_at: int,
 ) -> None:
-    """Multiply all rows, which are laid out, with the halves of panels `first` to `stop`.
+    """Multiply all rows, which are laid out, or a part of their inputs, with half a panel.
 
     Args:
         bias_tag: The dtype tag of the bias, which is padded to whole panels.
-        first: A half: its outputs begin at 32 times that.
-        stop: The half behind the last one.
+        half: Its number: its outputs begin at 32 times that.
         rows: Rows.
-        rows_at: Where they are laid out.
-        inputs: Inputs of a row.
-        weights_at: Where the first half lies.
-        half_bytes: Bytes from one half to the next.
-        rests_at: Where the last inputs of each half lie, filled up to a step; 0 where there are whole steps only.
+        rows_at: Where these inputs of the first row are laid out.
+        tile_bytes: Bytes from 16 rows to the next ones.
+        steps: Whole steps of inputs.
+        half_at: Where their weights lie.
+        rest_at: Where the weights of inputs that are no whole step lie, filled up to one; 0 where there are none.
         outputs: Outputs of the weight, those of a row of the result.
         bias_at: Where the bias lies, of all outputs.
         out_at: Where the result lies.
-        sums_at: Room for four tiles of sums, and a tile's rows of half a panel (`SUMS_BYTES`).
-        fetches: 1 to fetch the weights from memory, 0 where they are in a cache.
+        sums_at: Room for the sums of a pass, or where there are several parts of all (`half_sums_bytes`).
+        part: Whether it is the first part of the inputs, and whether it is the last one.
+        fetches: 1 to fetch these weights from memory, 0 where they are in a cache.
+        next_at: Weights that are as many, and fetched for later; 0 for none.
     """
-    steps, whole = (inputs + STEP_INPUTS - 1) // STEP_INPUTS, inputs // STEP_INPUTS
+    first, last = part
     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
-    tile_bytes = steps * TILE_BYTES
-    for tile in range(0, tiles, TOGETHER):
-        for half in range(first, stop):
-            column = half * HALF
-            if column >= outputs:
-                break
-            half_at = weights_at + (half - first) * half_bytes
-            rest_at = rests_at + (half - first) * STEP_BYTES if rests_at else 0
-            multiply_tiles(
-                min(TOGETHER, tiles - tile), whole, rows_at + tile * tile_bytes, tile_bytes, half_at,
-                rest_at, sums_at, SUM_BYTES, fetches if tile == 0 else 0,
-            )  # fmt: skip
-            _write_tiles(
-                bias_tag, tile * TILE_ROWS, rows, column, outputs, sums_at, bias_at, out_at
-            )
-
-
-SUMS_BYTES = TOGETHER * TILE_ROWS * SUM_BYTES + TILE_ROWS * 2 * HALF
-"""Bytes of the room that `multiply_halves` needs."""
-
-
-@compiled()
-def halves_together(rows: int, inputs: int) -> int:
-    """Return how many halves of panels rows of so many inputs are multiplied with at a time."""
-    if laid_out_bytes(rows, inputs) <= _CACHE_BYTES:
-        return 1
-    return max(_CACHE_BYTES // (inputs // 2 * PAIR_BYTES), 1)
+    passes = (tiles + TOGETHER - 1) // TOGETHER
+    later = _fetched_lines(passes - fetches)
+    for index in range(passes):
+        together = min(TOGETHER, tiles - TOGETHER * index)
+        lines, fetch_at = 0, next_at + (index - fetches) * later * steps * LINE
+        if fetches and not index:
+            lines, fetch_at = FETCHED_LINES[-1], half_at + AHEAD_BYTES
+        elif next_at and together == TOGETHER and fetch_at < next_at + steps * STEP_BYTES:
+            lines = later
+        at = sums_at if first and last else sums_at + index * PASS_BYTES
+        multiply_tiles(
+            together, steps, rows_at + TOGETHER * index * tile_bytes, tile_bytes, half_at, rest_at, at, SUM_BYTES,
+            0 if first else 1, lines, fetch_at,
+        )  # fmt: skip
+        if last:
+            row = TOGETHER * TILE_ROWS * index
+            _write_tiles(bias_tag, row, rows, half * HALF, outputs, at, bias_at, out_at)
 
 
 @compiled()
-def _multiply_panels(
+def half_sums_bytes(rows: int) -> int:
+    """Return the bytes of the sums of all rows with half a panel."""
+    together = TOGETHER * TILE_ROWS
+    passes = (rows + together - 1) // together
+    return passes * PASS_BYTES
+
+
+@compiled()
+def steps_together(rows: int, inputs: int) -> int:
+    """Return by how many steps of the inputs rows are multiplied at a time, which is a part of them or all."""
+    steps = (inputs + STEP_INPUTS - 1) // STEP_INPUTS
+    parts = max((laid_out_bytes(rows, inputs) + CACHE_BYTES - 1) // CACHE_BYTES, 1)
+    if rows > TOGETHER * TILE_ROWS:
+        parts = max(parts, (steps + _PART_STEPS - 1) // _PART_STEPS)
+    part: int = (steps + parts - 1) // parts
+    return part
+
+
+@compiled()
+def sums_together(rows: int, bytes_each: int) -> int:
+    """Return of how many pieces of a weight sums are kept from one part of the inputs to the next."""
+    return max(_PARTS_BYTES // bytes_each, 1)
+
+
+@compiled()
+def turn_of(turn: int, first: int, stop: int, parts: int, together: int) -> Any:
+    """Return a piece of a weight, of those from `first` to `stop`, and the part of the inputs that it is multiplied by.
+
+    Of `together` pieces each is multiplied by one part, then each by the next.
+    """
+    group = turn // (together * parts)
+    begin = first + group * together
+    size = min(together, stop - begin)
+    within = turn - group * together * parts
+    return begin + within % size, within // size
+
+
+@compiled()
+def multiply_panels(
     first: int,
     stop: int,
     tag: Any,
@@ -399,23 +475,38 @@ def _multiply_panels(
     bias_at: int,
     out_at: int,
 ) -> None:
-    """Multiply all rows with the halves of panels `first` to `stop`."""
+    """Multiply all rows, which are laid out, with the halves of panels `first` to `stop`."""
     half_bytes = pairs * PAIR_BYTES
-    together = halves_together(rows, 2 * pairs)
-    whole = 2 * pairs // STEP_INPUTS
-    rest = pairs - whole * STEP_INPUTS // 2
-    sums = np.empty(SUMS_BYTES + LINE, dtype=np.uint8)
-    rests = np.zeros(together * STEP_BYTES + LINE if rest else 1, dtype=np.uint8)
-    for begin in range(first, stop, together):
-        end = min(begin + together, stop)
-        if rest:
-            for half in range(begin, end):
-                rest_at = weight_at + half * half_bytes + whole * STEP_BYTES
-                _copy(rest_at, next_line(rests) + (half - begin) * STEP_BYTES, rest * 2 * HALF)
-        multiply_halves(
-            tag, begin, end, rows, rows_at, 2 * pairs, weight_at + begin * half_bytes, half_bytes,
-            next_line(rests) if rest else 0, outputs, bias_at, out_at, next_line(sums), 1,
+    steps, whole = (2 * pairs + STEP_INPUTS - 1) // STEP_INPUTS, 2 * pairs // STEP_INPUTS
+    part = steps_together(rows, 2 * pairs)
+    parts, turns = (steps + part - 1) // part, (stop - first) * ((steps + part - 1) // part)
+    sums_bytes = half_sums_bytes(rows) if parts > 1 else 0
+    together = sums_together(rows, sums_bytes) if parts > 1 else max(stop - first, 1)
+    room = np.empty(max(sums_bytes * together, PASS_BYTES) + LINE, dtype=np.uint8)
+    padded = np.zeros(STEP_BYTES + LINE, dtype=np.uint8)
+    for turn in range(turns):
+        half, index = turn_of(turn, first, stop, parts, together)
+        start, behind = index * part, min((index + 1) * part, steps)
+        at, rest_at, next_at = weight_at + half * half_bytes, 0, 0
+        if behind > whole:
+            rest_at = next_line(padded)
+            rest = pairs - whole * STEP_INPUTS // 2
+            _copy(at + whole * STEP_BYTES, rest_at, rest * 2 * HALF)
+        if turn + 1 < turns:
+            next_half, next_index = turn_of(turn + 1, first, stop, parts, together)
+            next_at = weight_at + next_half * half_bytes + next_index * part * STEP_BYTES
+        multiply_half(
+            tag, half, rows, rows_at + start * TILE_BYTES, steps * TILE_BYTES, min(behind, whole) - start,
+            at + start * STEP_BYTES, rest_at, outputs, bias_at, out_at,
+            next_line(room) + (half - first) % together * sums_bytes, (start == 0, behind == steps),
+            _fetches_itself(rows, turn), next_at,
         )  # fmt: skip
+
+
+@compiled()
+def _fetches_itself(rows: int, turn: int) -> int:
+    """Return 1 where weights are fetched while rows are multiplied by them, and not before."""
+    return 1 if turn == 0 or rows <= TOGETHER * TILE_ROWS else 0
 
 
 @threaded
@@ -447,7 +538,7 @@ def multiply_in_tiles(
             for row in range(rows):
                 lay_out_row(rows_at + row * pairs * 4, row, 2 * pairs, next_line(mine))
         configure_tiles(rows)
-        _multiply_panels(
+        multiply_panels(
             halves * thread // threads, halves * (thread + 1) // threads, tag, rows,
             next_line(mine), pairs, weight_at, outputs, bias_at, out_at,
         )  # fmt: skip
