@@ -276,15 +276,19 @@ def test_last_layer_attends_for_rows_that_are_asked_for(
     stage = stages("nano25", "auto", "bfloat16")
     generator: Any = stage.generator
     attended: dict[int, list[int]] = {}
-    kernels = generator._attention
-    kernel = kernels.prefill
+    kernels, ruled = generator._attention, generator._layers._prefill_by_rule
 
     def watch(query: torch.Tensor, *others: Any) -> torch.Tensor:
         attended.setdefault(others[2], []).append(query.shape[1])
-        rows: torch.Tensor = kernel(query, *others)
+        rows: torch.Tensor = kernels.prefill(query, *others)
         return rows
 
+    def watch_ruled(query: torch.Tensor, layer: int, *others: Any) -> None:
+        attended.setdefault(layer, []).append(query.shape[1])
+        ruled(query, layer, *others)
+
     monkeypatch.setattr(generator, "_attention", kernels._replace(prefill=watch))
+    monkeypatch.setattr(generator._layers, "_prefill_by_rule", watch_ruled)
     Driver(stage, chunk=9).run(mixed_questions()[:1])
     last = max(attended)
     assert last > 0

@@ -123,8 +123,8 @@ class _StepAttention:
 
     Attributes:
         parts: For each block its decode rows and its prefill rows.
-        rule: How scores of chunks become weights where a window is shorter than a context, or scores are bent; None
-            elsewhere.
+        rule: How scores of chunks become weights where a window is shorter than a context, or scores are bent, or all
+            layers have a kernel for that; None elsewhere.
         room: Where the heads of prefill rows are written, [heads + 2 * kv heads, rows, head dim].
         decode: The decode kernel, for one thread or all.
         decode_threads: Threads of it.
@@ -194,6 +194,7 @@ class FusedLanguage:
         self._gated = GATED[decoder.activation(model.config)]
         self._sizes = BlockSizes.of(model)
         self._whole_step: WholeStep | None = None
+        self._rules_all = False
         use_threads(threads)
         cached = kept_heads(kv_dtype, slots=1)
         self._kept = cached.dtype
@@ -207,7 +208,7 @@ class FusedLanguage:
             panel_attention.warm_up(threads=threads)
             return
         head_dim = self._layers[0].attention.head_dim
-        self._prefill_by_rule = choose_ruled_prefill(threads, head_dim)
+        self._prefill_by_rule, self._rules_all = choose_ruled_prefill(threads, head_dim)
         tag = score_tag(head_dim, USUAL_BLOCK, self._kept)
         decode_attention.warm_up(tag, cached, threads=threads)
         self._whole_step = self._make_whole_step(cached, tag)
@@ -324,7 +325,7 @@ class FusedLanguage:
         found = []
         for kind in self._kinds:
             cut = kind.window is not None and step.longest > kind.window
-            ruled = cut or self._score_bound is not None
+            ruled = cut or self._score_bound is not None or self._rules_all
             window = kind.window if cut else None
             prefilled = rows.count - step.decode_rows
             room = room_for(rows.hidden, written, prefilled, attention.head_dim)
@@ -410,18 +411,15 @@ class FusedLanguage:
         )
         for segment in segments:
             part = slice(segment.start - step.decode_rows, segment.stop - step.decode_rows)
-            of_chunk = queries[:, part], keys[:, part], values[:, part]
-            if given.rule is None:
-                attended = step.prefill(
-                    *of_chunk, attention.index, segment, step, attention.scaling
-                )
-            else:
-                attended = self._prefill_by_rule(
-                    of_chunk[0], attention.index, segment, step, given.rule
-                )
-            rows.attended[segment.start : segment.stop].view(
-                -1, attention.heads, attention.head_dim
-            ).copy_(attended.transpose(0, 1))
+            query, index = queries[:, part], attention.index
+            out = rows.attended[segment.start : segment.stop]
+            out = out.view(-1, attention.heads, attention.head_dim)
+            if given.rule is not None:
+                self._prefill_by_rule(query, index, segment, step, given.rule, out)
+                continue
+            of_chunk = query, keys[:, part], values[:, part]
+            attended = step.prefill(*of_chunk, index, segment, step, attention.scaling)
+            out.copy_(attended.transpose(0, 1))
 
     def _feed_forward(self, layer: _Layer, rows: StepRows, following: Norm) -> None:
         """Run the rest of a layer, from the attended rows to the norms that the following layer takes."""

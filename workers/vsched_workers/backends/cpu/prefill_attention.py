@@ -55,17 +55,27 @@ def prefill(
     """Attend for the rows of a chunk, whose keys and values are in the cache already, to all before and among them."""
     if not fits(query.shape[2]):
         return tiled_attention.prefill(query, key, value, layer, segment, step, scaling)
-    return prefill_by_rule(query, layer, segment, step, ScoreRule(scaling))
+    heads, rows, head_dim = query.shape
+    out = query.new_empty(rows, heads, head_dim)
+    prefill_by_rule(query, layer, segment, step, ScoreRule(scaling), out)
+    return out.transpose(0, 1)
 
 
 def prefill_by_rule(
-    query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
-) -> torch.Tensor:
-    """Attend as `prefill` by a rule without sinks, for heads that fit; what lies before all windows is not read."""
-    heads, rows, head_dim = query.shape
-    # What is left out must not be nonsense: tokens are drawn from what comes of the last row.
-    make = query.new_zeros if is_sparse() else query.new_empty
-    out = make(rows, heads, head_dim)
+    query: torch.Tensor,
+    layer: int,
+    segment: Segment,
+    step: PagedStep,
+    rule: ScoreRule,
+    out: torch.Tensor,
+) -> None:
+    """Attend as `prefill` by a rule without sinks, for heads that fit; what lies before all windows is not read.
+
+    `out` [rows, heads, head dim] is written.
+    """
+    if is_sparse():
+        # What is left out must not be nonsense: tokens are drawn from what comes of the last row.
+        out.zero_()
     kept, slots = step.cache.layers[layer], segment.slots()
     if rule.window is not None:
         slots = slots[max(segment.first + 1 - rule.window, 0) :]
@@ -75,7 +85,6 @@ def prefill_by_rule(
         slots = torch.arange(len(slots))
     keys, values = keys.transpose(0, 1), values.transpose(0, 1)
     _attend(query[:, None], keys, values, slots.numpy(), rule, out[None], causal=True)
-    return out.transpose(0, 1)
 
 
 def attend_patches(

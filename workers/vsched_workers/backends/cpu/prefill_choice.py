@@ -26,9 +26,10 @@ class RuledPrefillKernel(Protocol):
         segment: Segment,
         step: PagedStep,
         rule: ScoreRule,
+        out: torch.Tensor,
         /,
-    ) -> torch.Tensor:
-        """Return [heads, rows, head dim] for a query of the same shape."""
+    ) -> None:
+        """Write to `out` [rows, heads, head dim] for a query [heads, rows, head dim]."""
         ...
 
 
@@ -37,18 +38,25 @@ def choose_prefill(threads: int) -> PrefillKernel:
     return prefill_attention.prefill if _custom_pays(threads) else tiled_attention.prefill
 
 
-def choose_ruled_prefill(threads: int, head_dim: int) -> RuledPrefillKernel:
-    """Return the kernel for the chunks of prompts in layers with windows or bent scores, for heads of this size."""
+def choose_ruled_prefill(threads: int, head_dim: int) -> tuple[RuledPrefillKernel, bool]:
+    """Return the kernel for the chunks of prompts by a rule, for heads of this size.
+
+    And whether it is for all layers: otherwise for those with windows or bent scores.
+    """
     if _custom_pays(threads) and prefill_attention.fits(head_dim):
-        return prefill_attention.prefill_by_rule
-    return _prefill_by_torch
+        return prefill_attention.prefill_by_rule, True
+    return _prefill_by_torch, False
 
 
 def _prefill_by_torch(
-    query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
-) -> torch.Tensor:
-    kept = step.cache.layers[layer]
-    return prefill_by_rule(query, kept, segment.slots(), rule).transpose(0, 1)
+    query: torch.Tensor,
+    layer: int,
+    segment: Segment,
+    step: PagedStep,
+    rule: ScoreRule,
+    out: torch.Tensor,
+) -> None:
+    out.copy_(prefill_by_rule(query, step.cache.layers[layer], segment.slots(), rule))
 
 
 def choose_patches(

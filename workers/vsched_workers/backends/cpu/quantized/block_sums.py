@@ -63,12 +63,12 @@ def constant_vector(kind: Any, value: int) -> Any:
     return ir.Constant(kind, [value] * kind.count)
 
 
-def call_llvm(builder: Any, name: str, kind: Any, *given: Any) -> Any:
-    """Return the result of one of LLVM's functions."""
+def call_llvm(builder: Any, name: str, kind: Any, *given: Any, fast: bool = False) -> Any:
+    """Return the result of one of LLVM's functions; a `fast` one may add up in any order."""
     module = builder.module
     declared = ir.FunctionType(kind, [each.type for each in given])
     function = module.globals.get(name) or ir.Function(module, declared, name)
-    return builder.call(function, given)
+    return builder.call(function, given, fastmath=("fast",) if fast else ())
 
 
 def in_every_lane(builder: Any, value: Any, count: int) -> Any:

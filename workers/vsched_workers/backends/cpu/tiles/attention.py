@@ -20,13 +20,15 @@ it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, exp2, float32_array, larger, narrow
-from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
+from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
 from vsched_workers.backends.cpu.kernels.prefill_attention import (
     PrefillArguments,
     bend,
@@ -37,8 +39,19 @@ from vsched_workers.backends.cpu.kernels.prefill_attention import (
     two_keys,
     write_attended,
 )
-from vsched_workers.backends.cpu.kernels.simd import LANES, LINE
+from vsched_workers.backends.cpu.kernels.simd import (
+    BF16_PAIRS,
+    FLOATS,
+    LANES,
+    LINE,
+    LONG,
+    WORD,
+    ZEROS,
+    InstructionWriter,
+    Loop,
+)
 from vsched_workers.backends.cpu.kernels.softmax import SCORE_MIN
+from vsched_workers.backends.cpu.quantized.block_sums import call_llvm
 from vsched_workers.backends.cpu.tiles.kernel import (
     HALF,
     PAIR_BYTES,
@@ -114,6 +127,83 @@ def _pack_half(given: PrefillArguments, task: int) -> None:
 # --- attending ---
 
 
+class _SoftmaxWriter(InstructionWriter):
+    """Writes the softmax of a row whose scores begin at a line, in vectors of 16.
+
+    LLVM would do it in vectors of 8, and add up the weights of each step.
+    """
+
+    def larger(self, one: Any, other: Any) -> Any:
+        """Return the larger of each two."""
+        return self.builder.select(self.builder.fcmp_ordered(">", one, other), one, other)
+
+    def exp2(self, power: Any) -> Any:
+        """Return 2**x of x >= -126, as `bf16.exp2` does: 2**n * e**(f ln 2), n whole, |f| <= 1/2, by its series."""
+        builder = self.builder
+        whole = call_llvm(builder, f"llvm.rint.v{LANES}f32", FLOATS, power)
+        rest = builder.fsub(power, whole)
+        series = self.constant(math.log(2) ** 6 / math.factorial(6))
+        for term in range(5, -1, -1):
+            coefficient = self.constant(math.log(2) ** term / math.factorial(term))
+            series = self.multiply_add(coefficient, series, rest)
+        all_lanes, usual_rounding = ir.Constant(ir.IntType(LANES), -1), ir.Constant(WORD, 4)
+        name = "llvm.x86.avx512.mask.scalef.ps.512"
+        return call_llvm(builder, name, FLOATS, series, whole, ZEROS, all_lanes, usual_rounding)
+
+    def constant(self, value: float) -> Any:
+        """Return a vector with a number in every lane."""
+        return ir.Constant(FLOATS, [float(np.float32(value))] * LANES)
+
+
+@emits(numba.float32, numba.intp, numba.intp)
+def _highest(builder: Any, scores_at: Any, steps: Any) -> Any:
+    """Return the highest of so many steps of scores."""
+    writer = _SoftmaxWriter(builder)
+    loop = Loop(builder, [writer.constant(float(SCORE_MIN))] * 2)
+    at = writer.advance(scores_at, loop.index, 2 * LINE)
+    loaded = [
+        writer.load(builder.add(at, ir.Constant(LONG, each)), FLOATS, LINE) for each in (0, LINE)
+    ]
+    pairs = zip(loaded, loop.carried, strict=True)
+    loop.end(found := [writer.larger(*pair) for pair in pairs], steps)
+    return call_llvm(
+        builder,
+        f"llvm.vector.reduce.fmax.v{LANES}f32",
+        ir.FloatType(),
+        writer.larger(*found),
+        fast=True,
+    )
+
+
+@emits(numba.float32, numba.intp, numba.intp, numba.float32, numba.float32, numba.intp)
+def _weigh(
+    builder: Any, scores_at: Any, steps: Any, highest: Any, factor: Any, weights_at: Any
+) -> Any:
+    """Write the weights 2**(factor (s - highest)) of scores into tiles, 0 for `SCORE_MIN`; return their sum."""
+    writer = _SoftmaxWriter(builder)
+    top, factors = writer.broadcast(highest), writer.broadcast(factor)
+    loop = Loop(builder, [ZEROS] * 2)
+    at = writer.advance(scores_at, loop.index, 2 * LINE)
+    weights, sums = [], []
+    for place, total in zip((0, LINE), loop.carried, strict=True):
+        score = writer.load(builder.add(at, ir.Constant(LONG, place)), FLOATS, LINE)
+        power = builder.fmul(builder.fsub(score, top), factors)
+        # The least power is no zero, and what is not seen must not count at all.
+        weight = writer.exp2(writer.larger(power, writer.constant(-126.0)))
+        seen = builder.fcmp_ordered(">", score, writer.constant(float(SCORE_MIN)))
+        weights.append(builder.select(seen, weight, ZEROS))
+        sums.append(builder.fadd(total, weights[-1]))
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    both = call_llvm(builder, name, BF16_PAIRS, weights[1], weights[0])
+    writer.store(both, writer.advance(weights_at, loop.index, TILE_BYTES), LINE)
+    loop.end(sums, steps)
+    total = builder.fadd(*sums)
+    name = f"llvm.vector.reduce.fadd.v{LANES}f32"
+    return call_llvm(
+        builder, name, ir.FloatType(), ir.Constant(ir.FloatType(), 0.0), total, fast=True
+    )
+
+
 @compiled()
 def _softmax(
     scores: Any, unseen: int, seen: int, factor: Any, row: int, steps: int, weights_at: int
@@ -127,21 +217,9 @@ def _softmax(
         before[index] = SCORE_MIN
     for index in range(len(behind)):
         behind[index] = SCORE_MIN
-    highest = SCORE_MIN
-    for index in range(steps * STEP_INPUTS):
-        highest = larger(highest, scores[index])
-    total = np.float32(0.0)
+    scores_at = scores.ctypes.data
     at = weights_at + row // TILE_ROWS * steps * TILE_BYTES + row % TILE_ROWS * LINE
-    for step in range(steps):
-        of_step = scores[step * STEP_INPUTS : (step + 1) * STEP_INPUTS]
-        weights = bf16_array(at + step * TILE_BYTES, STEP_INPUTS)
-        for index in range(STEP_INPUTS):
-            weight = exp2((of_step[index] - highest) * factor)
-            # The least power is no zero, and what is not seen must not count at all.
-            weight = weight if of_step[index] > SCORE_MIN else np.float32(0.0)
-            weights[index] = narrow(weight)
-            total += weight
-    return total
+    return _weigh(scores_at, steps, _highest(scores_at, steps), factor, at)
 
 
 @compiled()
