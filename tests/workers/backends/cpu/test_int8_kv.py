@@ -55,7 +55,7 @@ def test_decode_over_int8_equals_attention_written_out(
 
 
 @pytest.mark.parametrize(
-    "attend", [prefill_by_gather, tiled_attention.prefill, choose_ruled_prefill(1, 16)]
+    "attend", [prefill_by_gather, tiled_attention.prefill, choose_ruled_prefill(1, 16)[0]]
 )
 @pytest.mark.parametrize(("first", "rows"), [(0, 9), (31, 6), (36, 1)])
 def test_prefill_over_int8_equals_that_over_the_dequantised_cache(
