@@ -20,11 +20,13 @@ from vsched_workers.backends.cpu.tiles.kernel import (
     OWN_ROWS_MAX,
     STEP_INPUTS,
     TILE_ROWS,
+    _fetched_lines,
     half_sums_bytes,
     has_tiles,
     multiply_in_tiles,
     steps_together,
     sums_together,
+    turn_of,
 )
 from vsched_workers.backends.reference.packed_weights import PackedWeight
 from vsched_workers.memory.sparse_runs import sparsely
@@ -89,7 +91,7 @@ def test_rows_are_multiplied_part_by_part_of_many_inputs(kind: str, count: int) 
     outputs, inputs = 1592, {"bfloat16": 2090, "int4 32": 2080, "int8 48": 2112}[kind]
     assert steps_together(count, inputs) < inputs // STEP_INPUTS
     assert steps_together(2 * TILE_ROWS, inputs) * STEP_INPUTS >= inputs
-    kept = sums_together(count, half_sums_bytes(count))
+    kept = sums_together(half_sums_bytes(count))
     assert (kept < outputs // HALF) is (count > 40)
     rows = drawn(count, inputs).bfloat16()
     if kind == "bfloat16":
@@ -105,6 +107,32 @@ def test_rows_are_multiplied_part_by_part_of_many_inputs(kind: str, count: int) 
     assert torch.allclose(found.double(), wanted(rows, weight, None), atol=within, rtol=2**-7)
     few = 2 * TILE_ROWS
     assert torch.equal(found[:few], product(rows[:few])), "these are multiplied as a whole"
+
+
+@pytest.mark.parametrize(("first", "stop"), [(0, 7), (3, 12), (5, 5)])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("together", [1, 3, 20])
+def test_each_part_of_each_piece_has_its_turn(
+    first: int, stop: int, parts: int, together: int
+) -> None:
+    """The parts of a piece come in order, and sums are kept of at most so many pieces at a time."""
+    count = (stop - first) * parts
+    turns = [turn_of(turn, first, stop, parts, together) for turn in range(count)]
+    assert sorted(turns) == [(piece, part) for piece in range(first, stop) for part in range(parts)]
+    begun: set[int] = set()
+    for piece, part in turns:
+        assert (piece in begun) is (part > 0)
+        begun.add(piece)
+        if part == parts - 1:
+            begun.remove(piece)
+        assert len(begun) <= together
+
+
+def test_passes_fetch_just_what_comes_next() -> None:
+    for passes in range(1, 40):
+        lines = _fetched_lines(passes)
+        assert lines * passes >= STEP_INPUTS
+        assert lines == 2 or lines // 2 * passes < STEP_INPUTS
 
 
 def test_rows_of_packed_weights_are_never_padded_nor_left_to_onednn() -> None:

@@ -23,7 +23,14 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 
-from vsched_workers.backends.cpu.kernels.simd import BYTE, LINE, LONG, WORD, InstructionWriter
+from vsched_workers.backends.cpu.kernels.simd import (
+    BYTE,
+    LINE,
+    LONG,
+    WORD,
+    InstructionWriter,
+    call_llvm,
+)
 from vsched_workers.backends.cpu.quantized.kernel import PANEL
 
 VECTORS = 4
@@ -61,14 +68,6 @@ def instructions() -> npt.NDArray[Any]:
 def constant_vector(kind: Any, value: int) -> Any:
     """Return a vector of this type with a constant in every lane."""
     return ir.Constant(kind, [value] * kind.count)
-
-
-def call_llvm(builder: Any, name: str, kind: Any, *given: Any, fast: bool = False) -> Any:
-    """Return the result of one of LLVM's functions; a `fast` one may add up in any order."""
-    module = builder.module
-    declared = ir.FunctionType(kind, [each.type for each in given])
-    function = module.globals.get(name) or ir.Function(module, declared, name)
-    return builder.call(function, given, fastmath=("fast",) if fast else ())
 
 
 def in_every_lane(builder: Any, value: Any, count: int) -> Any:

@@ -39,6 +39,7 @@ from vsched_workers.backends.cpu.kernels.simd import (
     WORD,
     InstructionWriter,
     Loop,
+    call_llvm,
     cases,
 )
 from vsched_workers.backends.cpu.quantized.block_sums import (
@@ -47,7 +48,6 @@ from vsched_workers.backends.cpu.quantized.block_sums import (
     ROW_BLOCK,
     VECTORS,
     BlockSums,
-    call_llvm,
     constant_vector,
     in_every_lane,
 )

@@ -39,9 +39,9 @@ from vsched_workers.backends.cpu.kernels.simd import (
     WORDS,
     InstructionWriter,
     Loop,
+    call_llvm,
     cases,
 )
-from vsched_workers.backends.cpu.quantized.block_sums import call_llvm
 from vsched_workers.backends.cpu.quantized.kernel import (
     INT4_CENTRE,
     PANEL,
@@ -223,7 +223,7 @@ def _multiply_panels(
     part = steps_together(rows, given)
     parts = (steps + part - 1) // part
     sums_bytes = half_sums_bytes(rows) if parts > 1 else 0
-    together = sums_together(rows, 2 * sums_bytes) if parts > 1 else max(stop - first, 1)
+    together = sums_together(2 * sums_bytes) if parts > 1 else max(stop - first, 1)
     room = np.empty(max(2 * sums_bytes * together, PASS_BYTES) + LINE, dtype=np.uint8)
     widened = np.empty(2 * part * STEP_BYTES + LINE, dtype=np.uint8)
     half_bytes = part * STEP_BYTES

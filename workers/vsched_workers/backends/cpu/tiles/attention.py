@@ -49,9 +49,9 @@ from vsched_workers.backends.cpu.kernels.simd import (
     ZEROS,
     InstructionWriter,
     Loop,
+    call_llvm,
 )
 from vsched_workers.backends.cpu.kernels.softmax import SCORE_MIN
-from vsched_workers.backends.cpu.quantized.block_sums import call_llvm
 from vsched_workers.backends.cpu.tiles.kernel import (
     HALF,
     PAIR_BYTES,

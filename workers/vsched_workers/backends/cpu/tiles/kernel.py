@@ -87,13 +87,13 @@ SUM_BYTES = 4 * HALF
 """Bytes of a row's sums with half a panel."""
 PASS_BYTES = TOGETHER * TILE_ROWS * SUM_BYTES
 """Bytes of the sums of all rows that are multiplied together."""
-CACHE_BYTES = 1 << 20
+_CACHE_BYTES = 1 << 20
 """Bytes of the second cache that the inputs of rows take up that are multiplied one after the other."""
 _PART_STEPS = 64
 """Most steps of inputs that several passes go over: the weights of the next ones are in the second cache as well."""
 _PARTS_BYTES = 1 << 20
 """Bytes of sums that are kept from one part of the inputs to the next."""
-FETCHED_LINES = (2, 4, 8, 16, 32)
+_FETCHED_LINES = (2, 4, 8, 16, 32)
 """How many lines of weights can be fetched with a step of two tiles of rows; the most are as many as it has."""
 _ROWS, _WEIGHTS = 4, 6
 """The first tiles of rows and of weights; those of sums begin at 0."""
@@ -234,12 +234,12 @@ def multiply_tiles(
 
     A last step of fewer inputs has its weights at `rest_at`, filled up with zeros; 0 where there is none. With
     `goes_on`, 1 or 0, sums are added to what lies there. With each step so many lines are fetched, 0 or of
-    `FETCHED_LINES` (for one tile of rows the most of these), the first ones at `fetch_at`.
+    `_FETCHED_LINES` (for one tile of rows the most of these), the first ones at `fetch_at`.
     """
     writer = _TileWriter(builder)
-    most = 2 * FETCHED_LINES[-1]
+    most = 2 * _FETCHED_LINES[-1]
     number = builder.add(builder.mul(row_tiles, ir.Constant(LONG, most)), lines)
-    known = [(1, 0), (1, FETCHED_LINES[-1]), (2, 0), *((2, each) for each in FETCHED_LINES)]
+    known = [(1, 0), (1, _FETCHED_LINES[-1]), (2, 0), *((2, each) for each in _FETCHED_LINES)]
     for case in cases(builder, number, [count * most + each for count, each in known]):
         count, fetched = divmod(case, most)
         tiles = [2 * row + vector for row in range(count) for vector in (0, 1)]
@@ -360,10 +360,10 @@ def _write_tiles(
 @compiled()
 def _fetched_lines(calls: int) -> int:
     """Return how many lines a step fetches where so many calls of `multiply_tiles` fetch as much as one multiplies."""
-    for lines in FETCHED_LINES:
-        if lines * calls >= FETCHED_LINES[-1]:
+    for lines in _FETCHED_LINES:
+        if lines * calls >= _FETCHED_LINES[-1]:
             return lines
-    return FETCHED_LINES[-1]
+    return _FETCHED_LINES[-1]
 
 
 @compiled()
@@ -411,7 +411,7 @@ def multiply_half(
         together = min(TOGETHER, tiles - TOGETHER * index)
         lines, fetch_at = 0, next_at + (index - fetches) * later * steps * LINE
         if fetches and not index:
-            lines, fetch_at = FETCHED_LINES[-1], half_at + AHEAD_BYTES
+            lines, fetch_at = _FETCHED_LINES[-1], half_at + AHEAD_BYTES
         elif next_at and together == TOGETHER and fetch_at < next_at + steps * STEP_BYTES:
             lines = later
         at = sums_at if first and last else sums_at + index * PASS_BYTES
@@ -436,7 +436,7 @@ def half_sums_bytes(rows: int) -> int:
 def steps_together(rows: int, inputs: int) -> int:
     """Return by how many steps of the inputs rows are multiplied at a time, which is a part of them or all."""
     steps = (inputs + STEP_INPUTS - 1) // STEP_INPUTS
-    parts = max((laid_out_bytes(rows, inputs) + CACHE_BYTES - 1) // CACHE_BYTES, 1)
+    parts = max((laid_out_bytes(rows, inputs) + _CACHE_BYTES - 1) // _CACHE_BYTES, 1)
     if rows > TOGETHER * TILE_ROWS:
         parts = max(parts, (steps + _PART_STEPS - 1) // _PART_STEPS)
     part: int = (steps + parts - 1) // parts
@@ -444,7 +444,7 @@ def steps_together(rows: int, inputs: int) -> int:
 
 
 @compiled()
-def sums_together(rows: int, bytes_each: int) -> int:
+def sums_together(bytes_each: int) -> int:
     """Return of how many pieces of a weight sums are kept from one part of the inputs to the next."""
     return max(_PARTS_BYTES // bytes_each, 1)
 
@@ -463,7 +463,7 @@ def turn_of(turn: int, first: int, stop: int, parts: int, together: int) -> Any:
 
 
 @compiled()
-def multiply_panels(
+def _multiply_panels(
     first: int,
     stop: int,
     tag: Any,
@@ -479,9 +479,10 @@ def multiply_panels(
     half_bytes = pairs * PAIR_BYTES
     steps, whole = (2 * pairs + STEP_INPUTS - 1) // STEP_INPUTS, 2 * pairs // STEP_INPUTS
     part = steps_together(rows, 2 * pairs)
-    parts, turns = (steps + part - 1) // part, (stop - first) * ((steps + part - 1) // part)
+    parts = (steps + part - 1) // part
+    turns = (stop - first) * parts
     sums_bytes = half_sums_bytes(rows) if parts > 1 else 0
-    together = sums_together(rows, sums_bytes) if parts > 1 else max(stop - first, 1)
+    together = sums_together(sums_bytes) if parts > 1 else max(stop - first, 1)
     room = np.empty(max(sums_bytes * together, PASS_BYTES) + LINE, dtype=np.uint8)
     padded = np.zeros(STEP_BYTES + LINE, dtype=np.uint8)
     for turn in range(turns):
@@ -499,14 +500,8 @@ def multiply_panels(
             tag, half, rows, rows_at + start * TILE_BYTES, steps * TILE_BYTES, min(behind, whole) - start,
             at + start * STEP_BYTES, rest_at, outputs, bias_at, out_at,
             next_line(room) + (half - first) % together * sums_bytes, (start == 0, behind == steps),
-            _fetches_itself(rows, turn), next_at,
+            1 if turn == 0 or rows <= TOGETHER * TILE_ROWS else 0, next_at,
         )  # fmt: skip
-
-
-@compiled()
-def _fetches_itself(rows: int, turn: int) -> int:
-    """Return 1 where weights are fetched while rows are multiplied by them, and not before."""
-    return 1 if turn == 0 or rows <= TOGETHER * TILE_ROWS else 0
 
 
 @threaded
@@ -538,7 +533,7 @@ def multiply_in_tiles(
             for row in range(rows):
                 lay_out_row(rows_at + row * pairs * 4, row, 2 * pairs, next_line(mine))
         configure_tiles(rows)
-        multiply_panels(
+        _multiply_panels(
             halves * thread // threads, halves * (thread + 1) // threads, tag, rows,
             next_line(mine), pairs, weight_at, outputs, bias_at, out_at,
         )  # fmt: skip
