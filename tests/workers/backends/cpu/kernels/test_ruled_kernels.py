@@ -21,6 +21,8 @@ from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_quick, gel
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import add_layer_norm, add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
+from vsched_workers.backends.cpu.operand_choice import attends_here
+from vsched_workers.backends.cpu.prefill_choice import choose_ruled_prefill
 from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv
 from vsched_workers.batching.paged_attention import Segment, context_slots
 from vsched_workers.batching.ruled_attention import ScoreRule, prefill_by_rule
@@ -127,6 +129,13 @@ def test_prefill_by_rule_is_that_of_torch(
     exact = LayerKv(cache.keys[0].float(), cache.values[0].float())
     wanted = prefill_by_rule(query.float(), exact, segment.slots(), rule)
     torch.testing.assert_close(found.float(), wanted.transpose(0, 1), rtol=4e-2, atol=4e-2)
+
+
+def test_plain_layers_attend_by_the_same_kernel_where_it_is_the_fastest() -> None:
+    ruled, plain_too = choose_ruled_prefill(1, HEAD_DIM)
+    assert plain_too is attends_here()
+    assert (ruled is prefill_attention.prefill_by_rule) is plain_too
+    assert choose_ruled_prefill(1, HEAD_DIM + 4)[1] is False, "no whole vectors"
 
 
 def norm_written_out(rows: torch.Tensor, weight: torch.Tensor, kind: NormWeights) -> torch.Tensor:

@@ -12,20 +12,22 @@ pytest.importorskip("numba")
 from tests.workers.backends.cpu.test_quantized_products import drawn, weight_of
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.backend import CpuBackend
+from vsched_workers.backends.cpu.kernels.simd import LINE
 from vsched_workers.backends.cpu.products import INPUTS_MAX, PanelProduct, panel_product
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, widens_in_tiles
 from vsched_workers.backends.cpu.quantized.widened import ROWS_MIN
 from vsched_workers.backends.cpu.tiles.kernel import (
     HALF,
     OWN_ROWS_MAX,
+    STEP_BYTES,
     STEP_INPUTS,
     TILE_ROWS,
-    _fetched_lines,
-    half_sums_bytes,
+    Parts,
+    fetched_by,
+    fetches_itself,
     has_tiles,
     multiply_in_tiles,
-    steps_together,
-    sums_together,
+    parts_of,
     turn_of,
 )
 from vsched_workers.backends.reference.packed_weights import PackedWeight
@@ -84,55 +86,74 @@ def test_any_number_of_rows_is_multiplied_and_each_has_the_same_bits(
             assert torch.equal(product(rows[100 - count :]), whole[100 - count :])
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", ["bfloat16", "int4 32", "int8 48"])
 @pytest.mark.parametrize("count", [40, 300, 600])
-def test_rows_are_multiplied_part_by_part_of_many_inputs(kind: str, count: int) -> None:
+def test_rows_are_multiplied_part_by_part_of_many_inputs(
+    kind: str, count: int, threads: int
+) -> None:
     """The last part is smaller, sums are kept of some halves at a time, and the last of all has an end."""
-    outputs, inputs = 1592, {"bfloat16": 2090, "int4 32": 2080, "int8 48": 2112}[kind]
-    assert steps_together(count, inputs) < inputs // STEP_INPUTS
-    assert steps_together(2 * TILE_ROWS, inputs) * STEP_INPUTS >= inputs
-    kept = sums_together(half_sums_bytes(count))
-    assert (kept < outputs // HALF) is (count > 40)
+    outputs, inputs = 1592, {"bfloat16": 2090, "int4 32": 2080, "int8 48": 2064}[kind]
+    halves = -(-outputs // HALF)
+    parts = parts_of(count, inputs, halves, 1)
+    assert parts.number > 1
+    assert (parts.together < halves) is (count > 40)
+    few = 2 * TILE_ROWS
+    assert parts_of(few, inputs, halves, 1).number == 1
     rows = drawn(count, inputs).bfloat16()
     if kind == "bfloat16":
         weight = drawn(outputs, inputs, seed=1).bfloat16()
-        product = panel_product(weight, None, threads=1)
+        product = panel_product(weight, None, threads=threads)
     else:
         quantised = weight_of(kind, outputs, inputs)
         weight = quantised.dequantized().bfloat16()
-        product = QuantizedProduct(quantised, None, threads=1, tiles=True)
+        product = QuantizedProduct(quantised, None, threads=threads, tiles=True)
     assert product is not None
     found = product(rows)
     within = 2e-3 * inputs**0.5
     assert torch.allclose(found.double(), wanted(rows, weight, None), atol=within, rtol=2**-7)
-    few = 2 * TILE_ROWS
     assert torch.equal(found[:few], product(rows[:few])), "these are multiplied as a whole"
 
 
-@pytest.mark.parametrize(("first", "stop"), [(0, 7), (3, 12), (5, 5)])
-@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_a_last_part_may_have_no_whole_step() -> None:
+    rows, inputs = 1024, 7682
+    parts = parts_of(rows, inputs, 2, 1)
+    assert (parts.number - 1) * parts.size == inputs // STEP_INPUTS
+    weight, taken = drawn(64, inputs, seed=1).bfloat16(), drawn(rows, inputs).bfloat16()
+    product = panel_product(weight, None, threads=1)
+    assert product is not None
+    sums = wanted(taken, weight, None)
+    assert torch.allclose(product(taken).double(), sums, atol=2e-3 * inputs**0.5, rtol=2**-7)
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 7, 9])
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("together", [1, 3, 20])
-def test_each_part_of_each_piece_has_its_turn(
-    first: int, stop: int, parts: int, together: int
-) -> None:
-    """The parts of a piece come in order, and sums are kept of at most so many pieces at a time."""
-    count = (stop - first) * parts
-    turns = [turn_of(turn, first, stop, parts, together) for turn in range(count)]
-    assert sorted(turns) == [(piece, part) for piece in range(first, stop) for part in range(parts)]
-    begun: set[int] = set()
-    for piece, part in turns:
-        assert (piece in begun) is (part > 0)
-        begun.add(piece)
-        if part == parts - 1:
-            begun.remove(piece)
-        assert len(begun) <= together
+def test_each_part_of_each_piece_has_its_turn(pieces: int, count: int, together: int) -> None:
+    """The parts of a piece come in order, and sums are kept of so many pieces at a time."""
+    parts = Parts(8 * count, 8, count, together, 0)
+    turns = [turn_of(turn, pieces, parts) for turn in range(pieces * count)]
+    every = [(piece, part) for piece in range(pieces) for part in range(count)]
+    assert sorted((piece, part) for piece, part, _ in turns) == every
+    kept: dict[int, list[int]] = {}
+    for piece, part, place in turns:
+        assert place < together
+        kept.setdefault(place, []).extend([piece] * (part == 0))
+        assert kept[place][-1] == piece
 
 
-def test_passes_fetch_just_what_comes_next() -> None:
-    for passes in range(1, 40):
-        lines = _fetched_lines(passes)
-        assert lines * passes >= STEP_INPUTS
-        assert lines == 2 or lines // 2 * passes < STEP_INPUTS
+@pytest.mark.parametrize("rows", [17, 33, 48, 49, 64, 100, 112, 240, 345, 496, 1024])
+def test_weights_are_fetched_just_once(rows: int) -> None:
+    """By the rows that are multiplied by them, or by passes of the turn before, each a part."""
+    tiles = -(-rows // TILE_ROWS)
+    assert fetches_itself(0, rows)
+    for turn in range(4):
+        done = 0
+        for index in range(-(-tiles // 2)):
+            lines, before = fetched_by(index, tiles, fetches_itself(turn, rows))
+            assert not lines or before == done
+            done += lines
+        assert done == (0 if fetches_itself(turn + 1, rows) else STEP_BYTES // LINE)
 
 
 def test_rows_of_packed_weights_are_never_padded_nor_left_to_onednn() -> None:

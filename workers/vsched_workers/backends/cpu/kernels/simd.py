@@ -66,12 +66,12 @@ def has_amx() -> bool:
     return bool(binding.get_host_cpu_features().get("amx-bf16"))
 
 
-def call_llvm(builder: Any, name: str, kind: Any, *given: Any, fast: bool = False) -> Any:
-    """Return the result of one of LLVM's functions; a `fast` one may add up in any order."""
+def call_llvm(builder: Any, name: str, kind: Any, *given: Any) -> Any:
+    """Return the result of one of LLVM's functions."""
     module = builder.module
     declared = ir.FunctionType(kind, [each.type for each in given])
     function = module.globals.get(name) or ir.Function(module, declared, name)
-    return builder.call(function, given, fastmath=("fast",) if fast else ())
+    return builder.call(function, given)
 
 
 class InstructionWriter:

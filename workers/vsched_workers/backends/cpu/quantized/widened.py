@@ -1,4 +1,4 @@
-"""The product of many rows and a quantised weight in tiles (AMX): some panels at a time are made bfloat16 first.
+"""The product of many rows and a quantised weight in tiles (AMX): a panel, or part of it, is made bfloat16 first.
 
     out[r, o] = bias[o] + sum_i rows[r, i] * bfloat16(scale[g, o] * (q[o, i] - centre) + offset[g, o])
 
@@ -58,14 +58,12 @@ from vsched_workers.backends.cpu.tiles.kernel import (
     TILE_BYTES,
     TILE_ROWS,
     configure_tiles,
-    half_sums_bytes,
     laid_out_bytes,
     lay_out_row,
     multiply_half,
     next_line,
+    parts_of,
     release_tiles,
-    steps_together,
-    sums_together,
     turn_of,
 )
 
@@ -215,21 +213,18 @@ def _multiply_panels(
 ) -> None:
     """Multiply all rows with the panels `first` to `stop`."""
     kind, scale_kind = tags
-    panel_bytes, blocks, together, grid_bytes, _ = sizes
+    panel_bytes, blocks, blocks_of_group, grid_bytes, _ = sizes
     inputs = panel_bytes // PANEL * _weights_of_a_byte(kind[0])
-    group = inputs // blocks * together
-    groups = (blocks + together - 1) // together
-    steps = (given + STEP_INPUTS - 1) // STEP_INPUTS
-    part = steps_together(rows, given)
-    parts = (steps + part - 1) // part
-    sums_bytes = half_sums_bytes(rows) if parts > 1 else 0
-    together = sums_together(2 * sums_bytes) if parts > 1 else max(stop - first, 1)
-    room = np.empty(max(2 * sums_bytes * together, PASS_BYTES) + LINE, dtype=np.uint8)
-    widened = np.empty(2 * part * STEP_BYTES + LINE, dtype=np.uint8)
-    half_bytes = part * STEP_BYTES
-    for turn in range((stop - first) * parts):
-        panel, index = turn_of(turn, first, stop, parts, together)
-        start, behind = index * part, min((index + 1) * part, steps)
+    group = inputs // blocks * blocks_of_group
+    groups = (blocks + blocks_of_group - 1) // blocks_of_group
+    parts = parts_of(rows, given, stop - first, 2)
+    room = np.empty(max(parts.sums_bytes * parts.together, PASS_BYTES) + LINE, dtype=np.uint8)
+    half_bytes = parts.size * STEP_BYTES
+    widened = np.empty(2 * half_bytes + LINE, dtype=np.uint8)
+    for turn in range((stop - first) * parts.number):
+        piece, index, kept = turn_of(turn, stop - first, parts)
+        panel = first + piece
+        start, behind = index * parts.size, min((index + 1) * parts.size, parts.steps)
         at, until = start * STEP_INPUTS, min(behind * STEP_INPUTS, inputs)
         to_at = next_line(widened)
         while at < until:
@@ -242,15 +237,15 @@ def _multiply_panels(
             )  # fmt: skip
             at += count
             to_at += count // 2 * PAIR_BYTES
-        for half in (0, 1):
-            bf16_array(to_at + half * half_bytes, (behind * STEP_INPUTS - at) * HALF)[:] = (
-                np.uint16(0)
-            )
+        missing = (behind * STEP_INPUTS - at) * HALF
+        # The last panel may have all its outputs in its first half.
+        for half in range(min(2, (outputs - panel * PANEL + HALF - 1) // HALF)):
+            bf16_array(to_at + half * half_bytes, missing)[:] = np.uint16(0)
             multiply_half(
-                FLOAT32, 2 * panel + half, rows, rows_at + start * TILE_BYTES, steps * TILE_BYTES,
+                FLOAT32, 2 * panel + half, rows, rows_at + start * TILE_BYTES, parts.steps * TILE_BYTES,
                 behind - start, next_line(widened) + half * half_bytes, 0, outputs, bias_at, out_at,
-                next_line(room) + (2 * ((panel - first) % together) + half) * sums_bytes,
-                (start == 0, behind == steps), 0, 0,
+                next_line(room) + kept * parts.sums_bytes + half * (parts.sums_bytes // 2),
+                start == 0, behind == parts.steps, 0, 0,
             )  # fmt: skip
 
 

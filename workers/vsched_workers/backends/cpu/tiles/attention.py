@@ -167,11 +167,7 @@ def _highest(builder: Any, scores_at: Any, steps: Any) -> Any:
     pairs = zip(loaded, loop.carried, strict=True)
     loop.end(found := [writer.larger(*pair) for pair in pairs], steps)
     return call_llvm(
-        builder,
-        f"llvm.vector.reduce.fmax.v{LANES}f32",
-        ir.FloatType(),
-        writer.larger(*found),
-        fast=True,
+        builder, f"llvm.vector.reduce.fmax.v{LANES}f32", ir.FloatType(), writer.larger(*found)
     )
 
 
@@ -199,9 +195,7 @@ def _weigh(
     loop.end(sums, steps)
     total = builder.fadd(*sums)
     name = f"llvm.vector.reduce.fadd.v{LANES}f32"
-    return call_llvm(
-        builder, name, ir.FloatType(), ir.Constant(ir.FloatType(), 0.0), total, fast=True
-    )
+    return call_llvm(builder, name, ir.FloatType(), ir.Constant(ir.FloatType(), 0.0), total)
 
 
 @compiled()

@@ -8,15 +8,17 @@ each tile that is loaded is multiplied twice.
 inputs lie together: [out / 32, in / 2, 32, 2]. Two tiles of weights lie side by side in it.
 Rows are laid out first, [rows / 16, in / 32, 16, 32]: a tile is a kilobyte of neighbouring lines, wherever rows lie.
 
-**Blocking.** All rows are multiplied with half a panel, 32 at a time, and find it in the second cache but for the first
-ones. Of up to 32 rows these are all: they read it from memory, for which lines are fetched a little ahead of their use,
-some before each tile, so that a processor reads a quarter more than where a whole half is fetched ahead. More rows
-fetch the next half meanwhile, each 32 of them a part of it, so that reading takes no time of its own. Rows that do not
-fit into the second cache are multiplied part by part of their inputs: sums of a part are kept until the next one.
+**Blocking.** All rows are multiplied with half a panel, 32 at a time: a pass finds the weights in the second cache, but
+for the first one. Where that is the only one, it reads them from memory, for which lines are fetched a little ahead of
+their use, some before each tile, so that a processor reads a quarter more than where a whole half is fetched ahead.
+Several passes fetch the next half meanwhile, each a part of it, so that reading takes no time of its own.
 
-**Awake.** A processor that has computed nothing in vectors for 0.7 µs takes 0.25 µs until it writes a tile, which is a
-fifth of the time of 32 rows and 1,024 inputs, as was seen on an Intel Xeon. So
-there is an addition among the products of tiles, of which nothing is used.
+Rows that do not fit into the second cache, and more than 2,048 inputs of several passes, are multiplied part by part of
+their inputs. Sums of a part are kept until the next one.
+
+**Awake.** A processor that has computed nothing in vectors for about 0.7 µs takes 0.25 µs until it writes a tile: 30 %
+of the time of 32 rows and 1,280 inputs, seen on an Intel Xeon. So there is an addition in each step, of which nothing
+is used.
 
 Sums are float32: of each tile, those of the lower and those of the upper inputs of pairs, one by one, then both, then
 tile by tile. So a row's result has the same bits whatever rows are beside it. What is too small for float32's normal
@@ -36,7 +38,7 @@ import functools
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -88,13 +90,14 @@ SUM_BYTES = 4 * HALF
 PASS_BYTES = TOGETHER * TILE_ROWS * SUM_BYTES
 """Bytes of the sums of all rows that are multiplied together."""
 _CACHE_BYTES = 1 << 20
-"""Bytes of the second cache that the inputs of rows take up that are multiplied one after the other."""
+"""Most bytes of rows, laid out: they stay in the second cache from one half of a panel to the next."""
 _PART_STEPS = 64
-"""Most steps of inputs that several passes go over: the weights of the next ones are in the second cache as well."""
+"""Most steps of a part that several passes go over: its weights and the next ones stay in the second cache."""
 _PARTS_BYTES = 1 << 20
 """Bytes of sums that are kept from one part of the inputs to the next."""
-_FETCHED_LINES = (2, 4, 8, 16, 32)
-"""How many lines of weights can be fetched with a step of two tiles of rows; the most are as many as it has."""
+_STEP_LINES = STEP_BYTES // LINE
+_FETCHED_LINES = (2, 4, 8, 16, _STEP_LINES)
+"""How many lines of weights can be fetched with a step of two tiles of rows; the most are all that it has."""
 _ROWS, _WEIGHTS = 4, 6
 """The first tiles of rows and of weights; those of sums begin at 0."""
 
@@ -162,7 +165,8 @@ class _TileWriter(InstructionWriter):
         """Compute something in vectors, of which LLVM does not know that nothing comes of it."""
         kind = ir.FunctionType(ir.VoidType(), [])
         addition = "vaddps %zmm31, %zmm31, %zmm31"
-        self.builder.asm(kind, addition, "~{zmm31}", [], True)  # llvmlite names it otherwise
+        has_side_effects = True  # so that it stays where it is
+        self.builder.asm(kind, addition, "~{zmm31}", [], has_side_effects)
 
     def behind(self, at: Any, count: int) -> Any:
         """Return the address so many bytes behind another."""
@@ -237,9 +241,9 @@ def multiply_tiles(
     `_FETCHED_LINES` (for one tile of rows the most of these), the first ones at `fetch_at`.
     """
     writer = _TileWriter(builder)
-    most = 2 * _FETCHED_LINES[-1]
+    most = 2 * _STEP_LINES
     number = builder.add(builder.mul(row_tiles, ir.Constant(LONG, most)), lines)
-    known = [(1, 0), (1, _FETCHED_LINES[-1]), (2, 0), *((2, each) for each in _FETCHED_LINES)]
+    known = [(1, 0), (1, _STEP_LINES), (2, 0), *((2, each) for each in _FETCHED_LINES)]
     for case in cases(builder, number, [count * most + each for count, each in known]):
         count, fetched = divmod(case, most)
         tiles = [2 * row + vector for row in range(count) for vector in (0, 1)]
@@ -358,12 +362,26 @@ def _write_tiles(
 
 
 @compiled()
-def _fetched_lines(calls: int) -> int:
-    """Return how many lines a step fetches where so many calls of `multiply_tiles` fetch as much as one multiplies."""
-    for lines in _FETCHED_LINES:
-        if lines * calls >= _FETCHED_LINES[-1]:
-            return lines
-    return _FETCHED_LINES[-1]
+def fetched_by(index: int, tiles: int, fetches: int) -> Any:
+    """Return how many lines of the next weights a step of a pass fetches, and how many earlier passes have fetched.
+
+    Args:
+        index: Of the pass.
+        tiles: Tiles of rows. A pass of one tile fetches nothing.
+        fetches: 1 where the first pass fetches the weights that it needs, or 0.
+    """
+    place, passes = index - fetches, tiles // TOGETHER - fetches
+    if 0 <= place < passes:
+        for lines in _FETCHED_LINES:
+            if lines * passes >= _STEP_LINES:
+                return (lines, place * lines) if place * lines < _STEP_LINES else (0, 0)
+    return 0, 0
+
+
+@compiled()
+def fetches_itself(turn: int, rows: int) -> int:
+    """Return 1 where weights are fetched by the rows that are multiplied by them, or 0 if in the turn before."""
+    return 1 if turn == 0 or rows <= (2 * TOGETHER - 1) * TILE_ROWS else 0
 
 
 @compiled()
@@ -380,7 +398,8 @@ def multiply_half(
     bias_at: int,
     out_at: int,
     sums_at: int,
-    part: Any,
+    begins: bool,
+    ends: bool,
     fetches: int,
     next_at: int,
 ) -> None:
@@ -398,68 +417,72 @@ def multiply_half(
         outputs: Outputs of the weight, those of a row of the result.
         bias_at: Where the bias lies, of all outputs.
         out_at: Where the result lies.
-        sums_at: Room for the sums of a pass, or where there are several parts of all (`half_sums_bytes`).
-        part: Whether it is the first part of the inputs, and whether it is the last one.
+        sums_at: Room for the sums of a pass, or, where there are several parts, of all (`Parts.sums_bytes`).
+        begins: Whether it is the first part of the inputs.
+        ends: Whether it is the last one.
         fetches: 1 to fetch these weights from memory, 0 where they are in a cache.
         next_at: Weights that are as many, and fetched for later; 0 for none.
     """
-    first, last = part
     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
-    passes = (tiles + TOGETHER - 1) // TOGETHER
-    later = _fetched_lines(passes - fetches)
-    for index in range(passes):
-        together = min(TOGETHER, tiles - TOGETHER * index)
-        lines, fetch_at = 0, next_at + (index - fetches) * later * steps * LINE
+    for index in range((tiles + TOGETHER - 1) // TOGETHER):
+        lines, fetch_at = 0, 0
         if fetches and not index:
-            lines, fetch_at = _FETCHED_LINES[-1], half_at + AHEAD_BYTES
-        elif next_at and together == TOGETHER and fetch_at < next_at + steps * STEP_BYTES:
-            lines = later
-        at = sums_at if first and last else sums_at + index * PASS_BYTES
+            lines, fetch_at = _STEP_LINES, half_at + AHEAD_BYTES
+        elif next_at:
+            lines, before = fetched_by(index, tiles, fetches)
+            fetch_at = next_at + before * steps * LINE
+        at = sums_at if begins and ends else sums_at + index * PASS_BYTES
         multiply_tiles(
-            together, steps, rows_at + TOGETHER * index * tile_bytes, tile_bytes, half_at, rest_at, at, SUM_BYTES,
-            0 if first else 1, lines, fetch_at,
+            min(TOGETHER, tiles - TOGETHER * index), steps, rows_at + TOGETHER * index * tile_bytes, tile_bytes,
+            half_at, rest_at, at, SUM_BYTES, 0 if begins else 1, lines, fetch_at,
         )  # fmt: skip
-        if last:
+        if ends:
             row = TOGETHER * TILE_ROWS * index
             _write_tiles(bias_tag, row, rows, half * HALF, outputs, at, bias_at, out_at)
 
 
-@compiled()
-def half_sums_bytes(rows: int) -> int:
-    """Return the bytes of the sums of all rows with half a panel."""
-    together = TOGETHER * TILE_ROWS
-    passes = (rows + together - 1) // together
-    return passes * PASS_BYTES
+class Parts(NamedTuple):
+    """How a thread multiplies rows by pieces of a weight: by a part of the inputs of some pieces, then by the next.
 
-
-@compiled()
-def steps_together(rows: int, inputs: int) -> int:
-    """Return by how many steps of the inputs rows are multiplied at a time, which is a part of them or all."""
-    steps = (inputs + STEP_INPUTS - 1) // STEP_INPUTS
-    parts = max((laid_out_bytes(rows, inputs) + _CACHE_BYTES - 1) // _CACHE_BYTES, 1)
-    if rows > TOGETHER * TILE_ROWS:
-        parts = max(parts, (steps + _PART_STEPS - 1) // _PART_STEPS)
-    part: int = (steps + parts - 1) // parts
-    return part
-
-
-@compiled()
-def sums_together(bytes_each: int) -> int:
-    """Return of how many pieces of a weight sums are kept from one part of the inputs to the next."""
-    return max(_PARTS_BYTES // bytes_each, 1)
-
-
-@compiled()
-def turn_of(turn: int, first: int, stop: int, parts: int, together: int) -> Any:
-    """Return a piece of a weight, of those from `first` to `stop`, and the part of the inputs that it is multiplied by.
-
-    Of `together` pieces each is multiplied by one part, then each by the next.
+    Attributes:
+        steps: Steps of the inputs.
+        size: Steps of a part but for the last one.
+        number: Parts.
+        together: Pieces of which sums are kept from one part to the next.
+        sums_bytes: Bytes of the sums of a piece; 0 where there is one part.
     """
-    group = turn // (together * parts)
-    begin = first + group * together
-    size = min(together, stop - begin)
-    within = turn - group * together * parts
-    return begin + within % size, within // size
+
+    steps: int
+    size: int
+    number: int
+    together: int
+    sums_bytes: int
+
+
+@compiled()
+def parts_of(rows: int, inputs: int, pieces: int, halves: int) -> Parts:
+    """Return how rows of so many inputs are multiplied by so many pieces, each of so many halves of panels."""
+    steps = (inputs + STEP_INPUTS - 1) // STEP_INPUTS
+    count = max((laid_out_bytes(rows, inputs) + _CACHE_BYTES - 1) // _CACHE_BYTES, 1)
+    if rows > TOGETHER * TILE_ROWS:
+        count = max(count, (steps + _PART_STEPS - 1) // _PART_STEPS)
+    size = (steps + count - 1) // count
+    count = (steps + size - 1) // size
+    passes = (rows + TOGETHER * TILE_ROWS - 1) // (TOGETHER * TILE_ROWS)
+    sums_bytes, together = 0, max(pieces, 1)
+    if count > 1:
+        sums_bytes = halves * passes * PASS_BYTES
+        together = min(together, max(_PARTS_BYTES // sums_bytes, 1))
+    return Parts(steps, size, count, together, sums_bytes)
+
+
+@compiled()
+def turn_of(turn: int, pieces: int, parts: Parts) -> Any:
+    """Return the number of a piece, of the part of the inputs whose turn it is, and of its sums among those kept."""
+    group = turn // (parts.together * parts.number)
+    size = min(parts.together, pieces - group * parts.together)
+    within = turn - group * parts.together * parts.number
+    return group * parts.together + within % size, within // size, within % size
 
 
 @compiled()
@@ -476,31 +499,28 @@ def _multiply_panels(
     out_at: int,
 ) -> None:
     """Multiply all rows, which are laid out, with the halves of panels `first` to `stop`."""
-    half_bytes = pairs * PAIR_BYTES
-    steps, whole = (2 * pairs + STEP_INPUTS - 1) // STEP_INPUTS, 2 * pairs // STEP_INPUTS
-    part = steps_together(rows, 2 * pairs)
-    parts = (steps + part - 1) // part
-    turns = (stop - first) * parts
-    sums_bytes = half_sums_bytes(rows) if parts > 1 else 0
-    together = sums_together(sums_bytes) if parts > 1 else max(stop - first, 1)
-    room = np.empty(max(sums_bytes * together, PASS_BYTES) + LINE, dtype=np.uint8)
+    half_bytes, whole = pairs * PAIR_BYTES, 2 * pairs // STEP_INPUTS
+    first_at = weight_at + first * half_bytes
+    parts = parts_of(rows, 2 * pairs, stop - first, 1)
+    turns = (stop - first) * parts.number
+    room = np.empty(max(parts.sums_bytes * parts.together, PASS_BYTES) + LINE, dtype=np.uint8)
     padded = np.zeros(STEP_BYTES + LINE, dtype=np.uint8)
     for turn in range(turns):
-        half, index = turn_of(turn, first, stop, parts, together)
-        start, behind = index * part, min((index + 1) * part, steps)
-        at, rest_at, next_at = weight_at + half * half_bytes, 0, 0
+        piece, index, kept = turn_of(turn, stop - first, parts)
+        start, behind = index * parts.size, min((index + 1) * parts.size, parts.steps)
+        at, rest_at, next_at = first_at + piece * half_bytes, 0, 0
         if behind > whole:
             rest_at = next_line(padded)
             rest = pairs - whole * STEP_INPUTS // 2
             _copy(at + whole * STEP_BYTES, rest_at, rest * 2 * HALF)
         if turn + 1 < turns:
-            next_half, next_index = turn_of(turn + 1, first, stop, parts, together)
-            next_at = weight_at + next_half * half_bytes + next_index * part * STEP_BYTES
+            next_piece, next_index, _ = turn_of(turn + 1, stop - first, parts)
+            next_at = first_at + next_piece * half_bytes + next_index * parts.size * STEP_BYTES
         multiply_half(
-            tag, half, rows, rows_at + start * TILE_BYTES, steps * TILE_BYTES, min(behind, whole) - start,
-            at + start * STEP_BYTES, rest_at, outputs, bias_at, out_at,
-            next_line(room) + (half - first) % together * sums_bytes, (start == 0, behind == steps),
-            1 if turn == 0 or rows <= TOGETHER * TILE_ROWS else 0, next_at,
+            tag, first + piece, rows, rows_at + start * TILE_BYTES, parts.steps * TILE_BYTES,
+            min(behind, whole) - start, at + start * STEP_BYTES, rest_at, outputs, bias_at, out_at,
+            next_line(room) + kept * parts.sums_bytes, start == 0, behind == parts.steps,
+            fetches_itself(turn, rows), next_at,
         )  # fmt: skip
 
 
