@@ -73,9 +73,6 @@ def prefill_by_rule(
 
     `out` [rows, heads, head dim] is written.
     """
-    if is_sparse():
-        # What is left out must not be nonsense: tokens are drawn from what comes of the last row.
-        out.zero_()
     kept, slots = step.cache.layers[layer], segment.slots()
     if rule.window is not None:
         slots = slots[max(segment.first + 1 - rule.window, 0) :]
@@ -104,8 +101,6 @@ def attend_patches(
     scores. Without `tiles` a processor that has them does what others do. Heads must fit.
     """
     rows = query.shape[2]
-    if is_sparse():
-        out.zero_()  # as in `prefill_by_rule`
     keys, values = (each.flatten(1, 2) for each in (key, value))
     slots = np.arange(rows)
     rule = ScoreRule(scaling)
@@ -128,6 +123,9 @@ def _attend(
 
     `slots` are those of the first sequence's keys; the keys of the others lie behind, one sequence after the other.
     """
+    if is_sparse():
+        # What is left out must not be nonsense: tokens are drawn from what comes of the last row.
+        out.zero_()
     heads, sequences, rows, head_dim = query.shape
     assert keys.stride() == values.stride(), "both are walked alike"
     query = query if query[0].is_contiguous() else query.contiguous()

@@ -96,10 +96,13 @@ class InstructionWriter:
 
     def dot(self, total: Any, first: Any, second: Any) -> Any:
         """Return the sums, to each of which the dot product of its pairs is added (VDPBF16PS)."""
-        declared = ir.FunctionType(FLOATS, [FLOATS, BF16_PAIRS, BF16_PAIRS])
-        name, module = "llvm.x86.avx512bf16.dpbf16ps.512", self.builder.module
-        function = module.globals.get(name) or ir.Function(module, declared, name)
-        return self.builder.call(function, [total, first, second])
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        return call_llvm(self.builder, name, FLOATS, total, first, second)
+
+    def narrow_both(self, lower: Any, upper: Any) -> Any:
+        """Return two vectors of float32, rounded, as one of bfloat16: the lower one first."""
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        return call_llvm(self.builder, name, BF16_PAIRS, upper, lower)
 
     def multiply_add(self, total: Any, first: Any, second: Any) -> Any:
         """Return `total + first * second` of float32 vectors; LLVM makes one instruction of it."""

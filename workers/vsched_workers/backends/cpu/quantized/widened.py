@@ -30,7 +30,6 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32, bf16_array
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
 from vsched_workers.backends.cpu.kernels.simd import (
-    BF16_PAIRS,
     FLOATS,
     LANES,
     LINE,
@@ -176,10 +175,9 @@ class _Widening:
 
     def _pairs(self, lower: Any, upper: Any) -> Any:
         """Return vectors of float32 as one of pairs of bfloat16."""
-        builder, name = self._builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-        both = call_llvm(builder, name, BF16_PAIRS, upper, lower)
+        both = self._writer.narrow_both(lower, upper)
         order = [at for lane in range(LANES) for at in (lane, LANES + lane)]
-        return builder.shuffle_vector(both, both, ir.Constant(ir.VectorType(WORD, 32), order))
+        return self._builder.shuffle_vector(both, both, ir.Constant(ir.VectorType(WORD, 32), order))
 
 
 def _words(value: int) -> Any:

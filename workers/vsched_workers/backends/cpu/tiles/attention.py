@@ -40,7 +40,6 @@ from vsched_workers.backends.cpu.kernels.prefill_attention import (
     write_attended,
 )
 from vsched_workers.backends.cpu.kernels.simd import (
-    BF16_PAIRS,
     FLOATS,
     LANES,
     LINE,
@@ -189,8 +188,7 @@ def _weigh(
         seen = builder.fcmp_ordered(">", score, writer.constant(float(SCORE_MIN)))
         weights.append(builder.select(seen, weight, ZEROS))
         sums.append(builder.fadd(total, weights[-1]))
-    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-    both = call_llvm(builder, name, BF16_PAIRS, weights[1], weights[0])
+    both = writer.narrow_both(*weights)
     writer.store(both, writer.advance(weights_at, loop.index, TILE_BYTES), LINE)
     loop.end(sums, steps)
     total = builder.fadd(*sums)

@@ -58,6 +58,7 @@ from vsched_workers.backends.cpu.kernels.simd import (
     WORD,
     InstructionWriter,
     Loop,
+    call_llvm,
     cases,
     has_amx,
 )
@@ -129,10 +130,7 @@ class _TileWriter(InstructionWriter):
         """Write an instruction with these tiles and what else it is given."""
         assert has_amx(), "a product has tiles where the processor does"
         arguments = [*(ir.Constant(BYTE, tile) for tile in tiles), *given]
-        declared = ir.FunctionType(ir.VoidType(), [each.type for each in arguments])
-        module, name = self.builder.module, f"llvm.x86.{name}"
-        function = module.globals.get(name) or ir.Function(module, declared, name)
-        self.builder.call(function, arguments)
+        call_llvm(self.builder, f"llvm.x86.{name}", ir.VoidType(), *arguments)
 
     def load_tile(self, tile: int, at: Any, line_bytes: Any) -> None:
         """Load a tile whose lines lie so many bytes apart."""
