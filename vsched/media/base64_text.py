@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable, Iterator
 
+import numpy as np
 import pybase64
 
 _PIECE_BYTES = 1024 * 1024
 """Decoded in one go, with the GIL held: 0.2 ms, a tenth of what the standard library takes."""
+_WHITESPACE = b"\t\n\f\r "
+_HEX_VALUES = np.full(256, 16, np.uint8)
+"""The value of each hexadecimal digit; 16 for other characters."""
+for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
+    _HEX_VALUES[list(_digits)] = range(16)
 
 
 class TextWithBase64(str):
@@ -47,16 +54,79 @@ def base64_bytes(text: str, start: int = 0) -> int:
 
 
 def decode_base64(base64: bytes) -> bytes:
-    """Decode it piece by piece, so that the event loop gets its turns.
+    """Decode base64 piece by piece, so that the event loop gets its turns.
+
+    As browsers read it in a `data:` URL, it may hold whitespace, lack its padding, be percent-encoded, and have a
+    fragment behind it, which is ignored.
 
     Raises:
         ValueError: When it is not valid, empty or wrongly padded.
     """
+    try:
+        return _decode_pieces(_pieces(base64))
+    except ValueError:
+        return _decode_pieces(_plain_pieces(base64))
+
+
+def plain_base64_bytes(base64: bytes) -> int:
+    """Return the length of base64 without whitespace, percent-encoding and fragment."""
+    return sum(map(len, _plain_pieces(base64)))
+
+
+def percent_decode(encoded: bytes) -> bytes:
+    """Return the bytes of the percent-encoded body of a `data:` URL, without its fragment."""
+    return b"".join(_percent_decoded_pieces(encoded))
+
+
+def _decode_pieces(pieces: Iterable[bytes]) -> bytes:
     content = io.BytesIO()
-    for at in range(0, len(base64), _PIECE_BYTES):
-        content.write(pybase64.b64decode(base64[at : at + _PIECE_BYTES], validate=True))
+    size = 0
+    rest = b""
+    for piece in pieces:
+        size += len(piece)
+        rest += piece
+        whole = max(len(rest) - 1, 0) // 4 * 4  # the last four characters may be padded
+        content.write(pybase64.b64decode(rest[:whole], validate=True))
+        rest = rest[whole:]
+    if b"=" not in rest:
+        rest += b"=" * (-size % 4)
+    content.write(pybase64.b64decode(rest, validate=True))
     # A piece that is padded in the middle is shorter than it should be.
-    padding = len(base64[-4:]) - len(base64[-4:].rstrip(b"="))
-    if not base64 or content.tell() != len(base64) // 4 * 3 - padding:
+    if not size or content.tell() != (size + 3) // 4 * 3 - rest.count(b"="):
         raise ValueError("empty or wrongly padded")
     return content.getvalue()
+
+
+def _pieces(content: bytes) -> Iterator[bytes]:
+    for at in range(0, len(content), _PIECE_BYTES):
+        yield content[at : at + _PIECE_BYTES]
+
+
+def _plain_pieces(base64: bytes) -> Iterator[bytes]:
+    for piece in _percent_decoded_pieces(base64):
+        yield piece.translate(None, _WHITESPACE)
+
+
+def _percent_decoded_pieces(encoded: bytes) -> Iterator[bytes]:
+    rest = b""
+    for piece in _pieces(encoded.partition(b"#")[0]):
+        piece = rest + piece
+        end = len(piece)
+        if (cut := piece.rfind(b"%", max(end - 2, 0))) >= 0:
+            end = cut  # its digits may be in the next piece
+        rest = piece[end:]
+        yield _percent_decoded(piece[:end])
+    yield rest
+
+
+def _percent_decoded(piece: bytes) -> bytes:
+    if b"%" not in piece:
+        return piece
+    characters = np.frombuffer(piece, np.uint8).copy()
+    values = _HEX_VALUES[characters]
+    [marks] = np.nonzero(characters[:-2] == ord("%"))
+    marks = marks[(values[marks + 1] < 16) & (values[marks + 2] < 16)]
+    characters[marks] = values[marks + 1] * 16 + values[marks + 2]
+    keep = np.ones(len(piece), bool)
+    keep[marks + 1] = keep[marks + 2] = False
+    return characters[keep].tobytes()

@@ -7,18 +7,37 @@ no error text quotes it, nor a path or an address that it led to.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Awaitable, Callable
 from urllib.parse import unquote, urlsplit
 
 from vsched.errors import RequestRefused, limit_message, one_of
-from vsched.media.base64_text import base64_bytes, base64_of, decode_base64
+from vsched.media.base64_text import (
+    base64_bytes,
+    base64_of,
+    decode_base64,
+    percent_decode,
+    plain_base64_bytes,
+)
 from vsched.media.embeddings import EmbeddedImage, malformed
 from vsched.media.fetch import Reserve, fetch, uncounted
 from vsched.media.settings import FORMATS, MediaSettings
 
-_MEDIA_TYPES = frozenset({*FORMATS, "image/jpg", "image/x-ms-bmp"})
-_DATA_HEADER_CHARACTERS_MAX = 64
+_MEDIA_TYPES = frozenset(
+    (
+        *(*FORMATS, "image/jpg", "image/pjpeg", "image/x-png", "image/apng", "image/x-ms-bmp"),
+        *("text/plain", "application/octet-stream"),  # what no client chose: the image itself tells
+    )
+)
+_MEDIA_TYPE = re.compile(r"[!#$%&'*+.^_`|~\w-]+/[!#$%&'*+.^_`|~\w-]+", re.ASCII)
+_BASE64_HEADER = re.compile(r"; *base64\Z", re.IGNORECASE)
+_URL_EDGES = "".join(map(chr, range(ord(" ") + 1)))
+"""Control characters and blanks, which browsers do not count to a URL that begins or ends with them."""
+_LINE_BREAKS = b"\t\n\r"
+_ENCODED_RATIO_MAX = 3
+"""Percent-encoding makes three characters of one."""
+_BASE64_FAULT = "its base64 is not valid; its alphabet has + and /, not - and _"
 
 
 def refuse_size(
@@ -36,7 +55,7 @@ def refuse_size(
 
 def scheme_of(reference: str) -> str:
     """Return the scheme of a reference in lower case; empty when it has none."""
-    head, colon, _ = reference[:16].partition(":")
+    head, colon, _ = reference.lstrip(_URL_EDGES)[:16].partition(":")
     return head.lower() if colon else ""
 
 
@@ -95,13 +114,18 @@ def _malformed(detail: str) -> RequestRefused:
 
 
 def _read_data(reference: str, settings: MediaSettings) -> bytes:
-    comma = reference.find(",", 0, _DATA_HEADER_CHARACTERS_MAX)
+    """Read a `data:` URL as browsers do: RFC 2397, and the Fetch standard's data: URL processor."""
+    comma = reference.find(",")
     if comma < 0:
-        raise _malformed("no comma after a short media type")
-    mime, _, encoding = reference[len("data:") : comma].lower().partition(";")
-    if encoding != "base64":
-        raise _malformed("its encoding is not base64")
-    if mime and mime not in _MEDIA_TYPES:  # without one, the image's own first bytes tell
+        raise _malformed("it has no comma")
+    header = reference[:comma].translate(dict.fromkeys(_LINE_BREAKS))
+    header = header.partition(":")[2].strip(_URL_EDGES)
+    is_base64 = _BASE64_HEADER.search(header) is not None
+    media_type, *parameters = (part.strip(_URL_EDGES).lower() for part in header.split(";"))
+    if "base64" in parameters and not is_base64:
+        raise _malformed(";base64 must be last before the comma")
+    # Without a valid one, the image's own first bytes tell.
+    if _MEDIA_TYPE.fullmatch(media_type) and media_type not in _MEDIA_TYPES:
         message = limit_message(
             "the image's media type is not accepted",
             value="another type",
@@ -109,13 +133,31 @@ def _read_data(reference: str, settings: MediaSettings) -> bytes:
             remedy="convert the image to one of these",
         )
         raise RequestRefused(message, code="image_type_unsupported")
-    return _decode_base64(
-        reference,
-        comma + 1,
-        settings.image_bytes_max,
-        malformed=_malformed,
-        what="the encoded image is too large",
-    )
+    if is_base64:
+        return _decode_base64(
+            reference,
+            comma + 1,
+            settings.image_bytes_max,
+            malformed=_malformed,
+            what="the encoded image is too large",
+        )
+    return _percent_decode(reference, comma + 1, settings.image_bytes_max)
+
+
+def _percent_decode(reference: str, start: int, bytes_max: int) -> bytes:
+    size = base64_bytes(reference, start)
+    if size > bytes_max * _ENCODED_RATIO_MAX:
+        raise refuse_size(size // _ENCODED_RATIO_MAX, bytes_max)
+    try:
+        encoded = base64_of(reference, start)
+    except ValueError:
+        raise _malformed("it has characters that are not ASCII") from None
+    content = percent_decode(encoded.translate(None, _LINE_BREAKS).rstrip(_URL_EDGES.encode()))
+    if len(content) > bytes_max:
+        raise refuse_size(len(content), bytes_max)
+    if not content:
+        raise _malformed("it holds no image")
+    return content
 
 
 def read_embedded(image: EmbeddedImage, settings: MediaSettings) -> bytes:
@@ -145,12 +187,17 @@ def _decode_base64(
 ) -> bytes:
     # The decoded length follows from the encoded one, so that an oversized image costs no decoding.
     size = base64_bytes(text, start) // 4 * 3
-    if size > bytes_max + 2:
+    if size > (bytes_max + 2) * _ENCODED_RATIO_MAX:
         raise refuse_size(size, bytes_max, what)
     try:
-        content = decode_base64(base64_of(text, start))
+        base64 = base64_of(text, start)
+        if size > bytes_max + 2:
+            size = plain_base64_bytes(base64) // 4 * 3  # line breaks do not count
+        if size > bytes_max + 2:
+            raise refuse_size(size, bytes_max, what)
+        content = decode_base64(base64)
     except ValueError:
-        raise malformed("its base64 is not valid") from None
+        raise malformed(_BASE64_FAULT) from None
     if len(content) > bytes_max:
         raise refuse_size(len(content), bytes_max, what)
     return content

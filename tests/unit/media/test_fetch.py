@@ -51,6 +51,7 @@ def test_remote_images_are_off_by_default() -> None:
     [
         ("http://ok.example/a.png?b=c#d", Target("http", "ok.example", 80, "/a.png?b=c")),
         ("HTTPS://OK.example", Target("https", "ok.example", 443, "/")),
+        (" https://ok.example/a.png\n", Target("https", "ok.example", 443, "/a.png")),
         ("http://ports.example:8080/", Target("http", "ports.example", 8080, "/")),
         ("http://[2606:4700::1]/", Target("http", "[2606:4700::1]", 80, "/")),
     ],

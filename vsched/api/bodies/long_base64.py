@@ -19,7 +19,15 @@ from vsched.media.base64_text import TextWithBase64
 
 LONG_BYTES = 8 * 1024
 _PIECE_BYTES = 256 * 1024
-_BEGIN = re.compile(rb"(?:data:[\w.+/\\-]{0,40};base64,)?(?=[A-Za-z0-9+/\\]{64})", re.IGNORECASE)
+_BEGIN = re.compile(rb"(?:[ ]|\\[nrt])*data:[^,]{0,4096},|(?=[A-Za-z0-9+/\\]{64})", re.IGNORECASE)
+_ESCAPES = (
+    (rb"\/", b"/"),  # as PHP writes it
+    *((rb"\n", b"\n"), (rb"\r", b"\r"), (rb"\t", b"\t"), (rb"\f", b"\f")),
+    *((rb"\u002B", b"+"), (rb"\u002b", b"+"), (rb"\u002F", b"/"), (rb"\u002f", b"/")),  # .NET
+    *((rb"\u003d", b"="), (rb"\u003D", b"=")),  # Gson
+)
+"""How JSON writes the characters of base64, and those that break its lines."""
+_ESCAPE_BYTES_MAX = 6
 
 
 @runtime_checkable
@@ -85,21 +93,26 @@ def _find(body: bytes, character: bytes, start: int) -> int:
 
 
 def _unescaped(body: bytes, start: int, end: int) -> bytes | None:
-    """Return a part of a body; None when anything but slashes is escaped in it."""
+    """Return a part of a body; None when it holds other escapes than `_ESCAPES`, or line breaks without one."""
     # A join of this size releases the GIL, a slice would not.
     part = b"".join([memoryview(body)[start:end]])
+    if any(_find(part, each, 0) >= 0 for each in (b"\n", b"\r", b"\t", b"\f")):
+        return None  # no valid JSON
     if _find(part, b"\\", 0) < 0:
         return part
-    # As PHP writes them, one in 64 characters.
     pieces: list[bytes] = []
     at = 0
     while at < len(part):
         stop = at + _PIECE_BYTES
-        stop += part[stop - 1 : stop] == b"\\"  # its slash comes with it
+        last = part.rfind(b"\\", max(stop - _ESCAPE_BYTES_MAX + 1, at), stop)
+        if last >= 0:  # the whole escape comes with it
+            stop = max(stop, last + (_ESCAPE_BYTES_MAX if part[last + 1 : last + 2] == b"u" else 2))
         piece = part[at:stop]
-        if piece.count(b"\\") != piece.count(b"\\/"):
+        for escaped, character in _ESCAPES:
+            piece = piece.replace(escaped, character)
+        if b"\\" in piece:
             return None
-        pieces.append(piece.translate(None, b"\\"))
+        pieces.append(piece)
         at = stop
     return b"".join(pieces)
 

@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,7 @@ LONG = 80
 TOKENS = 1000
 BASE64 = base64.b64encode(bytes(range(200)) * 2).decode()
 OTHER = base64.b64encode(bytes(reversed(range(200)))).decode()
+LINES = base64.encodebytes(bytes(range(200)) * 2).decode()
 URL = f"data:image/png;base64,{BASE64}"
 
 
@@ -103,6 +105,34 @@ def test_escaped_slashes_are_slashes(size: int, monkeypatch: pytest.MonkeyPatch)
     assert whole(sent) == url
 
 
+@pytest.mark.parametrize("size", [1, 5, 6, 7, 50, 10_000])
+@pytest.mark.parametrize(
+    ("url", "escapes"),
+    [
+        (f"data:image/png;base64,{LINES}", {}),
+        (f"data:image/png;base64,{LINES}".replace("\n", "\r\n"), {}),
+        (f"data:image/png;base64,{LINES}".replace("\n", " \t\f"), {}),
+        (URL + "++==", {"+": "\\u002B", "=": "\\u003d", "/": "\\/"}),
+        (URL + "++==", {"+": "\\u002b", "=": "\\u003D", "/": "\\u002F"}),
+        (f"data:image/png;charset=utf-8;name={'é' * 500};base64,{BASE64}", {"é": "\\u00e9"}),
+        (f"\n data:;BASE64,\n{LINES}", {}),
+        (f"data:image/png;base64,{quote(LINES, safe='')}", {}),
+        (f"data:image/png,{quote(bytes(200))}", {}),
+    ],
+)
+def test_data_urls_of_other_forms_are_kept_beside(
+    size: int, url: str, escapes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines as MIME has them, and what .NET, Gson and PHP escape; wherever the pieces end."""
+    monkeypatch.setattr(long_base64, "_PIECE_BYTES", size)
+    body = json.dumps(body_of(image(url)), ensure_ascii=False)
+    for character, escaped in escapes.items():
+        body = body.replace(character, escaped)
+    [sent] = sent_texts(read(body.encode()))
+    assert isinstance(sent, TextWithBase64)
+    assert whole(sent) == url
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -111,7 +141,7 @@ def test_escaped_slashes_are_slashes(size: int, monkeypatch: pytest.MonkeyPatch)
         body_of(image(f'"{URL}')),
         body_of(image(URL), metadata={"note": BASE64}),
         body_of(image(URL), metadata={BASE64: "note"}),
-        body_of(image("data:image/png;base64," + "A\n" * 100)),
+        body_of(image("data:image/png;base64," + "A\b" * 100)),
         body_of(image("https://example.org/" + "a" * 200)),
     ],
 )
@@ -124,16 +154,22 @@ def test_what_is_no_image_is_found_as_it_was_sent(body: dict[str, Any]) -> None:
 PARTS = st.builds(
     lambda make, head, middle, tail: make(head + middle + tail),
     st.sampled_from([image, embeds, text]),
-    st.sampled_from(["", "data:image/png;base64,", "data:;base64,", 'a"', "\\", "data:x,"]),
-    st.sampled_from([BASE64, OTHER, BASE64[:70], "", "a b" * 60, "é" * 99, "/" * 200]),
-    st.sampled_from(["", "=", '"', "\\", "\n", "/"]),
+    st.sampled_from(
+        ["", "data:image/png;base64,", " data:;a=é\\;base64,", 'a"', "\\", "data:x,", "data:"]
+    ),
+    st.sampled_from([BASE64, OTHER, BASE64[:70], "", "a b" * 60, "é" * 99, "/" * 200, LINES]),
+    st.sampled_from(["", "=", "%3D", "\\n", "\b", "\r\n", '"', "\\", "\n", "/"]),
 )
 
 
-@given(parts=st.lists(PARTS, max_size=5), escaped=st.booleans())
-def test_reading_changes_nothing(parts: list[dict[str, Any]], escaped: bool) -> None:
+@given(
+    parts=st.lists(PARTS, max_size=5),
+    escaped=st.sampled_from([{}, {b"/": b"\\/"}, {b"+": b"\\u002B", b"=": b"\\u003d"}]),
+)
+def test_reading_changes_nothing(parts: list[dict[str, Any]], escaped: dict[bytes, bytes]) -> None:
     body = json.dumps(body_of(*parts)).encode()
-    body = body.replace(b"/", b"\\/") if escaped else body
+    for character, written in escaped.items():
+        body = body.replace(character, written)
     expected = parameters.decode_body(body, ChatRequest)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(long_base64, "LONG_BYTES", LONG)
@@ -142,7 +178,10 @@ def test_reading_changes_nothing(parts: list[dict[str, Any]], escaped: bool) -> 
         assert [whole(one) for one in sent_texts(read(body))] == list(sent_texts(expected))
 
 
-@given(at=st.integers(0, 900), piece=st.sampled_from([b'"', b"\\", b"[", b"", b"A", b'""', b","]))
+@given(
+    at=st.integers(0, 900),
+    piece=st.sampled_from([b'"', b"\\", b"[", b"", b"A", b'""', b",", b"\n"]),
+)
 def test_a_broken_body_stays_broken(at: int, piece: bytes) -> None:
     """Nothing is accepted that a plain decoder refuses, and nothing refused that it accepts."""
     body = json.dumps(body_of(image(URL), image(URL))).encode()

@@ -67,10 +67,10 @@ async def test_a_body_of_escapes_is_refused_before_it_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reading, "ESCAPES_MAX", 200_000)
-    text = "\n" * 210_000
+    text = "\b" * 210_000
     assert (await post(FakeEngine(), "/v1/chat/completions", chat(user=text))).status == 200
     monkeypatch.setattr(parameters, "decode_body", None)
-    reply = await post(FakeEngine(), "/v1/chat/completions", chat(user=text + "\n" * 10_000))
+    reply = await post(FakeEngine(), "/v1/chat/completions", chat(user=text + "\b" * 10_000))
     assert (reply.status, reply.error["code"]) == (413, "too_many_values")
     assert "limit 216000" in reply.error["message"]
 
