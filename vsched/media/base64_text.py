@@ -65,17 +65,26 @@ def decode_base64(base64: bytes) -> bytes:
     try:
         return _decode_pieces(_pieces(base64))
     except ValueError:
-        return _decode_pieces(_plain_pieces(base64))
+        return _decode_pieces(_plain_pieces(_pieces(base64)))
 
 
-def plain_base64_bytes(base64: bytes) -> int:
-    """Return the length of base64 without whitespace, percent-encoding and fragment."""
-    return sum(map(len, _plain_pieces(base64)))
+def plain_base64_bytes(text: str, start: int) -> int:
+    """Return the length of the base64 that a text has from `start` on, as it is decoded: without line breaks.
+
+    Raises:
+        ValueError: When there are characters that base64 does not have.
+    """
+    if isinstance(text, TextWithBase64):
+        pieces = _pieces(text.base64)
+    else:
+        ends = range(start, len(text), _PIECE_BYTES)
+        pieces = (text[at : at + _PIECE_BYTES].encode("ascii") for at in ends)
+    return sum(map(len, _plain_pieces(pieces)))
 
 
 def percent_decode(encoded: bytes) -> bytes:
     """Return the bytes of the percent-encoded body of a `data:` URL, without its fragment."""
-    return b"".join(_percent_decoded_pieces(encoded))
+    return b"".join(_percent_decoded_pieces(_pieces(encoded)))
 
 
 def _decode_pieces(pieces: Iterable[bytes]) -> bytes:
@@ -102,20 +111,21 @@ def _pieces(content: bytes) -> Iterator[bytes]:
         yield content[at : at + _PIECE_BYTES]
 
 
-def _plain_pieces(base64: bytes) -> Iterator[bytes]:
-    for piece in _percent_decoded_pieces(base64):
+def _plain_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    for piece in _percent_decoded_pieces(pieces):
         yield piece.translate(None, _WHITESPACE)
 
 
-def _percent_decoded_pieces(encoded: bytes) -> Iterator[bytes]:
+def _percent_decoded_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
     rest = b""
-    for piece in _pieces(encoded.partition(b"#")[0]):
-        piece = rest + piece
-        end = len(piece)
-        if (cut := piece.rfind(b"%", max(end - 2, 0))) >= 0:
-            end = cut  # its digits may be in the next piece
-        rest = piece[end:]
-        yield _percent_decoded(piece[:end])
+    for piece in pieces:
+        content, fragment, _ = (rest + piece).partition(b"#")
+        cut = content.rfind(b"%", max(len(content) - 2, 0))  # its digits may be in the next piece
+        end = cut if cut >= 0 else len(content)
+        yield _percent_decoded(content[:end])
+        rest = content[end:]
+        if fragment:
+            break
     yield rest
 
 

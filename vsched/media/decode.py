@@ -1,26 +1,32 @@
 """Decode one image from bytes that nobody vouches for.
 
 The header tells the size, and the size is judged before a pixel is decoded. Only the formats of `FORMATS` are
-opened at all, and of a GIF only the first frame is read.
+opened at all, and of an animation only the first frame is read.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from PIL import ExifTags, Image
+from PIL.JpegImagePlugin import JpegImageFile
 
 from vsched.errors import RequestRefused, limit_message, one_of
 from vsched.media.allocator import free_image
 from vsched.media.estimate import STRIP_PIXELS, Storage, coefficient_bytes
 from vsched.media.settings import FORMATS
 
-_SEVERAL_FRAMES: Final = frozenset({"MPO", "GIF"})
-"""Formats whose first frame is the image; of the others, several frames are an animation."""
+_JPEG_END: Final = b"\xff\xd9"
+_MISSING_RATIO: Final = 10
+"""A JPEG that ends early may lack one in so many of its rows,"""
+_PENDING_ROWS: Final = 32
+"""or those that libjpeg returns only once it has decoded the blocks below them."""
+_MARKED_PIXELS: Final = 8
 _ORIENTATIONS: Final = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -81,7 +87,6 @@ def _too_many_pixels(value: str, kind: str, pixels_max: int) -> RequestRefused:
 def _open(encoded: bytes, limits: DecodeLimits) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(encoded), formats=tuple(FORMATS.values()))
-        animated = image.format not in _SEVERAL_FRAMES and getattr(image, "is_animated", False)
         in_python = any(tile[0] == "bmp_rle" for tile in getattr(image, "tile", ()))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise _too_many_pixels("over the decoder's own bound", "image", limits.image) from None
@@ -102,14 +107,6 @@ def _open(encoded: bytes, limits: DecodeLimits) -> Image.Image:
     kind = "webp" if image.format == "WEBP" else "image"
     if width * height > (limit := min(limits.image, getattr(limits, kind))):
         raise _too_many_pixels(f"{width}x{height}", kind, limit)
-    if animated:
-        message = limit_message(
-            "the image is animated",
-            value="several frames",
-            limit="1 frame",
-            remedy="send the frame that matters as a still image",
-        )
-        raise _refuse(message)
     return image
 
 
@@ -150,7 +147,7 @@ def inspect(encoded: bytes, limits: DecodeLimits) -> ImageHeader:
     """Return what the header of an image tells, decoding no pixels.
 
     Raises:
-        RequestRefused: When it is no image, of another format, animated, empty, or has too many pixels.
+        RequestRefused: When it is no image, of another format, empty, or has too many pixels.
     """
     image = _open(encoded, limits)
     orientation = _orientation(image)
@@ -173,6 +170,8 @@ def decode(encoded: bytes, limits: DecodeLimits) -> Image.Image:
     orientation = _orientation(image)
     is_transparent = _is_transparent(image)
     try:
+        if isinstance(image, JpegImageFile):
+            _load_jpeg(image, encoded)
         image.load()
         # A WEBP holds its decoder's canvases, twice the pixels, for as long as it lives.
         vars(image).pop("_decoder", None)
@@ -181,6 +180,38 @@ def decode(encoded: bytes, limits: DecodeLimits) -> Image.Image:
         return _composited(image) if is_transparent else _to_rgb(image)
     except Exception:  # noqa: BLE001 - a decoder may raise anything on hostile bytes
         raise _invalid() from None
+
+
+def _load_jpeg(image: JpegImageFile, encoded: bytes) -> None:
+    """Decode a JPEG that may lack its end marker and its last rows, which libjpeg fills.
+
+    Browsers show such images. Pillow does with `LOAD_TRUNCATED_IMAGES`, which is of the whole process, and would take
+    an image of which nearly all is missing.
+
+    Raises:
+        OSError: When it lacks more, or is damaged.
+    """
+    image.load_prepare()
+    row = image.height - 1 - max(image.height // _MISSING_RATIO, _PENDING_ROWS)
+    if coefficient_bytes(encoded, *image.size):
+        row = -1  # No row is decoded before the end: what such an image lacks is detail.
+    places = [(x, row) for x in range(min(image.width, _MARKED_PIXELS)) if row >= 0]
+    for place in places:
+        image.im.putpixel(place, tuple(os.urandom(len(image.getbands()))))
+    marks = [image.im.getpixel(place) for place in places]
+    read, ends = image.load_read, iter([_JPEG_END])
+
+    def load_read(size: int) -> bytes:
+        content = read(size)
+        if content or (marks and marks == [image.im.getpixel(place) for place in places]):
+            return content
+        return next(ends, b"")
+
+    image.load_read = load_read  # type: ignore[assignment,method-assign]
+    try:
+        image.load()
+    finally:
+        del image.load_read  # which refers to the image
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

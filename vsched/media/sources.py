@@ -190,12 +190,11 @@ def _decode_base64(
     if size > (bytes_max + 2) * _ENCODED_RATIO_MAX:
         raise refuse_size(size, bytes_max, what)
     try:
-        base64 = base64_of(text, start)
         if size > bytes_max + 2:
-            size = plain_base64_bytes(base64) // 4 * 3  # line breaks do not count
+            size = plain_base64_bytes(text, start) // 4 * 3  # line breaks do not count
         if size > bytes_max + 2:
             raise refuse_size(size, bytes_max, what)
-        content = decode_base64(base64)
+        content = decode_base64(base64_of(text, start))
     except ValueError:
         raise malformed(_BASE64_FAULT) from None
     if len(content) > bytes_max:

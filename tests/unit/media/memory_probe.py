@@ -40,6 +40,7 @@ CASES: Final[dict[str, tuple[str, str, Save]]] = {
     "png-gray-alpha": ("PNG", "LA", {}),
     "png-gray-16": ("PNG", "I;16", {}),
     "png-1-bit": ("PNG", "1", {}),
+    "png-animated": ("PNG", "RGBA", {"animated": True}),
     "jpeg": ("JPEG", "RGB", {}),
     "jpeg-turned": ("JPEG", "RGB", {"turned": True}),
     "jpeg-gray-progressive": ("JPEG", "L", {"progressive": True}),
@@ -53,6 +54,7 @@ CASES: Final[dict[str, tuple[str, str, Save]]] = {
     "bmp-gray": ("BMP", "L", {}),
     "webp-lossy": ("WEBP", "RGB", {"method": 0}),
     "webp-alpha": ("WEBP", "RGBA", {"method": 0}),
+    "webp-animated": ("WEBP", "RGBA", {"method": 0, "animated": True}),
     "webp-lossless": ("WEBP", "RGB", {"lossless": True, "method": 0, "quality": 0}),
 }
 
@@ -74,6 +76,9 @@ def encoded_image(name: str, width: int, height: int) -> bytes:
         exif = Image.Exif()
         exif[0x0112] = 6
         options["exif"] = exif
+    if options.pop("animated", False):
+        frames = [image.transpose(Image.Transpose.ROTATE_180)]
+        options |= {"save_all": True, "append_images": frames}
     if kind == "PNG":
         options["compress_level"] = 1
     buffer = io.BytesIO()

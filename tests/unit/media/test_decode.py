@@ -138,14 +138,65 @@ def test_decode_accepts_one_pixel() -> None:
     assert decode(image_bytes(1, 1), LIMITS).size == (1, 1)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
-def test_inspect_refuses_animations(kind: str) -> None:
-    """Animated images are a 400."""
-    frames = [Image.new("RGB", (8, 8), (value,) * 3) for value in (0, 99)]
+def jpeg(height: int = 200, **options: Any) -> bytes:
+    rng = np.random.default_rng(0)
+    noise = Image.fromarray(rng.integers(0, 255, (height, 64, 3), dtype=np.uint8))
     buffer = io.BytesIO()
-    frames[0].save(buffer, kind, save_all=True, append_images=frames[1:])
-    with pytest.raises(RequestRefused, match="animated"):
-        inspect(buffer.getvalue(), LIMITS)
+    noise.convert(options.pop("mode", "RGB")).save(buffer, "JPEG", **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("missing", [1, 2, 3, 20, 400])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, {"mode": "L"}, {"mode": "CMYK"}, {"subsampling": 0}, {"progressive": True}),
+        {"height": 24},
+        {"restart_marker_blocks": 1},
+    ],
+)
+def test_a_jpeg_that_lacks_its_end_is_decoded(missing: int, options: dict[str, Any]) -> None:
+    """Its end marker, or a few bytes more: the rows above are as they were."""
+    encoded = jpeg(**options)
+    whole = np.asarray(decode(encoded, LIMITS), np.int16)
+    cut = np.asarray(decode(encoded[:-missing], LIMITS), np.int16)
+    assert cut.shape == whole.shape
+    if not options.get("progressive"):
+        assert np.array_equal(cut[:-48], whole[:-48])
+    if missing <= 2:
+        assert np.array_equal(cut, whole)
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.8])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_a_jpeg_that_lacks_many_rows_is_refused(kept: float, mode: str) -> None:
+    encoded = jpeg(400, mode=mode)
+    with pytest.raises(RequestRefused, match="truncated"):
+        decode(encoded[: int(len(encoded) * kept)], LIMITS)
+    assert decode(encoded[: int(len(encoded) * 0.97)], LIMITS).size == (64, 400)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF"])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L"])
+def test_the_first_frame_of_an_animation_is_the_image(kind: str, mode: str) -> None:
+    frames = [Image.new("RGB", (8, 6), (value,) * 3).convert(mode) for value in (204, 102, 0)]
+    buffer = io.BytesIO()
+    options = {"lossless": True} if kind == "WEBP" else {}
+    frames[0].save(buffer, kind, save_all=True, append_images=frames[1:], **options)
+    with Image.open(io.BytesIO(buffer.getvalue())) as opened:
+        assert getattr(opened, "n_frames", 1) == 3
+    assert inspect(buffer.getvalue(), LIMITS).width == 8
+    pixels = np.asarray(decode(buffer.getvalue(), LIMITS))
+    assert pixels.shape == (6, 8, 3)
+    assert set(pixels.ravel()) == {204}
+
+
+def test_an_animated_png_whose_later_frames_are_damaged_is_read() -> None:
+    frames = [Image.new("RGB", (8, 6), (value,) * 3) for value in (200, 90)]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, "PNG", save_all=True, append_images=frames[1:])
+    pixels = np.asarray(decode(buffer.getvalue()[:-24], LIMITS))
+    assert set(pixels.ravel()) == {200}
 
 
 @pytest.mark.parametrize(("width", "height"), [(1000, 1001), (20_000, 10_000), (60_000, 60_000)])

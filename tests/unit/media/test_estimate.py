@@ -45,7 +45,7 @@ def test_estimate_bounds_what_is_measured(size: tuple[str, str]) -> None:
     )
     assert run.returncode == 0, run.stderr
     cases = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(cases) == 49
+    assert len(cases) == 53
     for case in cases:
         assert case["measured"] <= case["estimate"] + MEBIBYTE, case
         assert case["estimate"] <= 2 * case["measured"] + 4 * MEBIBYTE, case
