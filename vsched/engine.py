@@ -148,6 +148,9 @@ class Engine:
             started.callback(arena.close)
             launcher = environment.make_launcher(config)
             started.callback(launcher.close)
+            checker = environment.make_grammar_checker(config, info)
+            grammars = GrammarChecks(checker, deadline_s=config.media.prepare_s)
+            started.callback(grammars.close)
             loading = asyncio.get_running_loop().run_in_executor(None, load_front_end, info)
             started.callback(_forget, loading)
             shell = await start_shell(
@@ -165,17 +168,16 @@ class Engine:
                 now_ns=environment.now_ns,
             )
             started.push_async_callback(shell.stop)
-            self.preprocessor, grammars, tells_prompts = await loading
+            self.preprocessor, tells_prompts = await loading
             store = PixelStore(arena.pixels, arena.fd)
             media = environment.make_media(self.preprocessor, store, media_settings(config))
             started.pop_all()
-        checks = GrammarChecks(grammars, deadline_s=config.media.prepare_s)
         return RunningParts(
             arena=arena,
             launcher=launcher,
             shell=shell,
             media=media,
-            grammars=checks,
+            grammars=grammars,
             tells_prompts=tells_prompts,
             adapters=adapter_table(config, info, shell.adapters, run_dir=launcher.run_dir),
         )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from vsched.aio.grammar_checks import GrammarChecker, grammar_processes
 from vsched.aio.hosts.keys import curve_keys, make_secret, read_key_file
 from vsched.aio.hosts.on_ray import RayCalls, RayHosts
 from vsched.aio.hosts.placement import PlacedLauncher, hosts_at, hosts_sought, ray_host
@@ -21,6 +22,7 @@ from vsched.config import Config
 from vsched.kernel import Scheduler
 from vsched.media import MediaPipeline, MediaSettings, PixelStore
 from vsched.record.recorder import open_recorder
+from vsched.types import ModelInfo
 from vsched.worker.contract import Preprocessor
 
 
@@ -112,12 +114,14 @@ class Environment:
 
     Attributes:
         make_launcher: Asked once, with the configuration; what it returns starts the ranks of all worker_groups.
+        make_grammar_checker: Returns the checker of grammars; None if the plug-in has none.
         make_media: Returns what prepares requests, with threads and a network to fetch images from.
         open_record: Returns the record of a kernel, None to keep none.
         now_ns: The kernel's clock.
     """
 
     make_launcher: Callable[[Config], Launcher] = make_launcher
+    make_grammar_checker: Callable[[Config, ModelInfo], GrammarChecker | None] = grammar_processes
     make_media: Callable[[Preprocessor, PixelStore, MediaSettings], MediaPipeline] = MediaPipeline
     open_record: Callable[[Config, Scheduler], Recorder | None] = open_recorder
     now_ns: Callable[[], int] = time.monotonic_ns

@@ -1,92 +1,211 @@
-"""Compiles the grammars of requests before they are accepted, off the event loop."""
+"""Checks the grammars of requests before they are accepted, in processes that may crash."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import logging
+import signal
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from typing import Protocol
 
-from vsched.errors import RequestRefused, limit_message
-from vsched.types import SamplingParams
-from vsched.worker.capabilities import Grammars
+import msgspec
+
+from vsched.config import Config
+from vsched.errors import RequestFailed, RequestRefused, limit_message
+from vsched.isolated.calls import (
+    CallFailedError,
+    IsolatedCalls,
+    ServerClosedError,
+    ServerLostError,
+)
+from vsched.types import ModelInfo, SamplingParams
+from vsched.worker.capabilities import GRAMMAR_NOT_SUPPORTED, INVALID_GRAMMAR, ConstrainsOutput
+from vsched.worker.grammar_server import (
+    CPU_S_MAX,
+    MEMORY_BYTES_MAX,
+    GrammarOutcome,
+    GrammarSetup,
+)
+from vsched.worker.registry import load_worker
+
+logger = logging.getLogger(__name__)
 
 GRAMMAR_BYTES_MAX = 65_536
-"""Bytes of a grammar; all that follows from one is bounded by the work it takes."""
-INVALID, NOT_SUPPORTED = "invalid_grammar", "grammar_not_supported"
-GRAMMAR_REFUSALS = frozenset({INVALID, NOT_SUPPORTED})
+"""Bytes of a grammar; everything that follows from one is bounded by the work it takes."""
+GRAMMAR_REFUSALS = frozenset({INVALID_GRAMMAR, GRAMMAR_NOT_SUPPORTED})
+SERVER_MODULE = "vsched.worker.grammar_server"
+_THREADS = 2
+_ACCEPTED_MAX = 1024
+"""Digests of grammars that are known to compile: agents send the same tools with every request, and a check takes
+some milliseconds."""
+
+
+class GrammarChecker(Protocol):
+    """Checks one grammar at a time in each of several threads."""
+
+    def check(self, grammar: str) -> float:
+        """Compile a grammar and return the CPU time in seconds; a rank takes about as long.
+
+        Blocks: until the check is done; it has a deadline.
+
+        Raises:
+            RequestRefused: When the grammar cannot be used.
+            RequestFailed: When it could not be checked.
+        """
+        ...
+
+    def close(self) -> None:
+        """End every process."""
+        ...
+
+
+class GrammarProcesses:
+    """Checks each grammar in a process of its own, which may crash, loop or run out of memory."""
+
+    def __init__(self, plugin: str, info: ModelInfo, *, deadline_s: float) -> None:
+        """Start the server, which loads the plug-in's grammars for a model; checks wait until it has."""
+        setup = msgspec.json.encode(GrammarSetup(plugin, info))
+        self._calls = IsolatedCalls(SERVER_MODULE, setup, name="grammar")
+        self._deadline_s = deadline_s
+        self._calls.start()
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server; 0 while it is not running."""
+        return self._calls.pid
+
+    def check(self, grammar: str) -> float:
+        """See `GrammarChecker`."""
+        try:
+            answer = self._calls.call(grammar.encode(), deadline_s=self._deadline_s)
+        except CallFailedError as error:
+            raise _failure(error) from None
+        except ServerLostError as error:
+            logger.error("%s", error)  # noqa: TRY400 - it says it all
+            raise RequestFailed("the grammar could not be checked", code="grammar_failed") from None
+        except ServerClosedError as error:
+            raise RequestFailed(str(error), code="stopping", status=503) from None
+        outcome = msgspec.json.decode(answer, type=GrammarOutcome)
+        if outcome.message:
+            raise RequestRefused(outcome.message, code=outcome.code)
+        return outcome.cpu_s
+
+    def close(self) -> None:
+        """See `GrammarChecker`."""
+        self._calls.close()
+
+
+def grammar_processes(config: Config, info: ModelInfo) -> GrammarProcesses | None:
+    """Return the processes that check grammars for the generate stage; None if its plug-in has no grammars."""
+    plugin = config.generate.plugin
+    if not isinstance(load_worker(plugin, path="generate.plugin"), ConstrainsOutput):
+        return None
+    return GrammarProcesses(plugin, info, deadline_s=config.media.prepare_s)
+
+
+def _failure(error: CallFailedError) -> RequestRefused | RequestFailed:
+    """Return the error for a client whose grammar's process gave no answer."""
+    if error.expired:
+        return _late("the deadline")
+    if error.signal in (None, signal.SIGKILL, signal.SIGTERM):
+        # Killed from outside, as by the system when memory is short: the grammar may well be fine.
+        logger.error("the process of a grammar %s", error)
+        message = f"the grammar could not be checked: its process {error}. Remedy: try again later."
+        return RequestFailed(message, code="grammar_failed", status=503, retry_after_s=5)
+    if error.signal is signal.SIGPROF:
+        what = f"it took more than {CPU_S_MAX:g} s of CPU time to compile"
+    else:
+        logger.warning("a grammar was refused because the process that compiled it %s", error)
+        what = (
+            f"the process that compiled it {error}, for it crashes the grammar library or takes more than "
+            f"{MEMORY_BYTES_MAX >> 20} MiB"
+        )
+    return RequestRefused(
+        f"the schema or grammar cannot be used: {what}. "
+        "Remedy: simplify it: fewer references, alternatives and levels, smaller numbers.",
+        code=INVALID_GRAMMAR,
+    )
+
+
+def _late(limit: str) -> RequestRefused:
+    message = limit_message(
+        "the grammar could not be compiled in time",
+        value=f"over {limit}",
+        limit=limit,
+        remedy="try again later, or raise media.prepare_s",
+    )
+    return RequestRefused(message, code="prepare_timeout", status=503, retry_after_s=5)
 
 
 class GrammarChecks:
-    """One thread: grammars that take long hold up each other and nobody else."""
+    """Checks grammars in two threads: one grammar that takes long does not hold up every other."""
 
-    def __init__(self, grammars: Grammars | None, *, deadline_s: float) -> None:
-        """Take what compiles them; None where the model can be held to none."""
-        self._grammars = grammars
+    def __init__(self, checker: GrammarChecker | None, *, deadline_s: float) -> None:
+        """Take the checker; None if the model has no grammars."""
+        self._checker = checker
         self._deadline_s = deadline_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._checked = self._refused = 0
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
+        self._accepted: OrderedDict[bytes, None] = OrderedDict()
+        self._compiled = self._repeated = self._refused = 0
         self._spent_s = self._longest_s = 0.0
 
     async def check(self, sampling: SamplingParams) -> None:
         """Refuse a request whose grammar cannot be used, if it has one.
 
-        Blocks: up to the deadline, behind the grammars that came before.
+        Blocks: up to the deadline.
 
         Raises:
-            RequestRefused: With the reason and what to do.
+            RequestRefused: With the reason and the remedy.
+            RequestFailed: When the grammar could not be checked.
         """
         if not sampling.grammar:
             return
-        grammars = self._grammars
-        if grammars is None:
+        checker = self._checker
+        if checker is None:
             raise RequestRefused(
-                "this model cannot be held to a grammar: that takes a tokenizer whose tokens are bytes, and an "
-                "end token. Remedy: ask for the format in the prompt.",
-                code=NOT_SUPPORTED,
+                "this model cannot be held to a grammar. Remedy: ask for the format in the prompt.",
+                code=GRAMMAR_NOT_SUPPORTED,
             )
         _check_bounds(sampling)
+        digest = blake2b(sampling.grammar.encode(), digest_size=16).digest()
+        if digest in self._accepted:
+            self._accepted.move_to_end(digest)
+            self._repeated += 1
+            return
         try:
             async with asyncio.timeout(self._deadline_s):
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._thread, self._compile, grammars, sampling.grammar)
+                spent_s = await loop.run_in_executor(self._threads, checker.check, sampling.grammar)
         except TimeoutError:
-            message = limit_message(
-                "the grammar could not be compiled in time",
-                value=f"over {self._deadline_s:g} s",
-                limit=f"{self._deadline_s:g} s",
-                remedy="try again later, or raise media.prepare_s",
-            )
-            raise RequestRefused(
-                message, code="prepare_timeout", status=503, retry_after_s=5
-            ) from None
+            raise _late(f"{self._deadline_s:g} s") from None
+        except RequestRefused:
+            self._refused += 1
+            raise
+        self._compiled += 1
+        self._spent_s += spent_s
+        self._longest_s = max(self._longest_s, spent_s)
+        self._accepted[digest] = None
+        if len(self._accepted) > _ACCEPTED_MAX:
+            self._accepted.popitem(last=False)
 
     def statistics(self) -> dict[str, float]:
-        """Return how many grammars were compiled, and the CPU time that took: a rank takes as long, once a request."""
-        mean_ms = self._spent_s / max(self._checked, 1) * 1e3
+        """Return counts, and the CPU time of compiling: a rank takes as long, once for each request."""
+        mean_ms = self._spent_s / max(self._compiled, 1) * 1e3
         return {
-            "compiled": self._checked,
+            "compiled": self._compiled,
+            "repeated": self._repeated,
             "refused": self._refused,
             "compile_ms": round(mean_ms, 3),
             "compile_ms_max": round(self._longest_s * 1e3, 3),
         }
 
-    def _compile(self, grammars: Grammars, grammar: str) -> None:
-        """Compile a grammar, in the thread."""
-        started_s = time.thread_time()
-        try:
-            grammars.check(grammar)
-        except RequestRefused:
-            self._refused += 1
-            raise
-        finally:
-            spent_s = time.thread_time() - started_s
-            self._checked += 1
-            self._spent_s += spent_s
-            self._longest_s = max(self._longest_s, spent_s)
-
     def close(self) -> None:
-        """Stop the thread; what waits for it is given up."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End checks that are under way, and the threads."""
+        if self._checker is not None:
+            self._checker.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _check_bounds(sampling: SamplingParams) -> None:
@@ -99,11 +218,11 @@ def _check_bounds(sampling: SamplingParams) -> None:
             limit=f"{GRAMMAR_BYTES_MAX} bytes",
             remedy="send a smaller schema or grammar",
         )
-        raise RequestRefused(message, code=INVALID)
+        raise RequestRefused(message, code=INVALID_GRAMMAR)
     for name, given in (("min_tokens", sampling.min_tokens), ("bad_words", sampling.bad_words)):
         if given:
             raise RequestRefused(
                 f"`{name}` does not go with a grammar: together they could forbid every token. "
                 "Remedy: send one of the two, or state the length in the grammar.",
-                code=INVALID,
+                code=INVALID_GRAMMAR,
             )

@@ -32,11 +32,11 @@ from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.record.left import Begun
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
-from vsched.worker.capabilities import ConstrainsOutput, Grammars, TellsPrompts
+from vsched.worker.capabilities import TellsPrompts
 from vsched.worker.contract import Detokenizer, Preprocessor, WorkerPlugin
 
-FrontEnd = tuple[Preprocessor, Grammars | None, bool]
-"""What prepares requests, what checks grammars, and whether prompts can be told of."""
+FrontEnd = tuple[Preprocessor, bool]
+"""The preprocessor of requests, and whether ranks can report the log-probabilities of prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,10 +221,9 @@ def _with_length(sampling: SamplingParams, shell: Shell, *, prompt_tokens: int) 
 
 
 def load_front_end(plugin: WorkerPlugin, info: ModelInfo, *, ranks: int) -> FrontEnd:
-    """Load what a checkpoint's requests are prepared with, and ask what so many ranks can do."""
-    grammars = plugin.load_grammars(info) if isinstance(plugin, ConstrainsOutput) else None
+    """Load the preprocessor of a checkpoint, and ask what `ranks` ranks can do."""
     tells = isinstance(plugin, TellsPrompts) and plugin.tells_prompts(info, ranks=ranks)
     preprocessor = plugin.load_preprocessor(info)
     if info.draft is not None:
         check_vocabulary(info, preprocessor, plugin.load_preprocessor(info.draft))
-    return preprocessor, grammars, tells
+    return preprocessor, tells

@@ -286,8 +286,12 @@ class ForkableRanks(Protocol):
         ...
 
 
+INVALID_GRAMMAR, GRAMMAR_NOT_SUPPORTED = "invalid_grammar", "grammar_not_supported"
+"""Codes of refusals: of one grammar, and of every grammar."""
+
+
 class Grammars(Protocol):
-    """What grammars are compiled with: the tokens of one checkpoint.
+    """Compiles grammars over the tokens of one checkpoint.
 
     A grammar is JSON with one key: `json_schema`, a schema; `regex`, a text; `choice`, a list of texts; or `grammar`, a
     text in Lark or GBNF. Whether one can be used and what follows from it depends on it and the checkpoint alone, never
@@ -295,7 +299,9 @@ class Grammars(Protocol):
     """
 
     def check(self, grammar: str) -> None:
-        """Compile a grammar, within bounds; other threads run meanwhile.
+        """Compile a grammar within bounds of work, and try it; native code may crash here, and must not in a rank.
+
+        It runs in a process of its own, before any rank compiles the grammar.
 
         Raises:
             RequestRefused: With the code `invalid_grammar`, when it cannot be used.
@@ -303,7 +309,7 @@ class Grammars(Protocol):
         ...
 
     def matcher(self, grammar: str) -> TokenMatcher:
-        """Return what follows an output, from its first token on, through a grammar that was checked."""
+        """Return the matcher of an output, from its first token on, for a grammar that was checked."""
         ...
 
 
@@ -312,7 +318,7 @@ class ConstrainsOutput(Protocol):
     """A plug-in that can hold the output of a request to a grammar."""
 
     def load_grammars(self, info: ModelInfo) -> Grammars | None:
-        """Return what compiles grammars, in the engine and in every generate rank; None where a checkpoint has none."""
+        """Return the grammars of a checkpoint, for checks and for each generate rank; None if it has none."""
         ...
 
 

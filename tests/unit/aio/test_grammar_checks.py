@@ -7,7 +7,6 @@ import pytest
 from vsched.aio.grammar_checks import GRAMMAR_BYTES_MAX, GrammarChecks
 from vsched.errors import RequestRefused
 from vsched.types import SamplingParams
-from vsched.worker.contract import TokenMatcher
 
 
 class Compiler:
@@ -15,17 +14,19 @@ class Compiler:
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, threading.Thread]] = []
+        self.closed = False
         self.going = threading.Event()
         self.going.set()
 
-    def check(self, grammar: str) -> None:
+    def check(self, grammar: str) -> float:
         self.going.wait()
         self.seen.append((grammar, threading.current_thread()))
         if grammar == "bad":
             raise RequestRefused("no. Remedy: none.", code="invalid_grammar")
+        return 0.002
 
-    def matcher(self, grammar: str) -> TokenMatcher:
-        raise NotImplementedError
+    def close(self) -> None:
+        self.closed = True
 
 
 async def test_grammars_compile_off_the_loop_and_refusals_come_back() -> None:
@@ -40,8 +41,22 @@ async def test_grammars_compile_off_the_loop_and_refusals_come_back() -> None:
     with pytest.raises(RequestRefused, match="no"):
         await checks.check(SamplingParams(grammar="bad"))
     told = checks.statistics()
-    assert (told["compiled"], told["refused"]) == (2, 1)
-    assert 0 < told["compile_ms"] <= told["compile_ms_max"]
+    assert (told["compiled"], told["refused"]) == (1, 1)
+    assert (told["compile_ms"], told["compile_ms_max"]) == (2.0, 2.0)
+    checks.close()
+    assert compiler.closed
+
+
+async def test_grammar_that_was_accepted_is_not_compiled_again() -> None:
+    compiler = Compiler()
+    checks = GrammarChecks(compiler, deadline_s=60)
+    for grammar in ("good", "other", "good"):
+        await checks.check(SamplingParams(grammar=grammar))
+    for _ in range(2):
+        with pytest.raises(RequestRefused):
+            await checks.check(SamplingParams(grammar="bad"))
+    assert [grammar for grammar, _ in compiler.seen] == ["good", "other", "bad", "bad"]
+    assert checks.statistics()["repeated"] == 1
     checks.close()
 
 

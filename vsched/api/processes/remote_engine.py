@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vsched.aio.grammar_checks import GrammarChecks
+from vsched.aio.grammar_checks import GrammarChecks, grammar_processes
 from vsched.aio.preparations import Preparations
 from vsched.aio.request_bounds import check_stop_tokens, prompts_untold
 from vsched.aio.serving import load_front_end, token_stream
@@ -98,10 +98,11 @@ class RemoteEngine:
         config, self.info = served.config, served.info
         self.model_name = config.model.served_name
         plugin = load_worker(config.generate.plugin, path="generate.plugin")
-        self.preprocessor, grammars, self._tells_prompts = await asyncio.to_thread(
+        self.preprocessor, self._tells_prompts = await asyncio.to_thread(
             load_front_end, plugin, self.info, ranks=config.generate.tensor_parallel
         )
-        self._grammars = GrammarChecks(grammars, deadline_s=config.media.prepare_s)
+        checker = grammar_processes(config, self.info)
+        self._grammars = GrammarChecks(checker, deadline_s=config.media.prepare_s)
         nothing = PixelStore(memoryview(bytearray()))  # the engine has the pixels
         self._media = MediaPipeline(self.preprocessor, nothing, media_settings(config))
 

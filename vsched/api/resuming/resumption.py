@@ -158,13 +158,14 @@ class Resumption:
     async def _resume(self, resumed: ResumedRequest) -> None:
         request = resumed.request
         try:
-            job = await self._job(request)
+            # Before it is read, which may be what the server dies of.
             progress = self._progress[request.request_id]
             self._progress[request.request_id] = msgspec.structs.replace(
                 progress, resumed=progress.resumed + 1
             )
             if self.journal is not None:
                 self._note(self.journal, request.request_id)
+            job = await self._job(request)
             begun = progress.begun
             if job.sampling.logprobs is not None or job.sampling.prompt_logprobs is not None:
                 begun = None  # what was told of its tokens is in no record

@@ -1,17 +1,9 @@
-"""The picture server: `python -m vsched.media.pictures.server`, which forks one process for each large image.
-
-It makes the checkpoint's image processing by the engine's recipe, and has one thread, so that it can fork. What it
-forks ends when the server does, and the server when the engine does.
-"""
+"""The picture server: `python -m vsched.media.pictures.server`, which forks one process for each large image."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import importlib
 import mmap
-import os
-import signal
 import socket
 import sys
 import traceback
@@ -21,6 +13,8 @@ import numpy as np
 from setproctitle import setproctitle
 
 from vsched.errors import RequestFailed, RequestRefused
+from vsched.isolated.frames import Channel, read_frame
+from vsched.isolated.server import read_setup, serve
 from vsched.media.decode import DecodeLimits
 from vsched.media.measure import within
 from vsched.media.pictures.filling import process_encoded
@@ -28,50 +22,19 @@ from vsched.media.pictures.processes import (
     PictureOrder,
     PictureOutcome,
     PictureWork,
-    read_frame,
-    send_frame,
 )
 from vsched.worker.contract import ImageProcessing
 
 NAME = "vsched: pictures"
-_PR_SET_PDEATHSIG = 1
 _FAILED = PictureOutcome(
     message="the image could not be processed", code="image_processing_failed", status=500
 )
 
 
-def serve(orders: socket.socket, work: tuple[ImageProcessing, DecodeLimits], arena_fd: int) -> None:
-    """Fork a process for each channel that comes in; return when the engine is gone."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here
-    server = os.getpid()
-    while True:
-        said, received, _, _ = socket.recv_fds(orders, 1, 1)
-        if not said:
-            return
-        with socket.socket(fileno=received[0]) as channel:
-            if os.fork():
-                continue
-            try:
-                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-                orders.close()
-                if os.getppid() == server:
-                    _handle(channel, work, arena_fd)
-            finally:
-                os._exit(0)
-
-
-def _handle(
-    channel: socket.socket, work: tuple[ImageProcessing, DecodeLimits], arena_fd: int
-) -> None:
-    """Tell the engine of this process, and process the image that it sends."""
-    socket.send_fds(channel, [b"\n"], [os.pidfd_open(os.getpid())])
-    with channel.makefile("rwb") as file:
-        try:
-            order = msgspec.json.decode(read_frame(file), type=PictureOrder)
-            encoded = read_frame(file)
-        except EOFError:
-            return  # nobody wants it any more
-        send_frame(file, msgspec.json.encode(_outcome(order, encoded, work, arena_fd)))
+def _answer(channel: Channel, work: tuple[ImageProcessing, DecodeLimits], arena_fd: int) -> bytes:
+    """Process the image of one call, and return its outcome."""
+    order = msgspec.json.decode(read_frame(channel), type=PictureOrder)
+    return msgspec.json.encode(_outcome(order, read_frame(channel), work, arena_fd))
 
 
 def _outcome(
@@ -100,17 +63,14 @@ def _outcome(
 
 
 def main() -> int:
-    """Serve on the socket, with the work and the arena, whose descriptors are the arguments."""
-    orders, told, arena = map(int, sys.argv[1:])
+    """Serve; the arguments are the descriptors of the socket for orders, of the setup, and of the arena."""
+    orders, setup, arena = map(int, sys.argv[1:])
     setproctitle(NAME)
-    with open(told, "rb") as file:
-        file.seek(0)
-        work = msgspec.json.decode(file.read(), type=PictureWork)
+    work = msgspec.json.decode(read_setup(setup), type=PictureWork)
     module, _, name = work.recipe.maker.partition(":")
     processing = getattr(importlib.import_module(module), name)(work.recipe.settings)
-    gc.collect()
-    gc.freeze()  # a collection in a child would copy its pages
-    serve(socket.socket(fileno=orders), (processing, work.limits), arena)
+    loaded = (processing, work.limits)
+    serve(socket.socket(fileno=orders), lambda channel: _answer(channel, loaded, arena))
     return 0
 
 

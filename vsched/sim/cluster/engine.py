@@ -40,6 +40,7 @@ from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.network.asgi_client import AsgiClient
 from vsched.sim.network.channel import LinkProfile
 from vsched.sim.network.lane import HostLinkProfile
+from vsched.sim.ranks.symbolic_grammars import SymbolicChecker
 from vsched.sim.ranks.symbolic_model import FIRST_TOKEN, TOKENS
 from vsched.sim.workload.requests import Arrival
 from vsched.sim.world import ORIGIN_NS, QUICK, Delays, StepCosts, World
@@ -142,6 +143,7 @@ class SimEngine:
         self._tasks_before = asyncio.all_tasks()
         environment = Environment(
             make_launcher=lambda _: self.launcher,
+            make_grammar_checker=lambda _config, _info: SymbolicChecker(),
             make_media=media_of(self.world),
             open_record=self._open_record,
             now_ns=loop.now_ns,

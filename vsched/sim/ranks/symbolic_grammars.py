@@ -98,6 +98,18 @@ class SymbolicGrammars:
         return ChoiceMatcher(_choices(grammar))
 
 
+class SymbolicChecker:
+    """Checks choices here: nothing of them is native code. See `vsched.aio.grammar_checks.GrammarChecker`."""
+
+    def check(self, grammar: str) -> float:
+        """Refuse a grammar that is not a choice of sequences of tokens."""
+        SymbolicGrammars().check(grammar)
+        return 0.0
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
 class ChoiceMatcher:
     """Follows one output; see `vsched.worker.contract.TokenMatcher`."""
 

@@ -95,11 +95,12 @@ class Joined:
     async def load(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have the process load, with what the engine tells it."""
 
-        def load(*_: object, **__: object) -> tuple[FakePreprocessor, None, bool]:
-            return FakePreprocessor(self.engine.info), None, False
+        def load(*_: object, **__: object) -> tuple[FakePreprocessor, bool]:
+            return FakePreprocessor(self.engine.info), False
 
         monkeypatch.setattr(remote_engine_module, "load_worker", lambda *_, **__: None)
         monkeypatch.setattr(remote_engine_module, "load_front_end", load)
+        monkeypatch.setattr(remote_engine_module, "grammar_processes", lambda *_: None)
         self.box.turn.served = Served(Config(), self.engine.info)
         self.desk.tell_facts()
         await self.remote.load()

@@ -264,6 +264,26 @@ async def test_request_that_may_be_why_is_given_up(tmp_path: Path) -> None:
     assert "value resumed 2 times, limit 2. Remedy: " in error["message"]
 
 
+async def test_request_that_may_be_why_is_given_up_when_reading_it_kills_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class DiedError(BaseException):
+        pass
+
+    async def die(*_: object) -> None:
+        raise DiedError
+
+    await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
+    monkeypatch.setattr(resuming.Resumption, "_job", die)
+    for _ in range(resuming.RESUMED_MAX):
+        with pytest.raises(BaseExceptionGroup) as died:
+            await Server(tmp_path).start()
+        assert died.group_contains(DiedError)
+    last = await Server(tmp_path).start()
+    error = (await last.get(f"{CHAT}/mine")).error
+    assert error["code"] == "not_resumed"
+
+
 async def test_answer_is_forgotten_in_time(tmp_path: Path) -> None:
     await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
     second = await Server(tmp_path, keep_s=0.01).start()

@@ -168,7 +168,7 @@ async def test_process_that_dies_fails_its_image_alone(bench: ArenaBench) -> Non
     assert found[:4] == [[1.0], [2.0], [3.0], [4.0]]
     assert isinstance(found[4], RequestFailed)
     assert found[4].code == "image_processing_failed"
-    assert "its process died. Remedy: " in found[4].message
+    assert "its process died (SIGKILL). Remedy: " in found[4].message
     await bench.all_back()
     assert await bench.values(data_url(image_bytes(value=9))) == [9.0]
 
@@ -205,7 +205,7 @@ async def test_server_that_dies_is_replaced(bench: ArenaBench) -> None:
 async def test_server_that_cannot_start_is_told(
     bench: ArenaBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "SERVER_COMMAND", ("/bin/false",))
+    monkeypatch.setattr(bench.pictures._calls, "_command", ("/bin/false",))
     with pytest.raises(RequestFailed, match="could not be processed"):
         await bench.values(data_url(image_bytes()))
     await bench.all_back()

@@ -1,0 +1,168 @@
+"""Schemas and grammars that crash the grammar library: a 400 at every door, and no other request notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.asking import TEXTS, Ask, begin, read
+from tests.patience import PATIENCE_S
+from vsched import Config, Engine, SamplingParams
+from vsched.aio.grammar_checks import GrammarProcesses
+from vsched.api.server import RunningServer, running_server
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+CHAT: dict[str, Any] = {
+    "model": "nano25",
+    "messages": [{"role": "user", "content": "1"}],
+    "max_tokens": 4,
+}
+
+
+def linked(keyword: str, count: int) -> dict[str, Any]:
+    """Return a schema of `count` references, each within this keyword of the one before."""
+    inner = [{keyword: [{"$ref": f"#/$defs/d{n + 1}"}]} for n in range(count)]
+    if keyword == "items":
+        inner = [{keyword: {"$ref": f"#/$defs/d{n + 1}"}} for n in range(count)]
+    defs = {f"d{n}": one for n, one in enumerate(inner)}
+    return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{count}": {"type": "null"}}}
+
+
+SCHEMAS: dict[str, Any] = {
+    "const": {"const": -(2**63)},
+    "enum": {"enum": [1, -(2**64)]},
+    "anyOf": {"anyOf": [{"const": -(2**63)}, {"type": "string"}]},
+    "equal bounds": {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
+    "far bounds": {"type": "number", "minimum": -1e300, "maximum": -1e299},
+    **{one: linked(one, 1000) for one in ("prefixItems", "items", "oneOf", "anyOf", "allOf")},
+}
+CHAIN = "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(3000)) + '\nr3000: "a"\n'
+GRAMMARS = {
+    "chained rules": CHAIN,
+    "chained rules in GBNF": CHAIN.replace("start:", "root:").replace(":", " ::="),
+    "schema in Lark": f"start: %json {json.dumps(SCHEMAS['const'])}",
+    "schema deep in Lark": f'start: "a" b\nb: %json {json.dumps(SCHEMAS["const"])}',
+}
+
+
+def at_doors(schema: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return a request for each door that a schema comes in by: the path and the body."""
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    function = {"name": "f", "parameters": parameters}
+    held = {"name": "s", "schema": schema}
+    chat = "/v1/chat/completions"
+    text: dict[str, Any] = {"model": "nano25", "prompt": "1", "max_tokens": 4}
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    return {
+        "response_format": (
+            chat,
+            {**CHAT, "response_format": {"type": "json_schema", "json_schema": held}},
+        ),
+        "guided_json": ("/v1/completions", {**text, "guided_json": schema}),
+        "structured_outputs": (chat, {**CHAT, "structured_outputs": {"json": schema}}),
+        "tools": (chat, {**CHAT, **tools}),
+        "responses": (
+            "/v1/responses",
+            {
+                "model": "nano25",
+                "input": "1",
+                "max_output_tokens": 4,
+                "text": {"format": {"type": "json_schema", "name": "s", "schema": schema}},
+            },
+        ),
+        "messages": (
+            "/v1/messages",
+            {
+                **CHAT,
+                "tools": [{"name": "f", "input_schema": parameters}],
+                "tool_choice": {"type": "any"},
+            },
+        ),
+    }
+
+
+async def refused(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+    """Send a request, and check that it is answered by a 400 with a remedy, or served."""
+    reply = await client.post(
+        path, content=json.dumps(body), headers={"content-type": "application/json"}
+    )
+    assert reply.status_code in {200, 400, 413}, (path, reply.text)
+    if reply.status_code != 200:
+        assert "Remedy" in reply.json()["error"]["message"], reply.text
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+async def test_schemas_that_crash_the_library_end_nothing(
+    server: RunningServer, engine: Engine, name: str
+) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+        await asyncio.gather(
+            *(refused(client, path, body) for path, body in at_doors(SCHEMAS[name]).values())
+        )
+    assert engine.state == "ready"
+    assert not any(group["restarts"] for group in engine.groups())
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+async def test_grammars_that_crash_the_library_end_nothing(
+    server: RunningServer, engine: Engine, name: str
+) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+        for field in ("guided_grammar", "structured_outputs"):
+            value = GRAMMARS[name] if field == "guided_grammar" else {"grammar": GRAMMARS[name]}
+            await refused(client, "/v1/chat/completions", {**CHAT, field: value})
+    assert engine.state == "ready"
+
+
+def checker_of(engine: Engine) -> GrammarProcesses:
+    assert engine._running is not None
+    checker = engine._running.grammars._checker
+    assert isinstance(checker, GrammarProcesses)
+    return checker
+
+
+async def test_killed_grammar_server_loses_no_request(engine: Engine) -> None:
+    """32 requests are under way, some of them held to a grammar, and some to one that crashes."""
+    held = SamplingParams(max_tokens=40, seed=5, grammar=json.dumps({"regex": "[ab]{30}"}))
+    free = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    checker = checker_of(engine)
+    begun = [await begin(engine, Ask(TEXTS[n % 2]), held if n % 2 else free) for n in range(12)]
+    reading = [asyncio.create_task(read(one)) for one in begun]
+
+    async def ask(number: int) -> str:
+        grammar = json.dumps({"regex": f"[a-{chr(98 + number)}]{{8}}"})
+        asked = SamplingParams(max_tokens=40, seed=number, grammar=grammar)
+        return (await read(await begin(engine, Ask(TEXTS[0]), asked))).text
+
+    asking = [asyncio.create_task(ask(number)) for number in range(20)]
+    assert checker.pid
+    os.kill(checker.pid, signal.SIGKILL)
+    texts = await asyncio.gather(*asking)
+    found = await asyncio.gather(*reading)
+    assert [len(text) for text in texts] == [8] * 20
+    assert all(len(each.text) == 30 for each in found[1::2])
+    assert all(len(each.token_ids) == 24 for each in found[::2])
+
+
+@pytest.mark.slow
+async def test_api_processes_check_grammars_as_the_engine_does(
+    configure: Callable[..., Config],
+) -> None:
+    async with (
+        running_server(configure("nano25", "server.processes=2")) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client,
+    ):
+        for path, body in at_doors({"const": -(2**63)}).values():
+            await refused(client, path, body)
+        reply = await client.post(
+            "/v1/completions", json={"model": "nano25", "prompt": "1", "guided_regex": "ab"}
+        )
+        assert reply.json()["choices"][0]["text"] == "ab"

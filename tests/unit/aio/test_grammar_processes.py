@@ -1,0 +1,121 @@
+"""Grammar checks in processes: a grammar that crashes, loops or takes all memory is refused, and nothing else fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.patience import PATIENCE_S
+from vsched.aio.grammar_checks import GrammarProcesses
+from vsched.errors import RequestFailed, RequestRefused
+from vsched.types import ModelInfo
+from vsched.worker.contract import TokenMatcher
+from vsched.worker.registry import WORKER_METHODS
+
+
+class ShakyGrammars:
+    """Does in `check` what native code does at its worst."""
+
+    def check(self, grammar: str) -> None:
+        match grammar.split():
+            case ["die", number]:
+                os.kill(os.getpid(), int(number))
+            case ["loop"]:
+                while True:
+                    pass
+            case ["recurse"]:
+                exec("f = lambda: f()\nf()")
+            case ["refuse"]:
+                raise RequestRefused("no. Remedy: none.", code="invalid_grammar")
+            case ["panic"]:
+                raise SystemExit("as PanicException is no Exception")
+
+    def matcher(self, grammar: str) -> TokenMatcher:
+        raise NotImplementedError(grammar)
+
+
+class ShakyPlugin:
+    """A plug-in that has grammars, unless the model's family is `none`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in WORKER_METHODS:
+            return lambda *_: None
+        raise AttributeError(name)
+
+    def load_grammars(self, info: ModelInfo) -> ShakyGrammars | None:
+        return None if info.family == "none" else ShakyGrammars()
+
+
+plugin = ShakyPlugin()
+
+
+def model(family: str) -> ModelInfo:
+    return ModelInfo(
+        family=family,
+        path="",
+        dtype="float32",
+        hidden_size=4,
+        embedding_levels=1,
+        vocab_size=64,
+        context_tokens=64,
+        kv_bytes_per_token=1,
+        item_tokens_max=1,
+        image_token_id=1,
+        stop_token_ids=(2,),
+    )
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[GrammarProcesses]:
+    made = GrammarProcesses(f"{__name__}:plugin", model("shaky"), deadline_s=PATIENCE_S)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (f"die {signal.SIGSEGV:d}", r"died \(SIGSEGV\).*128 MiB"),
+        (f"die {signal.SIGABRT:d}", r"died \(SIGABRT\)"),
+        ("loop", "more than 1 s of CPU time"),
+        ("recurse", "cannot be used"),
+        ("panic", "cannot be used"),
+        ("refuse", "^no. Remedy"),
+    ],
+)
+def test_grammar_processes_refuse_what_kills_them(
+    processes: GrammarProcesses, grammar: str, reason: str
+) -> None:
+    with pytest.raises(RequestRefused, match=reason) as refusal:
+        processes.check(grammar)
+    assert (refusal.value.code, refusal.value.status) == ("invalid_grammar", 400)
+    assert "Remedy: " in refusal.value.message
+    assert processes.check("fine") >= 0
+
+
+def test_grammar_processes_do_not_blame_a_grammar_for_a_kill_from_outside(
+    processes: GrammarProcesses,
+) -> None:
+    """As by the system when memory is short: it may be tried again."""
+    with pytest.raises(RequestFailed, match="try again") as failure:
+        processes.check(f"die {signal.SIGKILL:d}")
+    assert failure.value.status == 503
+
+
+def test_grammar_processes_survive_their_server(processes: GrammarProcesses) -> None:
+    before = processes.pid
+    os.kill(before, signal.SIGKILL)
+    assert processes.check("fine") >= 0
+    assert processes.pid != before
+
+
+def test_grammar_processes_report_a_model_without_grammars() -> None:
+    processes = GrammarProcesses(f"{__name__}:plugin", model("none"), deadline_s=PATIENCE_S)
+    with pytest.raises(RequestRefused, match="tokens are bytes") as refusal:
+        processes.check("any")
+    assert refusal.value.code == "grammar_not_supported"
+    processes.close()

@@ -1,0 +1,42 @@
+"""A server whose calls do what they are told: answer, die, hang, or exceed a limit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+
+from vsched.isolated.frames import Channel, read_frame
+from vsched.isolated.server import limit_resources, read_setup, serve
+
+
+def act(setup: bytes, channel: Channel) -> bytes:
+    """Carry out one call."""
+    order = read_frame(channel).decode()
+    limit_resources(cpu_s=0.2, memory_bytes=32 << 20, stack_bytes=1 << 20)
+    match order.split():
+        case ["die", number]:
+            os.kill(os.getpid(), int(number))
+        case ["hang"]:
+            while True:
+                signal.pause()
+        case ["loop"]:
+            while True:
+                pass
+        case ["take", megabytes]:
+            return b"%d" % len(bytearray(int(megabytes) << 20))
+        case ["raise"]:
+            raise ValueError("as asked")
+    return setup + order.encode()
+
+
+def main() -> None:
+    """Serve."""
+    orders, setup_file = map(int, sys.argv[1:])
+    setup = read_setup(setup_file)
+    serve(socket.socket(fileno=orders), lambda channel: act(setup, channel))
+
+
+if __name__ == "__main__":
+    main()

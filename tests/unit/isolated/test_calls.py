@@ -1,0 +1,106 @@
+"""Isolated calls: whatever happens to the process of one call, the others are answered."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.patience import PATIENCE_S
+from tests.unit.isolated import shaky_server
+from vsched.isolated.calls import (
+    CallFailedError,
+    IsolatedCalls,
+    ServerClosedError,
+    ServerLostError,
+)
+
+
+@pytest.fixture
+def calls() -> Iterator[IsolatedCalls]:
+    made = IsolatedCalls(shaky_server.__name__, b"setup and ", name="shaky")
+    yield made
+    made.close()
+
+
+def call(calls: IsolatedCalls, order: str, deadline_s: float = PATIENCE_S) -> bytes:
+    return calls.call(order.encode(), deadline_s=deadline_s)
+
+
+def test_calls_answer_and_know_the_setup(calls: IsolatedCalls) -> None:
+    assert calls.pid == 0
+    assert call(calls, "order") == b"setup and order"
+    server = calls.pid
+    assert call(calls, "another") == b"setup and another"
+    assert calls.pid == server
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL])
+def test_calls_report_the_signal_that_killed_a_process(calls: IsolatedCalls, number: int) -> None:
+    with pytest.raises(CallFailedError, match=signal.Signals(number).name) as failure:
+        call(calls, f"die {number:d}")
+    assert (failure.value.signal, failure.value.expired) == (number, False)
+    assert call(calls, "next") == b"setup and next"
+
+
+def test_calls_end_with_an_error_when_the_process_raises(calls: IsolatedCalls) -> None:
+    with pytest.raises(CallFailedError, match="died") as failure:
+        call(calls, "raise")
+    assert failure.value.signal is None
+
+
+def test_calls_are_killed_at_the_deadline(calls: IsolatedCalls) -> None:
+    with pytest.raises(CallFailedError, match="not done within 0.1 s") as failure:
+        call(calls, "hang", deadline_s=0.1)
+    assert failure.value.expired
+
+
+def test_calls_are_limited_in_time_and_memory(calls: IsolatedCalls) -> None:
+    with pytest.raises(CallFailedError) as failure:
+        call(calls, "loop")
+    assert failure.value.signal is signal.SIGPROF
+    assert call(calls, "take 8") == b"%d" % (8 << 20)
+    with pytest.raises(CallFailedError):
+        call(calls, "take 64")
+
+
+def test_calls_that_fail_do_not_disturb_others(calls: IsolatedCalls) -> None:
+    """Processes are forked while others run, and inherit nothing of them that would hide their end."""
+    orders = ["die 11", "raise", "hang", *map(str, range(8))] * 2
+
+    def outcome(order: str) -> str:
+        try:
+            return call(calls, order, 0.5 if order == "hang" else PATIENCE_S).decode()
+        except CallFailedError as error:
+            return "expired" if error.expired else "failed"
+
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(outcome, orders))
+    expected = ["failed", "failed", "expired", *(f"setup and {n}" for n in range(8))]
+    assert found == expected * 2
+
+
+def test_calls_replace_a_server_that_died(calls: IsolatedCalls) -> None:
+    call(calls, "order")
+    before = calls.pid
+    os.kill(before, signal.SIGKILL)
+    assert call(calls, "order") == b"setup and order"
+    assert calls.pid not in {0, before}
+
+
+def test_calls_fail_when_no_server_starts() -> None:
+    calls = IsolatedCalls("tests.unit.isolated.no_such_module", b"", name="absent")
+    with pytest.raises(ServerLostError, match="the absent server does not start"):
+        call(calls, "order")
+    calls.close()
+
+
+def test_calls_end_with_close(calls: IsolatedCalls) -> None:
+    calls.start()
+    calls.close()
+    assert calls.pid == 0
+    with pytest.raises(ServerClosedError):
+        call(calls, "order")

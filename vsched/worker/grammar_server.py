@@ -1,0 +1,96 @@
+"""The grammar server: `python -m vsched.worker.grammar_server`, which forks one process for each grammar to check.
+
+The library behind a plug-in's grammars is native code, and a schema can make it crash, loop, or take all memory. Ranks
+compile a grammar only after a process of this server has, with less stack and less memory than a rank has.
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+import sys
+import time
+import traceback
+
+import msgspec
+from setproctitle import setproctitle
+
+from vsched.errors import RequestRefused
+from vsched.isolated.frames import Channel, read_frame
+from vsched.isolated.server import limit_resources, read_setup, serve
+from vsched.types import ModelInfo
+from vsched.worker.capabilities import (
+    GRAMMAR_NOT_SUPPORTED,
+    INVALID_GRAMMAR,
+    ConstrainsOutput,
+    Grammars,
+)
+from vsched.worker.registry import load_worker
+
+NAME = "vsched: grammars"
+CPU_S_MAX = 1.0
+"""CPU time of one check: the plug-in refuses earlier what would hold up a rank, and this stops what loops."""
+MEMORY_BYTES_MAX = 128 << 20
+"""Memory of one check: ten times what the largest schemas of 64 KiB take."""
+_STACK_BYTES_MAX = 8 << 20
+
+
+class GrammarSetup(msgspec.Struct, frozen=True):
+    """The setup of the server: the plug-in's name, and the model whose tokens grammars are compiled for."""
+
+    plugin: str
+    info: ModelInfo
+
+
+class GrammarOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one check: an empty message when the grammar can be used; the CPU time in seconds."""
+
+    message: str = ""
+    code: str = ""
+    cpu_s: float = 0.0
+
+
+def _check(grammars: Grammars | None, grammar: str) -> GrammarOutcome:
+    """Compile a grammar; this may crash the process."""
+    if grammars is None:
+        return GrammarOutcome(
+            message="this model cannot be held to a grammar: that takes a tokenizer whose tokens are bytes, and an "
+            "end token. Remedy: ask for the format in the prompt.",
+            code=GRAMMAR_NOT_SUPPORTED,
+        )
+    # What compiles with half of a rank's stack does not overflow the rank's.
+    soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = _STACK_BYTES_MAX if soft == resource.RLIM_INFINITY else min(soft, _STACK_BYTES_MAX)
+    limit_resources(cpu_s=CPU_S_MAX, memory_bytes=MEMORY_BYTES_MAX, stack_bytes=stack // 2)
+    began_s = time.process_time()
+    message = code = ""
+    try:
+        grammars.check(grammar)
+    except RequestRefused as error:
+        message, code = error.message, error.code
+    except BaseException:  # noqa: BLE001 - a panic of native code is no Exception
+        traceback.print_exc()
+        message, code = (
+            "the schema or grammar cannot be used. Remedy: simplify it.",
+            INVALID_GRAMMAR,
+        )
+    return GrammarOutcome(message=message, code=code, cpu_s=time.process_time() - began_s)
+
+
+def main() -> int:
+    """Serve; the arguments are the descriptors of the socket for orders, and of the setup."""
+    orders, setup_file = map(int, sys.argv[1:])
+    setproctitle(NAME)
+    setup = msgspec.json.decode(read_setup(setup_file), type=GrammarSetup)
+    plugin = load_worker(setup.plugin)
+    grammars = plugin.load_grammars(setup.info) if isinstance(plugin, ConstrainsOutput) else None
+
+    def answer(channel: Channel) -> bytes:
+        return msgspec.json.encode(_check(grammars, read_frame(channel).decode()))
+
+    serve(socket.socket(fileno=orders), answer)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
