@@ -29,7 +29,7 @@ CHAT: dict[str, Any] = {
 
 def linked(keyword: str, count: int) -> dict[str, Any]:
     """Return a schema of `count` references, each within this keyword of the one before."""
-    inner = [{keyword: [{"$ref": f"#/$defs/d{n + 1}"}]} for n in range(count)]
+    inner: list[dict[str, Any]] = [{keyword: [{"$ref": f"#/$defs/d{n + 1}"}]} for n in range(count)]
     if keyword == "items":
         inner = [{keyword: {"$ref": f"#/$defs/d{n + 1}"}} for n in range(count)]
     defs = {f"d{n}": one for n, one in enumerate(inner)}
