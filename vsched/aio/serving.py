@@ -201,6 +201,7 @@ def token_stream(make_detokenizer: Callable[..., Detokenizer], answering: Answer
         stop=sampling.stop,
         stop_token_ids=answering.stop_token_ids,
         include_stop=sampling.include_stop,
+        min_tokens=sampling.min_tokens,
         logprobs=sampling.logprobs is not None,
         on_stop=answering.on_stop,
         on_end=answering.on_end,

@@ -66,17 +66,23 @@ class StopMatcher:
         self._stops = stops
         self._include = include
         self._held = ""
+        self._exempt = 0
         self.found: str | None = None
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Return the text that may go out now, and whether a stop string was found after it."""
+    def push(self, text: str, *, exempt: bool = False) -> tuple[str, bool]:
+        """Return the text that may go out now, and whether a stop string was found after it.
+
+        No stop string ends within text that is `exempt`, but one may begin there.
+        """
         if not self._stops:
             return text, False
         self._held += text
+        if exempt:
+            self._exempt = len(self._held)
         found = [
             (index + len(stop), index, stop)
             for stop in self._stops
-            if (index := self._held.find(stop)) >= 0
+            if (index := self._held.find(stop, max(self._exempt - len(stop) + 1, 0))) >= 0
         ]
         if found:
             # What ends first is what a text that came letter by letter would have stopped at.
@@ -86,6 +92,7 @@ class StopMatcher:
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep
         out, self._held = self._held[:cut], self._held[cut:]
+        self._exempt = max(self._exempt - cut, 0)
         return out, False
 
     def flush(self) -> str:
@@ -128,6 +135,7 @@ class TokenStream:
         stop: tuple[str, ...],
         stop_token_ids: frozenset[int],
         include_stop: bool = False,
+        min_tokens: int = 0,
         logprobs: bool,
         on_stop: Callable[[str, FinishReason], None],
         on_end: Callable[[], None],
@@ -142,6 +150,7 @@ class TokenStream:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stop, include=include_stop)
         self._has_stops = bool(stop)
+        self._min_tokens = min_tokens
         self._silent_token_ids = frozenset() if include_stop else stop_token_ids
         self.prompt_report = prompt_report
         self._prompt_only = prompt_only
@@ -187,7 +196,8 @@ class TokenStream:
             return
         text = self._detokenizer.push((token_id,))
         if self._has_stops:
-            text, self._stopped = self._matcher.push(text)
+            exempt = self.output_tokens <= self._min_tokens
+            text, self._stopped = self._matcher.push(text, exempt=exempt)
         self._text.append(text)
         if self._stopped:
             self._on_stop(self.request_id, FinishReason.STOP)
@@ -217,9 +227,10 @@ class TokenStream:
         if self._prompt_only and finish.reason is FinishReason.STOP:
             return msgspec.structs.replace(finish, reason=FinishReason.LENGTH)
         if not self._stopped:
-            text, _ = self._matcher.push(self._detokenizer.flush())
+            exempt = self.output_tokens <= self._min_tokens
+            text, self._stopped = self._matcher.push(self._detokenizer.flush(), exempt=exempt)
             self._text += [text, self._matcher.flush()]
-        elif finish.reason is FinishReason.LENGTH:
+        if self._stopped and finish.reason is FinishReason.LENGTH:
             # The last token that it was allowed completed a stop string.
             return msgspec.structs.replace(finish, reason=FinishReason.STOP)
         return finish

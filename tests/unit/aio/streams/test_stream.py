@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import pytest
 
 from tests.patience import patience
+from vsched.aio.serving import token_stream
+from vsched.aio.streams.sink import Answering
 from vsched.aio.streams.stream import OutputDelta, StopMatcher, TokenLogprob, TokenStream
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
-from vsched.types import FinishReason
+from vsched.types import FinishReason, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,28 @@ def test_stop_matcher_gives_the_same_however_the_text_is_cut(stops: tuple[str, .
         assert out == expected
 
 
+@pytest.mark.parametrize(
+    ("stops", "exempt", "rest", "out"),
+    [
+        (("b",), "ab", "cbd", "abc"),
+        (("bc",), "ab", "cd", "a"),  # it ends behind them
+        (("b", "abx"), "ab", "cb", "abc"),  # one that is held back for another's sake
+        (("b",), "ab", "", "ab"),
+    ],
+)
+def test_stop_matcher_finds_no_stop_string_that_ends_in_exempt_text(
+    stops: tuple[str, ...], exempt: str, rest: str, out: str
+) -> None:
+    for pieces in ([exempt], list(exempt)):
+        matcher = StopMatcher(stops)
+        said = ""
+        for piece in pieces:
+            text, stopped = matcher.push(piece, exempt=True)
+            assert not stopped
+            said += text
+        assert said + matcher.push(rest)[0] + matcher.flush() == out
+
+
 class Letters:
     """Token n is the n-th letter; 99 is half a character, which is held back."""
 
@@ -97,6 +121,7 @@ def generation(
     stop: tuple[str, ...] = (),
     stop_token_ids: frozenset[int] = frozenset(),
     include_stop: bool = False,
+    min_tokens: int = 0,
     logprobs: bool = False,
 ) -> tuple[TokenStream, Ended]:
     ended = Ended()
@@ -107,6 +132,7 @@ def generation(
         stop=stop,
         stop_token_ids=stop_token_ids,
         include_stop=include_stop,
+        min_tokens=min_tokens,
         logprobs=logprobs,
         on_stop=ended.on_stop,
         on_end=ended.on_end,
@@ -218,6 +244,52 @@ async def test_generation_stop_string_in_the_last_token_is_a_stop() -> None:
     made.finish(finish(FinishReason.LENGTH))
     assert await read(made) == [OutputDelta("a", [0, 1, 2], finish_reason="stop", stop_string="bc")]
     assert made.reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "tokens", "text"),
+    [(0, 1, ""), (1, 4, "abc"), (3, 4, "abc"), (4, 5, "ab"), (9, 5, "abcab")],
+)
+async def test_generation_finds_no_stop_string_before_min_tokens(
+    min_tokens: int, tokens: int, text: str
+) -> None:
+    """As vLLM: the token that completes a stop string comes behind so many others."""
+    made, ended = generation(stop=("a", "cab"), min_tokens=min_tokens)
+    for token in (0, 1, 2, 0, 1)[:tokens]:
+        made.push(token, None)
+    stopped = len(text) < tokens
+    assert bool(ended.stops) is stopped
+    made.finish(finish())
+    (delta,) = await read(made)
+    assert (delta.text, delta.finish_reason) == (text, "stop" if stopped else "length")
+
+
+async def test_token_stream_keeps_min_tokens_of_the_request() -> None:
+    ended = Ended()
+    made = token_stream(
+        lambda **_: Letters(),
+        Answering(
+            request_id="r",
+            prompt_token_ids=[1],
+            sampling=SamplingParams(stop=("a",), min_tokens=2),
+            stop_token_ids=frozenset(),
+            report=None,
+            on_stop=ended.on_stop,
+            on_end=ended.on_end,
+        ),
+    )
+    for token in (0, 0, 1, 0):
+        assert not ended.stops
+        made.push(token, None)
+    assert ended.stops
+
+
+async def test_generation_finds_a_stop_string_in_what_the_detokenizer_held_back() -> None:
+    made, _ = generation(stop=("?",))
+    made.push(0, None)
+    made.push(99, None)
+    made.finish(finish())
+    assert await read(made) == [OutputDelta("a", [0, 99], finish_reason="stop", stop_string="?")]
 
 
 async def test_generation_held_text_goes_out_at_the_end() -> None:
