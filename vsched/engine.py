@@ -34,7 +34,7 @@ from vsched.aio.serving import (
 )
 from vsched.aio.shell import start_shell
 from vsched.aio.streams.sink import Answering
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.stream import StopScope, TokenStream
 from vsched.aio.streams.timing import RequestTimeline
 from vsched.assembly import (
     adapter_table,
@@ -248,13 +248,15 @@ class Engine:
         session: str = "",
         adapter: str = "",
         begun: Begun | None = None,
+        make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> list[TokenStream]:
         """Prepare the images, submit a request for as many answers as there are ids, and return once it is accepted.
 
         The answers share the prompt, which is computed once, and differ in their seeds; the first has that of
         `sampling`. All are accepted or none. `max_tokens` of 0 means as many as the context leaves after the prompt.
         Without `sampling`, that is so, and the rest is as the checkpoint states. `adapter` is the name of one that is
-        loaded, empty for the model alone, `begun` what a dead engine told of the answer. Cancelling undoes everything.
+        loaded, empty for the model alone, `begun` what a dead engine told of the answer. `make_stop_scope` makes what
+        tells where in an answer stop strings count; everywhere without it. Cancelling undoes everything.
 
         Raises:
             RequestRefused: When the request cannot be accepted.
@@ -278,7 +280,9 @@ class Engine:
             adapter=adapter,
             images=len(images),
             prepare=lambda parts: parts.prepare(prompt, images, cache_salt, sampling),
-            make_answer=partial(token_stream, self.preprocessor.detokenizer),
+            make_answer=partial(
+                token_stream, self.preprocessor.detokenizer, make_stop_scope=make_stop_scope
+            ),
             begun=begun,
         )
 

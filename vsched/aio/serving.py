@@ -24,7 +24,7 @@ from vsched.aio.request_bounds import (
 from vsched.aio.shell import Shell
 from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.sink import Answering, AnswerSink, interrupt_all
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.stream import StopScope, TokenStream
 from vsched.aio.streams.timing import RequestTimeline, timeline_of
 from vsched.kernel.events import Knocked
 from vsched.media import ImageReference, Prompt
@@ -191,9 +191,15 @@ def submit_answers(
     return generations
 
 
-def token_stream(make_detokenizer: Callable[..., Detokenizer], answering: Answering) -> TokenStream:
+def token_stream(
+    make_detokenizer: Callable[..., Detokenizer],
+    answering: Answering,
+    *,
+    make_stop_scope: Callable[[], StopScope] | None = None,
+) -> TokenStream:
     """Return what makes text of the tokens of an answer."""
     sampling = answering.sampling
+    stop_scope = make_stop_scope() if make_stop_scope is not None and sampling.stop else None
     return TokenStream(
         answering.request_id,
         prompt_token_ids=answering.prompt_token_ids,
@@ -202,6 +208,7 @@ def token_stream(make_detokenizer: Callable[..., Detokenizer], answering: Answer
         stop_token_ids=answering.stop_token_ids,
         include_stop=sampling.include_stop,
         min_tokens=sampling.min_tokens,
+        stop_scope=stop_scope,
         logprobs=sampling.logprobs is not None,
         on_stop=answering.on_stop,
         on_end=answering.on_end,

@@ -13,6 +13,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from vsched.aio.grammar_checks import GRAMMAR_REFUSALS
+from vsched.aio.streams.stream import StopScope
 from vsched.api import parameters
 from vsched.api.bodies.constraints import behind_thought, beside_calls, constraint_of
 from vsched.api.bodies.keeping import keep_request
@@ -39,6 +40,7 @@ from vsched.api.tools.choice import ToolUse, tool_use
 from vsched.api.tools.formats import call_format, reasoning_format
 from vsched.api.tools.history import arguments_characters, with_template_calls
 from vsched.api.tools.reader import AnswerReader
+from vsched.api.tools.stop_scope import CallStopScope
 from vsched.api.tools.template_reader import TemplateReader
 from vsched.api.tools.wording import AnswerWording
 from vsched.errors import RequestFailed, RequestRefused
@@ -67,8 +69,9 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     To each prompt `drawn` answers are generated, and the best `n` of them told. `hides_logprobs` is that those of its
     tokens are needed for that alone. `echoes` are the texts of prompts, or of a chat's last message, that are told,
     None for a prompt of tokens. `constrained_by` is the parameter that its grammar comes from. `wording` makes what
-    reads an answer with calls. `asked` is what the answer of a dialect repeats of the request.
-    `model` is the name that the answer has, and `adapter` is it where it names one, else empty.
+    reads an answer with calls, `make_stop_scope` what keeps stop strings out of these. `asked` is what the answer of a
+    dialect repeats of the request. `model` is the name that the answer has, and `adapter` is it where it names one,
+    else empty.
     """
 
     prompts: Sequence[Prompt]
@@ -90,6 +93,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     hides_logprobs: bool = False
     echoes: tuple[str | None, ...] = ()
     wording: Callable[[int], AnswerWording] | None = None
+    make_stop_scope: Callable[[], StopScope] | None = None
     asked: object = None
 
 
@@ -361,6 +365,7 @@ class CompletionEndpoint:
                     session=job.session,
                     adapter=job.adapter,
                     begun=begun,
+                    make_stop_scope=job.make_stop_scope,
                 )
                 answers.add(accepted)
         except RequestRefused as error:
@@ -451,12 +456,19 @@ def _id_header(job: CheckedRequest) -> list[tuple[bytes, bytes]]:
 
 
 def _wording(
-    request: ChatRequest, reader: Callable[[], AnswerReader | TemplateReader], request_id: str
+    request: ChatRequest,
+    reader: Callable[[], AnswerReader | TemplateReader],
+    request_id: str,
+    tools: ToolUse | None,
 ) -> Callable[[int], AnswerWording]:
     """Return what words an answer, by its index."""
     hides_reasoning = request.include_reasoning is False
     return lambda index: AnswerWording(
-        reader(), answer_id=answer_id(request_id, index), hides_reasoning=hides_reasoning
+        reader(),
+        answer_id=answer_id(request_id, index),
+        hides_reasoning=hides_reasoning,
+        has_tools=tools is not None,
+        forced=tools is not None and bool(tools.forced),
     )
 
 
@@ -515,18 +527,26 @@ class ChatEndpoint(CompletionEndpoint):
             job = msgspec.structs.replace(job, echoes=(parameters.echoed_message(request),))
         if parsed:
             parser = partial(self._parser, prompt, arguments, tools)
-            return msgspec.structs.replace(job, wording=_wording(request, parser, request_id))
+            return msgspec.structs.replace(
+                job, wording=_wording(request, parser, request_id, tools)
+            )
         if tools is None and reasoning is None:
             return job
-        reader = partial(
-            AnswerReader,
-            tools.format if tools is not None else None,
-            tools=tools.schemas if tools is not None else None,
-            single=tools is not None and tools.single,
-            reasoning=reasoning,
-            thinking=thinking,
+        options: dict[str, Any] = {"reasoning": reasoning, "thinking": thinking}
+        if tools is None:
+            reader = partial(AnswerReader, None, **options)
+            return msgspec.structs.replace(job, wording=_wording(request, reader, request_id, None))
+        options |= {
+            "tools": tools.schemas,
+            "single": tools.single,
+            "forced": bool(tools.forced),
+        }
+        reader = partial(AnswerReader, tools.format, **options)
+        return msgspec.structs.replace(
+            job,
+            wording=_wording(request, reader, request_id, tools),
+            make_stop_scope=partial(CallStopScope, tools.format, **options),
         )
-        return msgspec.structs.replace(job, wording=_wording(request, reader, request_id))
 
     def _parses(self, template: str) -> bool:
         """Return whether the checkpoint says how its answers are read, and no form is known that streams calls."""

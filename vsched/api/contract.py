@@ -11,7 +11,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 
 from vsched.aio.streams.prompt_report import PromptReport
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams.stream import OutputDelta, StopScope
 from vsched.media import ImageReference, Prompt
 from vsched.record.left import Begun
 from vsched.types import ModelInfo, SamplingParams
@@ -162,12 +162,14 @@ class ServingContract(Protocol):
         session: str = "",
         adapter: str = "",
         begun: Begun | None = None,
+        make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> Sequence[Generation]:
         """Prepare the images, submit a request for as many answers as there are ids, and return once it is accepted.
 
         The answers differ in their seeds; all are accepted or none. `sampling.max_tokens` of 0 means as many as the
         context leaves after the prompt. `adapter` names one that is loaded. `begun` is what a dead engine told of the
-        one answer: it goes on from there. Cancelling this call undoes everything.
+        one answer: it goes on from there. `make_stop_scope` makes what tells where in an answer stop strings count;
+        everywhere without it. Cancelling this call undoes everything.
 
         Raises:
             RequestRefused: When the request cannot be accepted.

@@ -78,7 +78,10 @@ class Formatter(Protocol):
     """Words deltas; one for each request, since it remembers what came before."""
 
     def chunk(self, delta: OutputDelta) -> object:
-        """Return the event for a delta, to be encoded as JSON: one for each, for clients count tokens by events."""
+        """Return the event for a delta, to be encoded as JSON; None where it adds nothing to calls.
+
+        Every other delta has one, for clients count tokens by events.
+        """
         ...
 
     def usage_chunk(self, usage: Usage) -> object:
@@ -228,13 +231,15 @@ class ChatFormatter(_Formatting):
         choice = ChatChunkChoice(ChatDelta(content=text), None, None, self._index)
         return ChatChunk(self._id, self._created, self._model, [choice])
 
-    def chunk(self, delta: OutputDelta) -> ChatChunk | msgspec.Raw:
+    def chunk(self, delta: OutputDelta) -> ChatChunk | msgspec.Raw | None:
         if self._begun and self._wording is None and self._is_bare(delta):
             return self._form.fill(delta.text)
         added, reason = ChatDelta(content=delta.text), delta.finish_reason
         if self._wording is not None:
-            added = self._wording.added(delta.text, is_last=reason is not None)
+            added = self._wording.added(delta.text, reason)
             reason = reason and self._wording.finish_reason(reason)
+            if self._begun and self._wording.is_silent and self._is_bare(delta):
+                return None
         if not self._begun:
             added.role = "assistant"
             if self.echo:
@@ -264,7 +269,7 @@ class ChatFormatter(_Formatting):
         text = "".join(delta.text for delta in deltas)
         message, reason = ChatMessage(text), _finish_reason(deltas)
         if self._wording is not None:
-            message = self._wording.message(text)
+            message = self._wording.message(text, reason)
             reason = self._wording.finish_reason(reason)
         if self.echo:
             message.content = self.echo + (message.content or "")

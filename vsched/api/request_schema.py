@@ -80,10 +80,10 @@ class ImageEmbedsPart(msgspec.Struct, tag_field="type", tag="image_embeds"):
 
 
 class CalledFunction(msgspec.Struct):
-    """Which function an assistant called; `arguments` is JSON, or the object itself."""
+    """Which function an assistant called; `arguments` is JSON, perhaps of a call that was cut, or the object itself."""
 
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(msgspec.Struct):

@@ -43,7 +43,9 @@ class WireForm:
         return self.events(self.error(error))
 
     def events(self, content: object) -> bytes:
-        """Return what a formatter made, as events."""
+        """Return what a formatter made, as events; nothing for None."""
+        if content is None:
+            return b""
         return self._numbered(b"data: " + _ENCODER.encode(content) + b"\n\n")
 
     def _numbered(self, event: bytes) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Protocol
 
 import msgspec
 
@@ -56,6 +57,18 @@ def failure_of(message: str, *, code: str) -> RequestFailed:
     return RequestFailed(message, code=code, status=400 if code == GRAMMAR_FAILED else 500)
 
 
+class StopScope(Protocol):
+    """Tells in which parts of an answer's text stop strings are looked for."""
+
+    def split(self, text: str) -> list[tuple[str, bool]]:
+        """Take the next piece of the answer; return the text whose kind is known, and whether stop strings count."""
+        ...
+
+    def split_rest(self, *, cut: bool) -> list[tuple[str, bool]]:
+        """Return what was held back of an answer that is over; `cut` says that the length limit ended it."""
+        ...
+
+
 class StopMatcher:
     """Finds stop strings in a text that comes in pieces; with `include` the one that was found goes out, too.
 
@@ -97,7 +110,7 @@ class StopMatcher:
 
     def flush(self) -> str:
         """Return what was held back: no stop string came of it."""
-        out, self._held = self._held, ""
+        out, self._held, self._exempt = self._held, "", 0
         return out
 
 
@@ -136,6 +149,7 @@ class TokenStream:
         stop_token_ids: frozenset[int],
         include_stop: bool = False,
         min_tokens: int = 0,
+        stop_scope: StopScope | None = None,
         logprobs: bool,
         on_stop: Callable[[str, FinishReason], None],
         on_end: Callable[[], None],
@@ -151,6 +165,7 @@ class TokenStream:
         self._matcher = StopMatcher(stop, include=include_stop)
         self._has_stops = bool(stop)
         self._min_tokens = min_tokens
+        self._stop_scope = stop_scope
         self._silent_token_ids = frozenset() if include_stop else stop_token_ids
         self.prompt_report = prompt_report
         self._prompt_only = prompt_only
@@ -196,8 +211,10 @@ class TokenStream:
             return
         text = self._detokenizer.push((token_id,))
         if self._has_stops:
-            exempt = self.output_tokens <= self._min_tokens
-            text, self._stopped = self._matcher.push(text, exempt=exempt)
+            scope = self._stop_scope
+            text, self._stopped = self._until_stop(
+                [(text, True)] if scope is None else scope.split(text)
+            )
         self._text.append(text)
         if self._stopped:
             self._on_stop(self.request_id, FinishReason.STOP)
@@ -227,13 +244,31 @@ class TokenStream:
         if self._prompt_only and finish.reason is FinishReason.STOP:
             return msgspec.structs.replace(finish, reason=FinishReason.LENGTH)
         if not self._stopped:
-            exempt = self.output_tokens <= self._min_tokens
-            text, self._stopped = self._matcher.push(self._detokenizer.flush(), exempt=exempt)
+            text, scope = self._detokenizer.flush(), self._stop_scope
+            parts = [(text, True)]
+            if scope is not None:
+                cut = finish.reason is FinishReason.LENGTH
+                parts = [*scope.split(text), *scope.split_rest(cut=cut)]
+            text, self._stopped = self._until_stop(parts)
             self._text += [text, self._matcher.flush()]
         if self._stopped and finish.reason is FinishReason.LENGTH:
             # The last token that it was allowed completed a stop string.
             return msgspec.structs.replace(finish, reason=FinishReason.STOP)
         return finish
+
+    def _until_stop(self, parts: Iterable[tuple[str, bool]]) -> tuple[str, bool]:
+        """Return the text that may go out of these parts, and whether a stop string was found after it."""
+        exempt = self.output_tokens <= self._min_tokens
+        out = ""
+        for text, counts in parts:
+            if not counts:
+                out += self._matcher.flush() + text
+                continue
+            said, stopped = self._matcher.push(text, exempt=exempt)
+            out += said
+            if stopped:
+                return out, True
+        return out, False
 
     def give_up(self, message: str) -> None:
         """Take no more tokens: whatever end comes, the client gets this error."""

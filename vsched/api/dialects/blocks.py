@@ -92,7 +92,7 @@ class AnswerBlocks:
         reason = delta.finish_reason
         added = ChatDelta(content=delta.text)
         if self._wording is not None:
-            added = self._wording.added(delta.text, is_last=reason is not None)
+            added = self._wording.added(delta.text, reason)
             reason = reason and self._wording.finish_reason(reason)
         if added.reasoning_content and not added.content and not added.tool_calls:
             self.reasoning_tokens += len(delta.token_ids)

@@ -12,7 +12,7 @@ from vsched.aio.request_bounds import check_stop_tokens, prompts_untold
 from vsched.aio.serving import load_front_end, token_stream
 from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.sink import Answering
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.stream import StopScope, TokenStream
 from vsched.aio.streams.table import StreamTable
 from vsched.api.processes.messages import (
     AcceptedRequest,
@@ -42,10 +42,16 @@ from vsched.worker.registry import load_worker
 class _Pending:
     """A request that is not accepted yet."""
 
-    def __init__(self, asked: Request, request_ids: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        asked: Request,
+        request_ids: tuple[str, ...],
+        make_stop_scope: Callable[[], StopScope] | None = None,
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.asked = asked
         self.request_ids = request_ids
+        self.make_stop_scope = make_stop_scope
         self.prompt_token_ids: list[int] = []
         self.entered: asyncio.Future[None] = loop.create_future()
         self.accepted: asyncio.Future[list[TokenStream]] = loop.create_future()
@@ -197,6 +203,7 @@ class RemoteEngine:
                     on_stop=self._end,
                     on_end=lambda: None,
                 ),
+                make_stop_scope=pending.make_stop_scope,
             )
             for name in pending.request_ids
         ]
@@ -225,6 +232,7 @@ class RemoteEngine:
         session: str = "",
         adapter: str = "",
         begun: Begun | None = None,
+        make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> list[TokenStream]:
         """As `Engine.generate_answers`."""
         asked = Request(
@@ -239,7 +247,7 @@ class RemoteEngine:
         )
         self._check_there()
         number, self._next = self._next, self._next + len(request_ids)
-        pending = self._pending[number] = _Pending(asked, tuple(request_ids))
+        pending = self._pending[number] = _Pending(asked, tuple(request_ids), make_stop_scope)
         self._box.put(Arrive(number, asked, pending.request_ids, len(images), adapter, begun))
         try:
             await pending.entered

@@ -17,11 +17,13 @@ ARGUMENTS_CHARACTERS_MAX = 1024 * 1024
 _OBJECT_CHARACTERS = 16_384
 """An object counts as a text of this length: that it holds more was bounded when the body was read."""
 _DEPTH_MAX = 32
+INVALID_JSON = "INVALID_JSON"
+"""The one argument of a call whose arguments are no JSON object, such as one that was cut, as Anthropic advises."""
 
 
 def arguments_characters(calls: Sequence[ToolCall]) -> int:
     """Return how many characters of JSON these calls hold as texts."""
-    sent = [call.function.arguments for call in calls]
+    sent = [call.function.arguments or "" for call in calls]
     return sum(len(each) if isinstance(each, str) else _OBJECT_CHARACTERS for each in sent)
 
 
@@ -47,7 +49,7 @@ def with_template_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
     Blocks: for the time that decoding their arguments takes; off the event loop for long ones.
 
     Raises:
-        ParameterRefused: When a name or arguments are none; names the call.
+        ParameterRefused: When a name is none, or arguments are nested too deeply; names the call.
     """
     return [
         {**message, "tool_calls": _calls(message["tool_calls"], f"messages[{index}].tool_calls")}
@@ -76,14 +78,9 @@ def _calls(calls: Sequence[ToolCall], param: str) -> list[dict[str, Any]]:
     return found
 
 
-def _arguments(sent: str | dict[str, Any], param: str) -> dict[str, Any]:
-    found: Any = sent
-    if isinstance(sent, str):
-        try:
-            found = msgspec.json.decode(sent) if sent.strip() else {}
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            found = None
-    if not isinstance(found, dict) or deeper(found, _DEPTH_MAX):
+def _arguments(sent: str | dict[str, Any] | None, param: str) -> dict[str, Any]:
+    found = sent if isinstance(sent, dict) else as_object(sent or "")
+    if deeper(found, _DEPTH_MAX):
         raise out_of_bounds(
             param,
             value=f"a text of {len(sent)} characters" if isinstance(sent, str) else "an object",
@@ -91,6 +88,17 @@ def _arguments(sent: str | dict[str, Any], param: str) -> dict[str, Any]:
             remedy="send the arguments as the model's call held them",
         )
     return found
+
+
+def as_object(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object; a text that is none becomes its one argument."""
+    try:
+        found = msgspec.json.decode(arguments.strip() or "{}")
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        found = arguments
+    if found is None:
+        return {}
+    return found if isinstance(found, dict) else {INVALID_JSON: arguments}
 
 
 def deeper(value: object, depth: int) -> bool:

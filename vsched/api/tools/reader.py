@@ -3,6 +3,7 @@
 The reader is a state machine over the text alone. A piece of text is let out once no continuation could change what
 it is, so that however an answer is cut into pieces, the same message comes of it, streamed or whole. No letter is
 lost: what begins like a call and is none is content, and so is what follows arguments without belonging to the call.
+Only where an answer was cut, or must be a call, its end is left out if that may have become one: clients see no markup.
 
 The name of a call is known before its arguments are, so these are let out as they come. They end where the brackets
 of their object do; whether what is within them is JSON is for the client to see, as with OpenAI.
@@ -11,7 +12,7 @@ of their object do; whether what is within them is JSON is for the client to see
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -33,6 +34,9 @@ HEAD_CHARACTERS_MAX = 512
 _FIRST_KEY = re.compile(r'\{\s*"([^"]*)"')
 _CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function"})
 """An object that begins with another is no call: an answer in JSON need not be held back to its end."""
+
+_TYPED = '{"type":"function"'
+"""What else the object of a call begins with."""
 
 
 class ContentText(NamedTuple):
@@ -78,7 +82,8 @@ class AnswerReader:
     """Reads one answer.
 
     `tools` has the schemas of their arguments by name: where calls have no opening, an answer is one only with such a
-    name. With `single`, calls behind the first are left out. `thinking` says that the prompt has begun the reasoning.
+    name. With `single`, calls behind the first are left out. `forced` says that the answer must be calls, `thinking`
+    that the prompt has begun the reasoning.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class AnswerReader:
         *,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         single: bool = False,
+        forced: bool = False,
         reasoning: ReasoningFormat | None = None,
         thinking: bool = False,
     ) -> None:
@@ -101,6 +107,7 @@ class AnswerReader:
         thoughts = (reasoning.begin,) if reasoning is not None and reasoning.again else ()
         self._marks = (*self._openings, *self._frames, *thoughts)
         self._single = single
+        self._forced = forced
         self._calls = 0
         self._buffer = ""
         self._scan = JsonScan()
@@ -111,6 +118,7 @@ class AnswerReader:
         self._leading = True
         self._blanks = ""
         self._ended = False
+        self._cut = False
         self._events: list[Event] = []
         self._state: Callable[[], bool] = self._begin if reasoning is not None else self._answer
 
@@ -119,13 +127,19 @@ class AnswerReader:
         self._buffer += text
         return self._advance()
 
-    def finish(self) -> list[Event]:
-        """Return what was held back."""
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """Return what was held back; where the answer was cut, not what may have become a call or another mark."""
         self._ended = True
+        self._cut = cut or self._forced
         events = self._advance()
-        if self._leading and self._blanks and not self._parted:
+        if self._leading and self._blanks and not (self._parted or self._buffer or self._forced):
             events.append(ContentText(self._blanks))
         return events
+
+    @property
+    def has_open_call(self) -> bool:
+        """Whether the arguments of the last call that was let out are not complete."""
+        return self._state == self._arguments and not (self._single and self._calls > 1)
 
     def _advance(self) -> list[Event]:
         while self._buffer and self._state():
@@ -140,7 +154,8 @@ class AnswerReader:
         assert self._reasoning is not None
         stripped = self._buffer.lstrip()
         begin = self._reasoning.begin
-        if not self._ended and len(stripped) < len(begin) and begin.startswith(stripped):
+        may_begin = len(stripped) < len(begin) and begin.startswith(stripped)
+        if may_begin and (not self._ended or (self._cut and stripped)):
             return False
         self._state = self._answer
         if stripped.startswith(begin):
@@ -155,7 +170,7 @@ class AnswerReader:
         assert self._reasoning is not None
         end = self._reasoning.end
         at = self._buffer.find(end)
-        held = 0 if self._ended or at >= 0 else longest_overlap(self._buffer, (end,))
+        held = 0 if at >= 0 else self._held((end,))
         text = self._buffer[: at if at >= 0 else len(self._buffer) - held]
         if not self._parted:
             self._take(len(text) - len(text.lstrip()))
@@ -187,7 +202,7 @@ class AnswerReader:
             return self._plain()
         at, mark = first_mark(self._buffer, self._marks)
         if at < 0:
-            held = 0 if self._ended else longest_overlap(self._buffer, self._marks)
+            held = self._held(self._marks)
             self._say(self._take(len(self._buffer) - held))
             return False
         self._say(self._take(at))
@@ -222,7 +237,7 @@ class AnswerReader:
                 self._opened = len(self._buffer) - len(rest) + len(first)
             self._begin_head()
             return True
-        return False if first.startswith(rest) and not self._ended else self._is_content()
+        return self._undecided() if first.startswith(rest) else self._is_content()
 
     def _begin_head(self) -> None:
         self._scan, self._scanned = JsonScan(), self._opened
@@ -240,16 +255,15 @@ class AnswerReader:
             self._state = self._arguments
             return True
         if not self._format.is_object:
-            if self._ended or len(self._buffer) > self._opened + HEAD_CHARACTERS_MAX:
-                return self._is_content()
-            return False if self._may_be_tool() else self._is_content()
+            is_long = len(self._buffer) > self._opened + HEAD_CHARACTERS_MAX
+            return self._is_content() if is_long else self._undecided()
         return self._object()
 
     def _object(self) -> bool:
         """A call whose keys come otherwise is read once it is whole."""
         start = len(self._buffer) - len(self._buffer[self._opened :].lstrip())
-        if start == len(self._buffer) and not self._ended:
-            return False
+        if start == len(self._buffer):
+            return self._undecided()
         if self._buffer[start : start + 1] != "{":
             return self._is_content()
         key = _FIRST_KEY.match(self._buffer, start)
@@ -258,8 +272,10 @@ class AnswerReader:
         end = self._scan.end(self._buffer, self._scanned)
         self._scanned = len(self._buffer)
         call = _call_of(self._buffer[start:end]) if end >= 0 else None
+        if end < 0:
+            return self._undecided() if self._ended else False
         if call is None or not self._is_tool(call[0]):
-            return self._is_content() if end >= 0 or self._ended else False
+            return self._is_content()
         name, arguments = call
         self._begin_call(name)
         self._tell(CallArguments(arguments))
@@ -267,14 +283,21 @@ class AnswerReader:
         self._end_call(is_object_over=True)
         return True
 
+    def _undecided(self) -> bool:
+        """What may become a call is content if the answer ends so, and is left out if it was cut."""
+        if not self._forced and not self._may_be_tool():
+            return self._is_content()
+        return self._is_content() if self._ended and not self._cut else False
+
+    def _held(self, marks: Sequence[str]) -> int:
+        """Return how much of the end may be the beginning of one of these marks."""
+        return 0 if self._ended and not self._cut else longest_overlap(self._buffer, marks)
+
     def _is_content(self) -> bool:
         """What began like a call is none: its opening is content, and calls may follow in the rest."""
-        if self._opened:
-            self._say(self._take(self._opened))
-            self._opened = 0
-            self._state = self._text
-        else:
-            self._state = self._text if self._calls else self._plain
+        self._state = self._text if self._opened or self._calls else self._plain
+        self._say(self._take(self._opened))
+        self._opened = 0
         return True
 
     def _is_tool(self, name: str) -> bool:
@@ -282,13 +305,14 @@ class AnswerReader:
         return bool(self._format.opening) or name in self._tools
 
     def _may_be_tool(self) -> bool:
-        """Return whether a name may yet come of what has no opening: else an answer in brackets need not wait."""
-        assert self._format is not None
-        rest = self._buffer[self._opened :].lstrip()
-        names = (name + self._format.middle.strip() for name in self._tools)
-        return bool(self._format.opening) or any(
-            rest.startswith(name[: len(rest)]) for name in names
-        )
+        """Return whether a call may yet come of what has no opening: else an answer in brackets need not wait."""
+        known = self._format
+        assert known is not None
+        rest = _without_blanks(self._buffer[self._opened :])
+        heads = [_without_blanks(known.before + name + known.middle) for name in self._tools]
+        if known.is_object:
+            heads.append(_TYPED)
+        return bool(known.opening) or any(rest.startswith(head[: len(rest)]) for head in heads)
 
     def _begin_call(self, name: str) -> None:
         self._calls += 1
@@ -385,6 +409,10 @@ def _call_of(text: str) -> tuple[str, str] | None:
     if re.fullmatch(NAME, name, re.ASCII) is None:
         return None
     return name, sent if isinstance(sent, str) else msgspec.json.encode(arguments).decode()
+
+
+def _without_blanks(text: str) -> str:
+    return "".join(text.split())
 
 
 def _openings(known: CallFormat | None) -> tuple[str, ...]:

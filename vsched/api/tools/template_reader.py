@@ -11,6 +11,9 @@ from vsched.worker.capabilities import AnswerParser, AnswerPart
 class TemplateReader:
     """The reader of one answer; see `AnswerReader`. With `single`, calls behind the first are left out."""
 
+    has_open_call = False
+    """A call comes when it is whole."""
+
     def __init__(self, parser: AnswerParser, *, single: bool = False) -> None:
         self._parser = parser
         self._single = single
@@ -20,8 +23,9 @@ class TemplateReader:
         """Take the next piece of the answer; return what is certain."""
         return self._events(self._parser.push(text))
 
-    def finish(self) -> list[Event]:
-        """Return what was held back."""
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """Return what was held back: the parser does not tell what an answer that was cut may have become."""
+        del cut
         return self._events(self._parser.finish())
 
     def _events(self, parts: Sequence[AnswerPart]) -> list[Event]:

@@ -25,7 +25,12 @@ class AnswerWording:
     """Words one answer; every call gets an id. With `hides_reasoning`, what was thought is not told.
 
     The ids follow from that of the answer, so that they are the same when it is worded once more.
+
+    Attributes:
+        is_silent: Whether the last piece was of markup alone, of which clients need no event.
     """
+
+    is_silent = False
 
     def __init__(
         self,
@@ -33,22 +38,28 @@ class AnswerWording:
         *,
         answer_id: str,
         hides_reasoning: bool = False,
+        has_tools: bool = False,
+        forced: bool = False,
     ) -> None:
+        """Take what reads the answer, whether it may hold calls, and whether it must be calls."""
         self._reader = reader
         self._answer_id = answer_id
         self._hides_reasoning = hides_reasoning
+        self._has_tools = has_tools
+        self._forced = forced
         self._calls = 0
 
-    def added(self, text: str, *, is_last: bool) -> ChatDelta:
-        """Return what the next piece of an answer adds to it."""
+    def added(self, text: str, reason: str | None) -> ChatDelta:
+        """Return what the next piece of an answer adds to it; the last one has the reason of its end."""
         events = self._reader.push(text)
-        if is_last:
-            events += self._reader.finish()
+        if reason is not None:
+            events += self._reader.finish(cut=reason == "length")
+        self.is_silent = self._has_tools and not events
         return self._delta(events)
 
-    def message(self, text: str) -> ChatMessage:
-        """Return a whole answer."""
-        added = self.added(text, is_last=True)
+    def message(self, text: str, reason: str) -> ChatMessage:
+        """Return a whole answer that ended for this reason."""
+        added = self.added(text, reason)
         calls = added.tool_calls or []
         return ChatMessage(
             added.content or (None if calls else ""),
@@ -57,8 +68,9 @@ class AnswerWording:
         )
 
     def finish_reason(self, reason: str) -> str:
-        """Return why an answer ended, as OpenAI has it."""
-        return "tool_calls" if reason == "stop" and self._calls else reason
+        """Return why an answer ended, as OpenAI has it: with calls that are whole."""
+        has_called = self._calls > 0 and not self._reader.has_open_call
+        return "tool_calls" if reason == "stop" and has_called else reason
 
     def _delta(self, events: Sequence[Event]) -> ChatDelta:
         content = reasoning = ""
@@ -78,7 +90,7 @@ class AnswerWording:
                     calls.append(ToolCallDelta(self._calls - 1, FunctionOutput()))
                 calls[-1].function.arguments += event.text
         return ChatDelta(
-            content=content if content or not (calls or reasoning) else UNSET,
+            content=content if content or not (calls or reasoning or self._forced) else UNSET,
             tool_calls=calls or UNSET,
             reasoning_content=reasoning or UNSET,
         )

@@ -79,26 +79,80 @@ def test_what_is_written_is_read_however_the_stream_is_cut(
         assert message["content"] == ""
 
 
+CUT = [
+    ("get_weather", {"city": "São Paulo, 'SP'", "n": -12.5, "yes": True, "no": None, "free": "x"}),
+    ("f", {"many": [1, {"k": ["v", False]}], "any": 17}),
+]
+
+
+@pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("name", CALL_FORMATS)
-def test_calls_that_are_cut_off_say_what_there_was(name: str) -> None:
-    """What `max_tokens` cuts is read to its end; the text of an argument is a beginning of the whole one."""
+def test_calls_that_are_cut_say_what_there_was_and_no_markup(name: str, forced: bool) -> None:
+    """At every letter, whole and streamed; arguments are a beginning of the whole ones."""
     known = CALL_FORMATS[name]
-    calls = [("get_weather", {"city": "São Paulo, 'SP'"})]
+    calls = CUT[:1] if known.alone else CUT
+    tools = schemas(calls)
+    for untyped in ("free", "any"):
+        for each in tools.values():
+            each.get("properties", {}).pop(untyped, None)
     answer = written_calls(known, calls)
-    ((_, whole),) = read_with(known, [answer], tools=schemas(calls))["calls"]
-    begun = 0
+    options: dict[str, Any] = {"tools": tools, "forced": forced, "cut": True}
+    whole = read_with(known, [answer], **options)["calls"]
+    assert [(called, json.loads(text)) for called, text in whole] == calls
+    begun: set[str] = set()
     for end in range(len(answer)):
-        message = read_with(known, [answer[:end]], tools=schemas(calls))
-        assert read_with(known, answer[:end], tools=schemas(calls)) == message
-        if message["calls"]:
-            ((called, text),) = message["calls"]
-            assert called == "get_weather"
-            assert whole.startswith(text)
-            assert message["content"] == ""
-            begun += 1
-        else:
-            assert message["content"] == answer[:end]
-    assert begun > 10
+        message = read_with(known, [answer[:end]], **options)
+        assert read_with(known, [answer[: end // 2], answer[end // 2 : end]], **options) == message
+        assert message["content"] == ""
+        for (called, text), (wanted, full) in zip(message["calls"], whole, strict=False):
+            assert called == wanted
+            assert full.startswith(text)
+        begun.add("".join(text for _, text in message["calls"]))
+    assert len(begun) > 20
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_a_free_answer_that_ends_by_itself_loses_nothing(name: str) -> None:
+    """What began like a call is content; what is forced never is."""
+    known = CALL_FORMATS[name]
+    answer = written_calls(known, CUT[:1])
+    for end in range(len(answer)):
+        message = read_with(known, [answer[:end]], tools=schemas(CUT))
+        assert message["content"] == ("" if message["calls"] else answer[:end])
+        forced = read_with(known, [answer[:end]], tools=schemas(CUT), forced=True)
+        assert forced["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "content"),
+    [
+        ("hermes", "Look: <tool_", "Look: "),
+        ("hermes", "a < b", "a < b"),
+        ("hermes", "\n<tool_call>", ""),
+        ("hermes", "<tool_call>no", "<tool_call>no"),
+        ("llama-json", '{"city": "Paris", "na', '{"city": "Paris", "na'),
+        ("llama-json", '{"name": "Bob", "age": 3', '{"name": "Bob", "age": 3'),
+        ("llama-json", '{"name": "get', ""),
+        ("llama-json", '{"type": "function", "name": "f", "para', ""),
+        ("llama-json", '{"type": "circle", "r', '{"type": "circle", "r'),
+        ("pythonic", "[1, 2", "[1, 2"),
+        ("pythonic", "[get_wea", ""),
+        ("harmony", "<|channel|>final<|message|>Yes<|en", "Yes"),
+        ("harmony", "<|channel|>comm", ""),
+        ("harmony", "<|channel|>analysis<|message|>I see<|e", ""),
+    ],
+)
+def test_what_is_cut_before_it_is_a_call_is_left_out(name: str, answer: str, content: str) -> None:
+    for parts in ([answer], list(answer)):
+        message = read_with(
+            CALL_FORMATS[name],
+            parts,
+            tools={"f": {}, "get_weather": {}},
+            cut=True,
+            reasoning=REASONING_FORMATS.get(name),
+        )
+        assert (message["content"], message["calls"]) == (content, [])
+        assert message.get("reasoning", "I see") == "I see"
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,18 @@ def read(pieces: Iterable[str], name: str = "hermes", **options: Any) -> dict[st
 
 
 def read_with(
-    known: CallFormat, pieces: Iterable[str], *, ended: bool = True, **options: Any
+    known: CallFormat,
+    pieces: Iterable[str],
+    *,
+    ended: bool = True,
+    cut: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Return the message that comes of an answer in pieces, or of what there is so far."""
+    """Return the message that comes of an answer in pieces, of one that was cut, or of what there is so far."""
     reader = AnswerReader(known, **options)
     events = [event for piece in pieces for event in reader.push(piece)]
     message: dict[str, Any] = {"content": "", "calls": []}
-    for event in [*events, *(reader.finish() if ended else ())]:
+    for event in [*events, *(reader.finish(cut=cut) if ended else ())]:
         match event:
             case ContentText(text):
                 message["content"] += text

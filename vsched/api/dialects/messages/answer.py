@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from vsched.api.dialects.blocks import (
     BlockStep,
 )
 from vsched.api.responses import Usage
+from vsched.api.tools.history import as_object
 from vsched.api.wire_forms import StreamEvent
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -50,7 +52,7 @@ class ToolUseOutput(msgspec.Struct, tag_field="type", tag="tool_use"):
 
     id: str
     name: str
-    input: msgspec.Raw
+    input: dict[str, Any]
 
 
 OutputBlock = TextOutput | ThinkingOutput | ToolUseOutput
@@ -230,15 +232,4 @@ def _output(block: AnswerBlock, text: str) -> OutputBlock:
         case BlockKind.REASONING:
             return ThinkingOutput(text)
         case BlockKind.CALL:
-            return ToolUseOutput(block.call_id, block.name, _input(text))
-
-
-def _input(arguments: str) -> msgspec.Raw:
-    """Return arguments as an object; those that are none, such as cut ones, within one, as Anthropic advises."""
-    try:
-        found = msgspec.json.decode(arguments or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        found = {"INVALID_JSON": arguments}
-    return msgspec.Raw(msgspec.json.encode(found))
+            return ToolUseOutput(block.call_id, block.name, as_object(text))

@@ -38,7 +38,7 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | None = None
 
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vsched.api.tools.arguments.kinds import json_of, quoted, resolved, types_of
+from vsched.api.tools.arguments.kinds import WORDS, json_of, quoted, resolved, types_of
 from vsched.api.tools.arguments.marks import longest_overlap
 from vsched.api.tools.formats import TaggedArguments
 
 KEY_CHARACTERS_MAX = 256
 """No name of an argument is as long: where its tag does not end within, there is none."""
 _TEXT = frozenset(["string"])
+_CAPITALS = tuple(word[0] for word in WORDS)
+"""What Python's names of values begin with, and no JSON."""
 
 
 class TaggedScan:
@@ -103,13 +105,18 @@ class TaggedScan:
         """A value whose type only its whole tells."""
         at = self._text.find(self._end)
         if at < 0:
-            if self._ended:  # cut: what there is
-                cut = len(self._text) - longest_overlap(self._text, (self._end,))
-                self._out += self._text[:cut].strip()
-                self._text = ""
+            if self._ended:
+                self._cut()
             return False
         self._out += json_of(self._text[:at].removesuffix(self._break), self._types)
         return self._next(at)
+
+    def _cut(self) -> None:
+        """Let out what there is of a value, unless its JSON may begin otherwise: a text has quotes there."""
+        cut = len(self._text) - longest_overlap(self._text, (self._end,))
+        text, self._text = self._text[:cut].strip(), ""
+        if self._types and "string" not in self._types and not text.startswith(_CAPITALS):
+            self._out += text
 
     def _next(self, at: int) -> bool:
         self._text = self._text[at + len(self._end) :]
