@@ -24,6 +24,13 @@ from vsched.aio.grammar_checks import GrammarChecks
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
+from vsched.aio.request_bounds import (
+    RequestIds,
+    checked_argument,
+    checked_images,
+    checked_prompt,
+    request_of,
+)
 from vsched.aio.serving import (
     FrontEnd,
     RunningParts,
@@ -50,7 +57,7 @@ from vsched.assembly import (
     scheduler_limits,
     worker_group_plans,
 )
-from vsched.config import Config, resolve_policies
+from vsched.config import Config, plain_config, resolve_policies
 from vsched.errors import ConfigError, RequestRefused
 from vsched.media import ImageReference, Prompt
 from vsched.media.pipeline import PreparedRequest
@@ -82,9 +89,9 @@ class Engine:
         on_progress: Progress | None = None,
         environment: Environment | None = None,
     ) -> None:
-        self.config = config
+        self.config = plain_config(config)
         self._environment = environment or Environment()
-        self._policies = resolve_policies(config)
+        self._policies = resolve_policies(self.config)
         self._on_progress = on_progress or (lambda _group, _what, _fraction: None)
         self._state = "loading"
         self._recent: deque[RequestTimeline] = deque(maxlen=RECENT_MAX)
@@ -258,28 +265,35 @@ class Engine:
         loaded, empty for the model alone, `begun` what a dead engine told of the answer. `make_stop_scope` makes what
         tells where in an answer stop strings count; everywhere without it. Cancelling undoes everything.
 
+        Arguments become the declared types before anything keeps them (`vsched.plain_values`): `temperature=0` is 0.0,
+        numpy numbers and arrays are numbers and lists.
+
         Raises:
-            RequestRefused: When the request cannot be accepted.
+            RequestRefused: When the request cannot be accepted, or an argument has a wrong type.
             RequestFailed: When it was interrupted while it was being prepared.
         """
         self._serving()
-        sampling = sampling or self._default_sampling()
-        asked = Request(
-            request_id=request_ids[0],
-            prompt_token_ids=[],
-            sampling=sampling,
-            priority=priority,
-            ttft_target_ms=ttft_target_ms,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            session=session,
+        names = checked_argument("request_ids", request_ids, RequestIds)
+        adapter = checked_argument("adapter", adapter, str)
+        prompt = checked_prompt(prompt)
+        images = checked_images(images)
+        asked = request_of(
+            names[0],
+            {
+                "sampling": sampling or self._default_sampling(),
+                "priority": priority,
+                "ttft_target_ms": ttft_target_ms,
+                "cache_salt": cache_salt,
+                "tenant": tenant,
+                "session": session,
+            },
         )
         return await self.accept(
             asked,
-            request_ids,
+            names,
             adapter=adapter,
             images=len(images),
-            prepare=lambda parts: parts.prepare(prompt, images, cache_salt, sampling),
+            prepare=lambda parts: parts.prepare(prompt, images, asked.cache_salt, asked.sampling),
             make_answer=partial(
                 token_stream, self.preprocessor.detokenizer, make_stop_scope=make_stop_scope
             ),
@@ -354,9 +368,8 @@ class Engine:
             RequestRefused: When `generate` would not take it.
         """
         parts = self._serving()
-        prepared = await parts.shell.preparations.run(
-            "tokenize", parts.media.prepare(prompt, images)
-        )
+        coming = parts.media.prepare(checked_prompt(prompt), checked_images(images))
+        prepared = await parts.shell.preparations.run("tokenize", coming)
         prepared.lease.release()
         return prepared.token_ids
 

@@ -7,10 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
-from vsched.config import Config, config_schema, keys_table, load_config, to_toml
+from vsched.config import (
+    Config,
+    GenerateConfig,
+    ModelConfig,
+    config_schema,
+    keys_table,
+    load_config,
+    plain_config,
+    to_toml,
+)
 from vsched.config.sections import POLICY_TABLES, config_keys
+from vsched.engine import Engine
 from vsched.errors import ConfigError
 from vsched.plugins import load_policy_class
 
@@ -36,6 +47,36 @@ def test_config_defaults_load() -> None:
     assert loaded.config == Config()
     assert loaded.config.generate.max_batch_tokens == 2048
     assert list(dict.fromkeys(loaded.origins.values())) == ["default"]
+
+
+def test_config_path_may_be_text(tmp_path: Path) -> None:
+    path = write(tmp_path, "[generate]\nslots = 3\n")
+    loaded = load_config(str(path), environ={})
+    assert loaded == load_config(path, environ={})
+    assert loaded.config.generate.slots == 3
+
+
+def test_config_built_in_python_has_values_of_the_declared_types() -> None:
+    """A record has it, and is read back as these types."""
+    odd = Config(
+        model=ModelConfig(path=Path("some/where")),  # type: ignore[arg-type]
+        generate=GenerateConfig(
+            slots=np.int64(3),  # type: ignore[arg-type]
+            step_target_ms=np.float32(20),  # type: ignore[arg-type]
+            admission={"use": "fifo", "look_ahead": np.int64(4)},
+        ),
+    )
+    plain = plain_config(odd)
+    assert msgspec.convert(msgspec.to_builtins(plain), Config) == plain
+    assert (plain.model.path, plain.generate.slots) == ("some/where", 3)
+    assert Engine(odd).config == plain
+
+
+def test_config_built_in_python_is_refused_with_the_key() -> None:
+    with pytest.raises(ConfigError, match=r"^generate.slots is not valid: value 'many', limit"):
+        plain_config(Config(generate=GenerateConfig(slots="many")))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^config is not valid: value LoadedConfig\("):
+        plain_config(load_config(None, environ={}))  # type: ignore[arg-type]
 
 
 def test_config_precedence_is_command_line_environment_file_default(tmp_path: Path) -> None:

@@ -2,15 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, cast
+
+import msgspec
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.types import SamplingParams
+from vsched.media import ImageReference, Prompt
+from vsched.plain_values import NotPlain, plain_value
+from vsched.types import Request, SamplingParams
 from vsched.worker.slots import STOP_TOKENS_MAX
 
 _INT32_MAX = 2**31 - 1
 _SEED_MAX = 2**63 - 1
 _WORD_TOKENS_MAX = 1024
+RequestIds = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+
+
+def checked_argument(name: str, value: object, wanted: Any) -> Any:
+    """Return an argument of a library call as the type that is recorded; see `plain_value`.
+
+    Raises:
+        RequestRefused: When it has a wrong type.
+    """
+    try:
+        return plain_value(value, wanted, path=name)
+    except NotPlain as error:
+        message = error.message(f"pass {error.path} as this type")
+        raise RequestRefused(message, code="invalid_value") from None
+
+
+def checked_prompt(prompt: object) -> Prompt:
+    """Return the prompt of a library call: text, a list of token ids, or the function that makes the text.
+
+    Raises:
+        RequestRefused: When it is none of them.
+    """
+    if callable(prompt):
+        return prompt
+    return checked_argument("prompt", prompt, str if isinstance(prompt, str) else list[int])  # type: ignore[no-any-return]
+
+
+def checked_images(images: Iterable[object]) -> list[ImageReference]:
+    """Return the images of a library call.
+
+    Raises:
+        RequestRefused: When one is no reference to an image, or they are one text instead of a list.
+    """
+    listed = [images] if isinstance(images, str | bytes) else list(images)
+    for index, image in enumerate(listed):
+        if isinstance(images, str | bytes) or not isinstance(image, ImageReference):
+            message = limit_message(
+                f"images[{index}] is not valid",
+                value=f"{image!r:.200}",
+                limit="a list of URLs, as str, or of EmbeddedImage, NamedImage or BoundedImage",
+                remedy="pass images as such a list",
+            )
+            raise RequestRefused(message, code="invalid_value")
+    return cast("list[ImageReference]", listed)
+
+
+def request_of(request_id: str, fields: dict[str, Any]) -> Request:
+    """Return a request without its prompt, from the arguments of a library call.
+
+    Raises:
+        RequestRefused: When one has a wrong type.
+    """
+    wanted = {field.name: field.type for field in msgspec.structs.fields(Request)}
+    checked = {name: checked_argument(name, value, wanted[name]) for name, value in fields.items()}
+    return Request(request_id=request_id, prompt_token_ids=[], **checked)
 
 
 def check_numbers(token_ids: Sequence[int], sampling: SamplingParams, *, vocab_size: int) -> None:

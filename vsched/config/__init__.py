@@ -1,7 +1,7 @@
 """The configuration: its sections, how it is loaded, the policies that it names, its documentation."""
 
 from vsched.config.document import config_schema, keys_table, to_toml, toml_value
-from vsched.config.loading import LoadedConfig, load_config
+from vsched.config.loading import LoadedConfig, load_config, plain_config
 from vsched.config.policies import ConfiguredPolicies, resolve_policies
 from vsched.config.sections import (
     ArenaConfig,
@@ -29,6 +29,7 @@ __all__ = [
     "config_schema",
     "keys_table",
     "load_config",
+    "plain_config",
     "resolve_policies",
     "to_toml",
     "toml_value",

@@ -8,6 +8,7 @@ from. Policy tables are the exception: their fields belong to the policy that th
 from __future__ import annotations
 
 import logging
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from vsched.config.policies import (
 )
 from vsched.config.sections import POLICY_TABLES, Config, config_keys
 from vsched.errors import ConfigError, ConfigProblems
+from vsched.plain_values import NotPlain, plain_struct
 from vsched.plugins import convert_value, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_config(
-    path: Path | None, *, sets: Sequence[str] = (), environ: Mapping[str, str]
+    path: str | os.PathLike[str] | None, *, sets: Sequence[str] = (), environ: Mapping[str, str]
 ) -> LoadedConfig:
     """Load and check a configuration.
 
@@ -72,7 +74,8 @@ def load_config(
     for table in POLICY_TABLES:
         for field, value in policy_table(Config(), table).items():
             merged[f"{table}.{field}"] = (value, DEFAULT)
-    for origin, tree in _layers(path, sets, environ, problems):
+    file = None if path is None else Path(path)
+    for origin, tree in _layers(file, sets, environ, problems):
         _lay_over(merged, tree, origin, problems)
     config = _convert(merged, problems)
     with problems.collected():
@@ -85,6 +88,22 @@ def load_config(
     return LoadedConfig(
         config=config, origins=_origins(config, merged, policies), policies=policies
     )
+
+
+def plain_config(config: Config) -> Config:
+    """Return a configuration that was built in Python with each value as its declared type; see `plain_value`.
+
+    Raises:
+        ConfigError: When it is none, or a value has a wrong type or is out of bounds.
+    """
+    if not isinstance(config, Config):
+        raise ConfigError(NotPlain("config", config, "`Config`").message("pass a `Config`"))
+    try:
+        return plain_struct(config, Config)
+    except NotPlain as error:
+        raise ConfigError(
+            error.message("set it within the limit, or leave it out for the default")
+        ) from None
 
 
 def _layers(

@@ -90,7 +90,7 @@ def _indices(answer: Iterable[SupportsIndex], *, count: int) -> list[int]:
 
 def _distinct(answer: Iterable[SupportsIndex], *, count: int) -> Sequence[int]:
     """Return indices into `count` entries, each at most once."""
-    if answer == range(count):
+    if type(answer) is range and answer == range(count):
         return range(count)  # all in order, as most answers are
     indices = _indices(answer, count=count)
     if len(indices) > 1 and len(set(indices)) != len(indices):
@@ -105,13 +105,14 @@ def ask_admission(seat: PolicySeat[AdmissionPolicy], view: AdmissionView) -> Adm
         indices = _distinct(answer.indices, count=len(view.waiting))
         if not indices and answer.hold_until_ns is None and view.running == 0 and view.waiting:
             raise ValueError("nothing runs, nothing is admitted and no time to hold until is given")
-        if answer.hold_until_ns is not None:
-            _check_hold(indices, answer.hold_until_ns, view)
+        until_ns = None if answer.hold_until_ns is None else whole(answer.hold_until_ns)
+        if until_ns is not None:
+            _check_hold(indices, until_ns, view)
         seat.accept()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         seat.fail(error, view)
         return Admission(range(min(len(view.waiting), max(view.entries_free, 1))))
-    return Admission(indices, answer.hold_until_ns)
+    return Admission(indices, until_ns)
 
 
 def _check_hold(indices: Sequence[int], until_ns: int, view: AdmissionView) -> None:
@@ -148,11 +149,12 @@ def ask_preemption(seat: PolicySeat[PreemptionPolicy], view: PreemptionView) -> 
         index = _index(found.victim, count=len(view.running))
         if found.manner not in MANNERS:
             raise ValueError(f"manner {found.manner!r} is none of {', '.join(MANNERS)}")
+        manner = MANNERS[MANNERS.index(found.manner)]
         seat.accept()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         seat.fail(error, view)
         return Preemption(len(view.running) - 1)
-    return Preemption(index, found.manner)
+    return Preemption(index, manner)
 
 
 def ask_drafting(seat: PolicySeat[DraftingPolicy], view: DraftingView) -> Draft:
@@ -205,30 +207,41 @@ def ask_routing(seat: PolicySeat[RoutingPolicy], view: RoutingView) -> int:
 def ask_front_door(seat: PolicySeat[FrontDoorPolicy], view: FrontDoorView) -> FrontDoorAnswer:
     """Return whether a request comes in; where the policy fails, it does."""
     try:
-        answer = seat.ask(view)
-        match answer:
-            case LetIn():
-                pass
-            case Hold(until_ns):
-                _check_door_hold(whole(until_ns), view)
-            case Shed(reason, retry_after_s, status):
-                if status not in SHED_STATUS:
-                    raise ValueError(f"status {status} is none of {SHED_STATUS}")
-                if not 1 <= whole(retry_after_s) <= RETRY_AFTER_MAX_S:
-                    raise ValueError(f"retry_after_s {retry_after_s} is outside 1 to 86400")
-                if not reason or len(reason) > REASON_CHARACTERS_MAX:
-                    raise ValueError(f"a reason of {len(reason)} characters, not 1 to 500")
-            case Redirect(base_url):
-                if not base_url.startswith(("http://", "https://")) or not base_url.isprintable():
-                    raise ValueError(f"{base_url!r} is no base URL")
-            case _:
-                raise TypeError(f"{answer!r} is no LetIn, Hold, Shed or Redirect")
+        answer = _door_answer(seat.ask(view), view)
         seat.accept()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         seat.fail(error, view)
         return LetIn()
-    checked: FrontDoorAnswer = answer
-    return checked
+    return answer
+
+
+def _door_answer(answer: object, view: FrontDoorView) -> FrontDoorAnswer:
+    """Return a valid answer, in the built-in types that a record holds."""
+    match answer:
+        case LetIn():
+            return LetIn()
+        case Hold(until_ns):
+            _check_door_hold(whole(until_ns), view)
+            return Hold(whole(until_ns))
+        case Shed(reason, retry_after_s, status):
+            if status not in SHED_STATUS:
+                raise ValueError(f"status {status} is none of {SHED_STATUS}")
+            if not 1 <= whole(retry_after_s) <= RETRY_AFTER_MAX_S:
+                raise ValueError(f"retry_after_s {retry_after_s} is outside 1 to 86400")
+            if not reason or len(reason) > REASON_CHARACTERS_MAX:
+                raise ValueError(f"a reason of {len(reason)} characters, not 1 to 500")
+            return Shed(_text(reason), whole(retry_after_s), whole(status))
+        case Redirect(base_url):
+            if not base_url.startswith(("http://", "https://")) or not base_url.isprintable():
+                raise ValueError(f"{base_url!r} is no base URL")
+            return Redirect(_text(base_url))
+        case _:
+            raise TypeError(f"{answer!r} is no LetIn, Hold, Shed or Redirect")
+
+
+def _text(answer: str) -> str:
+    """Return a text as a record can hold it: no subclass of str, and nothing that UTF-8 cannot hold."""
+    return answer.encode().decode()
 
 
 def _check_door_hold(until_ns: int, view: FrontDoorView) -> None:
@@ -300,7 +313,9 @@ class GuardedOrder(Generic[Key]):
     def __init__(self, policy: EvictionPolicy, faults: PolicyFaults) -> None:
         self._policy = policy
         self._faults = faults
-        self._released: dict[Key, None] = {}
+        self._released: dict[
+            Key, Key
+        ] = {}  # to the key as it was added: a victim may only equal it
         self._order: EvictionOrder[Key] | None = None
         try:
             # One order serves one cache, so it only ever sees keys of this cache's type.
@@ -323,13 +338,13 @@ class GuardedOrder(Generic[Key]):
             try:
                 add = order.add
                 for key in rest:
-                    released[key] = None
+                    released[key] = key
                     if add(key, size) is False:
                         del released[key]
                         refused.append(key)
             except Exception as error:  # noqa: BLE001
                 self._give_up(error)
-        self._released.update(dict.fromkeys(rest))
+        self._released.update((key, key) for key in rest)
         return refused
 
     def reuse(self, key: Key) -> None:
@@ -361,10 +376,10 @@ class GuardedOrder(Generic[Key]):
             try:
                 victim, drop = order.victim, order.drop
                 for _ in range(count):
-                    key = victim()
-                    if key not in released:
-                        raise KeyError(f"victim {key!r} is not evictable")
-                    del released[key]
+                    named = victim()
+                    if named not in released:
+                        raise KeyError(f"victim {named!r} is not evictable")
+                    key = released.pop(named)
                     victims.append(key)
                     drop(key)
             except Exception as error:  # noqa: BLE001
@@ -411,7 +426,9 @@ class GuardedOrder(Generic[Key]):
         Raises:
             RecordError: When the policy's order cannot take over its own.
         """
-        self._released = (OrderedDict if state.given_up else dict).fromkeys(state.released)
+        self._released = (OrderedDict if state.given_up else dict)(
+            zip(state.released, state.released, strict=True)
+        )
         if state.given_up:
             self._order = None
             return

@@ -6,6 +6,7 @@ is taken anew at each segment, which checks the states too: what the kernel coun
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -124,14 +125,17 @@ class _Counts:
 
 
 def replay(
-    path: Path, *, on_progress: Progress | None = None, observer: ReplayObserver | None = None
+    path: str | os.PathLike[str],
+    *,
+    on_progress: Progress | None = None,
+    observer: ReplayObserver | None = None,
 ) -> ReplayReport:
     """Replay a record up to its end or the first difference.
 
     Raises:
         RecordError: When there is no record, it is damaged before its end, or what it needs is not here.
     """
-    return Replay(on_progress, observer).run(find_segments(path))
+    return Replay(on_progress, observer).run(find_segments(Path(path)))
 
 
 class Replay:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from vsched.assembly import arena_layout, as_served, scheduler_limits
-from vsched.config import Config, ConfiguredPolicies, LoadedConfig, resolve_policies
+from vsched.config import Config, ConfiguredPolicies, LoadedConfig, plain_config, resolve_policies
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import KernelPolicies, SchedulerLimits
 from vsched.plugins import check_contract
@@ -96,6 +96,7 @@ def prepare(
     if isinstance(config, LoadedConfig):
         configured, config = config.policies, config.config
     else:
+        config = plain_config(config)
         configured = resolve_policies(config)
     configured = _replace(configured, policies or {})
     info = info or cost.shape or inspect_checkpoint(config, config.model.path)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from tests.unit.kernel.setups import (
@@ -14,23 +18,40 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
+from vsched.kernel.policy_calls import (
+    GuardedOrder,
+    ask_admission,
+    ask_dispatch,
+    ask_drafting,
+    ask_front_door,
+    ask_preemption,
+    ask_step,
+)
+from vsched.kernel.policy_seats import PolicyFaults
 from vsched.policy import (
+    Admission,
     AdmissionPolicy,
     AdmissionView,
     Dispatch,
     DispatchPolicy,
     DispatchView,
+    Draft,
     EncodingPolicy,
     EncodingView,
     EvictionOrder,
     EvictionPolicy,
+    Hold,
     InsertionPolicy,
     InsertionView,
     Policy,
+    Preemption,
     PreemptionPolicy,
     PreemptionView,
     ReclaimPolicy,
     ReclaimView,
+    Redirect,
+    Shed,
+    StepShares,
 )
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched_policies.eviction import Lru
@@ -301,6 +322,71 @@ def test_guard_eviction_may_keep_nothing() -> None:
     encode = cluster.kernel.statistics()["encode"]
     assert isinstance(encode, dict)
     assert encode["cache_entries"] == 0
+
+
+class NumpyOrder(BadOrder):
+    def victim(self) -> Any:
+        return np.int64(self._order.victim())  # type: ignore[arg-type]
+
+
+def test_guard_eviction_takes_out_the_keys_that_were_added() -> None:
+    """A record and the ranks could not take another type."""
+    BROKEN["eviction"] = Answers(NumpyOrder("nothing", None))
+    faults = PolicyFaults()
+    order: GuardedOrder[int] = GuardedOrder(BadEviction(), faults)
+    order.add_all([3, 1, 2])
+    assert [(type(key), key) for key in order.take_victims(2)] == [(int, 3), (int, 1)]
+    assert not faults.counts
+
+
+class Manner(str):
+    __slots__ = ()
+
+
+class Reason(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("ask", "view", "answer"),
+    [
+        (
+            ask_admission,
+            SimpleNamespace(
+                waiting=[SimpleNamespace(arrived_ns=5)], running=0, now_ns=7, entries_free=1
+            ),
+            Admission([], np.int64(9)),  # type: ignore[arg-type]
+        ),
+        (
+            ask_preemption,
+            SimpleNamespace(running=[0, 1]),
+            Preemption(np.int8(1), Manner("swap")),  # type: ignore[arg-type]
+        ),
+        (ask_drafting, None, Draft(np.int64(2), np.int64(3), np.int64(2), np.True_)),  # type: ignore[arg-type]
+        (
+            ask_step,
+            SimpleNamespace(prefilling=[0, 1]),
+            StepShares(np.array([1, 0]), np.array([3, 4]), np.int64(9)),  # type: ignore[arg-type]
+        ),
+        (
+            ask_front_door,
+            SimpleNamespace(now_ns=7, request=SimpleNamespace(arrived_ns=5)),
+            Hold(np.int64(9)),  # type: ignore[arg-type]
+        ),
+        (ask_front_door, None, Shed(Reason("full"), np.int64(3), np.int64(503))),  # type: ignore[arg-type]
+        (ask_front_door, None, Redirect(Reason("http://other:8000"))),
+        (
+            partial(ask_dispatch, encoding=1),
+            SimpleNamespace(waiting=[0]),
+            Dispatch(None, [np.int8(0)]),  # type: ignore[list-item]
+        ),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_guard_answers_become_values_that_can_be_recorded(ask: Any, view: Any, answer: Any) -> None:
+    """A record holds commands that come of them, in the built-in types."""
+    seen = ask(SimpleNamespace(ask=lambda _: answer, accept=lambda: None, fail=pytest.fail), view)
+    assert seen == msgspec.msgpack.decode(msgspec.msgpack.encode(seen), type=type(seen))
 
 
 def test_guard_notices_do_not_flood() -> None:

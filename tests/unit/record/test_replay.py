@@ -39,7 +39,7 @@ def test_replay_decides_the_same(tmp_path: Path, seed: int) -> None:
     cluster = record_run(
         tmp_path / "run.vlog", seed, policies=policies, segment_bytes=segment_bytes, segments=100
     )
-    report = replay(tmp_path / "run.vlog")
+    report = replay(str(tmp_path / "run.vlog"))
     assert report.difference is None
     assert report.events == len(cluster.heard)
     assert report.dropped_bytes == 0

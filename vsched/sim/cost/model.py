@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -279,18 +280,18 @@ def non_negative(
     return best
 
 
-def save_cost_model(model: CostModel, path: Path) -> None:
+def save_cost_model(model: CostModel, path: str | os.PathLike[str]) -> None:
     """Write a model as JSON."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(model), indent=2) + b"\n")
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(model), indent=2) + b"\n")
 
 
-def load_cost_model(name: str) -> CostModel:
+def load_cost_model(name: str | os.PathLike[str]) -> CostModel:
     """Return a built-in model by its name, or the one in a JSON file.
 
     Raises:
         ConfigError: When there is neither, or the file is not a cost model.
     """
-    if name in COST_MODELS:
+    if isinstance(name, str) and name in COST_MODELS:
         return COST_MODELS[name]
     path = Path(name)
     try:

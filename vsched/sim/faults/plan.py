@@ -7,6 +7,7 @@ are drawn in one place, by random numbers for a swarm and by Hypothesis for shri
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -295,7 +296,7 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ConfigError(f"this is no fault plan: {error}") from error
 
     @staticmethod
-    def load(path: str | Path) -> FaultPlan:
+    def load(path: str | os.PathLike[str]) -> FaultPlan:
         """Read a plan from a file.
 
         Raises:

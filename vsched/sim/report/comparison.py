@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -137,11 +138,11 @@ def differences(outcomes: Sequence[SimulationOutcome]) -> dict[str, list[str]]:
     }
 
 
-def write_csv(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
+def write_csv(outcomes: Sequence[SimulationOutcome], path: str | os.PathLike[str]) -> None:
     """Write one row an outcome, one column a figure; times in milliseconds."""
     codes = failures(outcomes)
     names = [measure.name for measure in MEASURES]
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["label", "workload", "seed", "cost", "digest", *names, *codes])
         for one in outcomes:
@@ -152,11 +153,13 @@ def write_csv(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
             )
 
 
-def write_json(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
+def write_json(outcomes: Sequence[SimulationOutcome], path: str | os.PathLike[str]) -> None:
     """Write everything: figures, distributions, and series over time."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(list(outcomes)), indent=1) + b"\n")
+    Path(path).write_bytes(
+        msgspec.json.format(msgspec.json.encode(list(outcomes)), indent=1) + b"\n"
+    )
 
 
-def read_json(path: Path) -> list[SimulationOutcome]:
+def read_json(path: str | os.PathLike[str]) -> list[SimulationOutcome]:
     """Return what `write_json` wrote."""
-    return msgspec.json.decode(path.read_bytes(), type=list[SimulationOutcome])
+    return msgspec.json.decode(Path(path).read_bytes(), type=list[SimulationOutcome])

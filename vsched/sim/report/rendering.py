@@ -6,6 +6,7 @@ how long requests took; then what waited and what was full while they did; then 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
@@ -49,7 +50,7 @@ def render_html(outcomes: Sequence[SimulationOutcome]) -> str:
     )
 
 
-def write_png(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
+def write_png(outcomes: Sequence[SimulationOutcome], path: str | os.PathLike[str]) -> None:
     """Draw the picture of a comparison.
 
     Raises:
@@ -57,7 +58,7 @@ def write_png(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
     """
     with _extra("--plot"):
         from vsched.sim.report import charts
-    charts.draw_picture(outcomes, path)
+    charts.draw_picture(outcomes, Path(path))
 
 
 @contextmanager

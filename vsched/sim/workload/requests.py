@@ -16,6 +16,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from vsched.errors import ConfigError
+from vsched.plain_values import NotPlain, plain_struct
 from vsched.policy import PositiveCount
 from vsched.types import Extent, MediaItem, ModelInfo, Request, SamplingParams
 
@@ -120,8 +122,19 @@ class Workload:
 
 
 def workload_of(name: str, arrivals: Iterable[Arrival]) -> Workload:
-    """Return a workload of these arrivals, which are kept."""
-    kept = sorted(arrivals, key=lambda arrival: arrival.at_ns)
+    """Return a workload of these arrivals, which are kept, each value as its declared type; see `plain_value`.
+
+    Raises:
+        ConfigError: When a value has a wrong type or is out of bounds.
+    """
+    try:
+        plain = [
+            plain_struct(arrival, Arrival, path=f"arrivals[{index}]")
+            for index, arrival in enumerate(arrivals)
+        ]
+    except NotPlain as error:
+        raise ConfigError(error.message("pass a value of this type, within its bounds")) from None
+    kept = sorted(plain, key=lambda arrival: arrival.at_ns)
     return Workload(name, lambda: iter(kept), len(kept))
 
 

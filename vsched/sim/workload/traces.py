@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -67,7 +68,7 @@ class _TraceRows(NamedTuple):
     output_tokens: int
 
 
-def load_trace(path: Path | str) -> Workload:
+def load_trace(path: str | os.PathLike[str]) -> Workload:
     """Return the workload of a trace; `.gz` files are read as they are.
 
     Raises:
@@ -279,9 +280,8 @@ def _decode_mooncake(line: str, number: int) -> Arrival | None:
     )
 
 
-def save_trace(workload: Workload, path: Path) -> None:
+def save_trace(workload: Workload, path: str | os.PathLike[str]) -> None:
     """Write a workload as a trace of our own: one arrival a line."""
     encoder = msgspec.json.Encoder()
-    with path.open("wb") as file:
-        for arrival in workload:
-            file.write(encoder.encode(arrival) + b"\n")
+    with Path(path).open("wb") as file:
+        file.writelines(encoder.encode(arrival) + b"\n" for arrival in workload)

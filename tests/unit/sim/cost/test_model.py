@@ -115,7 +115,7 @@ def test_cost_model_reads_as_it_was_written(tmp_path: Path) -> None:
     found = fit(
         samples(noise=0.1), name="found", source="samples", shape=COST_MODELS["tiny25"].shape
     )
-    save_cost_model(found, path)
+    save_cost_model(found, str(path))
     assert load_cost_model(str(path)) == found
 
 

@@ -116,7 +116,7 @@ def test_differences_are_the_policies_that_differ(outcomes: list[SimulationOutco
 
 def test_csv_has_a_row_for_each_outcome(outcomes: list[SimulationOutcome], tmp_path: Path) -> None:
     path = tmp_path / "out.csv"
-    write_csv(outcomes, path)
+    write_csv(outcomes, str(path))
     rows = list(csv.DictReader(path.read_text().splitlines()))
     assert [row["label"] for row in rows] == ["chunk <aware>", "eager"]
     for row, outcome in zip(rows, outcomes, strict=True):
@@ -127,8 +127,8 @@ def test_csv_has_a_row_for_each_outcome(outcomes: list[SimulationOutcome], tmp_p
 
 def test_json_reads_as_it_was_written(outcomes: list[SimulationOutcome], tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    write_json(outcomes, path)
-    assert read_json(path) == outcomes
+    write_json(outcomes, str(path))
+    assert read_json(str(path)) == outcomes
 
 
 class Elements(HTMLParser):

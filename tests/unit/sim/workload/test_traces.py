@@ -5,10 +5,13 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from tests.unit.sim.shapes import arrival
-from vsched.sim.workload.requests import Image, Reply, Text, workload_of
+from vsched.errors import ConfigError
+from vsched.sim.workload.requests import Arrival, Image, Reply, Text, workload_of
 from vsched.sim.workload.traces import TraceError, load_trace, save_trace
 
 SERVEGEN = "arrival_s,text_tokens,image_tokens,output_tokens\n"
@@ -96,7 +99,7 @@ def test_own_trace_reads_as_it_was_written(tmp_path: Path) -> None:
         arrival(2, 5, Text(1, 5), Image("a", 7), Reply(4), conversation="c", think_ns=9),
     ]
     path = tmp_path / "own.jsonl"
-    save_trace(workload_of("own", arrivals), path)
+    save_trace(workload_of("own", arrivals), str(path))
     assert list(load_trace(path)) == arrivals
 
 
@@ -137,3 +140,24 @@ def test_workload_first_and_faster(tmp_path: Path) -> None:
     assert workload.requests == 3
     assert [one.at_ns for one in workload] == [0, 250_000_000, 500_000_000]
     assert len(list(workload)) == 3, "it can be gone through again"
+
+
+def test_workload_of_has_values_of_the_declared_types(tmp_path: Path) -> None:
+    """Numpy numbers are what workloads are drawn with; a trace and a digest could not hold them."""
+    odd = Arrival(
+        at_ns=np.int64(7),  # type: ignore[arg-type]
+        request_id=np.str_("r"),
+        prompt=[Text(np.int64(1), np.int64(2)), Image(np.str_("cat"), 3)],  # type: ignore[arg-type]
+        output_tokens=np.int32(4),  # type: ignore[arg-type]
+    )
+    save_trace(workload_of("own", [odd]), tmp_path / "own.jsonl")
+    (kept,) = workload_of("own", [odd])
+    assert list(load_trace(tmp_path / "own.jsonl")) == [msgspec.structs.replace(kept, at_ns=0)]
+    assert kept == msgspec.structs.replace(
+        arrival(0, 0, Text(1, 2), Image("cat", 3)), at_ns=7, request_id="r"
+    )
+
+
+def test_workload_of_refuses_values_of_a_wrong_type() -> None:
+    with pytest.raises(ConfigError, match=r"^arrivals\[0\].at_ns is not valid: value 1.5, limit"):
+        workload_of("own", [msgspec.structs.replace(arrival(0, 0), at_ns=1.5)])
