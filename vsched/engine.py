@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -40,8 +40,9 @@ from vsched.aio.serving import (
     token_stream,
 )
 from vsched.aio.shell import start_shell
+from vsched.aio.streams.generation import Generation
 from vsched.aio.streams.sink import Answering
-from vsched.aio.streams.stream import StopScope, TokenStream
+from vsched.aio.streams.stream import StopScope
 from vsched.aio.streams.timing import RequestTimeline
 from vsched.assembly import (
     adapter_table,
@@ -225,8 +226,11 @@ class Engine:
         tenant: str = "",
         session: str = "",
         adapter: str = "",
-    ) -> TokenStream:
-        """Return the one answer that `generate_answers` would with this id."""
+    ) -> Generation:
+        """Return the one answer that `generate_answers` would with this id.
+
+        The request ends when its reader leaves it; see `Generation`.
+        """
         (generation,) = await self.generate_answers(
             prompt=prompt,
             images=images,
@@ -256,7 +260,7 @@ class Engine:
         adapter: str = "",
         begun: Begun | None = None,
         make_stop_scope: Callable[[], StopScope] | None = None,
-    ) -> list[TokenStream]:
+    ) -> list[Generation]:
         """Prepare the images, submit a request for as many answers as there are ids, and return once it is accepted.
 
         The answers share the prompt, which is computed once, and differ in their seeds; the first has that of
@@ -288,7 +292,7 @@ class Engine:
                 "session": session,
             },
         )
-        return await self.accept(
+        streams = await self.accept(
             asked,
             names,
             adapter=adapter,
@@ -299,6 +303,7 @@ class Engine:
             ),
             begun=begun,
         )
+        return [Generation(stream) for stream in streams]
 
     async def accept(
         self,
@@ -373,8 +378,11 @@ class Engine:
         prepared.lease.release()
         return prepared.token_ids
 
-    async def stream(self, **request: Any) -> AsyncIterator[str]:
-        """Yield the text of one request as it comes; takes what `generate` takes."""
+    async def stream(self, **request: Any) -> AsyncGenerator[str, None]:
+        """Yield the text of one request as it comes; takes what `generate` takes.
+
+        The request ends when this iterator is closed or garbage.
+        """
         generation = await self.generate(**request)
         try:
             async for delta in generation:

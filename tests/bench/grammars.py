@@ -15,7 +15,7 @@ import msgspec
 from tests.bench.options import options_of, settings_of
 from tests.bench.report.pairs import pair_cells
 from vsched import Config, Engine, SamplingParams
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.generation import Generation
 from vsched.api.bodies.constraints import constraint_from_schema
 from vsched.config import load_config
 
@@ -42,7 +42,7 @@ SAMPLINGS = {
 }
 
 
-async def drain(stream: TokenStream) -> tuple[float, float, int]:
+async def drain(stream: Generation) -> tuple[float, float, int]:
     """Read an answer; return the times of its first and last tokens in seconds, and their number."""
     first_s, count = 0.0, 0
     async for delta in stream:

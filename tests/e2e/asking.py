@@ -14,7 +14,8 @@ from PIL import Image
 
 from tests.patience import patience
 from vsched import Engine, SamplingParams
-from vsched.aio.streams.stream import OutputDelta, TokenLogprob, TokenStream
+from vsched.aio.streams.generation import Generation
+from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.worker.contract import Preprocessor
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24)
@@ -114,7 +115,7 @@ async def begin(
     request_id: str = "",
     *,
     adapter: str = "",
-) -> TokenStream:
+) -> Generation:
     """Submit a question; without `sampling` it is greedy and has as many tokens as the question says."""
     chosen = sampling or SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ask.count)
     async with patience():
@@ -127,7 +128,7 @@ async def begin(
         )
 
 
-async def read(generation: TokenStream) -> Answer:
+async def read(generation: Generation) -> Answer:
     """Read a generation to its end."""
     async with patience():
         return Answer([delta async for delta in generation])

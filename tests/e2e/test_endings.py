@@ -21,7 +21,7 @@ LONG = Ask(TEXTS[1], [drawn_image(1000, (112, 84)), drawn_image(1001)], count=30
 async def test_abort_in_mid_stream_frees_everything_within_a_step(engine: Engine) -> None:
     """At the abort the request holds nothing; when the step that is out is back, neither does the step."""
     generation = await begin(engine, LONG)
-    await anext(aiter(generation))
+    await anext(generation)
     steps = engine.statistics()["generate"]["steps"] + in_flight(engine)["steps_in_flight"]
     assert held(engine)["blocks_held"] > 0
     generation.abort()
@@ -71,7 +71,7 @@ async def test_stream_that_is_left_is_aborted(engine: Engine) -> None:
     stream = engine.stream(prompt=prompt, request_id="left")
     await anext(stream)
     assert engine.explain("left")
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
     assert engine.explain("left") == ""
     assert not any(held(engine).values())
 
@@ -82,7 +82,7 @@ async def test_clear_interrupts_all_and_reports_zero(engine: Engine) -> None:
     async with asyncio.TaskGroup() as group:
         begun = [group.create_task(begin(engine, ask)) for ask in asks]
     generations = [task.result() for task in begun]
-    await anext(aiter(generations[0]))
+    await anext(generations[0])
     now = engine.statistics()
     assert now["running"] > 0
     assert now["waiting"] > 0

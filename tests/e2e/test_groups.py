@@ -25,7 +25,7 @@ from tests.e2e.conftest import assert_idle
 from tests.patience import PATIENCE_S, patience, until
 from tests.traces import is_alive, parent, running
 from vsched import Config, Engine, SamplingParams
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.generation import Generation
 from vsched.errors import RequestFailed, VschedError
 
 REQUESTS = int(os.environ.get("VSCHED_REQUESTS", "0"))
@@ -88,7 +88,7 @@ class Question:
     tokens: list[int]
 
 
-async def read(generation: TokenStream) -> Answer:
+async def read(generation: Generation) -> Answer:
     """Read to the end, for as long as groups may take to come back."""
     async with patience(LIMIT_S):
         return Answer([delta async for delta in generation])
@@ -139,7 +139,7 @@ class Load:
             question = self._questions[number % len(self._questions)]
             await self._check(question, await begin(self._engine, question.ask, question.sampling))
 
-    async def _check(self, question: Question, generation: TokenStream) -> None:
+    async def _check(self, question: Question, generation: Generation) -> None:
         answer = Answer()
         async with patience(LIMIT_S):
             async for delta in generation:

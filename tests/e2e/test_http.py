@@ -337,9 +337,8 @@ async def test_image_url_is_fetched_as_data_only(client: Any) -> None:
 async def test_statistics_hold_the_ledger_and_what_of_it_is_in_use(engine: Engine) -> None:
     """Every pool adds up to its total, and what requests take of it shows while they run."""
     generation = await begin(engine, Ask(TEXTS[1], [drawn_image(6400)], count=60))
-    async for delta in generation:
-        if delta.token_ids:
-            break
+    while not (await anext(generation)).token_ids:
+        pass
     ledger = engine.statistics()["ledger"]
     generation.abort()
     for pool in ledger["pools"]:

@@ -17,7 +17,7 @@ from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import expected_of, generated
 from tests.patience import patience, until
 from vsched import Config, Engine, SamplingParams
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.generation import Generation
 from vsched.config import load_config
 from vsched.record import replay
 from vsched.sim.cost.model import load_cost_model
@@ -55,7 +55,7 @@ async def served(config: Config) -> AsyncIterator[Engine]:
     )
 
 
-async def begin(engine: Engine, prompt: list[int], name: str) -> TokenStream:
+async def begin(engine: Engine, prompt: list[int], name: str) -> Generation:
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=OUTPUTS)
     async with patience():
         return await engine.generate(prompt=prompt, sampling=sampling, request_id=name)

@@ -1,18 +1,25 @@
-"""The engine as a library: whatever a caller passes is recorded as it is used, and replays the same."""
+"""The engine as a library: what a caller passes is recorded as it is used, and what a caller leaves ends."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import enum
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
 
+from vsched.aio.streams.generation import Generation
+from vsched.aio.streams.stream import TokenStream
 from vsched.config.sections import RecordConfig
+from vsched.engine import Engine
 from vsched.errors import RequestRefused
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
@@ -152,3 +159,162 @@ async def test_engine_refuses_arguments_of_a_wrong_type(call: dict[str, Any], na
     assert caught.value.message.startswith(f"{named} is not valid: value ")
     assert caught.value.code == "invalid_value"
     assert msgspec.json.encode(caught.value.message)
+
+
+# --- leaving a stream ---
+
+
+async def by_break(engine: Engine, **call: Any) -> object:
+    generation = await engine.generate(**call)
+    async for _ in generation:
+        break
+    return generation
+
+
+async def by_return(engine: Engine, **call: Any) -> object:
+    generation = await engine.generate(**call)
+    async for _ in generation:
+        return generation
+    return None
+
+
+async def by_an_exception(engine: Engine, **call: Any) -> object:
+    generation = await engine.generate(**call)
+    with contextlib.suppress(ZeroDivisionError):
+        async for _ in generation:
+            raise ZeroDivisionError
+    return generation
+
+
+async def by_closing(engine: Engine, **call: Any) -> object:
+    generation = await engine.generate(**call)
+    async with contextlib.aclosing(generation):
+        await anext(generation)
+    assert [delta async for delta in generation] == []
+    return generation
+
+
+async def by_a_timeout(engine: Engine, **call: Any) -> object:
+    generation = await engine.generate(**call)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await anext(generation)
+    return generation
+
+
+async def by_cancelling(engine: Engine, **call: Any) -> object:
+    began = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in generation:
+            began.set()
+
+    generation = await engine.generate(**call)
+    reading = asyncio.create_task(read())
+    await began.wait()
+    reading.cancel()
+    await asyncio.wait([reading])
+    return generation
+
+
+async def by_forgetting(engine: Engine, **call: Any) -> object:
+    await engine.generate(**call)
+    return None
+
+
+async def by_forgetting_a_cycle(engine: Engine, **call: Any) -> object:
+    own: dict[str, object] = {"generation": await engine.generate(**call)}
+    own["self"] = own
+    del own
+    gc.collect()
+    return None
+
+
+async def by_forgetting_in_a_thread(engine: Engine, **call: Any) -> object:
+    held = [await engine.generate(**call)]
+    await asyncio.to_thread(held.clear)
+    return None
+
+
+async def by_leaving_one_answer(engine: Engine, **call: Any) -> object:
+    name = call.pop("request_id")
+    first, second = await engine.generate_answers(**call, request_ids=(name, f"{name}#1"))
+    async for _ in second:
+        break
+    del second
+    await asyncio.sleep(0)
+    assert (engine.explain(f"{name}#1"), engine.explain(name) != "") == ("", True)
+    async for _ in first:
+        break
+    return first
+
+
+async def by_leaving_the_texts(engine: Engine, **call: Any) -> object:
+    async for _ in engine.stream(**call):
+        break
+    await asyncio.sleep(0)
+    return None
+
+
+async def by_closing_the_texts(engine: Engine, **call: Any) -> object:
+    stream = engine.stream(**call)
+    await anext(stream)
+    await stream.aclose()
+    return stream
+
+
+WAYS = (
+    by_break,
+    by_return,
+    by_an_exception,
+    by_closing,
+    by_a_timeout,
+    by_cancelling,
+    by_forgetting,
+    by_forgetting_a_cycle,
+    by_forgetting_in_a_thread,
+    by_leaving_one_answer,
+    by_leaving_the_texts,
+    by_closing_the_texts,
+)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("leave", WAYS)
+async def test_generation_that_is_left_ends_its_request(leave: Callable[..., Any]) -> None:
+    async with SimEngine() as engine:
+        sampling = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+        kept = await leave(engine.engine, prompt=PROMPT, request_id="r", sampling=sampling)
+        await asyncio.sleep(0)
+        assert engine.engine.explain("r") == ""
+        statistics = engine.engine.statistics()
+        assert (statistics["running"], statistics["waiting"]) == (0, 0)
+        assert statistics["finished"]["abort"] == 1 + (leave is by_leaving_one_answer)
+        del kept
+        await engine.heal()
+
+
+@pytest.mark.sim
+async def test_generation_that_is_read_to_its_end_is_left_alone() -> None:
+    """With `anext`, it can be read in parts; what is forgotten after its end changes nothing."""
+    async with SimEngine() as engine:
+        sampling = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+        generation = await engine.engine.generate(prompt=PROMPT, request_id="r", sampling=sampling)
+        first = await anext(generation)
+        rest = [delta async for delta in generation]
+        assert sum(len(delta.token_ids) for delta in (first, *rest)) == 9
+        assert (rest[-1].finish_reason, generation.reason) == ("length", "length")
+        del generation
+        await asyncio.sleep(0)
+        assert engine.engine.statistics()["finished"]["abort"] == 0
+
+
+def test_generation_that_outlives_its_loop_is_forgotten_in_peace() -> None:
+    held = []
+
+    async def leave() -> None:
+        stream = cast("TokenStream", SimpleNamespace(take=None, reason=None, abort=None))
+        held.append(Generation(stream))
+
+    asyncio.run(leave())
+    held.clear()

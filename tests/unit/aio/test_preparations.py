@@ -12,7 +12,7 @@ import pytest
 from tests.patience import patience
 from tests.unit.aio.ranks import ShellHarness, Text
 from vsched.aio.preparations import Preparations
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.generation import Generation
 from vsched.engine import Engine
 from vsched.errors import RequestFailed
 from vsched.kernel.events import Cleared, Event
@@ -50,7 +50,7 @@ def engine_with(played: ShellHarness, media: SlowMedia) -> Engine:
     return engine
 
 
-async def begin(engine: Engine, media: SlowMedia, count: int) -> list[asyncio.Task[TokenStream]]:
+async def begin(engine: Engine, media: SlowMedia, count: int) -> list[asyncio.Task[Generation]]:
     """Start requests, and return once all of them are being prepared."""
     sampling = SamplingParams(temperature=0.0, max_tokens=3)
     tasks = [
@@ -65,7 +65,7 @@ async def begin(engine: Engine, media: SlowMedia, count: int) -> list[asyncio.Ta
     return tasks
 
 
-async def errors_of(tasks: list[asyncio.Task[TokenStream]]) -> list[tuple[str, int, int | None]]:
+async def errors_of(tasks: list[asyncio.Task[Generation]]) -> list[tuple[str, int, int | None]]:
     """Return how requests failed: all of them did."""
     async with patience():
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -119,7 +119,7 @@ async def test_a_request_in_preparation_ends_like_one_that_waits(played: ShellHa
     await media.begun.get()
     await engine.clear()
     found = []
-    for reading in (anext(aiter(waiting[1])), late):
+    for reading in (anext(waiting[1]), late):
         with pytest.raises(RequestFailed) as caught:
             await reading
         found.append((caught.value.message, caught.value.code, caught.value.status))

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.generation import Generation
 from vsched.bench.fidelity.arrivals import RequestTexts
 from vsched.bench.fidelity.measure import Comparison, at_rate, small_requests
 from vsched.bench.fidelity.observed_engine import ObservedEngine
@@ -232,7 +232,7 @@ class CalibrationDriver:
                 generation.abort()
             await asyncio.gather(*readers)
 
-    async def _answer(self, call: dict[str, Any]) -> TokenStream:
+    async def _answer(self, call: dict[str, Any]) -> Generation:
         generation = await self._engine.generate(**call)
         await _read(generation, asyncio.Event())
         return generation
@@ -253,7 +253,7 @@ class CalibrationDriver:
         return self._dresser.call(arrival, self._dresser.pictures(arrival))
 
 
-async def _read(generation: TokenStream, began: asyncio.Event) -> None:
+async def _read(generation: Generation, began: asyncio.Event) -> None:
     try:
         async for _ in generation:
             began.set()
