@@ -1,22 +1,39 @@
-"""A connection whose client can hold nothing for long: uvicorn's protocol, with the limits that it has not.
+"""A connection whose client can hold nothing for long: uvicorn's protocol, with the limits and rules that it has not.
 
 Uvicorn bounds neither the head of a request nor the time that a request takes to arrive, and waits for ever for a
 client to read what was written. All three are judged here, by bytes and on the loop's clock, since an application
 sees a request when its head is complete, and writes without being told where the bytes are.
+
+It also keeps the rules of HTTP that uvicorn breaks: offers of another protocol are ignored (RFC 9110, 7.8), answers to
+HTTP/1.0 are not chunked (RFC 9112, 6.1), HTTP/1.1 names its host once (RFC 9112, 3.2), and a client may close its
+sending side and still read its answer (RFC 9112, 9.6).
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, cast
 
+import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from vsched.api.errors import envelope
 from vsched.config.sections import ServerConfig
 from vsched.errors import RequestRefused, limit_message
+
+_HEAD_BEGINNING = b"HTTP/1.1 "
+"""The first bytes of every answer."""
+_CHUNK_BEGINNING = b"0" * 8
+"""Zeros that may stand before the length of any chunk."""
+_FIRST_PROBE_S = 0.05
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -54,12 +71,36 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._arrival is None:
             self._expect_request()
         self._is_head = not self._in_body
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self.transport.is_closing() or not (self._in_head and self._is_head):
             return  # the head is complete, or only a part of this belongs to it: headers are counted one by one
         self._head_bytes += len(data)
         if self._head_bytes > self._limits.header_bytes_max:
             self._refuse(self._head_too_large())
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser; where it stops for an offered protocol, another one reads the request without the offer."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                data = self._head_without_offer() + data[offer.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            except httptools.HttpParserError as error:
+                self.send_400_response(str(error))
+                return
+            else:
+                return
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [
+            b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version),
+            *(b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"),
+        ]
+        return b"\r\n".join((*lines, b"", b""))
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -85,12 +126,42 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
-        """The head is there."""
+        """The head is there; begin to serve the request, unless it is to be parsed again without its offer.
+
+        Raises:
+            RequestRefused: Which the parser passes on as an error of its own.
+        """
+        old = self.parser.get_http_version() != "1.1"
+        self._refusal = self._head_invalid(hosts_min=0 if old else 1)
+        if self._refusal is not None:
+            raise self._refusal
+        if self.parser.should_upgrade():
+            return
         self._in_head, self._in_body = False, True
+        self.expect_100_continue = self.expect_100_continue and not old
         super().on_headers_complete()
+        if old:
+            _end_by_closing(self.cycle)
+
+    def _head_invalid(self, *, hosts_min: int) -> RequestRefused | None:
+        if self.parser.get_method() == b"CONNECT":
+            message = "this server is no proxy. Remedy: send it the request itself."
+            return RequestRefused(message, code="method_not_implemented", status=501)
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts_min <= hosts <= 1:
+            return None
+        message = limit_message(
+            "a request names its host once",
+            value=f"{hosts} Host headers",
+            limit="1 Host header",
+            remedy="send one header Host, as HTTP/1.1 asks for",
+        )
+        return RequestRefused(message, code="invalid_host")
 
     def on_message_complete(self) -> None:
         """The request is there."""
+        if self.parser.should_upgrade():
+            return
         self._request_came()
         self._in_body = self._is_head = False
         super().on_message_complete()
@@ -98,7 +169,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Tell what is wrong with a request that does not reach the application."""
         error = self._refusal or RequestRefused(
-            f"this is not HTTP ({msg.rstrip('.')}). Remedy: send HTTP/1.1.", code="invalid_http"
+            f"this is not valid HTTP ({msg}). Remedy: send HTTP/1.1, without TLS or HTTP/2.",
+            code="invalid_http",
         )
         self._refuse(error)
 
@@ -159,6 +231,48 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.write(b"".join((*head, body)))
         self._close()
 
+    # --- a client sends no more ---
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer a request that is complete; tell a client of one that is not; else close."""
+        cycle = self.cycle
+        is_answering = cycle is not None and not cycle.response_complete
+        if is_answering and not cycle.more_body:
+            cycle.keep_alive = cycle.waiting_for_100_continue = False
+            if not self.pipeline:
+                self._probe(cycle)
+            return True
+        if is_answering or self._in_head:
+            message = (
+                "the connection was closed before the request was complete. "
+                "Remedy: send all of it, as long as its Content-Length says."
+            )
+            self._refuse(RequestRefused(message, code="request_incomplete"))
+        return False
+
+    def _probe(self, cycle: RequestResponseCycle) -> None:
+        """Find out whether the client has left, or has only closed its sending side.
+
+        Both look the same until something is written: a client that has left answers it with a reset, and the next
+        write fails. So the answer's own first bytes are written one by one, in longer and longer intervals.
+        """
+        begun: _BegunTransport | None = None
+        beginning = _CHUNK_BEGINNING if cycle.chunked_encoding else b""
+        if not cycle.response_started:
+            beginning = _HEAD_BEGINNING
+            cycle.transport = begun = _BegunTransport(self.transport)
+
+        def write(index: int) -> None:
+            is_over = cycle.disconnected or cycle.response_complete
+            if is_over or index == len(beginning) or (begun is not None and cycle.response_started):
+                return
+            self.transport.write(beginning[index : index + 1])
+            if begun is not None:
+                begun.written += 1
+            self.loop.call_later(_FIRST_PROBE_S * 2**index, write, index + 1)
+
+        write(0)
+
     # --- a client reads ---
 
     def pause_writing(self) -> None:
@@ -199,6 +313,38 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
+
+
+class _BegunTransport(asyncio.Transport):
+    """A transport that leaves out what was `written` already of what is written next."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__()
+        self._transport = transport
+        self.written = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._transport.write(data[self.written :])
+        self.written = 0
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def _end_by_closing(cycle: RequestResponseCycle) -> None:
+    """Have an answer whose length is not known end with the connection, which HTTP/1.0 knows no other way for."""
+    cycle.chunked_encoding = False
+    send = cycle.send
+
+    def send_as_it_is(message: ASGISendEvent) -> Awaitable[None]:
+        # Of each piece, since uvicorn compares the whole with a length that was announced.
+        cycle.expected_content_length = len(cast("dict[str, bytes]", message).get("body", b""))
+        return send(message)
+
+    cycle.send = send_as_it_is  # type: ignore[method-assign, assignment]
 
 
 def _head_refused(what: str, value: object, limit: object, setting: str) -> RequestRefused:

@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 from tests.patience import NEVER_S, patience, until
 from tests.unit.api.fakes import FakeEngine, chat, served
 from vsched.aio.streams.stream import OutputDelta
-from vsched.api import ApiSettings, create_app
+from vsched.api import ApiSettings, connection, create_app
 from vsched.api.connection import BoundedProtocol
 from vsched.config import ServerConfig
 
@@ -55,19 +55,29 @@ class RawClient:
             await self._reader.readexactly(int(size))
         return head
 
+    async def exactly(self, size: int) -> bytes:
+        async with patience():
+            return await self._reader.readexactly(size)
+
+    def send_no_more(self) -> None:
+        self._writer.write_eof()
+
+    def leave(self) -> None:
+        self._writer.close()
+
     def close(self) -> None:
         self._writer.transport.abort()
 
 
 @contextlib.asynccontextmanager
 async def connected(port: int, receive_bytes: int = 0) -> AsyncIterator[RawClient]:
-    connection = socket.socket()
+    opened = socket.socket()
     if receive_bytes:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    connection.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    opened.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(opened, ("127.0.0.1", port))
     # No more is read ahead of the test than this, or nothing would ever be left unread.
-    reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
+    reader, writer = await asyncio.open_connection(sock=opened, limit=1024)
     client = RawClient(reader, writer)
     try:
         yield client
@@ -251,6 +261,151 @@ async def test_connection_client_that_reads_slowly_gets_everything() -> None:
         received = await client.answer()
     assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert received.count(b"x") >= 8 << 20
+
+
+# --- the rules of HTTP ---
+
+LINE, HOST, JSON = (
+    b"POST /v1/chat/completions HTTP/",
+    b"Host: localhost\r\n",
+    HEAD[HEAD.index(b"Content-") :],
+)
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+SIZED = b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+STREAM = msgspec.json.encode(chat(stream=True))
+
+
+@pytest.mark.parametrize("body", [SIZED, CHUNKED], ids=["sized", "chunked"])
+@pytest.mark.parametrize(
+    "offer",
+    [
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n",
+        b"Connection: upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n",
+        b"Upgrade: TLS/1.0\r\nConnection: keep-alive\r\nConnection: Upgrade\r\n",
+    ],
+    ids=["h2c", "websocket", "tls"],
+)
+async def test_connection_offer_of_another_protocol_is_ignored(offer: bytes, body: bytes) -> None:
+    """On one connection, twice at once, and in pieces: the body is the request's."""
+    request = HEAD + offer + body
+    async with served(FakeEngine()) as port, connected(port) as client:
+        await client.send(request + request)
+        for _ in range(2):
+            assert (await client.response()).startswith(b"HTTP/1.1 200 ")
+        for index in range(0, len(request), 60):
+            await client.send(request[index : index + 60])
+            await asyncio.sleep(0)
+        assert (await client.response()).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("asked", [b"", b"Connection: keep-alive\r\n", b"Expect: 100-continue\r\n"])
+@pytest.mark.parametrize("body", [BODY, STREAM], ids=["whole", "stream"])
+async def test_connection_answer_to_old_http_ends_with_it(asked: bytes, body: bytes) -> None:
+    """HTTP/1.0 knows neither chunks nor 100 Continue, and needs no Host."""
+    request = LINE + b"1.0\r\n" + JSON + asked + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    async with served(FakeEngine()) as port, connected(port) as client:
+        await client.send(request)
+        head, _, content = (await client.answer()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"\r\nconnection: close" in head
+    assert b"transfer-encoding" not in head
+    if body is STREAM:
+        assert content.startswith(b'data: {"id"')
+        assert content.endswith(b"}\n\ndata: [DONE]\n\n")
+    else:
+        assert msgspec.json.decode(content)["choices"][0]["message"]["content"] == "Hello"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "version", "status"),
+    [(0, b"1.1", 400), (2, b"1.1", 400), (2, b"1.0", 400), (1, b"1.1", 200), (0, b"1.0", 200)],
+)
+async def test_connection_host_is_named_once(hosts: int, version: bytes, status: int) -> None:
+    request = LINE + version + b"\r\nConnection: close\r\n" + HOST * hosts + JSON + SIZED
+    async with served(FakeEngine()) as port, connected(port) as client:
+        await client.send(request)
+        answer = await client.answer()
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert status == 200 or b"value %d Host headers, limit 1 Host header. Remedy" % hosts in answer
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "reason"),
+    [
+        (HEAD + b"Content-Length: 2\r\n" + SIZED, 400, b"Duplicate Content-Length"),
+        (HEAD + b"Content-Length: 2\r\n" + CHUNKED, 400, b"with Content-Length"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, b"without TLS or HTTP/2"),
+        (b"CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n", 501, b"no proxy"),
+    ],
+    ids=["two lengths", "length and chunks", "http/2", "connect"],
+)
+async def test_connection_request_that_is_no_request_is_told_why(
+    sent: bytes, status: int, reason: bytes
+) -> None:
+    async with served(FakeEngine()) as port, connected(port) as client:
+        await client.send(sent)
+        answer = await client.answer()
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert reason in answer
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("body", [BODY, STREAM], ids=["whole", "stream"])
+async def test_connection_client_that_sends_no_more_gets_its_answer(
+    version: bytes, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: what is written meanwhile is its beginning."""
+    monkeypatch.setattr(connection, "_FIRST_PROBE_S", 1e-4)
+    released = asyncio.Event()
+    engine = FakeEngine(OutputDelta("x", [1]), released, OutputDelta("y", [1], None, "stop"))
+    request = LINE + version + b"\r\n" + HOST + JSON
+    request += b"Content-Length: %d\r\n\r\n" % len(body) + body
+    async with served(engine) as port, connected(port) as client:
+        await client.send(request)
+        client.send_no_more()
+        await until(lambda: engine.generations)
+        begun = await client.exactly(9 if body is BODY else 0)
+        released.set()
+        head, _, content = (begun + await client.answer()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"\r\nconnection: close" in head or body is STREAM
+    assert content.count(b'"content":"') == (2 if body is STREAM else 1)
+    assert content.endswith((b"data: [DONE]\n\n", b"0\r\n\r\n") if body is STREAM else b"}")
+
+
+async def test_connection_client_that_sends_no_more_gets_all_its_answers() -> None:
+    async with served(FakeEngine()) as port, connected(port) as client:
+        await client.send(3 * REQUEST)
+        client.send_no_more()
+        assert (await client.answer()).count(b"HTTP/1.1 200 OK") == 3
+
+
+@pytest.mark.parametrize("body", [BODY, STREAM], ids=["whole", "stream"])
+async def test_connection_client_that_left_is_found_out(body: bytes) -> None:
+    """Before there is anything to tell it."""
+    engine = FakeEngine(OutputDelta("x", [1]), asyncio.Event())
+    async with served(engine) as port, connected(port) as client:
+        await client.send(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await until(lambda: engine.generations)
+        client.leave()
+        await until(lambda: engine.generations[0].aborted)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [HEAD, HEAD + b"Content-Length: 100\r\n\r\n{", REQUEST[:-1]],
+    ids=["head", "body", "end"],
+)
+async def test_connection_request_that_ends_too_soon_is_told_so(sent: bytes) -> None:
+    engine = FakeEngine()
+    async with served(engine) as port, connected(port) as client:
+        await client.send(sent)
+        client.send_no_more()
+        answer = await client.answer()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    error = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert error["code"] == "request_incomplete"
+    assert engine.calls == []
 
 
 class FullTransport(asyncio.Transport):
