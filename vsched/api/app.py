@@ -1,13 +1,15 @@
-"""The application: routes, access, and OpenAI-shaped errors for what no route takes."""
+"""The application: routes, access, and errors for what no route takes."""
 
 from __future__ import annotations
 
+import re
+from typing import cast
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp
 
 from vsched.api.adapters import AdapterEndpoints, Endpoint
@@ -17,10 +19,10 @@ from vsched.api.contract import ApiSettings, EngineContract, ServingContract
 from vsched.api.description import page
 from vsched.api.dialects.messages.endpoints import CountTokensEndpoint, MessagesEndpoint
 from vsched.api.dialects.responses.endpoint import ResponsesEndpoint
-from vsched.api.errors import ParameterRefused
 from vsched.api.metrics import ApiMetrics
 from vsched.api.middleware.access import access_middleware
 from vsched.api.middleware.request_id import response_id
+from vsched.api.not_served import not_served
 from vsched.api.operations import (
     Descriptions,
     DetokenizeEndpoint,
@@ -31,33 +33,10 @@ from vsched.api.operations import (
 )
 from vsched.api.resuming.endpoint import KeptAnswerEndpoint, KeptAnswerRoute
 from vsched.api.resuming.resumption import Resumption
-from vsched.api.wire_forms import form_of
-from vsched.errors import RequestFailed
+from vsched.api.wire_forms import MessagesForm, form_of, is_anthropics
+from vsched.errors import RequestFailed, RequestRefused, limit_message
 
-_NO_ROUTE = {
-    404: (
-        "not_found",
-        "there is nothing at this path. Remedy: check the URL; completions live under /v1.",
-    ),
-    405: ("method_not_allowed", "this path does not take this method. Remedy: check the method."),
-}
-_NO_VECTORS = (
-    "vsched serves models that write: ranks sample and send tokens, never hidden states, so there are no embeddings, "
-    "scores or classes. Remedy: send these requests to a server of an embedding model."
-)
-_NOT_SERVED = dict.fromkeys(
-    ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank"),
-    _NO_VECTORS,
-)
-"""Paths that clients of other servers know, and what to do without them."""
-OPERATIONS = (
-    "/load",
-    "/metrics",
-    "/admin/{rest:path}",
-    "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
-)
-"""What a process without an engine of its own asks the engine's for."""
+_VALUE_CHARACTERS_MAX = 100
 
 
 def create_app(
@@ -81,7 +60,7 @@ def create_app(
             *_answering(engine, settings, metrics, bodies, resumption),
             *_operating(engine, metrics, bodies),
         ],
-        access_middleware(settings),
+        settings,
     )
 
 
@@ -89,12 +68,15 @@ def create_front(
     engine: ServingContract, settings: ApiSettings, metrics: ApiMetrics, operations: ASGIApp
 ) -> Starlette:
     """Build the application of a process that has no engine of its own: `operations` has what only that can tell."""
+    bodies = RequestBodies(settings)
+    # Of these only the paths and methods are taken: they are never called.
+    operating = _operating(cast("EngineContract", engine), metrics, bodies)
     return _application(
         [
-            *_answering(engine, settings, metrics, RequestBodies(settings), Resumption()),
-            *(Route(path, operations) for path in OPERATIONS),
+            *_answering(engine, settings, metrics, bodies, Resumption()),
+            *(Route(one.path, operations, methods=_methods(one)) for one in operating),
         ],
-        access_middleware(settings),
+        settings,
     )
 
 
@@ -102,7 +84,7 @@ def create_operations(
     engine: EngineContract, settings: ApiSettings, metrics: ApiMetrics
 ) -> Starlette:
     """Build what `create_front` leaves out; who may call was judged there."""
-    return _application(_operating(engine, metrics, RequestBodies(settings)), [])
+    return _application(_operating(engine, metrics, RequestBodies(settings)), None)
 
 
 def _answering(
@@ -162,7 +144,16 @@ def _operating(engine: EngineContract, metrics: ApiMetrics, bodies: RequestBodie
     ]
 
 
-def _application(routes: list[Route], middleware: list[Middleware]) -> Starlette:
+def _application(routes: list[Route], settings: ApiSettings | None) -> Starlette:
+    """Return the application; without settings, who may call was judged before.
+
+    What a route asks of its requests stands behind the route, so that nothing is asked of a request for a path or
+    with a method that is not there: its refusal could only mislead.
+    """
+    middleware, guards = access_middleware(settings) if settings is not None else ([], [])
+    for route in routes:
+        for guard, arguments, options in reversed(guards):
+            route.app = guard(route.app, *arguments, **options)
     app = Starlette(
         routes=routes,
         middleware=middleware,
@@ -172,16 +163,43 @@ def _application(routes: list[Route], middleware: list[Middleware]) -> Starlette
     return app
 
 
+def _methods(route: BaseRoute) -> list[str]:
+    return sorted(route.methods or ()) if isinstance(route, Route) else []
+
+
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    status, path = error.status_code, request.url.path
-    code, message = _NO_ROUTE.get(status, (None, "the request cannot be served"))
-    if status == 404:
-        message = _NOT_SERVED.get(path, message)
-    refused = ParameterRefused(message, param=None, code=code or "invalid_value", status=status)
-    response = json_response(form_of(path).error(refused), status)
-    response.headers.update(error.headers or {})
+    path, method, headers = request.url.path, request.method, {}
+    if error.status_code == 405:
+        taking = [one for one in request.app.routes if one.matches(request.scope)[0] != Match.NONE]
+        methods = ", ".join(sorted({name for route in taking for name in _methods(route)}))
+        message = limit_message(
+            "this path does not take this method",
+            value=method[:_VALUE_CHARACTERS_MAX],
+            limit=methods,
+            remedy="send one of these",
+        )
+        refused = RequestRefused(message, code="method_not_allowed", status=405)
+        headers["allow"] = methods
+    else:
+        refused = RequestRefused(_not_found(path, method), code="not_found", status=404)
+    if "transfer-encoding" in request.headers or "content-length" in request.headers:
+        headers["connection"] = "close"  # the body is not read
+    form = MessagesForm() if is_anthropics(request.headers.raw) else form_of(path)
+    response = json_response(form.error(refused), refused.status)
+    response.headers.update(headers)
     return response
+
+
+def _not_found(path: str, method: str) -> str:
+    known = not_served(path, method)
+    if known is not None:
+        return known
+    shown = path[:_VALUE_CHARACTERS_MAX]
+    if "//" in path:
+        single = re.sub("/+", "/", shown)
+        return f"there is nothing at {shown}. Remedy: leave out the double slash: {single}."
+    return f"there is nothing at {shown}. Remedy: check the URL; completions live under /v1."
 
 
 async def _mistake(request: Request, error: Exception) -> Response:

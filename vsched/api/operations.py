@@ -17,7 +17,8 @@ from vsched.api.bodies.messages import split_messages
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.completions import check_model, check_ready, rendered
 from vsched.api.contract import ApiSettings, EngineContract, ServingContract
-from vsched.api.errors import ParameterRefused, envelope, out_of_bounds
+from vsched.api.dialects.messages.models import messages_model, messages_model_list
+from vsched.api.errors import ParameterRefused, out_of_bounds
 from vsched.api.fields.neutral import refuse_unsupported
 from vsched.api.formatters import text_of, token_text
 from vsched.api.http_exchange import HttpExchange
@@ -34,6 +35,7 @@ from vsched.api.responses import (
     Version,
 )
 from vsched.api.tools.choice import shown_tools
+from vsched.api.wire_forms import MessagesForm, WireForm, is_anthropics
 from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.worker.contract import Preprocessor
 
@@ -65,18 +67,23 @@ class Descriptions:
         return json_response(Version(version("vsched")))
 
     async def models(self, request: Request) -> Response:
-        """List the model and its adapters."""
-        del request
+        """List the model and its adapters, in the form of the API that is asked."""
         ready = [row["name"] for row in self._engine.adapters() if row["state"] == "ready"]
-        return json_response(ModelList([self._model(), *map(self._model, ready)]))
+        listed = [self._model(), *map(self._model, ready)]
+        if is_anthropics(request.headers.raw):
+            return json_response(messages_model_list(listed))
+        return json_response(ModelList(listed))
 
     async def model(self, request: Request) -> Response:
-        """Describe the model, or an adapter."""
+        """Describe the model, or an adapter, in the form of the API that is asked."""
+        anthropics = is_anthropics(request.headers.raw)
         try:
             adapter = check_model(request.path_params["model"], self._engine)
         except ParameterRefused as error:
-            return json_response(envelope(error), error.status)
-        return json_response(self._model(adapter))
+            form = MessagesForm() if anthropics else WireForm()
+            return json_response(form.error(error), error.status)
+        described = self._model(adapter)
+        return json_response(messages_model(described) if anthropics else described)
 
     def _model(self, adapter: str = "") -> Model:
         base = self._engine.model_name

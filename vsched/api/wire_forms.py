@@ -5,9 +5,11 @@ Errors come from places that know no dialect, such as the check of keys, so the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from vsched.api.errors import envelope
 from vsched.errors import RequestFailed, RequestRefused
@@ -79,6 +81,7 @@ class MessagesErrorBody(msgspec.Struct):
 
     type: str
     message: str
+    details: dict[str, Any] | UnsetType = UNSET
 
 
 class MessagesError(StreamEvent, tag="error"):
@@ -95,6 +98,10 @@ _MESSAGES_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_MESSAGES_DETAILS = {
+    "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+}
+"""By the parameter that is refused: with these, Anthropic's SDK sends the turn again with its whole history."""
 
 
 class MessagesForm(NamedEvents):
@@ -106,7 +113,9 @@ class MessagesForm(NamedEvents):
     def error(self, error: RequestRefused | RequestFailed) -> MessagesError:
         default = "invalid_request_error" if error.status < 500 else "api_error"
         kind = _MESSAGES_TYPES.get(error.status, default)
-        return MessagesError(error=MessagesErrorBody(kind, envelope(error).error.message))
+        told = envelope(error).error
+        details = _MESSAGES_DETAILS.get(told.param or "", UNSET)
+        return MessagesError(error=MessagesErrorBody(kind, told.message, details))
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
         self.after = None
@@ -154,3 +163,8 @@ def form_of(path: str) -> WireForm:
     parts = path.split("/")
     found = _FORMS.get(parts[2], WireForm) if parts[:2] == ["", "v1"] and parts[2:] else WireForm
     return found()
+
+
+def is_anthropics(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Return whether a client of Anthropic's API asks, for paths that both APIs have."""
+    return any(name == b"anthropic-version" for name, _ in headers)

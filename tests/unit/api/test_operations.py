@@ -3,13 +3,17 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from starlette.routing import Route
 
 from tests.unit.api.fakes import IMAGE_TOKENS, Client, FakeEngine, Reply
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
+from vsched.api.app import create_front
+from vsched.api.metrics import ApiMetrics
+from vsched.api.middleware.access import RequireKey
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.types import ModelInfo
 
@@ -24,8 +28,13 @@ async def call(
     *,
     api_key: str = "",
     headers: dict[str, str] | None = None,
+    front: bool = False,
 ) -> Reply:
-    app = create_app(engine, ApiSettings(api_key=api_key))
+    """Return the reply to one request; `front` asks a process without an engine of its own."""
+    settings = ApiSettings(api_key=api_key)
+    app = create_app(engine, settings)
+    if front:
+        app = create_front(engine, settings, ApiMetrics(engine), operations=app)
     return await Client(app).send(method, path, body, headers=headers)
 
 
@@ -47,6 +56,24 @@ async def test_models() -> None:
     assert listed["data"][0]["max_model_len"] == 1000
     assert (await call(FakeEngine(), "GET", "/v1/models/demo")).json["object"] == "model"
     assert (await call(FakeEngine(), "GET", "/v1/models/org/other")).status == 404
+
+
+async def test_models_as_anthropic_tells_of_them() -> None:
+    engine = FakeEngine()
+    engine.adapter_rows.append({"name": "org/sql", "state": "ready"})
+    asked = {"anthropic-version": "2023-06-01"}
+    listed = (await call(engine, "GET", "/v1/models?limit=20", headers=asked)).json
+    assert (listed["first_id"], listed["last_id"]) == ("demo", "org/sql")
+    assert listed["has_more"] is False
+    first = listed["data"][0]
+    assert (first["type"], first["display_name"], first["max_input_tokens"]) == (
+        *("model", "demo"),
+        1000,
+    )
+    assert dt.datetime.fromisoformat(first["created_at"]).tzinfo is not None
+    assert (await call(engine, "GET", "/v1/models/demo", headers=asked)).json == first
+    refused = await call(engine, "GET", "/v1/models/other", headers=asked)
+    assert (refused.status, refused.json["error"]["type"]) == (404, "not_found_error")
 
 
 async def test_adapters_are_models_with_a_parent() -> None:
@@ -282,7 +309,9 @@ async def test_two_applications_do_not_share_metrics() -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/", 404, "not_found"),
-        ("GET", "/health/", 404, "not_found"),
+        ("GET", "/HEALTH", 404, "not_found"),
+        ("GET", "*", 404, "not_found"),
+        ("POST", "/v1/models/demo/x", 405, "method_not_allowed"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
     ],
@@ -312,11 +341,107 @@ async def test_wrong_paths_and_methods_of_messages_have_anthropics_errors(
     )
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank"])
-async def test_requests_for_vectors_are_told_that_there_are_none(path: str) -> None:
-    reply = await call(FakeEngine(), "POST", path)
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/chat/completions", "POST"),
+        ("/v1/models", "GET, HEAD"),
+        ("/ping", "GET, HEAD, POST"),
+        ("/admin/replicas", "GET, HEAD, POST"),
+        ("/admin/adapters", "GET, HEAD, POST"),
+        ("/admin/adapters/a/b", "DELETE"),
+        ("/v1/load_lora_adapter", "POST"),
+    ],
+)
+@pytest.mark.parametrize("method", ["PUT", "OPTIONS", "PROPFIND"])
+async def test_wrong_methods_are_told_all_that_a_path_takes(
+    path: str, methods: str, method: str
+) -> None:
+    """Whatever process has the engine, and before anything else is asked of the request."""
+    form = {"content-type": "multipart/form-data"}
+    for front in (False, True):
+        reply = await call(FakeEngine(), method, path, b"x", api_key="k", headers=form, front=front)
+        assert (reply.status, reply.headers["allow"]) == (405, methods)
+        assert f"value {method}, limit {methods}. Remedy" in reply.error["message"]
+        assert reply.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("/v1/embeddings", "server of an embedding model"),
+        ("/v1/rerank", "server of an embedding model"),
+        ("/v1/batches", "send the requests themselves"),
+        ("/v1/batches/batch_1/cancel", "send the requests themselves"),
+        ("/v1/files", "within the request"),
+        ("/v1/files/file-1/content", "within the request"),
+        ("/v1/uploads/", "within the request"),
+        ("/v1/moderations", "server of such a model"),
+        ("/v1/images/generations", "server of such a model"),
+        ("/v1/audio/transcriptions", "server of such a model"),
+        ("/v1/vector_stores/vs_1/search", "search in the client"),
+        ("/v1/conversations", "send the whole history"),
+        ("/v1/threads/thread_1/runs", "send the whole history"),
+        ("/v1/fine_tuning/jobs", "LoRA adapter"),
+        ("/v1/complete", "send it to /v1/completions"),
+        ("/v1/responses/resp_1/cancel", "close the connection"),
+        ("/v1/responses/resp_1/input_items", "send the whole history"),
+        ("/v1/responses/input_tokens", "/v1/messages/count_tokens"),
+        ("/v1/chat/completions/chatcmpl-1/messages", "send the whole history"),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+async def test_paths_that_clients_know_are_told_what_to_do_without(
+    method: str, path: str, remedy: str
+) -> None:
+    """Files are sent as forms: it is not the form that is wrong."""
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    reply = await call(FakeEngine(), method, path, b"--x", api_key="k", headers=form)
     assert (reply.status, reply.error["code"]) == (404, "not_found")
-    assert "server of an embedding model" in reply.error["message"]
+    assert f"`{path.rstrip('/')}` is not served (" in reply.error["message"]
+    assert remedy in reply.error["message"].partition("Remedy: ")[2]
+
+
+async def test_paths_of_batches_of_messages_have_anthropics_error() -> None:
+    for path in ("/v1/messages/batches", "/v1/messages/batches/b/results", "/v1/files"):
+        headers = {"anthropic-version": "2023-06-01"}
+        error = (await call(FakeEngine(), "GET", path, headers=headers)).json["error"]
+        assert (error["type"], "is not served" in error["message"]) == ("not_found_error", True)
+
+
+async def test_stored_answers_are_not_there_to_be_deleted() -> None:
+    for path in ("/v1/responses/resp_1", "/v1/chat/completions/chatcmpl-1"):
+        reply = await call(FakeEngine(), "DELETE", path)
+        assert (reply.status, "answers are not stored" in reply.error["message"]) == (404, True)
+        assert (await call(FakeEngine(), "GET", path)).error["code"] == "answer_unknown"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/v1/models/", 200),
+        ("/v1/models///", 200),
+        ("/health/", 200),
+        ("/v1/models/demo/", 200),
+        ("/v1/chat/completions/", 405),
+        ("/v1/nowhere/", 404),
+    ],
+)
+async def test_slash_behind_a_path_changes_nothing(path: str, status: int) -> None:
+    reply = await call(FakeEngine(), "GET", path)
+    other = await call(FakeEngine(), "GET", path.rstrip("/"))
+    assert (reply.status, set(reply.json)) == (other.status, set(other.json))
+    assert reply.status == status
+    assert (await call(FakeEngine(), "POST", "/v1/chat/completions/", CHAT)).status == 200
+
+
+@pytest.mark.parametrize("path", ["//v1/models", "/v1//chat/completions", "//admin//clear"])
+async def test_double_slash_is_told_so(path: str) -> None:
+    """The path of a base URL that ends with a slash is nobody's, and no way around a rule of a proxy."""
+    reply = await call(FakeEngine(), "POST", path)
+    assert reply.status == 404
+    wanted = f"leave out the double slash: {path.replace('//', '/')}."
+    assert wanted in reply.error["message"]
 
 
 async def test_without_a_key_everything_is_open() -> None:
@@ -335,10 +460,8 @@ async def test_without_a_key_everything_is_open() -> None:
         ("POST", "/admin/clear"),
         ("GET", "/admin/replicas"),
         ("POST", "/admin/replicas"),
-        ("GET", "/nowhere"),
-        ("GET", "/health/"),
-        ("GET", "//health"),
-        ("GET", "/HEALTH"),
+        ("POST", "/admin/replicas/"),
+        ("GET", "/v1/responses/x"),
     ],
 )
 @pytest.mark.parametrize(
@@ -347,11 +470,17 @@ async def test_without_a_key_everything_is_open() -> None:
 async def test_key_is_needed_everywhere_but_for_probes(
     method: str, path: str, authorization: str | None
 ) -> None:
-    """Default deny, on the path that the router sees."""
+    """Default deny, for every path that is there."""
     headers = {} if authorization is None else {"authorization": authorization}
     reply = await call(FakeEngine(), method, path, CHAT, api_key="right", headers=headers)
     assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
     assert reply.headers["www-authenticate"] == "Bearer"
+
+
+def test_key_is_asked_for_by_every_route() -> None:
+    """Whatever is added."""
+    app = create_app(FakeEngine(), ApiSettings(api_key="right"))
+    assert all(isinstance(cast("Route", route).app, RequireKey) for route in app.routes)
 
 
 async def test_right_key_opens() -> None:

@@ -13,6 +13,7 @@ loop would wait for all of them.
 from __future__ import annotations
 
 import asyncio
+import codecs
 from typing import TypeVar
 
 import numpy as np
@@ -132,6 +133,7 @@ def read_request(
     # The join of large ones releases the GIL. The pieces end with it: two copies are the most that there are.
     body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     pieces.clear()
+    body = body.removeprefix(codecs.BOM_UTF8)  # which RFC 8259 lets a reader ignore
     if len(body) <= SMALL_BYTES:
         return _decoded(body, kind, strict=strict)
     reduced = take_base64(body)

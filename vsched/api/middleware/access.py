@@ -30,8 +30,11 @@ _FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x
 _VALUE_CHARACTERS_MAX = 100
 
 
-def access_middleware(settings: ApiSettings) -> list[Middleware]:
-    """Return what stands before the routes, outermost first."""
+def access_middleware(settings: ApiSettings) -> tuple[list[Middleware], list[Middleware]]:
+    """Return what stands before all routes, and what stands before each of them, outermost first.
+
+    The second asks something of requests, so it sees only those that a route takes.
+    """
     cors = Middleware(
         CORSMiddleware,
         allow_origins=settings.cors_origins,
@@ -40,33 +43,40 @@ def access_middleware(settings: ApiSettings) -> list[Middleware]:
         allow_private_network=True,
         expose_headers=("x-request-id", "retry-after"),
     )
-    return [
-        *([Middleware(StripPrefix, prefix=settings.root_path)] if settings.root_path else []),
+    tenant = Middleware(ReadTenant, header=settings.tenant_header)
+    before_all = [
+        Middleware(NormalizePath, prefix=settings.root_path),
         Middleware(TagResponses),
         Middleware(CheckHost, settings=settings),
         # Outside the keys: a preflight carries none, and a page is to read why it was refused.
         *([cors] if settings.cors_origins else []),
+    ]
+    before_each = [
         Middleware(RequireKey, settings=settings),
-        *(
-            [Middleware(ReadTenant, header=settings.tenant_header)]
-            if settings.tenant_header
-            else []
-        ),
+        *([tenant] if settings.tenant_header else []),
         Middleware(RequireJson),
     ]
+    return before_all, before_each
 
 
-class StripPrefix:
-    """ASGI middleware: what a proxy left before a path is no part of it, for keys and routes alike."""
+class NormalizePath:
+    """ASGI middleware: one form of each path, for keys and routes alike.
+
+    A path ends without a slash, and what a proxy left before it is no part of it.
+    """
 
     def __init__(self, app: ASGIApp, *, prefix: str) -> None:
         self._app = app
         self._prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on every request, without the prefix where it has one."""
-        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
-            scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
+        """Pass on every request, with its path in this form."""
+        if scope["type"] == "http":
+            path = scope["path"]
+            if self._prefix and path.startswith(f"{self._prefix}/"):
+                path = path.removeprefix(self._prefix)
+            path = path.rstrip("/") or "/"
+            scope = scope if path == scope["path"] else {**scope, "path": path}
         await self._app(scope, receive, send)
 
 
@@ -146,31 +156,42 @@ class RequireKey:
 
 
 class RequireJson:
-    """ASGI middleware: what is posted must be JSON by its `Content-Type`; no body needs none."""
+    """ASGI middleware: what is posted must be JSON by its `Content-Type`, as it is; no body needs none."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on JSON; answer 415 to any other body."""
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
         exchange = HttpExchange(scope, receive, send)
-        sent = exchange.header(b"content-type")
-        media_type = (sent or b"").partition(b";")[0].strip().lower()
-        if media_type == b"application/json" or (sent is None and not _has_body(exchange)):
+        message = _not_json(exchange) if scope["method"] == "POST" else ""
+        if not message:
             await self._app(scope, receive, send)
             return
-        message = limit_message(
+        refusal = RequestRefused(message, code="unsupported_media_type", status=415)
+        await exchange.send_error(refusal)
+
+
+def _not_json(exchange: HttpExchange) -> str:
+    """Return what is wrong with a body by its headers; empty where nothing is."""
+    sent = exchange.header(b"content-type")
+    media_type = (sent or b"").partition(b";")[0].strip().lower()
+    if media_type != b"application/json" and (sent is not None or _has_body(exchange)):
+        return limit_message(
             "the body is not declared as JSON",
             value=f"Content-Type {(sent or b'(none)').decode('latin-1')[:_VALUE_CHARACTERS_MAX]}",
             limit="application/json",
             remedy="send the header Content-Type: application/json",
         )
-        await exchange.send_error(
-            RequestRefused(message, code="unsupported_media_type", status=415)
+    coding = (exchange.header(b"content-encoding") or b"identity").strip()
+    if coding.lower() != b"identity":
+        return limit_message(
+            "the body is compressed",
+            value=f"Content-Encoding {coding.decode('latin-1')[:_VALUE_CHARACTERS_MAX]}",
+            limit="identity",
+            remedy="send it as it is, without the header Content-Encoding",
         )
+    return ""
 
 
 def _digest(secret: bytes) -> bytes:

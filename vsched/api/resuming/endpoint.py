@@ -12,6 +12,7 @@ from vsched.api.errors import ParameterRefused, out_of_bounds
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import RequestRecord
 from vsched.api.middleware.tenants import tenant_of
+from vsched.api.not_served import not_served
 from vsched.api.resuming.resumption import Resumption
 
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
@@ -19,7 +20,10 @@ _EVENTS_MAX = 2**53
 
 
 class KeptAnswerRoute(Route):
-    """The way to the answers of a path. Below it is nothing else: any other method is told that there is nothing."""
+    """The way to the answers of a path.
+
+    Below it is nothing else: any other method, and any path of another API, is told that there is nothing.
+    """
 
     def __init__(self, path: str, endpoint: KeptAnswerEndpoint) -> None:
         super().__init__(f"{path}/{{request_id:path}}", endpoint, methods=["GET"])
@@ -27,7 +31,8 @@ class KeptAnswerRoute(Route):
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Match in full or not at all."""
         match, found = super().matches(scope)
-        return (match, found) if match is Match.FULL else (Match.NONE, {})
+        is_kept = match is Match.FULL and not_served(scope["path"]) is None
+        return (match, found) if is_kept else (Match.NONE, {})
 
 
 class KeptAnswerEndpoint:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import threading
 import time
@@ -50,6 +51,22 @@ BODIES = {
     "/tokenize": b'{"messages":[%s]}',
     "/admin/replicas": b'{"group":1,"action":[%s]}',
 }
+
+
+@pytest.mark.parametrize("size", [0, reading.SMALL_BYTES, reading._THREAD_BYTES])
+async def test_a_byte_order_mark_is_left_out(size: int) -> None:
+    """However long the body is that it stands before."""
+    body = codecs.BOM_UTF8 + msgspec.json.encode(chat()) + b" " * size
+    settings = ApiSettings(strict_fields=True)
+    assert (await post(FakeEngine(), CHAT, body, settings)).status == 200
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32-le", "cp500"])
+async def test_a_body_in_another_encoding_is_told_which_is_read(encoding: str) -> None:
+    body = json.dumps(chat()).encode(encoding)
+    reply = await post(FakeEngine(), CHAT, body)
+    assert (reply.status, reply.error["code"]) == (400, "invalid_json")
+    assert reply.error["message"].endswith("Remedy: send one JSON object in UTF-8.")
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES.items())

@@ -78,6 +78,21 @@ async def test_access_chunked_body_needs_its_type_too() -> None:
     assert reply.status == 415
 
 
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "x-gzip", "gzip, identity"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/admin/replicas"])
+async def test_access_compressed_body_is_refused_by_its_coding(coding: str, path: str) -> None:
+    reply = await ask("POST", path, chat(), headers={"content-encoding": coding})
+    assert reply.status == 415
+    message = reply.json["error"]["message"]
+    assert f"value Content-Encoding {coding}, limit identity. Remedy: send it as it is" in message
+
+
+@pytest.mark.parametrize("coding", ["identity", "Identity", ""])
+async def test_access_body_that_is_said_to_be_as_it_is_is_taken(coding: str) -> None:
+    reply = await ask("POST", CHAT, chat(), headers={"content-encoding": coding})
+    assert reply.status == 200
+
+
 # --- names ---
 
 

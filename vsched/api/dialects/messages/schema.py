@@ -131,6 +131,9 @@ class MessagesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     container: Annotated[Any, neutral()] = None
     mcp_servers: Annotated[Any, neutral([], remedy="send their tools")] = None
     output_format: Annotated[Any, neutral(remedy="send it as output_config.format")] = None
+    thread: Annotated[
+        Any, neutral(remedy="send all messages with each request; no thread is kept")
+    ] = None
     cache_control: Any = None
     context_management: Any = None  # the model sees the whole history instead
     diagnostics: Any = None

@@ -136,7 +136,6 @@ class ResponsesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     conversation: Annotated[Any, neutral(remedy=_HISTORY)] = None
     previous_response_id: Annotated[Any, neutral(remedy=_HISTORY)] = None
     prompt: Annotated[Any, neutral(remedy="send its text as instructions or input")] = None
-    store: Annotated[Any, neutral(False, remedy=f"send store = false, and {_HISTORY}")] = None
     truncation: Annotated[Any, neutral("disabled", remedy="send an input that fits")] = None
 
     context_management: Any = None
@@ -149,6 +148,7 @@ class ResponsesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     reasoning: Any = None
     safety_identifier: Any = None
     service_tier: Any = None
+    store: Any = None  # as in a chat: it changes nothing in this answer, which says `store: false`
     stream_options: Any = None
     user: Any = None
 

@@ -174,6 +174,19 @@ async def test_garbage_is_refused_by_its_name(fields: dict[str, Any], wanted: st
     assert wanted in reply.json["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}]
+)
+async def test_thread_is_refused_so_that_the_client_goes_on_without(thread: object) -> None:
+    """Anthropic's tool_runner begins with one, and reads these details: it sends the whole history then."""
+    reply = await post(FakeEngine(), MESSAGES, body(thread=thread))
+    error = reply.json["error"]
+    assert (reply.status, error["type"]) == (400, "invalid_request_error")
+    assert error["details"]["error_code"] == "thread_unsupported_request"
+    assert "Remedy: send all messages with each request" in error["message"]
+    assert (await post(FakeEngine(), MESSAGES, body(thread=None))).status == 200
+
+
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 5000])
 async def test_what_is_no_request_is_refused(raw: bytes) -> None:
     reply = await post(FakeEngine(), MESSAGES, raw)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.unit.api.dialects.responses.test_answer import RESPONSES, TOOLS, body
-from tests.unit.api.fakes import FakeEngine, post
+from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from vsched.api.bodies.reading import SMALL_BYTES
 from vsched.api.dialects.responses.request import chat_request
 from vsched.api.dialects.responses.schema import ResponsesRequest
@@ -127,10 +127,17 @@ async def test_what_changes_nothing_is_taken() -> None:
     assert (await post(FakeEngine(), RESPONSES, sent)).status == 200
 
 
+@pytest.mark.parametrize("store", [True, False, None])
+async def test_store_is_taken_as_in_chats(store: bool | None) -> None:
+    """It changes no answer; that nothing is stored stands in the one of responses."""
+    reply = await post(FakeEngine(), RESPONSES, body(store=store))
+    assert (reply.status, reply.json["store"]) == (200, False)
+    assert (await post(FakeEngine(), CHAT, chat(store=store))).status == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [
-        ({"store": True}, "send store = false, and send the whole history as input"),
         ({"previous_response_id": "resp_1"}, "`previous_response_id` is not supported"),
         ({"conversation": "c"}, "`conversation` is not supported"),
         ({"background": True}, "`background` is not supported"),
