@@ -34,6 +34,7 @@ class Client:
 CLIENTS = (
     Client("openai", "with_openai.py", ("openai",)),
     Client("openai for Node", "with_openai.mjs", ("openai", "zod"), is_node=True),
+    Client("anthropic", "with_anthropic.py", ("anthropic",)),
     Client("instructor", "with_instructor.py", ("instructor",)),
     Client("langchain-openai", "with_langchain.py", ("langchain-openai",)),
     Client("litellm", "with_litellm.py", ("litellm",)),

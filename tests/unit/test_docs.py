@@ -20,17 +20,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import pytest
 import typer
 
 from tests.patience import PATIENCE_S
 from vsched.cli import app
 from vsched.cli.main import import_commands
-from vsched.config import load_config
+from vsched.config import Config, load_config
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Decide
 from vsched.kernel.decisions import GenerateDecision
 from vsched.kernel.events import Finished, GroupReady, Stepped, Submitted
+from vsched.probes import PROBES
 from vsched.types import FinishReason, Request, SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,7 @@ LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 MACHINE_PATH = re.compile(r"(?<![\w./*])/(?:work|tmp|home|root|Users|opt|mnt|var)/")
 SOURCE = re.compile(r"(?:vsched|policies|workers|tests|docs)/[\w/.]*")
+SETTING = re.compile(r"(?P<path>[a-z]+(?:\.[a-z_]+)+)(?: ?=.*)?")
 ENVIRONMENT = re.compile(r"^[A-Z_]+=\S*$")
 
 
@@ -145,6 +148,26 @@ def test_docs_name_no_path_of_a_machine(page: Path) -> None:
 def test_docs_name_sources_that_exist(page: Path) -> None:
     named = [code for code in CODE.findall(prose(page)) if SOURCE.fullmatch(code)]
     assert not [path for path in named if not (ROOT / path).exists()]
+
+
+@every_page
+def test_docs_name_configuration_keys_that_exist(page: Path) -> None:
+    """Of the sections of the configuration; tables of policies have keys of their own."""
+    codes = [code for code in CODE.findall(prose(page)) if ".safetensors" not in code]
+    found = {match["path"] for code in codes if (match := SETTING.fullmatch(code)) is not None}
+    named = found - PROBES.keys()
+    missing = [path for path in sorted(named) if not is_setting(Config, path.split("."))]
+    assert not missing
+
+
+def is_setting(section: type, names: list[str]) -> bool:
+    """Return whether a path leads to a key or a section; what is not a section of the configuration is not judged."""
+    kinds = {field.name: field.type for field in msgspec.structs.fields(section)}
+    if names[0] not in kinds:
+        return section is Config
+    kind = kinds[names[0]]
+    is_section = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    return not names[1:] or not is_section or is_setting(kind, names[1:])
 
 
 @every_page
