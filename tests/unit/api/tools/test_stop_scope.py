@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.unit.aio.streams.test_stream import Ended
@@ -14,8 +16,11 @@ from vsched.api.tools.stop_scope import CallStopScope
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
 
-CALLS = [("f", {"a": "x", "b": [1]}), ("get_weather", {"city": "y"})]
-TOOLS = {"f": {}, "get_weather": {}}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("f", {"a": "x", "b": [1]}),
+    ("get_weather", {"city": "y"}),
+]
+TOOLS: dict[str, dict[str, Any]] = {"f": {}, "get_weather": {}}
 
 
 def split(scope: CallStopScope, text: str, *, cut: bool = False) -> list[tuple[str, bool]]:
