@@ -70,13 +70,14 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """The answer; `content` is None where there are calls alone."""
+    """The answer; `content` is None where there are calls alone. vLLM calls `reasoning_content` `reasoning`."""
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[ToolCallOutput] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class PromptLogprob(msgspec.Struct):
@@ -121,6 +122,7 @@ class ChatDelta(msgspec.Struct):
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

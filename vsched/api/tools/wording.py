@@ -65,6 +65,7 @@ class AnswerWording:
             added.content or (None if calls else ""),
             tool_calls=[ToolCallOutput(str(each.id), each.function) for each in calls] or UNSET,
             reasoning_content=added.reasoning_content,
+            reasoning=added.reasoning,
         )
 
     def finish_reason(self, reason: str) -> str:
@@ -93,6 +94,7 @@ class AnswerWording:
             content=content if content or not (calls or reasoning or self._forced) else UNSET,
             tool_calls=calls or UNSET,
             reasoning_content=reasoning or UNSET,
+            reasoning=reasoning or UNSET,
         )
 
     def _call_id(self) -> str:

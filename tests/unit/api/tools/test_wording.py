@@ -131,9 +131,11 @@ async def test_reasoning_is_told_beside_the_content(stream: bool) -> None:
         assert "".join(each.get("reasoning_content", "") for each in deltas) == "Let me see."
         assert "".join(each.get("content", "") for each in deltas) == "Yes."
         assert len([each for each in deltas if each.get("reasoning_content")]) > 1
+        assert all(each.get("reasoning_content") == each.get("reasoning") for each in deltas)
     else:
         message = reply.json["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("Let me see.", "Yes.")
+        assert message["reasoning"] == message["reasoning_content"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -142,7 +144,7 @@ async def test_reasoning_is_not_told_where_nobody_wants_it(stream: bool) -> None
     asked = engine(THOUGHT)
     asked.preprocessor.chat_template = "{{ '<think>' }}"
     reply = await post(asked, CHAT, chat(stream=stream, include_reasoning=False))
-    assert b"reasoning_content" not in reply.body
+    assert b"reasoning" not in reply.body
     if stream:
         deltas = [event["choices"][0]["delta"] for event in reply.events]
         assert "".join(each["content"] for each in deltas) == "Yes."
