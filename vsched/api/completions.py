@@ -242,7 +242,7 @@ class CompletionEndpoint:
         if constraint and thought:
             constraint = behind_thought(constraint, thought)
         refuse_unsupported(request)
-        parameters.check_stream(request, echo=echo, logprobs=logprobs)
+        parameters.check_stream(request)
         n, drawn = parameters.answer_count(
             request, self._settings, prompts=len(prompts), best_of=best_of
         )

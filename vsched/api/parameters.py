@@ -209,7 +209,7 @@ def alternatives(
     return count
 
 
-def check_stream(request: SamplingFields, *, echo: bool, logprobs: int | None) -> None:
+def check_stream(request: SamplingFields) -> None:
     """Refuse what only streams have without one, and streams of what they have no place for.
 
     Raises:
@@ -223,12 +223,6 @@ def check_stream(request: SamplingFields, *, echo: bool, logprobs: int | None) -
     if request.prompt_logprobs is not None:
         message = "`prompt_logprobs` come with whole answers alone. Remedy: send stream = false."
         raise ParameterRefused(message, param="prompt_logprobs")
-    if echo and logprobs is not None and (request.n or 1) > 1:
-        message = (
-            "`echo` with `logprobs` and `n` comes with whole answers alone. "
-            "Remedy: send stream = false, or n = 1."
-        )
-        raise ParameterRefused(message, param="echo")
 
 
 def _logit_bias(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,11 +30,21 @@ class PromptReport:
         self._token_ids = token_ids
         self._pieces: list[PromptPiece] = []
         self._known = 1
+        self._waiting: list[Callable[[], object]] = []
 
     @property
     def values(self) -> int:
         """How many log-probabilities it has when it is whole."""
         return len(self._token_ids) * (1 + self.top)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything is known."""
+        return self._known >= len(self._token_ids)
+
+    def when_whole(self, call: Callable[[], object]) -> None:
+        """Have this called once everything is known."""
+        self._waiting.append(call)
 
     def take(self, piece: PromptPiece) -> None:
         """Take what a chunk tells.
@@ -48,6 +58,10 @@ class PromptReport:
         if end > self._known:
             self._pieces.append(piece)
             self._known = end
+        if self.is_whole:
+            waiting, self._waiting = self._waiting, []
+            for call in waiting:
+                call()
 
     def tokens(self) -> Iterator[PromptToken]:
         """Yield what is known of the tokens from the second on.
@@ -55,7 +69,7 @@ class PromptReport:
         Raises:
             ValueError: When that is not all.
         """
-        if self._known < len(self._token_ids):
+        if not self.is_whole:
             raise ValueError(f"{self._known} of {len(self._token_ids)} prompt tokens are known")
         position = 1
         for piece in self._pieces:

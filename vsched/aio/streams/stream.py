@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -46,6 +47,8 @@ UNAVAILABLE = ("cleared", "stopping", "given_up", "expired")
 GRAMMAR_FAILED = "grammar_failed"
 """Code of an end that is the request's own: the answer is an error 400, though the request was accepted."""
 RETRY_AFTER_S = 5
+_FAILURES = (FinishReason.ERROR, FinishReason.ABORT)
+"""Ends that may come before anything is known of the prompt."""
 BROKEN = "the answer could not be turned into text"
 """What a client is told whose tokens the detokenizer cannot take."""
 
@@ -179,6 +182,7 @@ class TokenStream:
         self._broken = ""
         self._finish: Finish | None = None
         self._ended = False
+        self._is_held = False
         self._changed = asyncio.Event()
         self._reader: Callable[[], None] | None = None
 
@@ -315,12 +319,29 @@ class TokenStream:
     def take(self) -> OutputDelta | None:
         """Return the next delta; None when there is none yet, or the last one was taken.
 
+        There is none before all of the prompt was told of, which the first delta may have to repeat: another answer to
+        the same request computes that.
+
         Raises:
             RequestFailed: When the request ended in an error.
         """
         if self._ended or not self._changed.is_set():
             return None
+        if self._waits_for_prompt():
+            return None
         return self._take()
+
+    def _waits_for_prompt(self) -> bool:
+        """Return whether not all is told of the prompt; then have the reader called when it is."""
+        report = self.prompt_report
+        finish = self._finish
+        failed = finish is not None and (finish.reason in _FAILURES or bool(finish.message))
+        if report is None or report.is_whole or failed:
+            return False
+        if not self._is_held:
+            self._is_held = True
+            report.when_whole(partial(asyncio.get_running_loop().call_soon, self.deliver))
+        return True
 
     def _take(self) -> OutputDelta:
         finish = self._finish

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -87,6 +88,40 @@ async def test_stream_table_gives_each_stream_its_token(
     assert await table.tokens(1) == first
     assert await table.tokens(2) == second
     assert table.ends == ["r1", "r2"]
+
+
+@pytest.mark.parametrize("finished", [False, True])
+async def test_stream_table_tells_no_answer_before_all_of_its_prompt(finished: bool) -> None:
+    """Another answer to the request tells of the prompt; then one that waits is called, also if it has ended."""
+    table = Table(Text(), Text(), Text())
+    report = PromptReport([1] * 3, 0)
+    for number in (1, 2):
+        table.generations[number].prompt_report = report
+    called: list[int] = []
+    for number, stream in table.generations.items():
+        stream.subscribe(partial(called.append, number))
+    table.emit([(2, 8)])
+    if finished:
+        table.finish(2)
+    for start in (1, 2):
+        await asyncio.sleep(0)
+        assert table.generations[2].take() is None
+        called.clear()
+        one = array("f", [-1.0]).tobytes()
+        table.streams.report([PromptPiece(1, start, one, array("i", [1]).tobytes(), b"", b"")])
+    await asyncio.sleep(0)
+    assert called == [2]
+    delta = table.generations[2].take()
+    assert delta is not None
+    assert delta.token_ids == [8]
+
+
+async def test_stream_table_tells_at_once_of_a_failure_before_the_end_of_a_prompt() -> None:
+    table = Table(Text())
+    table.generations[1].prompt_report = PromptReport([1] * 3, 0)
+    table.streams.fail_all("lost", code="stopping")
+    with pytest.raises(RequestFailed, match="lost"):
+        table.generations[1].take()
 
 
 async def test_stream_table_gives_logprobs_by_slot() -> None:

@@ -82,6 +82,17 @@ async def test_echo_tells_the_prompt_and_its_log_probabilities(prompt: Any, stre
     assert engine.sampling.prompt_logprobs == 1
 
 
+async def test_echo_of_several_answers_tells_the_prompt_before_each_in_a_stream() -> None:
+    engine = telling()
+    engine.scripts = {"1": [OutputDelta("b", [98], [TokenLogprob(98, -4.0, [])], "length")]}
+    body = {"prompt": "Hi", "echo": True, "logprobs": 1, "n": 2, "stream": True}
+    events = (await post(engine, PLAIN, body)).events
+    choices = {event["choices"][0]["index"]: event["choices"][0] for event in events}
+    assert [choices[index]["text"] for index in (0, 1)] == ["Hia", "Hib"]
+    assert choices[0]["logprobs"] == ECHOED
+    assert choices[1]["logprobs"]["tokens"] == ["H", "i", "!", "b"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_echo_without_logprobs_asks_for_none(stream: bool) -> None:
     engine = FakeEngine(OutputDelta("a", [97]), OutputDelta("b", [98], None, "stop"))
@@ -142,7 +153,6 @@ async def test_nothing_is_generated_with_max_tokens_0() -> None:
     [
         (PLAIN, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (CHAT, {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
-        (PLAIN, {"echo": True, "logprobs": 0, "n": 2, "stream": True}, "echo"),
         (PLAIN, {"prompt_logprobs": 21}, "prompt_logprobs"),
         (PLAIN, {"prompt_logprobs": -1}, "prompt_logprobs"),
         (CHAT, {"max_tokens": 0}, "max_tokens"),
