@@ -29,11 +29,13 @@ from vsched.api.responses import (
     Usage,
 )
 from vsched.api.tools.wording import AnswerWording
-from vsched.worker.contract import Preprocessor
+from vsched.worker.contract import Detokenizer, Preprocessor
 
 _LOGPROB_MIN = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON cannot write."""
 _ENCODER = msgspec.json.Encoder()
+_SPELLED_OTHERWISE = 4
+"""Characters of a prompt that a tokenizer may make one of, such as a letter and its accents."""
 _BLANK = "\x00"
 """A text that no name has."""
 
@@ -57,6 +59,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
         usage: A last event with the usage; with `running_usage` each event has what there is so far.
         token_ids: Those of the prompt, and of each choice.
         tokens_as_ids: Log-probabilities name tokens as `token_id:N`, for what is no text.
+        shows_special: Special tokens are part of the text.
         prompt_logprobs: Those of the prompt with so many alternatives a token, in vLLM's form; None for no such.
         echo: The text of a completion begins with its prompt, and its log-probabilities with those of the prompt,
             with `echo_logprobs` alternatives a token.
@@ -66,6 +69,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     running_usage: bool = False
     token_ids: bool = False
     tokens_as_ids: bool = False
+    shows_special: bool = False
     prompt_logprobs: int | None = None
     echo: bool = False
     echo_logprobs: int = 0
@@ -106,10 +110,14 @@ class _Form:
 
 
 def token_text(token_id: int, preprocessor: Preprocessor, *, as_id: bool = False) -> str:
-    """Return how a token is named."""
+    r"""Return how a token is named: one that is no whole character as OpenAI does it, `bytes:\xe2\x80`."""
     if as_id:
         return f"token_id:{token_id}"
-    return preprocessor.token_bytes(token_id).decode("utf-8", "replace")
+    spelled = preprocessor.token_bytes(token_id)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return f"bytes:{repr(spelled)[2:-1]}"
 
 
 def chat_logprob(
@@ -298,6 +306,35 @@ class ChatFormatter(_Formatting):
         return ChatLogprobs([chat_logprob(one, self._preprocessor, as_id=as_ids) for one in tokens])
 
 
+class TextOffsets:
+    """Where tokens begin in a text, in characters; one that goes on with a character begins where that does."""
+
+    def __init__(self, detokenizer: Detokenizer, *, start: int = 0, known: str = "") -> None:
+        """Begin at `start`, or in a `known` text, of which the tokens may spell more or less than it has."""
+        self._detokenizer = detokenizer
+        self._at = start
+        self._known = known
+        self._missing = 0
+
+    def next(self, token_id: int) -> int:
+        """Return where the next token begins."""
+        text = self._detokenizer.push((token_id,))
+        if not self._known:
+            begin = self._at
+            self._at += len(text)
+            return begin
+        # Tokenizers begin texts with tokens and blanks of their own, and may spell letters otherwise: then a token is
+        # looked for again behind those that were not found.
+        for slack in (0, _SPELLED_OTHERWISE * self._missing):
+            for piece in (text, text.removeprefix(" ")):
+                begin = self._known.find(piece, self._at, self._at + len(piece) + slack)
+                if begin >= 0:
+                    self._at, self._missing = begin + len(piece), 0
+                    return begin
+        self._missing += len(text)
+        return self._at
+
+
 class CompletionFormatter(_Formatting):
     """Words plain completions.
 
@@ -305,8 +342,9 @@ class CompletionFormatter(_Formatting):
         echo: The text of the prompt, where the answer begins with it and that is not what its tokens spell.
     """
 
-    _offset = 0
     echo: str | None = None
+    _length = 0
+    _offsets: TextOffsets | None = None
 
     def _event(self, text: str) -> CompletionResponse:
         choice = CompletionChoice(text, None, None, self._index)
@@ -334,29 +372,40 @@ class CompletionFormatter(_Formatting):
     def _choice(
         self, text: str, finish_reason: str | None, deltas: Sequence[OutputDelta]
     ) -> CompletionChoice:
+        echoed = self._echoed()
+        self._length += len(echoed) + len(text)
+        logprobs = self._logprobs(deltas, echoed)
+        if logprobs is not None and finish_reason is not None:
+            # Tokens of a stop string are behind the text.
+            logprobs.text_offset = [min(each, self._length) for each in logprobs.text_offset]
         return CompletionChoice(
-            self._echoed() + text,
+            echoed + text,
             finish_reason,
-            self._logprobs(deltas),
+            logprobs,
             self._index,
             token_ids=self._token_ids(deltas),
             prompt_token_ids=self._prompt_token_ids(),
         )
 
-    def _logprobs(self, deltas: Sequence[OutputDelta]) -> CompletionLogprobs | None:
+    def _logprobs(self, deltas: Sequence[OutputDelta], echoed: str) -> CompletionLogprobs | None:
         if all(delta.logprobs is None for delta in deltas):
             return None
         result = CompletionLogprobs([], [], [], [])
         report = self._generation.prompt_report
         if self.options.echo and not self._begun and report is not None:
+            offsets = TextOffsets(self._preprocessor.detokenizer(special=True), known=echoed)
             first, count = self._generation.prompt_token_ids[0], self.options.echo_logprobs
-            self._add(result, first, None, None)
+            self._add(result, first, None, None, offsets)
             for told in report.tokens():
                 known = TokenLogprob(told.token_id, told.logprob, told.top[:count])
-                self._add(result, told.token_id, told.logprob, self._top(known))
+                self._add(result, told.token_id, told.logprob, self._top(known), offsets)
+        if self._offsets is None:
+            special = self.options.shows_special
+            detokenizer = self._preprocessor.detokenizer(special=special)
+            self._offsets = TextOffsets(detokenizer, start=len(echoed))
         for delta in deltas:
             for token in delta.logprobs or ():
-                self._add(result, token.token_id, token.logprob, self._top(token))
+                self._add(result, token.token_id, token.logprob, self._top(token), self._offsets)
         return result
 
     def _echoed(self) -> str:
@@ -373,17 +422,20 @@ class CompletionFormatter(_Formatting):
         token_id: int,
         logprob: float | None,
         top: dict[str, float] | None,
+        offsets: TextOffsets,
     ) -> None:
-        text = self._token_text(token_id)
-        result.tokens.append(text)
+        result.tokens.append(self._token_text(token_id))
         result.token_logprobs.append(None if logprob is None else max(logprob, _LOGPROB_MIN))
         result.top_logprobs.append(top)
-        result.text_offset.append(self._offset)
-        self._offset += len(text)
+        result.text_offset.append(offsets.next(token_id))
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:
-        """Return the sampled token and the alternatives by their texts, the best of those that read alike."""
-        found = {self._token_text(token.token_id): max(token.logprob, _LOGPROB_MIN)}
-        for token_id, logprob in token.top:
-            found.setdefault(self._token_text(token_id), max(logprob, _LOGPROB_MIN))
+        """Return the sampled token and the alternatives by their texts; a second one that reads alike by its id."""
+        others = [each for each in token.top if each[0] != token.token_id]
+        found: dict[str, float] = {}
+        for token_id, logprob in [(token.token_id, token.logprob), *others]:
+            name = self._token_text(token_id)
+            if name in found:
+                name = token_text(token_id, self._preprocessor, as_id=True)
+            found[name] = max(logprob, _LOGPROB_MIN)
         return found

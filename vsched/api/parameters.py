@@ -456,6 +456,7 @@ def answer_options(
         running_usage=usage and (usage_always or stream.continuous_usage_stats),
         token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        shows_special=sampling.show_special,
         prompt_logprobs=sampling.prompt_logprobs if asked == -1 else asked,
         echo=echo,
         echo_logprobs=sampling.logprobs or 0,

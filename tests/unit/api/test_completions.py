@@ -300,7 +300,7 @@ async def test_chat_logprobs_shape() -> None:
     first, second = reply.json["choices"][0]["logprobs"]["content"]
     assert first["token"] == "H"
     assert first["bytes"] == [72]
-    assert first["top_logprobs"][1] == {"token": "\ufffd", "logprob": -9999.0, "bytes": [255]}
+    assert first["top_logprobs"][1] == {"token": "bytes:\\xff", "logprob": -9999.0, "bytes": [255]}
     assert second["logprob"] == -1.0
     streamed = await post(engine, CHAT, chat(logprobs=True, stream=True))
     assert [
@@ -328,7 +328,7 @@ async def test_plain_logprobs_shape() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_plain_logprobs_always_hold_the_sampled_token(stream: bool) -> None:
-    """`logprobs: 0` asks for nothing else; alternatives that read alike do not hide a better one."""
+    """`logprobs: 0` asks for nothing else; halves of characters do not hide each other."""
     engine = FakeEngine(
         OutputDelta("H", [72], [TokenLogprob(72, -0.5, [])]),
         OutputDelta("", [105], [TokenLogprob(105, -3.0, [(254, -1.0), (255, -2.0)])], "stop"),
@@ -338,7 +338,7 @@ async def test_plain_logprobs_always_hold_the_sampled_token(stream: bool) -> Non
         event["choices"][0]["logprobs"] for event in (reply.events if stream else [reply.json])
     ]
     tops = [top for logprobs in found for top in logprobs["top_logprobs"]]
-    assert tops == [{"H": -0.5}, {"\ufffd": -1.0, "i": -3.0}]
+    assert tops == [{"H": -0.5}, {"i": -3.0, "bytes:\\xfe": -1.0, "bytes:\\xff": -2.0}]
     assert engine.sampling.logprobs == 0
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import codecs
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings
+from vsched.api.formatters import TextOffsets
 
 PATHS = pytest.mark.parametrize("path", [CHAT, PLAIN])
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
@@ -81,6 +85,109 @@ async def test_alternatives_of_a_completion_begin_with_its_token() -> None:
     )
     (top,) = reply.json["choices"][0]["logprobs"]["top_logprobs"]
     assert list(top.items()) == [("A", -2.0), ("B", -0.1), ("C", -1.0)]
+
+
+class Halves:
+    """Joins bytes to characters; tokens from 300 on are special ones, which no text shows."""
+
+    def __init__(self, *, special: bool = False) -> None:
+        self._special = special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        shown = [one for one in token_ids if self._special or one < 300]
+        return self._decoder.decode(b"".join(map(spelled, shown)))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def spelled(token_id: int) -> bytes:
+    return b"<s>" if token_id >= 300 else bytes([token_id])
+
+
+TEXT = "a\u2019b\U0001f600c"
+
+
+def engine_of_halves(token_ids: Sequence[int], *, size: int = 1) -> FakeEngine:
+    """Return an engine whose tokens are the bytes of a text."""
+    detokenizer = Halves()
+    deltas: list[OutputDelta | Exception | asyncio.Event] = []
+    for start in range(0, len(token_ids), size):
+        some = list(token_ids[start : start + size])
+        told = [TokenLogprob(one, -1.0, []) for one in some]
+        reason = "length" if start + size >= len(token_ids) else None
+        deltas.append(OutputDelta(detokenizer.push(some), some, told, reason))
+    engine = FakeEngine(*deltas)
+    engine.preprocessor.detokenizer = Halves  # type: ignore[method-assign,assignment]
+    engine.preprocessor.token_bytes = spelled  # type: ignore[method-assign]
+    return engine
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 99])
+async def test_offsets_of_tokens_are_those_of_the_text(size: int, stream: bool) -> None:
+    """Also where a character has several tokens, and behind special ones."""
+    token_ids = [300, *TEXT.encode(), 300, ord("d")]
+    engine = engine_of_halves(token_ids, size=size)
+    reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 0, "stream": stream})
+    choices = [one["choices"][0] for one in (reply.events if stream else [reply.json])]
+    text = "".join(choice["text"] for choice in choices)
+    tokens = [each for choice in choices for each in choice["logprobs"]["tokens"]]
+    offsets = [each for choice in choices for each in choice["logprobs"]["text_offset"]]
+    assert text == TEXT + "d"
+    assert tokens[1:4] == ["a", "bytes:\\xe2", "bytes:\\x80"]
+    assert offsets == [0, 0, *[1] * 3, 2, *[3] * 4, 4, 5, 5]
+    for token, offset in zip(tokens, offsets, strict=True):
+        if len(token) == 1:
+            assert text[offset] == token
+
+
+async def test_offsets_of_a_stop_string_s_tokens_are_within_the_text() -> None:
+    told = [TokenLogprob(ord(letter), -1.0, []) for letter in "abcd"]
+    engine = FakeEngine(OutputDelta("a", [ord("a")] * 4, told, "stop"))
+    reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 0})
+    assert reply.json["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("known", "pieces", "offsets"),
+    [
+        ("Hello you", ["<s>", " Hello", " you"], [0, 0, 5]),
+        ("e\u0301t\u00e9", ["\u00e9", "t", "\u00e9"], [0, 2, 3]),  # it was composed
+        ("aa", ["<s>", "a", "a"], [0, 0, 1]),
+    ],
+)
+def test_offsets_in_a_known_text_are_those_of_the_text(
+    known: str, pieces: list[str], offsets: list[int]
+) -> None:
+    class Pieces:
+        def push(self, token_ids: Sequence[int]) -> str:
+            return "".join(pieces[one] for one in token_ids)
+
+        def flush(self) -> str:
+            return ""
+
+    found = TextOffsets(Pieces(), known=known)
+    assert [found.next(index) for index in range(len(pieces))] == offsets
+
+
+async def test_alternatives_that_read_alike_are_all_told() -> None:
+    """Halves of characters by their bytes as OpenAI names them, and what has no other name by its id."""
+    top = [(0xE2, -1.0), (0xC3, -2.0), (ord("a"), -3.0), (301, -4.0), (300, -5.0)]
+    token = TokenLogprob(ord("a"), -3.0, top)
+    engine = FakeEngine(OutputDelta("a", [ord("a")], [token], "stop"))
+    engine.preprocessor.token_bytes = spelled  # type: ignore[method-assign]
+    reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 5})
+    assert reply.json["choices"][0]["logprobs"]["top_logprobs"] == [
+        {"a": -3.0, "bytes:\\xe2": -1.0, "bytes:\\xc3": -2.0, "<s>": -4.0, "token_id:300": -5.0}
+    ]
+    reply = await post(engine, CHAT, chat(logprobs=True, top_logprobs=5))
+    (told,) = reply.json["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], one["bytes"]) for one in told["top_logprobs"][:2]] == [
+        ("bytes:\\xe2", [0xE2]),
+        ("bytes:\\xc3", [0xC3]),
+    ]
 
 
 @PATHS

@@ -77,7 +77,8 @@ async def test_echo_tells_the_prompt_and_its_log_probabilities(prompt: Any, stre
     (response,) = reply.events if stream else [reply.json]
     (choice,) = response["choices"]
     assert choice["text"] == ("Hi there" if isinstance(prompt, str) else "Hi!") + "a"
-    assert choice["logprobs"] == ECHOED
+    ends = len("Hi there") if isinstance(prompt, str) else len("Hi!")
+    assert choice["logprobs"] == {**ECHOED, "text_offset": [0, 1, 2, ends]}
     assert choice.get("prompt_logprobs") is None
     assert engine.sampling.prompt_logprobs == 1
 
@@ -89,7 +90,7 @@ async def test_echo_of_several_answers_tells_the_prompt_before_each_in_a_stream(
     events = (await post(engine, PLAIN, body)).events
     choices = {event["choices"][0]["index"]: event["choices"][0] for event in events}
     assert [choices[index]["text"] for index in (0, 1)] == ["Hia", "Hib"]
-    assert choices[0]["logprobs"] == ECHOED
+    assert choices[0]["logprobs"] == {**ECHOED, "text_offset": [0, 1, 2, 2]}
     assert choices[1]["logprobs"]["tokens"] == ["H", "i", "!", "b"]
 
 
