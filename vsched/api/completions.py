@@ -214,7 +214,7 @@ class CompletionEndpoint:
             request_id,
             prompts=prompts,
             images=(),
-            max_tokens=request.max_tokens,
+            max_tokens=parameters.completion_tokens(request, self._engine.info),
             logprobs=request.logprobs,
             best_of=request.best_of,
             echo=bool(request.echo),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import msgspec
 
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown
+from vsched.api.fields.unserved import unserved_along
 from vsched.api.formatters import AnswerOptions
 from vsched.api.request_schema import (
     ChatRequest,
@@ -42,9 +44,10 @@ _KIND_WORDS = {
     "object": "an object",
     "null": "null",
 }
-_ROLES = "system, developer, user, assistant or tool"
-_PARTS = "text, image_url or image_embeds"
+_ROLES = "system, developer, user, assistant, tool or function"
+_PARTS = "text, image_url, image_embeds, refusal or thinking"
 _TOKEN_DIGITS_MAX = 10
+_COMPLETION_TOKENS = 16
 _NAMED_MAX = 4
 """So many keys of `logit_bias` that are none are named in an error."""
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]{1,64})")
@@ -78,6 +81,9 @@ def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
     found = _FIELD.search(text)
     path = found["path"] if found is not None else ""
     text = text[: found.start()] if found is not None else text
+    refusal = _of_unserved_kind(body, path, kind)
+    if refusal is not None:
+        return refusal
     missing = _MISSING.match(text)
     if missing is not None:
         path = f"{path}.{missing['name']}".removeprefix(".")
@@ -87,7 +93,7 @@ def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
     if path.endswith("].role"):
         what, limit = "is no role", getattr(kind, "ROLES", _ROLES)
         remedy = "send one of these"
-    elif path.endswith("].type"):
+    elif path.endswith("].type") and text.startswith("Invalid value"):
         what, limit = "is no kind of content part", getattr(kind, "PARTS", _PARTS)
         remedy = "send one of these"
     elif bound is not None:
@@ -106,6 +112,14 @@ def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
     value = _shown(body, path)
     message = limit_message(f"{name} {what}", value=value, limit=limit, remedy=remedy)
     return ParameterRefused(message, param=path or None)
+
+
+def _of_unserved_kind(body: bytes, path: str, kind: type) -> ParameterRefused | None:
+    """Return the refusal of a content part, item or tool by its kind, rather than by what else it holds."""
+    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        served = getattr(kind, "SERVED", ())
+        return unserved_along(msgspec.json.decode(body), path, served=served)
+    return None
 
 
 def _shown(body: bytes, path: str) -> str:
@@ -410,6 +424,13 @@ def completion_prompts(request: CompletionRequest, info: ModelInfo) -> list[str 
         if not isinstance(one, str):
             check_vocabulary("prompt", one, info)
     return prompts
+
+
+def completion_tokens(request: CompletionRequest, info: ModelInfo) -> int:
+    """Return how many tokens a plain completion may have: as many as OpenAI has by default, or `min_tokens`."""
+    if request.max_tokens is not None:
+        return request.max_tokens
+    return min(max(_COMPLETION_TOKENS, request.min_tokens), info.context_tokens)
 
 
 def answer_count(

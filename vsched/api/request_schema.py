@@ -40,6 +40,30 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class InputTextPart(TextPart, tag="input_text"):
+    """A piece of text as /v1/responses has it."""
+
+
+class AnswerTextPart(TextPart, tag="output_text"):
+    """A piece of an answer as /v1/responses has it."""
+
+
+class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
+    """A refusal that a model wrote, as a client sends it back."""
+
+    refusal: str
+
+
+class ThinkingPart(msgspec.Struct, tag_field="type", tag="thinking"):
+    """Reasoning of the assistant, as a client sends it back."""
+
+    thinking: str
+
+
+class RedactedThinkingPart(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
+    """Encrypted reasoning of another server; it is left out."""
+
+
 class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
     """An image by reference; with a `uuid` it can be sent by that alone afterwards.
 
@@ -50,6 +74,35 @@ class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
     uuid: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
     min_pixels: PositiveCount | None = None
     max_pixels: PositiveCount | None = None
+
+
+class InputImagePart(ImagePart, tag="input_image"):
+    """An image as /v1/responses has it."""
+
+
+class ImageEmbeds(msgspec.Struct):
+    """A finished embedding: base64 of a safetensors file with `embeds` and its companion, such as `grid_thw`."""
+
+    data: str
+
+
+class ImageEmbedsPart(msgspec.Struct, tag_field="type", tag="image_embeds"):
+    """An image by its embedding."""
+
+    image_embeds: ImageEmbeds
+
+
+ContentPart = (
+    TextPart
+    | InputTextPart
+    | AnswerTextPart
+    | RefusalPart
+    | ThinkingPart
+    | RedactedThinkingPart
+    | ImagePart
+    | InputImagePart
+    | ImageEmbedsPart
+)
 
 
 class ImageArea(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,18 +118,6 @@ class ProcessorArguments(msgspec.Struct, forbid_unknown_fields=True):
     min_pixels: PositiveCount | None = None
     max_pixels: PositiveCount | None = None
     size: ImageArea | None = None
-
-
-class ImageEmbeds(msgspec.Struct):
-    """A finished embedding: base64 of a safetensors file with `embeds` and its companion, such as `grid_thw`."""
-
-    data: str
-
-
-class ImageEmbedsPart(msgspec.Struct, tag_field="type", tag="image_embeds"):
-    """An image by its embedding."""
-
-    image_embeds: ImageEmbeds
 
 
 class CalledFunction(msgspec.Struct):
@@ -98,13 +139,13 @@ class ToolCall(msgspec.Struct):
 class Message(msgspec.Struct):
     """One message; of what clients send back with an assistant's message, what no template reads is ignored."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | ImagePart | ImageEmbedsPart] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: Any = None
     audio: Any = None
     annotations: Any = None
-    function_call: Any = None
+    function_call: CalledFunction | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: Any = None
@@ -263,8 +304,12 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     mm_processor_kwargs: ProcessorArguments | None = None
 
     audio: Annotated[Any, neutral(remedy="ask for text")] = None
-    function_call: Annotated[Any, neutral("none", "auto", remedy="send no functions")] = None
-    functions: Annotated[Any, neutral([], remedy="send tools")] = None
+    function_call: Annotated[Any, neutral("none", "auto", remedy="send tool_choice and tools")] = (
+        None
+    )
+    functions: Annotated[
+        Any, neutral([], remedy="send each in tools, as {type: function, function: ...}")
+    ] = None
     modalities: Annotated[Any, neutral(["text"])] = None
     prediction: Annotated[Any, neutral()] = None
     tools: list[Tool] | None = None

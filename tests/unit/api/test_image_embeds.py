@@ -44,6 +44,6 @@ async def test_misshapen_part_is_refused_without_quoting_it(value: object) -> No
     assert engine.calls == []
 
 
-async def test_unknown_part_names_the_three_that_are_known() -> None:
-    reply = await post(FakeEngine(), CHAT, user({"type": "video_url", "video_url": "x"}))
-    assert "text, image_url or image_embeds" in reply.error["message"]
+async def test_unknown_part_names_those_that_are_known() -> None:
+    reply = await post(FakeEngine(), CHAT, user({"type": "movie", "movie": "x"}))
+    assert "text, image_url, image_embeds, refusal or thinking" in reply.error["message"]

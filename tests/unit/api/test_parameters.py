@@ -228,6 +228,7 @@ async def test_logprobs_of_the_whole_vocabulary_need_the_setting(path: str) -> N
     [
         ("best_of", 3),
         ("functions", [{}]),
+        ("function_call", {"name": "f"}),
         ("audio", {}),
         ("modalities", ["text", "audio"]),
         ("prediction", {"type": "content"}),
@@ -239,6 +240,45 @@ async def test_unsupported_meaning_is_refused(field: str, value: object) -> None
     assert reply.status == 400
     assert reply.error["code"] == "unsupported_parameter"
     assert reply.error["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 40}, 40), ({"min_tokens": 20}, 20)],
+)
+async def test_plain_completions_have_16_tokens_by_default(
+    fields: dict[str, Any], tokens: int
+) -> None:
+    """As OpenAI's and vLLM's; chats have no such default."""
+    engine = FakeEngine()
+    assert (await post(engine, PLAIN, {"prompt": "x", **fields})).status == 200
+    assert engine.sampling.max_tokens == tokens
+
+
+_UNSERVED_PARTS = "input_audio audio_url video_url input_video file input_file document"
+
+
+@pytest.mark.parametrize("kind", _UNSERVED_PARTS.split())
+async def test_parts_that_are_not_served_are_refused_by_their_name(kind: str) -> None:
+    sent = chat(messages=[{"role": "user", "content": [{"type": kind, kind: {"data": ""}}]}])
+    reply = await post(FakeEngine(), CHAT, sent)
+    assert reply.status == 400
+    place = "messages[0].content[0].type"
+    assert reply.error["message"].startswith(f'`{place}` "{kind}" is not supported. Remedy: send')
+    assert (reply.error["param"], reply.error["code"]) == (place, "unsupported_parameter")
+
+
+async def test_custom_tools_are_refused_by_their_name() -> None:
+    custom = {"type": "custom", "custom": {"name": "f", "input": "x"}}
+    calls = [{"role": "assistant", "tool_calls": [{"id": "1", **custom}]}]
+    function = {"type": "function", "function": {"name": "g"}}
+    for place, fields in (
+        ("tools[0]", {"tools": [custom]}),
+        ("tool_choice", {"tools": [function], "tool_choice": custom}),
+        ("messages[0].tool_calls[0]", {"messages": calls}),
+    ):
+        reply = await post(FakeEngine(), CHAT, chat(**fields))
+        assert reply.error["message"].startswith(f'`{place}.type` "custom" is not supported.')
 
 
 @pytest.mark.parametrize("fields", [{"prompt_embeds": "x"}, {"suffix": "x"}])
@@ -344,7 +384,7 @@ async def test_body_that_is_no_request_is_refused(body: bytes) -> None:
             {"messages": [{"role": "wizard"}]},
             (
                 '`messages[0].role` is no role: value "wizard", '
-                "limit system, developer, user, assistant or tool. "
+                "limit system, developer, user, assistant, tool or function. "
                 "Remedy: send one of these."
             ),
         ),

@@ -14,11 +14,18 @@ from vsched.api.request_schema import (
     ImageUrl,
     Message,
     ProcessorArguments,
+    RedactedThinkingPart,
+    RefusalPart,
     TextPart,
+    ThinkingPart,
+    ToolCall,
 )
 from vsched.api.tools.history import check_arguments
 from vsched.media import BoundedImage, EmbeddedImage, ImageReference, NamedImage
 from vsched.worker.capabilities import PixelBounds
+
+_ROLES = {"developer": "system", "function": "tool"}
+"""What templates call roles that are new, or deprecated."""
 
 
 def split_messages(
@@ -38,6 +45,9 @@ def split_messages(
             limit=f"1 to {settings.messages_max} messages",
             remedy="send that many",
         )
+    for message in messages:
+        if message.function_call is not None and not message.tool_calls:
+            message.tool_calls = [ToolCall(message.function_call)]
     parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
     parts += sum(len(message.tool_calls or ()) for message in messages)
     if parts > settings.parts_max:
@@ -52,7 +62,7 @@ def split_messages(
     images: list[ImageReference] = []
     rendered: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
-        role = "system" if message.role == "developer" else message.role
+        role = _ROLES.get(message.role, message.role)
         made: dict[str, Any] = {"role": role, "content": _content(message, images, bounds)}
         if message.tool_calls:
             if role != "assistant":
@@ -65,10 +75,10 @@ def split_messages(
             made["tool_calls"] = (
                 message.tool_calls
             )  # `with_template_calls` reads them, perhaps in a thread
-        thought = message.reasoning_content or message.reasoning
+        thought = message.reasoning_content or message.reasoning or _thought(message) or None
         if role == "assistant" and isinstance(thought, str):
             made["reasoning_content"] = thought
-        if message.role == "tool":
+        if role == "tool":
             answered = {"tool_call_id": message.tool_call_id, "name": message.name}
             made |= {key: value for key, value in answered.items() if value is not None}
         rendered.append(made)
@@ -79,13 +89,16 @@ def _content(
     message: Message, images: list[ImageReference], bounds: PixelBounds
 ) -> str | list[dict[str, str]]:
     if message.content is None:
-        return ""
+        return message.refusal if isinstance(message.refusal, str) else ""
     if isinstance(message.content, str):
         return message.content
     content: list[dict[str, str]] = []
     for part in message.content:
-        if isinstance(part, TextPart):
-            content.append({"type": "text", "text": part.text})
+        if isinstance(part, ThinkingPart | RedactedThinkingPart):
+            continue
+        if isinstance(part, TextPart | RefusalPart):
+            text = part.text if isinstance(part, TextPart) else part.refusal
+            content.append({"type": "text", "text": text})
             continue
         if isinstance(part, ImageEmbedsPart):
             images.append(EmbeddedImage(part.image_embeds.data))
@@ -93,6 +106,11 @@ def _content(
             images.append(_bounded(part, bounds))
         content.append({"type": "image"})
     return content
+
+
+def _thought(message: Message) -> str:
+    parts = message.content if isinstance(message.content, list) else []
+    return "\n".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
 
 
 def _bounds(processing: ProcessorArguments | None) -> PixelBounds:

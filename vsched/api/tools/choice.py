@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from vsched.api.contract import ApiSettings
-from vsched.api.errors import ParameterRefused, out_of_bounds
+from vsched.api.errors import ParameterRefused, out_of_bounds, shown
+from vsched.api.fields.unserved import unserved
 from vsched.api.request_schema import ChatRequest, FunctionTool, NamedTool, Tool, ToolChoice
 from vsched.api.tools.formats import NAME, CallFormat, call_format
 from vsched.api.tools.grammar import forced_calls
@@ -116,9 +117,9 @@ def _function(tool: Tool, where: str) -> FunctionTool:
     """
     function = tool.function
     if tool.type != "function" or function is None:
-        raise out_of_bounds(
+        raise unserved(tool.type, where) or out_of_bounds(
             f"{where}.type",
-            value="no function" if tool.type == "function" else "another type",
+            value="no function" if tool.type == "function" else shown(tool.type),
             limit="function",
             remedy="describe each tool as a function",
         )
@@ -160,13 +161,13 @@ def _allowed(
     """Return the functions that a choice leaves, and how it chooses among them."""
     if not isinstance(choice, ToolChoice):
         if choice not in {None, "auto", _FORCING}:
-            raise _no_choice("another text")
+            raise _no_choice(shown(choice))
         return functions, choice or "auto"
     if choice.type == "function" and choice.function is not None:
         return functions, _known(choice.function, functions)
     allowed = choice.allowed_tools
     if choice.type != "allowed_tools" or allowed is None or allowed.mode not in {"auto", _FORCING}:
-        raise _no_choice("another object")
+        raise unserved(choice.type, "tool_choice") or _no_choice(f"type {shown(choice.type)}")
     names = {_known(tool.function, functions).name for tool in allowed.tools if tool.function}
     if not names:
         raise _no_choice("no allowed tool")

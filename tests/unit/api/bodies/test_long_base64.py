@@ -17,7 +17,7 @@ from vsched.api.bodies import long_base64, reading
 from vsched.api.bodies.long_base64 import take_base64
 from vsched.api.bodies.reading import read_request
 from vsched.api.errors import ParameterRefused
-from vsched.api.request_schema import ChatRequest, ImageEmbedsPart, ImagePart, ImageUrl
+from vsched.api.request_schema import ChatRequest, ImageEmbedsPart, ImagePart, ImageUrl, TextPart
 from vsched.errors import RequestRefused
 from vsched.media.base64_text import TextWithBase64, base64_of
 from vsched.media.settings import MediaSettings
@@ -67,7 +67,7 @@ def sent_texts(request: ChatRequest) -> Iterator[str]:
                 yield (
                     part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
                 ) or ""
-            else:
+            elif isinstance(part, TextPart):
                 yield part.text
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
@@ -44,6 +45,50 @@ def test_arguments_reach_the_template_as_an_object(sent: Any, read: dict[str, An
         {"role": "assistant", "content": "", "tool_calls": [call(read)]},
         {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add"},
     ]
+
+
+def test_deprecated_calls_are_read_as_calls() -> None:
+    sent = [
+        {"role": "assistant", "content": None, "function_call": call('{"a": 1}')["function"]},
+        {"role": "function", "name": "add", "content": "3"},
+    ]
+    messages, _ = split_messages(msgspec.convert(sent, list[Message]), ApiSettings())
+    assert with_template_calls(messages) == [
+        {"role": "assistant", "content": "", "tool_calls": [{**call({"a": 1}), "id": ""}]},
+        {"role": "tool", "content": "3", "name": "add"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "content", "thought"),
+    [
+        ([{"type": "refusal", "refusal": "No."}], ["No."], None),
+        ([{"type": "output_text", "text": "a", "annotations": []}], ["a"], None),
+        ([{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}], ["a", "b"], None),
+        ([{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "b"}], ["b"], "hm"),
+        ([{"type": "redacted_thinking", "data": "x"}], [], None),
+    ],
+)
+def test_parts_of_other_apis_in_a_history(
+    parts: list[dict[str, Any]], content: list[str], thought: str | None
+) -> None:
+    """Clients send back what other servers and dialects answered."""
+    sent = [{"role": "assistant", "content": parts}]
+    [message], _ = split_messages(msgspec.convert(sent, list[Message]), ApiSettings())
+    assert message["content"] == [{"type": "text", "text": text} for text in content]
+    assert message.get("reasoning_content") == thought
+
+
+def test_a_refusal_is_the_content_of_its_message() -> None:
+    [message], _ = split_messages([Message("assistant", refusal="No.")], ApiSettings())
+    assert message["content"] == "No."
+
+
+def test_images_are_taken_as_responses_have_them() -> None:
+    part = {"type": "input_image", "image_url": "data:,x", "detail": "auto"}
+    sent = [{"role": "user", "content": [part]}]
+    _, images = split_messages(msgspec.convert(sent, list[Message]), ApiSettings())
+    assert images == ["data:,x"]
 
 
 @pytest.mark.parametrize(

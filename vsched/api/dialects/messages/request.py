@@ -12,12 +12,15 @@ from vsched.api.dialects.messages.schema import (
     MessagesRequest,
     MessagesTool,
     RedactedThinkingBlock,
+    SearchResultBlock,
     TextBlock,
     ThinkingBlock,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
+from vsched.api.fields.unserved import unserved
 from vsched.api.request_schema import (
     CalledFunction,
     ChatRequest,
@@ -37,6 +40,7 @@ from vsched.media.base64_text import TextWithBase64
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 """What the parameters of a chat are called here."""
 _DIFFERENT = frozenset({"messages", "tools", "tool_choice", "chat_template_kwargs"})
+ShownBlock = TextBlock | ImageBlock | SearchResultBlock | ToolReferenceBlock
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -50,7 +54,13 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
     single = choice is not None and choice.disable_parallel_tool_use
     messages = [*_system(request.system)]
     for message in request.messages:
-        messages += _user(message) if message.role == "user" else [_assistant(message)]
+        match message.role:
+            case "user":
+                messages += _user(message)
+            case "assistant":
+                messages.append(_assistant(message))
+            case "system":
+                messages += _system(_texts(message))
     last = messages[-1] if messages else None
     return ChatRequest(
         messages=messages,
@@ -76,15 +86,24 @@ def _system(system: str | list[TextBlock] | None) -> list[Message]:
     return [Message("system", system if isinstance(system, str) else _content(system))]
 
 
+def _texts(message: DialogueMessage) -> str | list[TextBlock]:
+    if isinstance(message.content, str):
+        return message.content
+    texts = [block for block in message.content if isinstance(block, TextBlock)]
+    if len(texts) < len(message.content):
+        raise _misplaced("system", "text")
+    return texts
+
+
 def _user(message: DialogueMessage) -> list[Message]:
     """Return a turn of the user: results of calls are messages of their own, in their order."""
     if isinstance(message.content, str):
         return [Message("user", message.content)]
     made: list[Message] = []
-    parts: list[TextBlock | ImageBlock] = []
+    parts: list[ShownBlock] = []
     for block in message.content:
         match block:
-            case TextBlock() | ImageBlock():
+            case TextBlock() | ImageBlock() | SearchResultBlock():
                 parts.append(block)
             case ToolResultBlock(tool_use_id=call, content=content):
                 if parts:
@@ -93,7 +112,7 @@ def _user(message: DialogueMessage) -> list[Message]:
                 text = content if isinstance(content, str) else _content(content or ())
                 made.append(Message("tool", text, tool_call_id=call))
             case _:
-                raise _misplaced("user", "text, image or tool_result")
+                raise _misplaced("user", "text, image, search_result or tool_result")
     if parts or not made:
         made.append(Message("user", _content(parts)))
     return made
@@ -134,12 +153,25 @@ def _misplaced(role: str, allowed: str) -> ParameterRefused:
     )
 
 
-def _content(blocks: Sequence[TextBlock | ImageBlock]) -> str | list[Any]:
+def _content(blocks: Sequence[ShownBlock]) -> str | list[Any]:
     """Return blocks as content; one that is text alone is a text, which every template takes."""
-    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
-    if len(texts) == len(blocks) <= 1:
-        return "".join(texts)
-    return [TextPart(one.text) if isinstance(one, TextBlock) else _image(one) for one in blocks]
+    parts = [_part(block) for block in blocks]
+    texts = [part.text for part in parts if isinstance(part, TextPart)]
+    return "".join(texts) if len(texts) == len(parts) <= 1 else parts
+
+
+def _part(block: ShownBlock) -> TextPart | ImagePart:
+    match block:
+        case TextBlock(text=text):
+            return TextPart(text)
+        case ImageBlock():
+            return _image(block)
+        case SearchResultBlock(content=content, source=source, title=title):
+            return TextPart(
+                "\n".join(filter(None, (title, source, *(one.text for one in content))))
+            )
+        case ToolReferenceBlock(tool_name=name):
+            return TextPart(name)
 
 
 def _image(block: ImageBlock) -> ImagePart:
@@ -163,7 +195,8 @@ def _image(block: ImageBlock) -> ImagePart:
 def _tool(tool: MessagesTool, index: int) -> Tool:
     if tool.type not in {None, "custom"}:
         remedy = "describe a function with name and input_schema, which the client carries out"
-        raise unsupported(f"tools[{index}].type", remedy=remedy)
+        where = f"tools[{index}]"
+        raise unserved(tool.type, where) or unsupported(f"{where}.type", remedy=remedy)
     return Tool(function=FunctionTool(tool.name, tool.description, tool.input_schema))
 
 

@@ -41,11 +41,27 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     input: dict[str, Any] | None = None
 
 
+class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
+    """A source with its text; citations are not made."""
+
+    content: list[TextBlock]
+    source: str = ""
+    title: str = ""
+
+
+class ToolReferenceBlock(msgspec.Struct, tag_field="type", tag="tool_reference"):
+    """A tool that a search among tools found; the model sees all tools from the beginning."""
+
+    tool_name: str
+
+
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
     """What a call came to; that it is an error, its content tells the model."""
 
     tool_use_id: str
-    content: str | list[TextBlock | ImageBlock] | None = None
+    content: str | list[TextBlock | ImageBlock | SearchResultBlock | ToolReferenceBlock] | None = (
+        None
+    )
     is_error: bool | None = None
 
 
@@ -62,12 +78,13 @@ class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thin
 class DialogueMessage(msgspec.Struct):
     """One turn."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: (
         str
         | list[
             TextBlock
             | ImageBlock
+            | SearchResultBlock
             | ToolUseBlock
             | ToolResultBlock
             | ThinkingBlock
@@ -116,8 +133,9 @@ class OutputConfig(msgspec.Struct):
 class MessagesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     """The body of /v1/messages and /v1/messages/count_tokens."""
 
-    ROLES: ClassVar[str] = "user or assistant; `system` is a field of its own"
-    PARTS: ClassVar[str] = "text, image, tool_use, tool_result or thinking"
+    ROLES: ClassVar[str] = "user, assistant or system"
+    PARTS: ClassVar[str] = "text, image, search_result, tool_use, tool_result or thinking"
+    SERVED: ClassVar[frozenset[str]] = frozenset({"custom"})
 
     messages: list[DialogueMessage]
     max_tokens: PositiveCount | None = None
@@ -134,13 +152,22 @@ class MessagesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     thread: Annotated[
         Any, neutral(remedy="send all messages with each request; no thread is kept")
     ] = None
+    anthropic_beta: Any = None  # of Bedrock and Vertex, as the next
+    anthropic_version: Any = None
+    betas: Any = None
+    billing_policy: Any = None
     cache_control: Any = None
+    compaction: Any = None
     context_management: Any = None  # the model sees the whole history instead
     diagnostics: Any = None
+    fallback_credit_token: Any = None
+    fallbacks: Any = None
     inference_geo: Any = None
     metadata: Any = None
     service_tier: Any = None
     speed: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
 
     def image_fields(self) -> Iterator[tuple[msgspec.Struct, str]]:
         """Yield each source of an image, and its field with the base64."""

@@ -16,6 +16,7 @@ from vsched.api.dialects.responses.schema import (
     SentRefusal,
 )
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
+from vsched.api.fields.unserved import unserved
 from vsched.api.request_schema import (
     AllowedTools,
     CalledFunction,
@@ -113,6 +114,8 @@ def _append(made: list[Message], item: InputItem, where: str) -> None:
             sent = item.content if isinstance(item.content, list) else item.summary
             thought = "\n".join(_text(part) for part in sent or ())
             made.append(Message("assistant", reasoning_content=thought or None))
+        case "message" if item.type is None and item.content is None and item.id is not None:
+            raise _unserved("item_reference", where)
         case "message" | "function_call" | "function_call_output":
             needed = (
                 "a message its role, a call its call_id and name, an output its call_id and output"
@@ -120,12 +123,14 @@ def _append(made: list[Message], item: InputItem, where: str) -> None:
             message = f"`{where}` lacks what its type needs: {needed}. Remedy: send it."
             raise ParameterRefused(message, param=where)
         case other:
-            raise out_of_bounds(
-                f"{where}.type",
-                value=shown(other),
-                limit=_ITEMS,
-                remedy="leave out what another server keeps or carries out",
-            )
+            raise _unserved(other, where)
+
+
+def _unserved(kind: str, where: str) -> ParameterRefused:
+    remedy = "leave out what another server keeps or carries out"
+    return unserved(kind, where) or out_of_bounds(
+        f"{where}.type", value=shown(kind), limit=_ITEMS, remedy=remedy
+    )
 
 
 def _content(sent: str | list[InputPart] | None, where: str) -> str | list[Any]:

@@ -18,6 +18,10 @@ class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
     text: str
 
 
+class ChatText(InputText, tag="text"):
+    """A piece of text as chats have it."""
+
+
 class InputImage(msgspec.Struct, tag_field="type", tag="input_image"):
     """An image by its URL; `detail` is ignored."""
 
@@ -50,7 +54,9 @@ class SentSummary(msgspec.Struct, tag_field="type", tag="summary_text"):
     text: str
 
 
-InputPart = InputText | InputImage | SentOutputText | SentRefusal | SentReasoning | SentSummary
+InputPart = (
+    InputText | ChatText | InputImage | SentOutputText | SentRefusal | SentReasoning | SentSummary
+)
 
 
 class InputItem(msgspec.Struct):
@@ -138,7 +144,11 @@ class ResponsesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     prompt: Annotated[Any, neutral(remedy="send its text as instructions or input")] = None
     truncation: Annotated[Any, neutral("disabled", remedy="send an input that fits")] = None
 
+    access_programs: Any = None
+    background_options: Any = None
+    client_metadata: Any = None
     context_management: Any = None
+    image: Any = None
     max_tool_calls: Any = None
     metadata: Any = None
     moderation: Any = None

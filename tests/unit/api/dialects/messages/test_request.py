@@ -139,6 +139,88 @@ async def test_the_form_of_an_answer_is_kept_to() -> None:
     }
 
 
+def test_results_of_searches_and_references_of_tools_are_texts() -> None:
+    found = {
+        "type": "search_result",
+        "source": "https://a.b",
+        "title": "A",
+        "content": [{"type": "text", "text": "b"}],
+    }
+    reference = {"type": "tool_reference", "tool_name": "get_weather"}
+    request = meant(
+        messages=[
+            *user(found),
+            *user({"type": "tool_result", "tool_use_id": "1", "content": [reference, found]}),
+            *user({"type": "tool_result", "tool_use_id": "2", "content": [reference]}),
+        ]
+    )
+    texts = [{"type": "text", "text": text} for text in ("get_weather", "A\nhttps://a.b\nb")]
+    assert plain(request) == [
+        {"role": "user", "content": "A\nhttps://a.b\nb"},
+        {"role": "tool", "content": texts, "tool_call_id": "1"},
+        {"role": "tool", "content": "get_weather", "tool_call_id": "2"},
+    ]
+
+
+def test_system_messages_stay_where_they_are() -> None:
+    text = {"type": "text", "text": "b"}
+    request = meant(system="a", messages=[*user(text), *user(text, role="system")])
+    assert [message.role for message in request.messages] == ["system", "user", "system"]
+
+
+_SERVER_BLOCKS = """
+    document container_upload server_tool_use web_search_tool_result web_fetch_tool_result code_execution_tool_result
+    bash_code_execution_tool_result text_editor_code_execution_tool_result tool_search_tool_result advisor_tool_result
+    mcp_tool_use mcp_tool_result mcp_tool_listing compaction tool_addition tool_removal fallback
+"""
+_VENDOR_TOOLS = """
+    bash_20250124 text_editor_20250728 computer_20251124 memory_20250818 web_search_20260318 web_fetch_20260318
+    code_execution_20260521 tool_search_tool_bm25_20251119 tool_search_tool_regex mcp_toolset advisor_20260301
+    browser_toolset_20260801 computer_toolset_20260801
+"""
+
+
+@pytest.mark.parametrize("kind", _SERVER_BLOCKS.split())
+async def test_blocks_of_anthropics_servers_are_refused_by_their_name(kind: str) -> None:
+    for messages in (
+        user({"type": kind}, role="assistant"),
+        user({"type": "tool_result", "tool_use_id": "1", "content": [{"type": kind}]}),
+    ):
+        reply = await post(FakeEngine(), MESSAGES, body(messages=messages))
+        assert reply.status == 400
+        assert f'.type` "{kind}" is not supported. Remedy: ' in reply.json["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", _VENDOR_TOOLS.split())
+@pytest.mark.parametrize("named", [{}, {"name": "x"}])
+async def test_tools_of_anthropic_are_refused_by_their_name(
+    kind: str, named: dict[str, str]
+) -> None:
+    reply = await post(FakeEngine(), MESSAGES, body(tools=[*TOOLS, {"type": kind, **named}]))
+    assert reply.status == 400
+    assert reply.json["error"]["message"].startswith(
+        f'`tools[1].type` "{kind}" is not supported. Remedy:'
+    )
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "anthropic_beta",
+        "anthropic_version",
+        "betas",
+        "billing_policy",
+        "compaction",
+        "fallbacks",
+        "fallback_credit_token",
+        "user_profile_id",
+        "workspace_id",
+    ],
+)
+async def test_fields_that_change_nothing_are_taken(field: str) -> None:
+    assert (await post(FakeEngine(), MESSAGES, body(**{field: "x"}))).status == 200
+
+
 def user(*content: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
     return [{"role": role, "content": list(content)}]
 
@@ -148,8 +230,9 @@ def user(*content: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
     [
         ({"messages": []}, "`messages` is out of bounds"),
         ({"messages": None}, "`messages` is of the wrong type"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "`system` is a field of its own"),
-        ({"messages": user({"type": "document"})}, "text, image, tool_use, tool_result or"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "limit user, assistant or system"),
+        ({"messages": user(image(), role="system")}, "with role system"),
+        ({"messages": user({"type": "movie"})}, "search_result, tool_use, tool_result or"),
         (
             {"messages": user({"type": "tool_use", "id": "", "name": "f", "input": {}})},
             "with role user",
@@ -158,7 +241,8 @@ def user(*content: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
         ({"messages": user({"type": "image", "source": {"type": "file"}})}, 'source is "file"'),
         ({"stop_sequences": [""]}, "`stop_sequences` is out of bounds"),
         ({"max_tokens": 0}, "`max_tokens` is out of bounds"),
-        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "`tools[0].type` is not"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "is not supported"),
+        ({"tools": [{"type": "custom", "name": 3}]}, "`tools[0].name` is of the wrong type"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "`tool_choice.type` is out"),
         ({"tool_choice": {"type": "any"}}, "`tool_choice` needs `tools`"),
         ({"output_config": {"format": {"type": "xml"}}}, "`output_config.format.type` is not"),

@@ -123,6 +123,7 @@ async def test_what_changes_nothing_is_taken() -> None:
         store=False, include=["reasoning.encrypted_content"], truncation="disabled",
         reasoning={"effort": "low"}, background=False, previous_response_id=None, user="u",
         stream_options={"include_obfuscation": False}, top_logprobs=0,
+        client_metadata={"x": "y"}, access_programs={}, background_options={}, image={},
     )  # fmt: skip
     assert (await post(FakeEngine(), RESPONSES, sent)).status == 200
 
@@ -146,22 +147,24 @@ async def test_store_is_taken_as_in_chats(store: bool | None) -> None:
         ({"top_logprobs": 99}, "`top_logprobs` is out of bounds"),
         ({"input": []}, "`input` is out of bounds"),
         ({"input": 3}, "`input` is of the wrong type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "`input[0].type` is out of bounds"),
+        ({"input": [{"type": "movie", "id": "x"}]}, "`input[0].type` is out of bounds"),
+        ({"input": [{"id": "x"}]}, '`input[0].type` "item_reference" is not supported'),
         ({"input": [{"type": "message", "content": "x"}]}, "`input[0]` lacks"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "`input[0]` lacks"),
         (
             {"input": [{"role": "tool", "content": "x"}]},
             "limit system, developer, user or assistant",
         ),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "limit input_text,"),
+        ({"input": [{"role": "user", "content": [{"type": "movie"}]}]}, "limit input_text,"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
             "`input[0].content.file_id` is not supported",
         ),
         ({"max_output_tokens": 10**6}, "`max_output_tokens` is out of bounds"),
         ({"text": {"format": {"type": "json_schema"}}}, "`text.format"),
-        ({"tools": [{"type": "web_search"}]}, "`tools[0].type` is out of bounds"),
-        ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "`tool_choice` is out of bounds"),
+        ({"tools": [{"type": "movie"}]}, '`tools[0].type` is out of bounds: value "movie"'),
+        ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, '`tool_choice.type` "mcp" is not'),
+        ({"tools": TOOLS, "tool_choice": {"type": "x"}}, "`tool_choice` is out of bounds"),
         ({"max_tokens": 3}, "`max_tokens` is not a known parameter"),
     ],
 )
@@ -169,6 +172,46 @@ async def test_garbage_is_refused_by_its_name(fields: dict[str, Any], wanted: st
     reply = await post(FakeEngine(), RESPONSES, body(**fields))
     assert reply.status == 400
     assert wanted in reply.error["message"]
+
+
+_ITEMS = """
+    item_reference file_search_call computer_call computer_call_output web_search_call tool_search_call
+    tool_search_output additional_tools configuration_update compaction compaction_trigger image_generation_call
+    code_interpreter_call local_shell_call local_shell_call_output shell_call shell_call_output apply_patch_call
+    apply_patch_call_output mcp_list_tools mcp_approval_request mcp_approval_response mcp_call custom_tool_call
+    custom_tool_call_output program program_output
+"""
+_TOOLS = """
+    file_search computer computer_use_preview web_search web_search_2025_08_26 web_search_preview mcp
+    web_search_preview_2025_03_11 code_interpreter programmatic_tool_calling image_generation local_shell shell custom
+    namespace tool_search apply_patch
+"""
+
+
+@pytest.mark.parametrize("kind", _ITEMS.split())
+@pytest.mark.parametrize("held", [{}, {"output": {"type": "x"}, "arguments": {}, "role": "x"}])
+async def test_items_of_openais_servers_are_refused_by_their_name(
+    kind: str, held: dict[str, Any]
+) -> None:
+    items = [{"role": "user", "content": "x"}, {"type": kind, **held}]
+    reply = await post(FakeEngine(), RESPONSES, body(input=items))
+    assert reply.status == 400
+    assert reply.error["message"].startswith(f'`input[1].type` "{kind}" is not supported. Remedy:')
+
+
+@pytest.mark.parametrize("kind", _TOOLS.split())
+async def test_tools_of_openai_are_refused_by_their_name(kind: str) -> None:
+    tool = {"type": kind, "name": "x", "tools": TOOLS, "parameters": "x"}
+    for sent in (tool, {"type": kind}):
+        reply = await post(FakeEngine(), RESPONSES, body(tools=[*TOOLS, sent]))
+        assert reply.status == 400
+        message = reply.error["message"]
+        assert message.startswith(f'`tools[1].type` "{kind}" is not supported. Remedy:')
+
+
+async def test_texts_are_taken_as_chats_have_them() -> None:
+    content = [{"type": "text", "text": "a"}]
+    assert plain(meant(input=[{"role": "user", "content": content}]))[-1]["content"] == "a"
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 5000])
