@@ -1,13 +1,14 @@
-"""The engine's end of isolated calls: each call runs in a process of its own, which may crash, hang or be killed.
+"""The engine's end of isolated calls: each runs in a forked process, which may crash, hang or be killed.
 
-A small server process (`vsched.isolated.server`) has imported and loaded what the calls need, and forks itself for each
-call: a fork takes milliseconds, loading takes seconds. Whatever happens to the forked process, that one call fails and
-everything else goes on. A server that died is replaced at the next call. The server ends with the engine, and forked
-processes end with the server.
+A small server process (`vsched.isolated.server`) has imported and loaded what the calls need, and forks itself for a
+call: a fork takes milliseconds, loading takes seconds. Calls of little work share kept processes, one at a time.
+Whatever happens to a forked process, that one call fails and everything else goes on. A server that died is replaced at
+the next call. The server ends with the engine, and forked processes end with the server.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -16,9 +17,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 
-from vsched.isolated.frames import ANSWERED, KILLED, read_frame, send_frame
+from vsched.isolated.frames import ANSWERED, HEAD_BYTES, KILLED, head_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,10 @@ HELLO_S = 60.0
 """Maximum time for the server to load and to fork: seconds for a large tokenizer, milliseconds once it is loaded."""
 END_S = 10.0
 """Maximum time for a killed process to be gone."""
+KEPT_MAX = 8
+"""Idle processes that are kept for further calls."""
+KEPT_CALLS_MAX = 256
+"""Calls after which a kept process is replaced: its heap keeps what its largest calls left."""
 
 
 class CallFailedError(Exception):
@@ -52,6 +58,71 @@ class ServerClosedError(Exception):
     """The engine is stopping: no call is made any more."""
 
 
+class _Process:
+    """One forked process, which answers one call after the other."""
+
+    def __init__(self, channel: socket.socket, pidfd: int) -> None:
+        self._channel = channel
+        self._pidfd = pidfd
+        self.calls = 0
+
+    @property
+    def is_gone(self) -> bool:
+        return bool(self._watch().poll(0))
+
+    def exchange(self, frames: Sequence[bytes], deadline_s: float) -> bytes:
+        """Send frames and return the reply; it is empty when the process is gone.
+
+        Raises:
+            TimeoutError: At the deadline.
+        """
+        self.calls += 1
+        until_s = time.monotonic() + deadline_s
+        reply = b""
+        try:
+            for frame in frames:
+                for part in (head_of(frame), frame):
+                    self._set_deadline(until_s)
+                    self._channel.sendall(part)
+            size = int.from_bytes(self._receive(HEAD_BYTES, until_s), "little")
+            reply = self._receive(size, until_s)
+        except TimeoutError:
+            raise
+        except (EOFError, OSError):
+            pass  # it is gone, perhaps after the number of the signal that killed it
+        return reply
+
+    def _receive(self, size: int, until_s: float) -> bytes:
+        received = bytearray()
+        while len(received) < size:
+            self._set_deadline(until_s)
+            part = self._channel.recv(size - len(received))
+            if not part:
+                raise EOFError
+            received += part
+        return bytes(received)
+
+    def _set_deadline(self, until_s: float) -> None:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._channel.settimeout(left_s)
+
+    def end(self, name: str) -> None:
+        """Kill it and wait until it is gone: it could write to memory that is used again by then."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if not self._watch().poll(END_S * 1e3):
+            logger.error("a %s process is not gone %g s after it was killed", name, END_S)
+        os.close(self._pidfd)
+        self._channel.close()
+
+    def _watch(self) -> select.poll:
+        gone = select.poll()
+        gone.register(self._pidfd, select.POLLIN)
+        return gone
+
+
 class IsolatedCalls:
     """Runs calls in forked processes; every method may be called from any thread."""
 
@@ -64,8 +135,8 @@ class IsolatedCalls:
             module: The module to run. Its arguments are the descriptors of the socket for orders, of a file with the
                 setup, and the further ones.
             setup: What the server loads.
-            descriptors: Further files that the server inherits.
             name: The noun for log lines and errors, such as `image`.
+            descriptors: Further files that the server inherits.
         """
         self._command = (sys.executable, "-m", module)
         self._setup = setup
@@ -74,6 +145,7 @@ class IsolatedCalls:
         self._lock = threading.Lock()
         self._server: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
+        self._idle: list[_Process] = []
         self._closed = False
 
     @property
@@ -86,8 +158,11 @@ class IsolatedCalls:
         with self._lock:
             self._begin()
 
-    def call(self, *frames: bytes, deadline_s: float) -> bytes:
-        """Send frames to a new process and return its answer; the process is gone when this returns.
+    def call(self, *frames: bytes, deadline_s: float, keep: bool = False) -> bytes:
+        """Send frames to a process and return its answer.
+
+        With `keep`, the process may have answered others, and may answer further ones. Without, it is a new one, and
+        it is gone when this returns. In either case it is gone when this raises.
 
         Blocks: for the deadline, after the server is ready. Call it in a thread.
 
@@ -96,31 +171,18 @@ class IsolatedCalls:
             ServerLostError: When the server does not start, or does not answer.
             ServerClosedError: When `close` was called.
         """
-        channel, pidfd = self._fork()
-        expired = threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            _kill(pidfd)
-
-        timer = threading.Timer(deadline_s, expire)
-        timer.daemon = True
-        timer.start()
-        reply = b""
+        kept = self._take_idle() if keep else None
+        expired, reply = False, b""
         try:
-            with channel, channel.makefile("rwb") as file:
-                for frame in frames:
-                    send_frame(file, frame)
-                reply = read_frame(file)
-        except (EOFError, OSError):
-            pass  # the server died, and the process with it
-        finally:
-            timer.cancel()
-            timer.join()
-            self._end(pidfd)
+            if kept is not None:
+                reply = self._exchange(kept, frames, deadline_s, keep=keep)
+            if not reply:  # no process was kept, or the server died and took it along, which no call is to blame for
+                reply = self._exchange(self._fork(), frames, deadline_s, keep=keep)
+        except TimeoutError:
+            expired = True
         if reply[:1] == ANSWERED:
             return reply[1:]
-        if expired.is_set():
+        if expired:
             what = f"was not done within {deadline_s:g} s, and was killed"
             raise CallFailedError(what, expired=True)
         killed_by = signal.Signals(reply[1]) if reply[:1] == KILLED and reply[1:] else None
@@ -132,9 +194,45 @@ class IsolatedCalls:
         with self._lock:
             self._closed = True
             self._forget()
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.end(self._name)
 
-    def _fork(self) -> tuple[socket.socket, int]:
-        """Return a channel to a new process, and its pidfd; a server that is gone is replaced once."""
+    def _exchange(
+        self, process: _Process, frames: Sequence[bytes], deadline_s: float, *, keep: bool
+    ) -> bytes:
+        """Return the reply of a process, which is kept or gone afterwards."""
+        reply = b""
+        try:
+            reply = process.exchange(frames, deadline_s)
+        finally:
+            if not (keep and reply[:1] == ANSWERED and self._put_idle(process)):
+                process.end(self._name)
+        return reply
+
+    def _take_idle(self) -> _Process | None:
+        """Return a kept process that is alive, if there is one."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                process = self._idle.pop()
+            if not process.is_gone:
+                return process
+            process.end(self._name)
+
+    def _put_idle(self, process: _Process) -> bool:
+        """Keep a process for a further call; return whether it is kept."""
+        with self._lock:
+            is_kept = (
+                not self._closed and process.calls < KEPT_CALLS_MAX and len(self._idle) < KEPT_MAX
+            )
+            if is_kept:
+                self._idle.append(process)
+        return is_kept
+
+    def _fork(self) -> _Process:
+        """Return a new process; a server that is gone is replaced once."""
         for _ in range(2):
             with self._lock:
                 orders = self._begin()
@@ -150,8 +248,7 @@ class IsolatedCalls:
                 channel.close()
                 raise
             if said and descriptors:
-                channel.settimeout(None)
-                return channel, descriptors[0]
+                return _Process(channel, descriptors[0])
             channel.close()
             with self._lock:
                 if self._orders is orders:
@@ -191,19 +288,3 @@ class IsolatedCalls:
         if self._orders is not None:
             self._orders.close()
         self._server = self._orders = None
-
-    def _end(self, pidfd: int) -> None:
-        """Make sure that a process is gone: it could write to memory that is used again by then."""
-        _kill(pidfd)
-        gone = select.poll()
-        gone.register(pidfd, select.POLLIN)
-        if not gone.poll(END_S * 1e3):
-            logger.error("a %s process is not gone %g s after it was killed", self._name, END_S)
-        os.close(pidfd)
-
-
-def _kill(pidfd: int) -> None:
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # it is gone

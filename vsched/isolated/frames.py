@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-_SIZE_BYTES = 8
+HEAD_BYTES = 8
 ANSWERED, KILLED = b"a", b"k"
 """The first byte of a reply: an answer follows, or the number of the signal that killed the process."""
 
@@ -25,14 +25,14 @@ class Channel(Protocol):
         ...
 
 
-def framed(content: bytes) -> bytes:
-    """Return the bytes of one message."""
-    return len(content).to_bytes(_SIZE_BYTES, "little") + content
+def head_of(content: bytes) -> bytes:
+    """Return the bytes that go before a message."""
+    return len(content).to_bytes(HEAD_BYTES, "little")
 
 
 def send_frame(channel: Channel, content: bytes) -> None:
     """Write one message and flush it."""
-    channel.write(len(content).to_bytes(_SIZE_BYTES, "little"))
+    channel.write(head_of(content))
     channel.write(content)  # not copied together with its size: it may be an image
     channel.flush()
 
@@ -43,9 +43,9 @@ def read_frame(channel: Channel) -> bytes:
     Raises:
         EOFError: When the stream ends before the message does.
     """
-    head = channel.read(_SIZE_BYTES)
+    head = channel.read(HEAD_BYTES)
     size = int.from_bytes(head, "little")
     content = channel.read(size)
-    if len(head) < _SIZE_BYTES or len(content) < size:
+    if len(head) < HEAD_BYTES or len(content) < size:
         raise EOFError
     return content

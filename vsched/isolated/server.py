@@ -1,4 +1,4 @@
-"""The server of isolated calls: forks itself for each call, and reports which signal killed a process.
+"""The server of isolated calls: forks a process when one is asked for, and reports the signal that killed one.
 
 It has one thread, so that it can fork. Forked processes end when it does, and it ends when the engine does.
 """
@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from vsched.isolated.frames import ANSWERED, KILLED, Channel, framed, send_frame
+from vsched.isolated.frames import ANSWERED, KILLED, Channel, head_of, send_frame
 
 _PR_SET_PDEATHSIG = 1
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -26,7 +26,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 def serve(orders: socket.socket, answer: Callable[[Channel], bytes]) -> None:
     """Fork a process for each channel that arrives; return when the engine is gone.
 
-    `answer` runs in the forked process: it reads the frames of one call and returns the answer.
+    `answer` runs in the forked process, once for each call: it reads the frames of the call and returns the answer.
     """
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy these pages
@@ -51,7 +51,7 @@ def serve(orders: socket.socket, answer: Callable[[Channel], bytes]) -> None:
 def _fork(
     inherited: Iterable[socket.socket], channel: socket.socket, answer: Callable[[Channel], bytes]
 ) -> int:
-    """Start the process of one call, give the engine its pidfd, and return that."""
+    """Start a process, give the engine its pidfd, and return that."""
     server = os.getpid()
     pid = os.fork()
     if not pid:
@@ -61,9 +61,10 @@ def _fork(
                 each.close()
             if os.getppid() == server:
                 with channel.makefile("rwb") as file:
-                    send_frame(file, ANSWERED + answer(file))
+                    while True:
+                        send_frame(file, ANSWERED + answer(file))
         except (EOFError, ConnectionError):
-            pass  # the caller is gone
+            pass  # the caller needs it no more
         except BaseException:  # noqa: BLE001 - as the interpreter does with an exception
             traceback.print_exc()
         finally:
@@ -84,7 +85,8 @@ def _report_death(pidfd: int, channel: socket.socket) -> None:
         if died is not None and died.si_code != os.CLD_EXITED:
             channel.setblocking(False)  # a caller that does not read must not hold up the server
             with contextlib.suppress(OSError):
-                channel.send(framed(KILLED + bytes([died.si_status])))
+                report = KILLED + bytes([died.si_status])
+                channel.send(head_of(report) + report)
 
 
 def limit_resources(*, cpu_s: float, memory_bytes: int, stack_bytes: int) -> None:

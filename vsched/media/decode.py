@@ -143,6 +143,11 @@ def _storage(image: Image.Image, encoded: bytes, orientation: int) -> Storage:
     )
 
 
+def has_native_header(encoded: bytes) -> bool:
+    """Whether native code parses the header when Pillow opens an image: libwebp does, the others are Python."""
+    return encoded.startswith(b"RIFF")
+
+
 def inspect(encoded: bytes, limits: DecodeLimits) -> ImageHeader:
     """Return what the header of an image tells, decoding no pixels.
 

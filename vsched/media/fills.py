@@ -138,7 +138,7 @@ class Fills:
         extent = self._store.view(place)
 
         def call() -> None:
-            if self._pictures is not None and self._pictures.takes(image):
+            if self._pictures is not None and not image.is_embedded:
                 self._pictures.fill(image, place)
             else:
                 process(image, extent, self._preprocessor, self._limits)

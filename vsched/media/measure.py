@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.base64_text import base64_bytes
-from vsched.media.decode import DecodeLimits, inspect
+from vsched.media.decode import DecodeLimits, ImageHeader, inspect
 from vsched.media.embeddings import (
     BoundedImage,
     EmbeddedImage,
@@ -140,7 +140,8 @@ def pixel_limits(settings: MediaSettings) -> DecodeLimits:
 class Measurer:
     """Measures the images of requests; called from several threads at once.
 
-    `plans` and `names` are only read here; the event loop fills them.
+    `plans` and `names` are only read here; the event loop fills them. `inspect_isolated` reads headers in a process
+    that may crash.
     """
 
     def __init__(
@@ -149,12 +150,14 @@ class Measurer:
         settings: MediaSettings,
         plans: Mapping[bytes, Planned],
         names: Mapping[ImageName, bytes],
+        inspect_isolated: Callable[[bytes], ImageHeader] | None = None,
     ) -> None:
         self._preprocessor = preprocessor
         self._settings = settings
         self._plans = plans
         self._names = names
-        self._limits = pixel_limits(settings)
+        limits = pixel_limits(settings)
+        self._inspect = inspect_isolated or (lambda encoded: inspect(encoded, limits))
 
     def measure(
         self,
@@ -229,7 +232,7 @@ class Measurer:
         return Measured(key, planned.plan, b"", 0, size, planned.work_bytes, bounds, name)
 
     def _plan(self, encoded: bytes, front: Preprocessor) -> Planned:
-        header = inspect(encoded, self._limits)
+        header = self._inspect(encoded)
         plan = front.plan_image(header.width, header.height)
         work_bytes = preprocess_bytes(header.width, header.height, header.storage, plan)
         return Planned(plan, work_bytes)

@@ -122,7 +122,7 @@ class MediaPipeline:
         A text that fills the context takes a core for a second. With two at a time on two cores the event loop waited
         for a core longer than it ran; so they come one after the other, and give way to it.
 
-        With its own pool, and a store whose memory other processes can map, large images get processes of their own.
+        With its own pool, and a store whose memory other processes can map, images are decoded in processes.
         """
         self._read_remote = read_remote
         self._preprocessor = preprocessor
@@ -130,13 +130,16 @@ class MediaPipeline:
         self._settings = settings
         self._plans: OrderedDict[bytes, Planned] = OrderedDict()
         self._names: OrderedDict[ImageName, bytes] = OrderedDict()
-        self._measurer = Measurer(preprocessor, settings, self._plans, self._names)
         limits = pixel_limits(settings)
         self._pictures: PictureProcesses | None = None
         if executor is None and store.shared_fd is not None:
             self._pictures = picture_processes(
                 preprocessor, limits, arena_fd=store.shared_fd, deadline_s=settings.prepare_s
             )
+        inspect_isolated = None if self._pictures is None else self._pictures.inspect
+        self._measurer = Measurer(
+            preprocessor, settings, self._plans, self._names, inspect_isolated
+        )
         self._executor = executor or ThreadPoolExecutor(
             settings.threads, thread_name_prefix="media"
         )

@@ -475,7 +475,7 @@ class Preprocessor(Protocol):
         It may take 2.25 times the bytes that it returns, those included, beyond the image, or `work_bytes` of the plan:
         so much is budgeted.
 
-        A preprocessor with a method `image_recipe`, which returns an `ImageRecipe`, has large images processed in
+        A preprocessor with a method `image_recipe`, which returns an `ImageRecipe`, has images processed in
         processes of their own, where they do not hold up the event loop.
         """
         ...

@@ -91,6 +91,30 @@ def test_calls_replace_a_server_that_died(calls: IsolatedCalls) -> None:
     assert calls.pid not in {0, before}
 
 
+def test_kept_processes_answer_further_calls(calls: IsolatedCalls) -> None:
+    """One that dies is not kept; one that the server takes along is replaced, and the call is answered."""
+
+    def pid() -> int:
+        return int(calls.call(b"pid", deadline_s=PATIENCE_S, keep=True))
+
+    first = pid()
+    assert pid() == first
+    assert int(call(calls, "pid")) != first, "a call of its own has a process of its own"
+    with pytest.raises(CallFailedError, match="SIGSEGV"):
+        calls.call(b"die 11", deadline_s=PATIENCE_S, keep=True)
+    assert pid() != first
+    os.kill(calls.pid, signal.SIGKILL)
+    assert pid() != first
+
+
+def test_kept_processes_are_replaced_after_many_calls(
+    calls: IsolatedCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vsched.isolated.calls.KEPT_CALLS_MAX", 3)
+    found = [calls.call(b"pid", deadline_s=PATIENCE_S, keep=True) for _ in range(6)]
+    assert [found.count(each) for each in dict.fromkeys(found)] == [3, 3]
+
+
 def test_calls_fail_when_no_server_starts() -> None:
     calls = IsolatedCalls("tests.unit.isolated.no_such_module", b"", name="absent")
     with pytest.raises(ServerLostError, match="the absent server does not start"):

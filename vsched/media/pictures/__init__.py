@@ -1,1 +1,1 @@
-"""Decoding and processing of images: in a thread, or in a process of its own where an image is large."""
+"""Decoding and processing of images: in processes that may crash, or in threads if there is no recipe for these."""

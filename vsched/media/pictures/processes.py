@@ -1,9 +1,10 @@
-"""The engine's end of picture processes: large images are decoded and processed outside the engine.
+"""The engine's end of picture processes: images are opened, decoded and processed outside the engine.
 
-Pillow and numpy hold the interpreter's lock through single calls whose time grows with the image, and the event loop
-stands still meanwhile. So an image that takes `LARGE_BYTES` or more gets a process of its own (`vsched.isolated`). It
-writes to the arena and ends, so its memory goes back to the system, and a crash costs this one image. A thread of the
-pool waits for it: order, budget, and the handling of requests that go away are the same for all images.
+Decoders are native code that reads the bytes of clients: a crash costs one image here. Also, Pillow and numpy hold the
+interpreter's lock through single calls whose time grows with the image, and the event loop would stand still meanwhile.
+A process writes to the arena. An image that takes `LARGE_BYTES` or more gets a process of its own, which ends with it,
+so its memory goes back to the system; smaller ones share kept processes. A thread of the pool waits for it: order,
+budget, and the handling of requests that go away are the same with and without processes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from vsched.isolated.calls import (
     ServerClosedError,
     ServerLostError,
 )
-from vsched.media.decode import DecodeLimits
+from vsched.media.decode import DecodeLimits, ImageHeader, has_native_header, inspect
 from vsched.media.embeddings import Embedding
 from vsched.media.measure import Measured
 from vsched.types import ArraySpec, Extent
@@ -30,7 +31,7 @@ from vsched.worker.contract import ImageRecipe, Preprocessor
 logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 64 << 20
-"""Images that may take so much memory get a process of their own; a photograph of 12 megapixels does."""
+"""Memory from which an image gets a process of its own; a photograph of 12 megapixels takes as much."""
 SERVER_MODULE = "vsched.media.pictures.server"
 
 
@@ -42,16 +43,17 @@ class PictureWork(msgspec.Struct, frozen=True):
 
 
 class PictureOrder(msgspec.Struct, frozen=True):
-    """One image to process; its encoded bytes follow."""
+    """One image to process, or only to inspect when it has no place; its encoded bytes follow."""
 
-    specs: tuple[ArraySpec, ...]
-    place: Extent
+    specs: tuple[ArraySpec, ...] = ()
+    place: Extent | None = None
     bounds: PixelBounds | None = None
 
 
 class PictureOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one image: an empty message when its arrays are in the arena."""
+    """The result of one image: an empty message when its arrays are in the arena, or its header was read."""
 
+    header: ImageHeader | None = None
     message: str = ""
     code: str = ""
     status: int = 0
@@ -61,7 +63,7 @@ class PictureOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def picture_processes(
     preprocessor: Preprocessor, limits: DecodeLimits, *, arena_fd: int, deadline_s: float
 ) -> PictureProcesses | None:
-    """Return processes for large images; None if the preprocessor has no recipe for them.
+    """Return processes for images; None if the preprocessor has no recipe for them.
 
     `arena_fd` is the arena, whose pixels come first, and `deadline_s` the time of one image.
     """
@@ -69,34 +71,43 @@ def picture_processes(
     if make_recipe is None:
         return None
     work = msgspec.json.encode(PictureWork(make_recipe(), limits))
-    return PictureProcesses(work, arena_fd=arena_fd, deadline_s=deadline_s)
+    return PictureProcesses(work, limits, arena_fd=arena_fd, deadline_s=deadline_s)
 
 
 class PictureProcesses:
-    """Processes for large images; the server that they are forked from starts with the first large image.
+    """Processes for images; every method may be called from any thread."""
 
-    Every method may be called from any thread.
-    """
-
-    def __init__(self, work: bytes, *, arena_fd: int, deadline_s: float) -> None:
-        """Prepare; `work` is a `PictureWork`."""
+    def __init__(
+        self, work: bytes, limits: DecodeLimits, *, arena_fd: int, deadline_s: float
+    ) -> None:
+        """Start the server that processes are forked from; `work` is a `PictureWork`."""
+        self._limits = limits
         self._calls = IsolatedCalls(SERVER_MODULE, work, name="image", descriptors=(arena_fd,))
         self._deadline_s = deadline_s
-
-    @staticmethod
-    def takes(image: Measured) -> bool:
-        """Whether an image is large."""
-        return not image.is_embedded and image.work_bytes >= LARGE_BYTES
+        self._calls.start()
 
     @property
     def pid(self) -> int:
         """The process id of the server; 0 while it is not running."""
         return self._calls.pid
 
+    def inspect(self, encoded: bytes) -> ImageHeader:
+        """Read the header of an image as `vsched.media.decode.inspect` does, in a process if native code parses it.
+
+        Raises:
+            RequestRefused: When it is no image that can be served.
+            RequestFailed: When the process died or took too long.
+        """
+        if not has_native_header(encoded):
+            return inspect(encoded, self._limits)
+        header = self._call(PictureOrder(), encoded, keep=True).header
+        assert header is not None
+        return header
+
     def fill(self, image: Measured, place: Extent) -> None:
         """Have a process fill an extent of the arena; nothing writes there any more when this returns.
 
-        Blocks: for the deadline at most, and until the process is gone; call it in a thread of the pool.
+        Blocks: for the deadline at most; call it in a thread of the pool.
 
         Raises:
             RequestRefused: When the image is damaged.
@@ -104,9 +115,14 @@ class PictureProcesses:
         """
         assert not isinstance(image.content, Embedding)
         fault_point("media.decode")
-        order = msgspec.json.encode(PictureOrder(image.plan.arrays, place, image.bounds))
+        order = PictureOrder(image.plan.arrays, place, image.bounds)
+        self._call(order, image.content, keep=image.work_bytes < LARGE_BYTES)
+
+    def _call(self, order: PictureOrder, encoded: bytes, *, keep: bool) -> PictureOutcome:
+        """Carry out an order in a process, and return its outcome, or raise it."""
+        told = msgspec.json.encode(order)
         try:
-            answer = self._calls.call(order, image.content, deadline_s=self._deadline_s)
+            answer = self._calls.call(told, encoded, deadline_s=self._deadline_s, keep=keep)
         except CallFailedError as error:
             logger.error("the process of an image %s", error)  # noqa: TRY400 - it says it all
             raise RequestFailed(
@@ -121,7 +137,9 @@ class PictureProcesses:
             ) from None
         except ServerClosedError as error:
             raise RequestFailed(str(error), code="stopping", status=503) from None
-        _raise(msgspec.json.decode(answer, type=PictureOutcome))
+        outcome = msgspec.json.decode(answer, type=PictureOutcome)
+        _raise(outcome)
+        return outcome
 
     def close(self) -> None:
         """End the server, and with it every process that it forked."""

@@ -1,4 +1,4 @@
-"""The picture server: `python -m vsched.media.pictures.server`, which forks one process for each large image."""
+"""The picture server: `python -m vsched.media.pictures.server`, which forks the processes that decode images."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import traceback
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from setproctitle import setproctitle
 
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.isolated.frames import Channel, read_frame
 from vsched.isolated.server import read_setup, serve
-from vsched.media.decode import DecodeLimits
+from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.measure import within
 from vsched.media.pictures.filling import process_encoded
 from vsched.media.pictures.processes import (
@@ -26,27 +27,28 @@ from vsched.media.pictures.processes import (
 from vsched.worker.contract import ImageProcessing
 
 NAME = "vsched: pictures"
+
+Arena = npt.NDArray[np.uint8]
 _FAILED = PictureOutcome(
     message="the image could not be processed", code="image_processing_failed", status=500
 )
 
 
-def _answer(channel: Channel, work: tuple[ImageProcessing, DecodeLimits], arena_fd: int) -> bytes:
-    """Process the image of one call, and return its outcome."""
+def _answer(channel: Channel, work: tuple[ImageProcessing, DecodeLimits], arena: Arena) -> bytes:
+    """Process or inspect the image of one call, and return its outcome."""
     order = msgspec.json.decode(read_frame(channel), type=PictureOrder)
-    return msgspec.json.encode(_outcome(order, read_frame(channel), work, arena_fd))
+    return msgspec.json.encode(_outcome(order, read_frame(channel), work, arena))
 
 
 def _outcome(
-    order: PictureOrder, encoded: bytes, work: tuple[ImageProcessing, DecodeLimits], arena_fd: int
+    order: PictureOrder, encoded: bytes, work: tuple[ImageProcessing, DecodeLimits], arena: Arena
 ) -> PictureOutcome:
     preprocessor, limits = work
     place = order.place
-    begin = place.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    before = place.offset - begin
     try:
-        mapped = mmap.mmap(arena_fd, before + place.size, offset=begin)
-        extent = np.frombuffer(mapped, np.uint8, place.size, before)
+        if place is None:
+            return PictureOutcome(header=inspect(encoded, limits))
+        extent = arena[place.offset : place.offset + place.size]
         bounded = within(preprocessor, order.bounds, limits.image)
         process_encoded(encoded, order.specs, extent, bounded, limits)
     except (RequestRefused, RequestFailed) as error:
@@ -64,12 +66,14 @@ def _outcome(
 
 def main() -> int:
     """Serve; the arguments are the descriptors of the socket for orders, of the setup, and of the arena."""
-    orders, setup, arena = map(int, sys.argv[1:])
+    orders, setup, arena_fd = map(int, sys.argv[1:])
     setproctitle(NAME)
     work = msgspec.json.decode(read_setup(setup), type=PictureWork)
     module, _, name = work.recipe.maker.partition(":")
     processing = getattr(importlib.import_module(module), name)(work.recipe.settings)
     loaded = (processing, work.limits)
+    # Mapped once: a kept process has the pages at hand that it wrote before.
+    arena = np.frombuffer(mmap.mmap(arena_fd, 0), np.uint8)
     serve(socket.socket(fileno=orders), lambda channel: _answer(channel, loaded, arena))
     return 0
 

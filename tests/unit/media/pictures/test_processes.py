@@ -26,7 +26,7 @@ from vsched.media import MediaPipeline, MediaSettings, PixelStore
 from vsched.media.decode import DecodeLimits
 from vsched.media.measure import Measurer
 from vsched.media.pictures import filling, processes
-from vsched.media.pictures.processes import LARGE_BYTES, PictureProcesses, picture_processes
+from vsched.media.pictures.processes import LARGE_BYTES, picture_processes
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, Extent
 
@@ -103,17 +103,39 @@ async def test_large_images_are_not_processed_here(
     await bench.all_back()
 
 
-async def test_small_images_stay_in_threads(
+async def test_small_images_share_a_process(
     bench: ArenaBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Until one of them kills it."""
     monkeypatch.setattr(processes, "LARGE_BYTES", LARGE_BYTES)
-    assert await bench.values(data_url(image_bytes(64, 48))) == [7.0]
-    assert bench.pictures.pid == 0
+    for value in (1, 2, 3):
+        assert await bench.values(data_url(image_bytes(value=value))) == [float(value)]
+    [kept] = children(bench.pictures.pid)
+    with pytest.raises(RequestFailed, match="its process died"):
+        await bench.values(DIES)
+    assert await bench.values(data_url(image_bytes(value=4))) == [4.0]
+    [other] = children(bench.pictures.pid)
+    assert other != kept
+    await bench.all_back()
+
+
+async def test_headers_that_native_code_parses_are_read_in_a_process(
+    bench: ArenaBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("opened in the engine")
+
+    monkeypatch.setattr("PIL.WebPImagePlugin.WebPImageFile._open", fail)
+    kinds = ["PNG", "JPEG", "WEBP", "BMP", "GIF"]
+    urls = [data_url(image_bytes(kind=kind), f"image/{kind.lower()}") for kind in kinds]
+    assert len(await bench.values(*urls)) == len(kinds)
+    with pytest.raises(RequestRefused, match="image 0: the image cannot be decoded"):
+        await bench.values(data_url(b"RIFF" + bytes(60), "image/webp"))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP"])
-def test_what_an_engine_decodes_has_a_bound_in_bytes(kind: str) -> None:
-    """Whatever format and size: no image that the engine decodes may take more than `LARGE_BYTES`."""
+def test_what_is_decoded_has_a_bound_in_bytes(kind: str) -> None:
+    """Whatever the format and size: no image in a kept process may take more than `LARGE_BYTES`."""
     rng = random.Random(kind)
     settings = MediaSettings(decode_bytes=1 << 40)
     measurer = Measurer(FaultyPreprocessor(model_info(item_tokens_max=1 << 40)), settings, {}, {})
@@ -121,7 +143,6 @@ def test_what_an_engine_decodes_has_a_bound_in_bytes(kind: str) -> None:
         high = rng.randint(wide // 2, wide)
         url = data_url(image_bytes(wide, high, kind=kind), f"image/{kind.lower()}")
         [image] = measurer.measure([url], {}, "", lambda _: None)
-        assert PictureProcesses.takes(image) == (image.work_bytes >= LARGE_BYTES)
         # What Pillow stores of it is part of what it may take.
         assert image.work_bytes >= 4 * wide * high
 
@@ -205,6 +226,7 @@ async def test_server_that_dies_is_replaced(bench: ArenaBench) -> None:
 async def test_server_that_cannot_start_is_told(
     bench: ArenaBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    bench.pictures._calls._forget()
     monkeypatch.setattr(bench.pictures._calls, "_command", ("/bin/false",))
     with pytest.raises(RequestFailed, match="could not be processed"):
         await bench.values(data_url(image_bytes()))
