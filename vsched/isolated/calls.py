@@ -58,7 +58,7 @@ class ServerClosedError(Exception):
     """The engine is stopping: no call is made any more."""
 
 
-class _Process:
+class _Forked:
     """One forked process, which answers one call after the other."""
 
     def __init__(self, channel: socket.socket, pidfd: int) -> None:
@@ -145,7 +145,7 @@ class IsolatedCalls:
         self._lock = threading.Lock()
         self._server: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
-        self._idle: list[_Process] = []
+        self._idle: list[_Forked] = []
         self._closed = False
 
     @property
@@ -199,7 +199,7 @@ class IsolatedCalls:
             process.end(self._name)
 
     def _exchange(
-        self, process: _Process, frames: Sequence[bytes], deadline_s: float, *, keep: bool
+        self, process: _Forked, frames: Sequence[bytes], deadline_s: float, *, keep: bool
     ) -> bytes:
         """Return the reply of a process, which is kept or gone afterwards."""
         reply = b""
@@ -210,7 +210,7 @@ class IsolatedCalls:
                 process.end(self._name)
         return reply
 
-    def _take_idle(self) -> _Process | None:
+    def _take_idle(self) -> _Forked | None:
         """Return a kept process that is alive, if there is one."""
         while True:
             with self._lock:
@@ -221,7 +221,7 @@ class IsolatedCalls:
                 return process
             process.end(self._name)
 
-    def _put_idle(self, process: _Process) -> bool:
+    def _put_idle(self, process: _Forked) -> bool:
         """Keep a process for a further call; return whether it is kept."""
         with self._lock:
             is_kept = (
@@ -231,7 +231,7 @@ class IsolatedCalls:
                 self._idle.append(process)
         return is_kept
 
-    def _fork(self) -> _Process:
+    def _fork(self) -> _Forked:
         """Return a new process; a server that is gone is replaced once."""
         for _ in range(2):
             with self._lock:
@@ -248,7 +248,7 @@ class IsolatedCalls:
                 channel.close()
                 raise
             if said and descriptors:
-                return _Process(channel, descriptors[0])
+                return _Forked(channel, descriptors[0])
             channel.close()
             with self._lock:
                 if self._orders is orders:
