@@ -33,6 +33,7 @@ _MESSAGE_CHARACTERS_MAX = 300
 _FIELD = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _STEP = re.compile(r"(\w+|(?<=\[)\.\.\.)|\[(\d+)\]")
 _BOUND = re.compile(r"Expected `(?:float|int)` (?P<limit>[<>]=? \S+)$")
+_PART_KIND = re.compile(r"(?:content|output|summary)\[\d+\]\.type$")
 _KINDS = re.compile(r"Expected `(?P<kinds>[^`]*)`, got `(?P<sent>[^`]*)`$")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`$")
 _KIND_WORDS = {
@@ -93,7 +94,7 @@ def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
     if path.endswith("].role"):
         what, limit = "is no role", getattr(kind, "ROLES", _ROLES)
         remedy = "send one of these"
-    elif path.endswith("].type") and text.startswith("Invalid value"):
+    elif _PART_KIND.search(path) is not None:
         what, limit = "is no kind of content part", getattr(kind, "PARTS", _PARTS)
         remedy = "send one of these"
     elif bound is not None:

@@ -56,7 +56,8 @@ def unserved_along(body: Any, path: str, *, served: Collection[str]) -> Paramete
     value, where = body, ""
     for step in (*_STEP.findall(path), None):
         kind = value.get("type") if isinstance(value, dict) and where else None
-        if kind not in served and (refusal := unserved(kind, where)) is not None:
+        refusal = unserved(kind, where)
+        if refusal is not None and kind not in served:
             return refusal
         try:
             value = value[int(step[1:-1])] if step.startswith("[") else value[step]

@@ -232,6 +232,10 @@ def user(*content: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
         ({"messages": None}, "`messages` is of the wrong type"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "limit user, assistant or system"),
         ({"messages": user(image(), role="system")}, "with role system"),
+        (
+            {"messages": user({"type": ["text"]})},
+            "is no kind of content part: value a list",
+        ),
         ({"messages": user({"type": "movie"})}, "search_result, tool_use, tool_result or"),
         (
             {"messages": user({"type": "tool_use", "id": "", "name": "f", "input": {}})},
