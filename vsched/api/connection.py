@@ -147,6 +147,15 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.get_method() == b"CONNECT":
             message = "this server is no proxy. Remedy: send it the request itself."
             return RequestRefused(message, code="method_not_implemented", status=501)
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if any(coding.strip().lower() != b"chunked" for coding in codings):
+            message = limit_message(
+                "this transfer coding is not read",
+                value=f"Transfer-Encoding {b', '.join(codings).decode('latin-1')[:100]}",
+                limit="chunked",
+                remedy="send the body as it is, in chunks or with a Content-Length",
+            )
+            return RequestRefused(message, code="transfer_coding_not_implemented", status=501)
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts_min <= hosts <= 1:
             return None

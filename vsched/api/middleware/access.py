@@ -183,8 +183,11 @@ def _not_json(exchange: HttpExchange) -> str:
             limit="application/json",
             remedy="send the header Content-Type: application/json",
         )
-    coding = (exchange.header(b"content-encoding") or b"identity").strip()
-    if coding.lower() != b"identity":
+    sent_codings = [
+        value for name, value in exchange.scope["headers"] if name == b"content-encoding"
+    ]
+    coding = b", ".join(sent_codings).strip()
+    if coding.lower() not in {b"", b"identity"}:
         return limit_message(
             "the body is compressed",
             value=f"Content-Encoding {coding.decode('latin-1')[:_VALUE_CHARACTERS_MAX]}",

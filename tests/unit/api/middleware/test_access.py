@@ -87,6 +87,15 @@ async def test_access_compressed_body_is_refused_by_its_coding(coding: str, path
     assert f"value Content-Encoding {coding}, limit identity. Remedy: send it as it is" in message
 
 
+async def test_access_compressed_body_is_refused_by_a_second_header_as_well() -> None:
+    lines = [("content-encoding", "identity"), ("content-encoding", "gzip")]
+    app = create_app(FakeEngine(), ApiSettings())
+    response = await AsgiClient(app).request(
+        "POST", CHAT, body=b"x", headers=[("content-type", "application/json"), *lines]
+    )
+    assert response.status == 415
+
+
 @pytest.mark.parametrize("coding", ["identity", "Identity", ""])
 async def test_access_body_that_is_said_to_be_as_it_is_is_taken(coding: str) -> None:
     reply = await ask("POST", CHAT, chat(), headers={"content-encoding": coding})
