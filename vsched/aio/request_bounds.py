@@ -35,12 +35,14 @@ def checked_argument(name: str, value: object, wanted: Any) -> Any:
 def checked_prompt(prompt: object) -> Prompt:
     """Return the prompt of a library call: text, a list of token ids, or the function that makes the text.
 
+    Text stays of its class: a rendered prompt knows where special tokens are a client's text. No record holds it.
+
     Raises:
         RequestRefused: When it is none of them.
     """
-    if callable(prompt):
+    if callable(prompt) or isinstance(prompt, str):
         return prompt
-    return checked_argument("prompt", prompt, str if isinstance(prompt, str) else list[int])  # type: ignore[no-any-return]
+    return checked_argument("prompt", prompt, list[int])  # type: ignore[no-any-return]
 
 
 def checked_images(images: Iterable[object]) -> list[ImageReference]:

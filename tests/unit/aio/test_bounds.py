@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vsched.aio.request_bounds import check_numbers, check_prompt_values
+from vsched.aio.request_bounds import check_numbers, check_prompt_values, checked_prompt
 from vsched.errors import RequestRefused
 from vsched.types import SamplingParams
 
@@ -87,3 +87,13 @@ def test_prompt_values_are_as_many_as_the_setting_says() -> None:
     check_prompt_values(6, 6)
     with pytest.raises(RequestRefused, match=r"value 7, limit 6\. .*server\.prompt_logprobs_max"):
         check_prompt_values(7, 6)
+
+
+def test_checked_prompt_keeps_the_class_of_a_text() -> None:
+    """That of a rendered prompt has the places where special tokens are a client's text, not a template's."""
+
+    class Rendered(str):
+        marks = (3,)
+
+    rendered = Rendered("<s>")
+    assert checked_prompt(rendered) is rendered
