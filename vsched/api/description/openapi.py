@@ -137,9 +137,19 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         MessagesEvent,
         error=MessagesError,
     ),
-    ApiOperation("GET", "/v1/models", "List the served model and its adapters.", None, ModelList),
     ApiOperation(
-        "GET", "/v1/models/{model}", "Describe the served model, or an adapter.", None, Model
+        "GET",
+        "/v1/models",
+        "List the served model and its adapters; in Anthropic's form with the header anthropic-version.",
+        None,
+        ModelList,
+    ),
+    ApiOperation(
+        "GET",
+        "/v1/models/{model}",
+        "Describe the served model, or an adapter; in Anthropic's form with the header anthropic-version.",
+        None,
+        Model,
     ),
     ApiOperation("POST", "/tokenize", "Count the tokens of a prompt.", TokenizeRequest, Tokens),
     ApiOperation(
