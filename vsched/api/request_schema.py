@@ -329,7 +329,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of /v1/completions."""
+    """The body of /v1/completions; without `max_tokens` there are 16, or `min_tokens` if that is more."""
 
     prompt: str | list[str | Count | list[Count]]
     max_tokens: Count | None = None

@@ -94,17 +94,20 @@ def _content(
         return message.content
     content: list[dict[str, str]] = []
     for part in message.content:
-        if isinstance(part, ThinkingPart | RedactedThinkingPart):
-            continue
-        if isinstance(part, TextPart | RefusalPart):
-            text = part.text if isinstance(part, TextPart) else part.refusal
-            content.append({"type": "text", "text": text})
-            continue
-        if isinstance(part, ImageEmbedsPart):
-            images.append(EmbeddedImage(part.image_embeds.data))
-        else:
-            images.append(_bounded(part, bounds))
-        content.append({"type": "image"})
+        match part:
+            case TextPart(text=text) | RefusalPart(refusal=text):
+                content.append({"type": "text", "text": text})
+            case ThinkingPart(thinking=text):
+                if message.role != "assistant":  # `_thought` has those of the assistant
+                    content.append({"type": "text", "text": text})
+            case RedactedThinkingPart():
+                pass
+            case ImageEmbedsPart():
+                images.append(EmbeddedImage(part.image_embeds.data))
+                content.append({"type": "image"})
+            case ImagePart():
+                images.append(_bounded(part, bounds))
+                content.append({"type": "image"})
     return content
 
 

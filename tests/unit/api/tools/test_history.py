@@ -79,6 +79,12 @@ def test_parts_of_other_apis_in_a_history(
     assert message.get("reasoning_content") == thought
 
 
+def test_thinking_of_others_than_the_assistant_is_text() -> None:
+    sent = [{"role": "user", "content": [{"type": "thinking", "thinking": "hm"}]}]
+    [message], _ = split_messages(msgspec.convert(sent, list[Message]), ApiSettings())
+    assert message == {"role": "user", "content": [{"type": "text", "text": "hm"}]}
+
+
 def test_a_refusal_is_the_content_of_its_message() -> None:
     [message], _ = split_messages([Message("assistant", refusal="No.")], ApiSettings())
     assert message["content"] == "No."
