@@ -39,6 +39,11 @@ _SERVICES = (
         ("/v1/files", "/v1/uploads"),
     ),
     _Service("moderations", _MODEL, ("/v1/moderations",)),
+    _Service(
+        "reviews of content and safety",
+        "leave it out; the server keeps no content that could be reviewed",
+        ("/v1/compliance", "/v1/content_provenance_checks", "/v1/safety"),
+    ),
     _Service("generation of images and videos", _MODEL, ("/v1/images", "/v1/videos")),
     _Service("audio", _MODEL, ("/v1/audio",)),
     _Service("live sessions", "stream a chat", ("/v1/realtime", "/v1/live")),
@@ -61,7 +66,8 @@ _SERVICES = (
         "agents, skills, containers and evaluations",
         "run them in the client; the server only answers requests",
         (
-            *("/v1/agents", "/v1/chatkit", "/v1/containers", "/v1/environments", "/v1/evals"),
+            *("/v1/agents", "/v1/chatkit", "/v1/containers", "/v1/decisions", "/v1/deployments"),
+            *("/v1/deployment_runs", "/v1/dreams", "/v1/environments", "/v1/evals"),
             *("/v1/memory_stores", "/v1/sessions", "/v1/skills", "/v1/tunnels", "/v1/vaults"),
         ),
     ),
@@ -70,7 +76,7 @@ _SERVICES = (
         "name keys and tenants in the server's configuration",
         (
             *("/v1/organization", "/v1/organizations", "/v1/projects", "/v1/user_profiles"),
-            "/v1/webhook_endpoints",
+            *("/v1/webhook_endpoints", "/v1/webhook_event_types"),
         ),
     ),
     _Service(
