@@ -192,26 +192,30 @@ def serve(path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def ranks_of(pid: int) -> list[int]:
+CHILDREN = 5
+"""Processes of a server: two ranks, and the servers that ranks, image processes and grammar processes come from."""
+
+
+def children_of(pid: int) -> list[int]:
     return [one for one in running() if parent(one) == pid]
 
 
 @pytest.mark.slow
-async def test_killed_server_leaves_no_rank(checkpoints: Checkpoints, temporary: Path) -> None:
-    """SIGKILL gives the engine no chance to clean up: the ranks notice, clean up and go."""
+async def test_killed_server_leaves_no_process(checkpoints: Checkpoints, temporary: Path) -> None:
+    """SIGKILL gives the engine no chance to clean up: its children notice, clean up and go."""
     process = serve(checkpoints("nano25"))
-    ranks: list[int] = []
+    children: list[int] = []
 
-    def both_started() -> bool:
-        ranks[:] = ranks_of(process.pid)  # the fork server among them
-        return len(ranks) == 3 and bool(traces(temporary).files)
+    def all_started() -> bool:
+        children[:] = children_of(process.pid)
+        return len(children) == CHILDREN and bool(traces(temporary).files)
 
     try:
-        await until(both_started, "both ranks are started")
+        await until(all_started, "all processes are started")
     finally:
         process.kill()
         process.communicate()
-    await until(lambda: not any(map(is_alive, ranks)), "the ranks end")
+    await until(lambda: not any(map(is_alive, children)), "they end")
     assert traces(temporary).files == frozenset()
 
 
@@ -221,8 +225,8 @@ async def test_interrupted_server_drains(checkpoints: Checkpoints, temporary: Pa
     process = serve(checkpoints("nano25"))
     try:
         url = await asyncio.to_thread(_address, process)
-        ranks = ranks_of(process.pid)
-        assert len(ranks) == 3, "two, and their fork server"
+        children = children_of(process.pid)
+        assert len(children) == CHILDREN
         body: dict[str, Any] = {
             "messages": Ask("Count.").messages,
             "max_tokens": 400,
@@ -238,7 +242,7 @@ async def test_interrupted_server_drains(checkpoints: Checkpoints, temporary: Pa
         assert lines[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in lines[-2]
         assert await asyncio.to_thread(process.wait, 20) == 0
-        await until(lambda: not any(map(is_alive, ranks)), "the ranks end")
+        await until(lambda: not any(map(is_alive, children)), "they end")
     finally:
         process.kill()
         process.communicate()
