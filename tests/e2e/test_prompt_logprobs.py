@@ -157,12 +157,19 @@ async def test_echo_without_logprobs_and_as_a_stream(client: Any) -> None:
     echoed = (await client.post(PLAIN, json={**body, "echo": True, "n": 2})).json()
     assert [one["text"] for one in echoed["choices"]] == ["One, two," + alone] * 2
     assert echoed["choices"][0]["logprobs"] is None
-    streamed = await client.post(PLAIN, json={**body, "echo": True, "stream": True, "logprobs": 0})
+    body |= {"echo": True, "stream": True, "logprobs": 0, "n": 2}
+    streamed = await client.post(PLAIN, json=body)
     events = [
         httpx.Response(200, content=line.removeprefix("data: ")).json()["choices"][0]
         for line in streamed.text.split("\n\n")
         if line.startswith("data: {")
     ]
-    assert "".join(one["text"] for one in events) == "One, two," + alone
-    tokens = [token for one in events for token in one["logprobs"]["tokens"]]
-    assert "".join(tokens) == "One, two," + alone
+    for index in (0, 1):
+        told = [one for one in events if one["index"] == index]
+        text = "".join(one["text"] for one in told)
+        assert text == "One, two," + alone
+        tokens = [token for one in told for token in one["logprobs"]["tokens"]]
+        offsets = [offset for one in told for offset in one["logprobs"]["text_offset"]]
+        whole = [pair for pair in zip(tokens, offsets, strict=True) if pair[0][:6] != "bytes:"]
+        assert len(whole) > 3
+        assert all(text.startswith(token, offset) for token, offset in whole)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from tests.patience import patience
 from tests.unit.aio.ranks import SEPARATE, ShellHarness
 from tests.unit.api.processes.harness import PREPARING_MAX, Joined
+from vsched.aio.streams.stream import StopScope
 from vsched.api.processes.messages import Ask, GiveUp, Submit
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.events import Aborted, Cleared, Event, Knocked, Submitted, Withdrawn
@@ -58,11 +59,18 @@ def ask(
     *,
     names: tuple[str, ...] = ("r",),
     begun: Begun | None = None,
+    make_stop_scope: Callable[[], StopScope] | None = None,
     **sampling: Any,
 ) -> Any:
     wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 3, **sampling})
     return engine.generate_answers(
-        prompt=prompt, images=(), sampling=wanted, request_ids=names, tenant="t", begun=begun
+        prompt=prompt,
+        images=(),
+        sampling=wanted,
+        request_ids=names,
+        tenant="t",
+        begun=begun,
+        make_stop_scope=make_stop_scope,
     )
 
 
@@ -216,6 +224,27 @@ async def test_remote_stop_string_ends_an_answer_where_it_is_found(
     assert far.output_tokens == near.output_tokens
     assert [one.reason for one in events if isinstance(one, Aborted)] == [FinishReason.STOP]
     assert joined.numbers == (0, 0, 0)
+
+
+class NowhereStops:
+    """A scope in which no stop string counts."""
+
+    def split(self, text: str) -> list[tuple[str, bool]]:
+        return [(text, False)]
+
+    def split_rest(self, *, cut: bool) -> list[tuple[str, bool]]:
+        return [("", not cut)]
+
+
+async def test_remote_and_engine_keep_stop_strings_to_their_scope(joined: Joined) -> None:
+    """As for the calls of an answer."""
+    for engine in (joined.engine, joined.remote):
+        (free,) = await ask(engine, max_tokens=9)
+        text = "".join(delta.text for delta in await joined.read(free))
+        (held,) = await ask(engine, max_tokens=9, stop=(text[4],), make_stop_scope=NowhereStops)
+        found = await joined.read(held)
+        assert "".join(delta.text for delta in found) == text
+        assert found[-1].finish_reason == "length"
 
 
 async def test_remote_clear_ends_what_is_being_prepared_in_the_process(joined: Joined) -> None:
