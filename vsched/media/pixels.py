@@ -109,11 +109,12 @@ class PixelStore:
     """Extents in the arena's pixel region, keyed by item, counted by holder.
 
     Attributes:
-        shared_fd: What other processes map to reach the region, from its beginning; None where they cannot.
+        shared_fd: What other processes map to reach the region, from its beginning; None if they cannot, or if the
+            region is empty.
     """
 
     def __init__(self, buffer: memoryview, shared_fd: int | None = None) -> None:
-        self.shared_fd = shared_fd
+        self.shared_fd = shared_fd if buffer.nbytes else None
         self._buffer = buffer
         # The tail that is no whole cache line is not handed out.
         self._size = buffer.nbytes // ALIGNMENT * ALIGNMENT

@@ -254,5 +254,15 @@ def children(pid: int) -> list[int]:
         return [int(word) for word in file.read().split()]
 
 
+def test_text_alone_needs_no_image_server() -> None:
+    """A server without encode ranks has an empty arena."""
+    arena = Arena.create(ArenaLayout(pixel_bytes=0, pages=0, page_rows=1, row_bytes=0))
+    store = PixelStore(arena.pixels, arena.fd)
+    pipeline = MediaPipeline(FaultyPreprocessor(), store, MediaSettings())
+    assert pipeline._pictures is None
+    pipeline.close()
+    arena.close()
+
+
 def test_preprocessor_without_a_recipe_leaves_images_to_threads() -> None:
     assert picture_processes(FakePreprocessor(), LIMITS, arena_fd=0, deadline_s=1.0) is None
