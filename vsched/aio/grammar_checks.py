@@ -15,6 +15,7 @@ import msgspec
 from vsched.config import Config
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 from vsched.isolated.calls import (
+    FROM_OUTSIDE,
     CallFailedError,
     IsolatedCalls,
     ServerClosedError,
@@ -79,7 +80,7 @@ class GrammarProcesses:
     def check(self, grammar: str) -> float:
         """See `GrammarChecker`."""
         try:
-            answer = self._calls.call(grammar.encode(), deadline_s=self._deadline_s)
+            answer = self._calls.call(grammar.encode(), deadline_s=self._deadline_s, retry=True)
         except CallFailedError as error:
             raise _failure(error) from None
         except ServerLostError as error:
@@ -109,7 +110,7 @@ def _failure(error: CallFailedError) -> RequestRefused | RequestFailed:
     """Return the error for a client whose grammar's process gave no answer."""
     if error.expired:
         return _late("the deadline")
-    if error.signal in (None, signal.SIGKILL, signal.SIGTERM):
+    if error.signal in FROM_OUTSIDE:
         # Killed from outside, as by the system when memory is short: the grammar may well be fine.
         logger.error("the process of a grammar %s", error)
         message = f"the grammar could not be checked: its process {error}. Remedy: try again later."

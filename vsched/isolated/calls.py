@@ -34,6 +34,10 @@ KEPT_CALLS_MAX = 256
 """Calls after which a kept process is replaced: its heap keeps what its largest calls left."""
 
 
+FROM_OUTSIDE = (None, signal.SIGKILL, signal.SIGTERM)
+"""Signals that the code of a call does not cause; None when the server died and took the process along."""
+
+
 class CallFailedError(Exception):
     """An isolated call gave no answer.
 
@@ -158,34 +162,33 @@ class IsolatedCalls:
         with self._lock:
             self._begin()
 
-    def call(self, *frames: bytes, deadline_s: float, keep: bool = False) -> bytes:
+    def call(
+        self, *frames: bytes, deadline_s: float, keep: bool = False, retry: bool = False
+    ) -> bytes:
         """Send frames to a process and return its answer.
 
         With `keep`, the process may have answered others, and may answer further ones. Without, it is a new one, and
-        it is gone when this returns. In either case it is gone when this raises.
+        it is gone when this returns. In either case it is gone when this raises. With `retry`, a process that was
+        killed from outside, which the call is not to blame for, is replaced by a new one, once.
 
-        Blocks: for the deadline, after the server is ready. Call it in a thread.
+        Blocks: for the deadline, after the server is ready; with `retry` twice as long. Call it in a thread.
 
         Raises:
             CallFailedError: When the process died, or was killed at the deadline.
             ServerLostError: When the server does not start, or does not answer.
             ServerClosedError: When `close` was called.
         """
-        kept = self._take_idle() if keep else None
-        expired, reply = False, b""
         try:
-            if kept is not None:
-                reply = self._exchange(kept, frames, deadline_s, keep=keep)
-            if not reply:  # no process was kept, or the server died and took it along, which no call is to blame for
+            process = (self._take_idle() if keep else None) or self._fork()
+            reply = self._exchange(process, frames, deadline_s, keep=keep)
+            if retry and _signal_of(reply) in FROM_OUTSIDE and reply[:1] != ANSWERED:
                 reply = self._exchange(self._fork(), frames, deadline_s, keep=keep)
         except TimeoutError:
-            expired = True
+            what = f"was not done within {deadline_s:g} s, and was killed"
+            raise CallFailedError(what, expired=True) from None
         if reply[:1] == ANSWERED:
             return reply[1:]
-        if expired:
-            what = f"was not done within {deadline_s:g} s, and was killed"
-            raise CallFailedError(what, expired=True)
-        killed_by = signal.Signals(reply[1]) if reply[:1] == KILLED and reply[1:] else None
+        killed_by = _signal_of(reply)
         what = f"died ({killed_by.name})" if killed_by is not None else "died"
         raise CallFailedError(what, killed_by=killed_by)
 
@@ -288,3 +291,8 @@ class IsolatedCalls:
         if self._orders is not None:
             self._orders.close()
         self._server = self._orders = None
+
+
+def _signal_of(reply: bytes) -> signal.Signals | None:
+    """Return the signal that killed a process, by its reply; None if it is not known, or none did."""
+    return signal.Signals(reply[1]) if reply[:1] == KILLED and reply[1:] else None

@@ -18,6 +18,12 @@ def act(setup: bytes, channel: Channel) -> bytes:
     match order.split():
         case ["die", number]:
             os.kill(os.getpid(), int(number))
+        case ["once", path]:
+            try:
+                os.mkdir(path)
+            except FileExistsError:
+                return b"again"
+            os.kill(os.getpid(), signal.SIGKILL)
         case ["hang"]:
             while True:
                 signal.pause()

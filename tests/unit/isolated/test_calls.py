@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -104,7 +105,17 @@ def test_kept_processes_answer_further_calls(calls: IsolatedCalls) -> None:
         calls.call(b"die 11", deadline_s=PATIENCE_S, keep=True)
     assert pid() != first
     os.kill(calls.pid, signal.SIGKILL)
-    assert pid() != first
+    assert int(calls.call(b"pid", deadline_s=PATIENCE_S, keep=True, retry=True)) != first
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_calls_are_repeated_after_a_kill_from_outside(
+    calls: IsolatedCalls, tmp_path: Path, keep: bool
+) -> None:
+    order = f"once {tmp_path}/{keep}".encode()
+    assert calls.call(order, deadline_s=PATIENCE_S, keep=keep, retry=True) == b"again"
+    with pytest.raises(CallFailedError, match="SIGKILL"):
+        call(calls, f"once {tmp_path}/other")
 
 
 def test_kept_processes_are_replaced_after_many_calls(

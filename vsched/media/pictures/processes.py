@@ -122,7 +122,10 @@ class PictureProcesses:
         """Carry out an order in a process, and return its outcome, or raise it."""
         told = msgspec.json.encode(order)
         try:
-            answer = self._calls.call(told, encoded, deadline_s=self._deadline_s, keep=keep)
+            # A large image may be why its process was killed, and the memory is wanted by others.
+            answer = self._calls.call(
+                told, encoded, deadline_s=self._deadline_s, keep=keep, retry=keep
+            )
         except CallFailedError as error:
             logger.error("the process of an image %s", error)  # noqa: TRY400 - it says it all
             raise RequestFailed(
