@@ -37,6 +37,7 @@ GRAMMAR_BYTES_MAX = 65_536
 """Bytes of a grammar; everything that follows from one is bounded by the work it takes."""
 GRAMMAR_REFUSALS = frozenset({INVALID_GRAMMAR, GRAMMAR_NOT_SUPPORTED})
 SERVER_MODULE = "vsched.worker.grammar_server"
+RETRY_AFTER_S = 5
 _THREADS = 2
 _ACCEPTED_MAX = 1024
 """Digests of grammars that are known to compile: agents send the same tools with every request, and a check takes
@@ -85,7 +86,10 @@ class GrammarProcesses:
             raise _failure(error) from None
         except ServerLostError as error:
             logger.error("%s", error)  # noqa: TRY400 - it says it all
-            raise RequestFailed("the grammar could not be checked", code="grammar_failed") from None
+            message = f"the grammar could not be checked: {error}. Remedy: try again later."
+            raise RequestFailed(
+                message, code="grammar_failed", status=503, retry_after_s=RETRY_AFTER_S
+            ) from None
         except ServerClosedError as error:
             raise RequestFailed(str(error), code="stopping", status=503) from None
         outcome = msgspec.json.decode(answer, type=GrammarOutcome)
@@ -114,7 +118,9 @@ def _failure(error: CallFailedError) -> RequestRefused | RequestFailed:
         # Killed from outside, as by the system when memory is short: the grammar may well be fine.
         logger.error("the process of a grammar %s", error)
         message = f"the grammar could not be checked: its process {error}. Remedy: try again later."
-        return RequestFailed(message, code="grammar_failed", status=503, retry_after_s=5)
+        return RequestFailed(
+            message, code="grammar_failed", status=503, retry_after_s=RETRY_AFTER_S
+        )
     if error.signal is signal.SIGPROF:
         what = f"it took more than {CPU_S_MAX:g} s of CPU time to compile"
     else:
@@ -137,7 +143,7 @@ def _late(limit: str) -> RequestRefused:
         limit=limit,
         remedy="try again later, or raise media.prepare_s",
     )
-    return RequestRefused(message, code="prepare_timeout", status=503, retry_after_s=5)
+    return RequestRefused(message, code="prepare_timeout", status=503, retry_after_s=RETRY_AFTER_S)
 
 
 class GrammarChecks:

@@ -32,10 +32,10 @@ KEPT_MAX = 8
 """Idle processes that are kept for further calls."""
 KEPT_CALLS_MAX = 256
 """Calls after which a kept process is replaced: its heap keeps what its largest calls left."""
-
-
 FROM_OUTSIDE = (None, signal.SIGKILL, signal.SIGTERM)
 """Signals that the code of a call does not cause; None when the server died and took the process along."""
+_STARTS_MAX = 3
+"""Servers that one call tries."""
 
 
 class CallFailedError(Exception):
@@ -235,8 +235,8 @@ class IsolatedCalls:
         return is_kept
 
     def _fork(self) -> _Forked:
-        """Return a new process; a server that is gone is replaced once."""
-        for _ in range(2):
+        """Return a new process; a server that is gone is replaced."""
+        for _ in range(_STARTS_MAX):
             with self._lock:
                 orders = self._begin()
             channel, theirs = socket.socketpair()

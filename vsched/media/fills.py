@@ -125,7 +125,12 @@ class Fills:
                 if isinstance(outcome, RequestRefused):
                     raise blame(outcome, index)
                 if outcome is not None:
-                    raise RequestFailed(outcome.message, code=outcome.code, status=outcome.status)
+                    raise RequestFailed(
+                        outcome.message,
+                        code=outcome.code,
+                        status=outcome.status,
+                        retry_after_s=outcome.retry_after_s,
+                    )
         finally:
             for _, fill in joined:
                 self._leave(fill)

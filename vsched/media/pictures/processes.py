@@ -30,6 +30,7 @@ from vsched.worker.contract import ImageRecipe, Preprocessor
 
 logger = logging.getLogger(__name__)
 
+RETRY_AFTER_S = 5
 LARGE_BYTES = 64 << 20
 """Memory from which an image gets a process of its own; a photograph of 12 megapixels takes as much."""
 SERVER_MODULE = "vsched.media.pictures.server"
@@ -135,8 +136,9 @@ class PictureProcesses:
             ) from None
         except ServerLostError as error:
             logger.error("%s", error)  # noqa: TRY400 - it says it all
+            message = f"the image could not be processed: {error}. Remedy: try again later."
             raise RequestFailed(
-                "the image could not be processed", code="image_processing_failed"
+                message, code="image_processing_failed", status=503, retry_after_s=RETRY_AFTER_S
             ) from None
         except ServerClosedError as error:
             raise RequestFailed(str(error), code="stopping", status=503) from None
