@@ -24,6 +24,13 @@ from vsched.types import FinishReason, ModelInfo
 from vsched.worker.drafting.drafts import allows, foresee_with, only_token
 from vsched_workers.checkpoint.detokenize import TokenTable
 from vsched_workers.checkpoint.files import checkpoint_directory
+from vsched_workers.checkpoint.preprocess.lark_texts import checked_lark
+from vsched_workers.checkpoint.preprocess.patterns import (
+    PatternError,
+    without_lookaheads,
+    written_pattern,
+)
+from vsched_workers.checkpoint.preprocess.schemas import SchemaError, prepared
 from vsched_workers.checkpoint.tokenizer_files import TOKENIZER_JSON, load_tokenizer
 
 if TYPE_CHECKING:
@@ -34,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 NESTING_MAX = 64
 """Brackets within brackets in a grammar or regex: they are parsed recursively, where an overflow ends the process."""
-MESSAGE_CHARACTERS_MAX = 300
+MESSAGE_CHARACTERS_MAX = 2000
 COMPILE_S_MAX = 0.25
 """CPU time of the engine's compilation: a rank compiles what was accepted between two steps, and others wait."""
 TRIED_TOKENS_MAX, TRIED_S_MAX = 32, 0.05
@@ -302,11 +309,11 @@ class _Tree:
         if not least and most is None:
             body = [r"/(.|\n)*/"]
         if pattern is not None:
-            _check_nesting(pattern)
-            body.append(f"/{_whole(pattern)}/")
+            held = [written_pattern(each) for each in without_lookaheads(pattern)]
+            body += [f"/{_whole(each)}/" for each in held]
         body.append(rf"~/(.|\n)*{_quoted(without)}(.|\n)*/")
-        held = self._terminal(" & ".join(body))
-        return self._terminal(f"{held} {json.dumps(end, ensure_ascii=False)}")
+        text = self._terminal(" & ".join(body))
+        return self._terminal(f"{text} {json.dumps(end, ensure_ascii=False)}")
 
     def _terminal(self, text: str) -> str:
         return self._terminals.setdefault(text, f"TEXT_{len(self._terminals)}")
@@ -341,7 +348,8 @@ def _in_its_form(grammar: str) -> str:
         match kind:
             case "json_schema":
                 # A schema of `true` allows anything, one of `false` nothing: a wrapper has room for the options.
-                schema = value if isinstance(value, dict) else {"allOf": [value]}
+                kept = prepared(value)
+                schema = kept if isinstance(kept, dict) else {"allOf": [kept]}
                 return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_WHITESPACE)
             case "regex":
                 _check_nesting(value)
@@ -351,15 +359,17 @@ def _in_its_form(grammar: str) -> str:
                 return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(options))
             case "grammar":
                 _check_nesting(value)
-                return LLMatcher.grammar_from_lark(any_to_lark(value))
+                return LLMatcher.grammar_from_lark(checked_lark(any_to_lark(value)))
             case "thought":
                 answer = msgspec.json.encode(value["answer"]).decode()
                 return _behind_thought(value["end"], _in_its_form(answer))
             case "calls":
                 lark = _Tree().in_lark(value["start"], value["rules"])
-                return LLMatcher.grammar_from_lark(lark)
+                return LLMatcher.grammar_from_lark(checked_lark(lark))
     except RequestRefused:
         raise
+    except (SchemaError, PatternError) as error:
+        raise _unusable(str(error)) from None
     except Exception as error:  # the converter raises plain ones, and msgspec its own
         raise _refused(str(error)) from error
     raise _refused(f"{kind} is no kind of grammar")
@@ -395,10 +405,17 @@ def _check_nesting(text: str) -> None:
 
 
 def _refused(reason: str) -> RequestRefused:
-    first = reason.strip().partition("\n")[0][:MESSAGE_CHARACTERS_MAX].rstrip(". ")
-    if first.startswith("panic"):  # a mistake of the library, with its inside in the words
-        first = "it cannot be compiled"
+    """Return the refusal of a grammar for an error of the grammar library, which may have many lines."""
+    lines = [line for line in reason.splitlines() if line.strip(" ^|-0123456789")]
+    text = " ".join(" ".join(lines).split())
+    text = "".join(each if each.isprintable() else "\ufffd" for each in text)
+    text = text[:MESSAGE_CHARACTERS_MAX].rstrip(". ")
+    if text.startswith("panic"):  # a mistake of the library, with its inside in the words
+        text = "it cannot be compiled"
+    return _unusable(f"{text}. Remedy: correct or simplify it")
+
+
+def _unusable(reason: str) -> RequestRefused:
     return RequestRefused(
-        f"the schema or grammar cannot be used: {first}. Remedy: correct or simplify it.",
-        code="invalid_grammar",
+        f"the schema or grammar cannot be used: {reason.rstrip('.')}.", code="invalid_grammar"
     )

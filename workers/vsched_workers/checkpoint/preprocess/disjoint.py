@@ -1,0 +1,188 @@
+"""Whether schemas exclude each other, so that `oneOf` and `anyOf` of them are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_ALL = frozenset(["null", "boolean", "number", "string", "array", "object"])
+_DEPTH_MAX = 16
+_PAIRS_MAX = 20_000
+
+
+@dataclasses.dataclass(slots=True)
+class Place:
+    """A schema, where it stands, and what references in it are relative to."""
+
+    schema: Any
+    pointer: str
+    base: str
+
+
+class Disjointness:
+    """Proves that schemas have no value in common."""
+
+    def __init__(self, find: Callable[[Any, Place], Place]) -> None:
+        """Take what finds the schema that a reference means."""
+        self._find = find
+        self._work = 0
+
+    def overlapping(self, places: Sequence[Place]) -> tuple[int, int] | None:
+        """Return the first two schemas that may match the same value; None if there are none."""
+        flat = [self._parts(each, 0) for each in places]
+        for (at, first), (other, second) in itertools.combinations(enumerate(flat), 2):
+            if not self._disjoint(first, second, 0):
+                return at, other
+        return None
+
+    def _parts(self, place: Place, depth: int) -> list[Place]:
+        """Return the schemas that a value of this one matches, all of them."""
+        found, node = [place], place.schema
+        self._work += 1
+        if not isinstance(node, dict) or depth > _DEPTH_MAX or self._work > _PAIRS_MAX:
+            return found
+        if "$ref" in node:
+            found += self._parts(self._find(node["$ref"], place), depth + 1)
+        held = node.get("allOf")
+        for each in held if isinstance(held, list) else ():
+            found += self._parts(self._inner(place, each), depth + 1)
+        return found
+
+    def _inner(self, place: Place, schema: Any) -> Place:
+        return Place(schema, place.pointer, place.base)
+
+    def _disjoint(self, first: list[Place], second: list[Place], depth: int) -> bool:
+        self._work += len(first) * len(second)
+        if depth > _DEPTH_MAX or self._work > _PAIRS_MAX:
+            return False
+        if any(each.schema is False for each in (*first, *second)):
+            return True
+        if not _types(first) & _types(second):
+            return True
+        values, others = _values(first), _values(second)
+        if values is not None and others is not None and not values & others:
+            return True
+        for parts, rest in ((first, second), (second, first)):
+            for options in self._options(parts):
+                if all(
+                    self._disjoint([*parts_of, *_without_options(parts)], rest, depth + 1)
+                    for parts_of in options
+                ):
+                    return True
+        if _types(first) & _types(second) != {"object"}:
+            return False
+        return any(
+            self._disjoint(self._property(first, name), self._property(second, name), depth + 1)
+            for name in sorted(_required(first) | _required(second))
+        )
+
+    def _options(self, parts: list[Place]) -> list[list[list[Place]]]:
+        """Return the options of each part that has some."""
+        found = []
+        for part in parts:
+            for keyword in ("anyOf", "oneOf"):
+                held = part.schema.get(keyword) if isinstance(part.schema, dict) else None
+                if isinstance(held, list) and held:
+                    found.append([self._parts(self._inner(part, each), 1) for each in held])
+        return found
+
+    def _property(self, parts: list[Place], name: str) -> list[Place]:
+        """Return the schemas that the value of a property matches."""
+        found: list[Place] = []
+        for part in parts:
+            node = part.schema
+            if not isinstance(node, dict):
+                continue
+            listed = node.get("properties")
+            if isinstance(listed, dict) and name in listed:
+                found += self._parts(self._inner(part, listed[name]), 0)
+            elif "patternProperties" not in node and "additionalProperties" in node:
+                found += self._parts(self._inner(part, node["additionalProperties"]), 0)
+        return found
+
+
+def _without_options(parts: list[Any]) -> list[Any]:
+    """Return the parts without options, one of which is looked at."""
+    return [
+        each
+        for each in parts
+        if not (isinstance(each.schema, dict) and {"anyOf", "oneOf"} & each.schema.keys())
+    ]
+
+
+def _types(parts: Sequence[Place]) -> frozenset[str]:
+    """Return the types of the values of all these schemas."""
+    found = _ALL
+    for part in parts:
+        node = part.schema
+        if not isinstance(node, dict):
+            continue
+        kinds = node.get("type")
+        if kinds is not None:
+            kinds = kinds if isinstance(kinds, list) else [kinds]
+            found &= {
+                "number" if each == "integer" else each for each in kinds if isinstance(each, str)
+            }
+        for values in _listed(node):
+            found &= {_type(each) for each in values}
+    return found
+
+
+def _values(parts: Sequence[Place]) -> set[str] | None:
+    """Return the values that all these schemas allow, as texts; None if there is no list of them."""
+    found: set[str] | None = None
+    for part in parts:
+        if isinstance(part.schema, dict):
+            for values in _listed(part.schema):
+                texts = {_text(each) for each in values}
+                found = texts if found is None else found & texts
+    return found
+
+
+def _listed(node: dict[str, Any]) -> list[list[Any]]:
+    found = [[node["const"]]] if "const" in node else []
+    if isinstance(node.get("enum"), list):
+        found.append(node["enum"])
+    return found
+
+
+def _required(parts: Sequence[Place]) -> set[str]:
+    found: set[str] = set()
+    for part in parts:
+        names = part.schema.get("required") if isinstance(part.schema, dict) else None
+        found |= (
+            {each for each in names if isinstance(each, str)} if isinstance(names, list) else set()
+        )
+    return found
+
+
+def _type(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+    return "array" if isinstance(value, list) else "object"
+
+
+def _text(value: Any) -> str:
+    """Return a text that is the same for equal values."""
+    return json.dumps(_normal(value), sort_keys=True)
+
+
+def _normal(value: Any) -> Any:
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case dict():
+            return {name: _normal(each) for name, each in value.items()}
+        case list():
+            return [_normal(each) for each in value]
+    return value

@@ -1,0 +1,244 @@
+"""Numbers of JSON schemas, as the grammar library can hold them.
+
+The library reads every number as a 64-bit float and writes ranges with 64-bit integers. Bounds are therefore moved
+inwards to numbers that survive both, so that every answer satisfies the schema; a constant that does not survive is
+refused.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from vsched.errors import limit_message
+
+INTEGER_MAX = 2**63 - 1024
+"""The greatest 64-bit float that is a 64-bit integer."""
+_OPEN_MAX = 10**18
+"""The library writes ranges that are open on one side up to here."""
+DECIMALS_MAX = 50
+MULTIPLE_MAX = 50_000
+"""Digits of `multipleOf` without the decimal point: remainders become states of an automaton."""
+_EXACT = 2**53
+
+
+class NumberError(ValueError):
+    """A number that cannot be used; the message gives the keyword, the reason and the remedy."""
+
+
+class _Bound(NamedTuple):
+    value: Fraction
+    exclusive: bool
+    keyword: str
+
+
+def is_number(value: Any) -> bool:
+    """Return True for a finite JSON number."""
+    return type(value) is int or (type(value) is float and math.isfinite(value))
+
+
+def constant(value: float) -> int | float:
+    """Return a number of `const` or `enum` that the library holds exactly.
+
+    Raises:
+        NumberError: When it does not.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise NumberError(f"{value} is no JSON number. Remedy: use a string")
+    if value != int(value):
+        if len(_digits_after_point(value)) <= DECIMALS_MAX:
+            return value
+        limit = f"{DECIMALS_MAX} decimals"
+        raise NumberError(
+            limit_message(
+                "the number has too many decimals", value=value, limit=limit, remedy="use a string"
+            )
+        )
+    whole = int(value)
+    if abs(whole) > INTEGER_MAX:
+        message = "the integer has more than 64 bits, or is at their end"
+        limit = f"{INTEGER_MAX} (2^63 - 1024)"
+    elif int(float(whole)) != whole:
+        message = "the integer is not exact as a 64-bit float, as which grammars hold numbers"
+        limit = f"{_EXACT} (2^53), beyond which some integers are not exact"
+    else:
+        return whole
+    remedy = "use a string, or `type: integer` without this keyword"
+    raise NumberError(limit_message(message, value=shown(whole), limit=limit, remedy=remedy))
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message."""
+    try:
+        text = str(value)
+    except ValueError:  # Python writes no longer ones
+        return "an integer of thousands of digits"
+    return text if len(text) <= 40 else f"{text[:40]}... ({len(text)} characters)"
+
+
+def bounds(schema: dict[str, Any], *, integer: bool) -> dict[str, int | float]:
+    """Return the keywords of the range of a schema, which is at most the range that was asked for.
+
+    Args:
+        schema: The schema, with `minimum`, `maximum`, `exclusiveMinimum` and `exclusiveMaximum`.
+        integer: True if it allows no number but integers.
+
+    Raises:
+        NumberError: When the range is empty, or nothing is left of it.
+    """
+    low, high = _bound(schema, "inimum", 1), _bound(schema, "aximum", -1)
+    if low and high:
+        _check_range(low, high, integer=integer)
+    if low and not high and low.value >= _OPEN_MAX:
+        high = _Bound(Fraction(INTEGER_MAX), False, low.keyword)
+    if high and not low and high.value <= -_OPEN_MAX:
+        low = _Bound(Fraction(-INTEGER_MAX), False, high.keyword)
+    found: dict[str, int | float] = {}
+    if low:
+        found |= _moved(low, integer=integer)
+    if high:
+        mirrored = _moved(high._replace(value=-high.value), integer=integer)
+        found |= {key.replace("inimum", "aximum"): -value for key, value in mirrored.items()}
+    if low and high:
+        least, most = found.values()
+        if least > most:
+            raise NumberError(
+                f"`{low.keyword}` and `{high.keyword}` have no number between them that is exact as a 64-bit float, "
+                f"as which grammars hold numbers: values {shown(schema.get(low.keyword))} and "
+                f"{shown(schema.get(high.keyword))}, limit {_EXACT} (2^53), beyond which some integers are not exact. "
+                "Remedy: use a string (`type: string`), or a wider range"
+            )
+    return found
+
+
+def _bound(schema: dict[str, Any], end: str, sign: int) -> _Bound | None:
+    """Return the tightest bound on one side."""
+    inclusive, exclusive = (f"m{end}", f"exclusiveM{end}")
+    found = []
+    for keyword in (inclusive, exclusive):
+        value = schema.get(keyword)
+        if value is None or (keyword == exclusive and isinstance(value, bool)):
+            continue  # a boolean is of draft 4, and speaks of the other keyword
+        if not is_number(value):
+            raise NumberError(f"`{keyword}` is no finite number. Remedy: send a number")
+        only = keyword == exclusive or schema.get(exclusive) is True
+        found.append(_Bound(Fraction(value), only, keyword))
+    return max(found, key=lambda each: (sign * each.value, each.exclusive), default=None)
+
+
+def _check_range(low: _Bound, high: _Bound, *, integer: bool) -> None:
+    empty = low.value > high.value or (
+        low.value == high.value and (low.exclusive or high.exclusive)
+    )
+    if integer and not empty:
+        least = math.floor(low.value) + 1 if low.exclusive else math.ceil(low.value)
+        most = math.ceil(high.value) - 1 if high.exclusive else math.floor(high.value)
+        empty = least > most
+    if empty:
+        kind = "integer" if integer else "number"
+        raise NumberError(
+            f"`{low.keyword}` and `{high.keyword}` have no {kind} between them. Remedy: correct them"
+        )
+
+
+def _moved(low: _Bound, *, integer: bool) -> dict[str, int | float]:
+    """Return a lower bound, moved upwards to a number that the library holds exactly."""
+    value, exclusive, keyword = low
+    if integer or abs(value) >= _EXACT:
+        whole = max(math.floor(value) + 1 if exclusive else math.ceil(value), -INTEGER_MAX)
+        if whole <= INTEGER_MAX:
+            whole = _exact(whole, short=not integer)
+        if whole > INTEGER_MAX:
+            message = f"`{keyword}` leaves no integer of 64 bits"
+            remedy = "use a string (`type: string`), or another bound"
+            raise NumberError(
+                limit_message(
+                    message, value=shown(abs(math.ceil(value))), limit=INTEGER_MAX, remedy=remedy
+                )
+            )
+        return {"minimum": whole}
+    bound: int | float = int(value) if value.denominator == 1 else float(value)
+    if isinstance(bound, float) and len(_digits_after_point(bound)) > DECIMALS_MAX:
+        message, limit = f"`{keyword}` has too many decimals", f"{DECIMALS_MAX} decimals"
+        raise NumberError(
+            limit_message(message, value=bound, limit=limit, remedy="use a rounder number")
+        )
+    return {"exclusiveMinimum" if exclusive else "minimum": bound}
+
+
+def _exact(whole: int, *, short: bool) -> int:
+    """Return the least integer from `whole` that is exact as a float; if `short`, in its shortest digits as well."""
+    factor, rounded = (10 if short else 2), whole
+    for power in range(20):
+        step: int = factor**power
+        rounded = -(-whole // step) * step
+        exact = float(rounded)
+        if int(exact) == rounded and (not short or int(Decimal(repr(exact))) == rounded):
+            break
+    return rounded
+
+
+def multiple_of(value: Any, *, integer: bool) -> tuple[int, int]:
+    """Return the digits of `multipleOf`, and how many of them stand behind the decimal point.
+
+    Args:
+        value: The value of the keyword.
+        integer: True if the schema allows no number but integers: a multiple of 0.5 and of 1 are then the same.
+
+    Raises:
+        NumberError: When it is not a number that the library can hold.
+    """
+    if not is_number(value) or value <= 0:
+        raise NumberError("`multipleOf` is no number greater than 0. Remedy: send one")
+    exact = Fraction(Decimal(repr(value)))
+    if integer:
+        exact = Fraction(exact.numerator)
+    decimals = next(
+        (n for n in range(DECIMALS_MAX) if (exact * 10**n).denominator == 1), DECIMALS_MAX
+    )
+    digits = exact * 10**decimals
+    if digits > MULTIPLE_MAX or digits.denominator != 1 or decimals > 30:
+        limit = f"{MULTIPLE_MAX}, without the decimal point"
+        remedy = "use a smaller or rounder number, or leave it out"
+        raise NumberError(
+            limit_message(
+                "`multipleOf` has too many digits", value=value, limit=limit, remedy=remedy
+            )
+        )
+    return int(digits), decimals
+
+
+def written_multiple(digits: int, decimals: int) -> int | float:
+    """Return a number in which the library reads these digits: it multiplies floats by 10 until they are whole."""
+    value = near = digits / 10**decimals
+    for _ in range(8):
+        if _as_read(near) == (digits, decimals):
+            return near if decimals else digits
+        near = math.nextafter(near, 0)
+    near = value
+    for _ in range(8):
+        near = math.nextafter(near, math.inf)
+        if _as_read(near) == (digits, decimals):
+            return near
+    remedy = "use a rounder number, or integers of a smaller unit"
+    raise NumberError(
+        f"`multipleOf` {value} cannot be held exactly as a 64-bit float. Remedy: {remedy}"
+    )
+
+
+def _as_read(value: float) -> tuple[int, int]:
+    decimals = 0
+    while value != int(value):
+        value *= 10.0
+        decimals += 1
+    digits = int(value)
+    while decimals and digits % 10 == 0:
+        digits //= 10
+        decimals -= 1
+    return digits, decimals
+
+
+def _digits_after_point(value: float) -> str:
+    return format(Decimal(repr(value)), "f").partition(".")[2]
