@@ -412,6 +412,8 @@ def _refused(reason: str) -> RequestRefused:
     text = text[:MESSAGE_CHARACTERS_MAX].rstrip(". ")
     if text.startswith("panic"):  # a mistake of the library, with its inside in the words
         text = "it cannot be compiled"
+    if text.startswith("NoExtension"):
+        text = "it allows no text"
     return _unusable(f"{text}. Remedy: correct or simplify it")
 
 

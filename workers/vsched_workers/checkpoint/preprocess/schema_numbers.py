@@ -16,12 +16,13 @@ from vsched.errors import limit_message
 
 INTEGER_MAX = 2**63 - 1024
 """The greatest 64-bit float that is a 64-bit integer."""
-_OPEN_MAX = 10**18
-"""The library writes ranges that are open on one side up to here."""
+_OPEN_MAX = 9 * 10**17
+"""The library writes ranges that are open on one side up to 10^18, and bounds move outwards from zero."""
 DECIMALS_MAX = 50
 MULTIPLE_MAX = 50_000
 """Digits of `multipleOf` without the decimal point: remainders become states of an automaton."""
 _EXACT = 2**53
+_NUDGE = 1e-12
 
 
 class NumberError(ValueError):
@@ -48,15 +49,16 @@ def constant(value: float) -> int | float:
     if isinstance(value, float) and not math.isfinite(value):
         raise NumberError(f"{value} is no JSON number. Remedy: use a string")
     if value != int(value):
-        if len(_digits_after_point(value)) <= DECIMALS_MAX:
+        decimals = len(_digits_after_point(value))
+        if decimals <= DECIMALS_MAX and _as_parsed(value) == value:
             return value
-        limit = f"{DECIMALS_MAX} decimals"
+        limit = f"{DECIMALS_MAX} decimals" if decimals > DECIMALS_MAX else "15 digits"
         raise NumberError(
             limit_message(
-                "the number has too many decimals", value=value, limit=limit, remedy="use a string"
+                "the number has too many digits", value=value, limit=limit, remedy="use a string"
             )
         )
-    whole = int(value)
+    whole = int(_as_written(value))
     if abs(whole) > INTEGER_MAX:
         message = "the integer has more than 64 bits, or is at their end"
         limit = f"{INTEGER_MAX} (2^63 - 1024)"
@@ -102,7 +104,10 @@ def bounds(schema: dict[str, Any], *, integer: bool) -> dict[str, int | float]:
         mirrored = _moved(high._replace(value=-high.value), integer=integer)
         found |= {key.replace("inimum", "aximum"): -value for key, value in mirrored.items()}
     if low and high:
-        least, most = found.values()
+        if {"exclusiveMinimum", "exclusiveMaximum"} & found.keys() and high.value - low.value < 1:
+            without_exclusive(found)
+        least = next(value for key, value in found.items() if key.endswith("inimum"))
+        most = next(value for key, value in found.items() if key.endswith("aximum"))
         if least > most:
             raise NumberError(
                 f"`{low.keyword}` and `{high.keyword}` have no number between them that is exact as a 64-bit float, "
@@ -111,6 +116,44 @@ def bounds(schema: dict[str, Any], *, integer: bool) -> dict[str, int | float]:
                 "Remedy: use a string (`type: string`), or a wider range"
             )
     return found
+
+
+def without_exclusive(found: dict[str, int | float]) -> None:
+    """Move exclusive bounds inwards by a little, and make them inclusive.
+
+    Between an exclusive whole number and a bound less than 1 away, the library allows the whole number.
+    """
+    for sign, exclusive, inclusive in (
+        (1, "exclusiveMinimum", "minimum"),
+        (-1, "exclusiveMaximum", "maximum"),
+    ):
+        if exclusive in found:
+            bound = float(found.pop(exclusive))
+            following = math.nextafter(bound, sign * math.inf)
+            moved = bound + sign * _NUDGE
+            found[inclusive] = _readable(following if moved == bound else moved, sign)
+
+
+def _readable(value: float, sign: int) -> float:
+    """Return the next float, upwards or downwards, that the library reads from its digits."""
+    while _as_parsed(value) != value:
+        value = math.nextafter(value, sign * math.inf)
+    return value
+
+
+def _as_parsed(value: float) -> float:
+    """Return what the library's parser makes of the digits of a float: it rounds twice."""
+    sign, digits, exponent = Decimal(repr(value)).as_tuple()
+    assert isinstance(exponent, int)
+    whole = float(int("".join(map(str, digits))))
+    power = float(f"1e{abs(exponent)}")
+    read = whole * power if exponent > 0 else whole / power
+    return -read if sign else read
+
+
+def _as_written(value: float) -> Fraction:
+    """Return a number as it stands in JSON: the digits of a float, not its binary value."""
+    return Fraction(value) if isinstance(value, int) else Fraction(Decimal(repr(value)))
 
 
 def _bound(schema: dict[str, Any], end: str, sign: int) -> _Bound | None:
@@ -124,7 +167,7 @@ def _bound(schema: dict[str, Any], end: str, sign: int) -> _Bound | None:
         if not is_number(value):
             raise NumberError(f"`{keyword}` is no finite number. Remedy: send a number")
         only = keyword == exclusive or schema.get(exclusive) is True
-        found.append(_Bound(Fraction(value), only, keyword))
+        found.append(_Bound(_as_written(value), only, keyword))
     return max(found, key=lambda each: (sign * each.value, each.exclusive), default=None)
 
 
@@ -159,8 +202,11 @@ def _moved(low: _Bound, *, integer: bool) -> dict[str, int | float]:
                 )
             )
         return {"minimum": whole}
-    bound: int | float = int(value) if value.denominator == 1 else float(value)
-    if isinstance(bound, float) and len(_digits_after_point(bound)) > DECIMALS_MAX:
+    if value.denominator == 1:
+        return {"exclusiveMinimum" if exclusive else "minimum": int(value)}
+    bound = _readable(float(value), 1)
+    exclusive = exclusive and bound == float(value)
+    if len(_digits_after_point(bound)) > DECIMALS_MAX:
         message, limit = f"`{keyword}` has too many decimals", f"{DECIMALS_MAX} decimals"
         raise NumberError(
             limit_message(message, value=bound, limit=limit, remedy="use a rounder number")
@@ -192,7 +238,7 @@ def multiple_of(value: Any, *, integer: bool) -> tuple[int, int]:
     """
     if not is_number(value) or value <= 0:
         raise NumberError("`multipleOf` is no number greater than 0. Remedy: send one")
-    exact = Fraction(Decimal(repr(value)))
+    exact = _as_written(value)
     if integer:
         exact = Fraction(exact.numerator)
     decimals = next(
@@ -212,19 +258,17 @@ def multiple_of(value: Any, *, integer: bool) -> tuple[int, int]:
 
 def written_multiple(digits: int, decimals: int) -> int | float:
     """Return a number in which the library reads these digits: it multiplies floats by 10 until they are whole."""
-    value = near = digits / 10**decimals
+    if not decimals:
+        return digits
+    value: float = digits / 10**decimals
+    below = above = value
     for _ in range(8):
-        if _as_read(near) == (digits, decimals):
-            return near if decimals else digits
-        near = math.nextafter(near, 0)
-    near = value
-    for _ in range(8):
-        near = math.nextafter(near, math.inf)
-        if _as_read(near) == (digits, decimals):
-            return near
-    remedy = "use a rounder number, or integers of a smaller unit"
+        for near in (below, above):
+            if _as_read(near) == (digits, decimals) and _as_parsed(near) == near:
+                return near
+        below, above = math.nextafter(below, 0), math.nextafter(above, math.inf)
     raise NumberError(
-        f"`multipleOf` {value} cannot be held exactly as a 64-bit float. Remedy: {remedy}"
+        f"{value} cannot be held exactly as a 64-bit float. Remedy: use a rounder number, or integers of a smaller unit"
     )
 
 

@@ -28,6 +28,7 @@ from vsched_workers.checkpoint.preprocess.schema_numbers import (
     constant,
     multiple_of,
     shown,
+    without_exclusive,
     written_multiple,
 )
 
@@ -197,6 +198,7 @@ class _Preparation:
         self._references: dict[str, dict[str, int]] = {}
         self._multiples: set[tuple[int, int]] = set()
         self._combines = False
+        self._bounded: list[dict[str, Any]] = []
         self._disjointness = Disjointness(self._resources.find)
 
     def run(self) -> Schema:
@@ -219,6 +221,8 @@ class _Preparation:
                 )
             )
         self._check_multiples()
+        for each in self._bounded if self._combines else ():
+            without_exclusive(each)
         if isinstance(made, dict) and found:
             made["$defs"] = found
         return made
@@ -384,6 +388,13 @@ class _Preparation:
             made[keyword] = written_multiple(*found)
             self._multiples.add(found)
 
+    def _add_bounds(
+        self, made: dict[str, Any], keyword: str, value: Any, place: Place, depth: int
+    ) -> None:
+        if not set(_NUMBERS) & made.keys():
+            made.update(bounds(place.schema, integer=_is_integer(place.schema)))
+            self._bounded.append(made)
+
     def _add_items(
         self, made: dict[str, Any], keyword: str, value: Any, place: Place, depth: int
     ) -> None:
@@ -442,6 +453,7 @@ class _Preparation:
         "additionalProperties": _add_inner,
         "propertyNames": _add_names,
         "multipleOf": _add_multiple,
+        **dict.fromkeys(_NUMBERS, _add_bounds),
     }
     """Writes the keywords with schemas in them, and those that the whole document must be known for."""
 
@@ -610,11 +622,6 @@ def _add_values(made: dict[str, Any], keyword: str, value: Any, place: Place) ->
     made[keyword] = _constant(value, _step(place.pointer, keyword), keyword)
 
 
-def _add_bounds(made: dict[str, Any], keyword: str, value: Any, place: Place) -> None:
-    if not set(_NUMBERS) & made.keys():
-        made.update(bounds(place.schema, integer=_is_integer(place.schema)))
-
-
 def _add_format(made: dict[str, Any], keyword: str, value: Any, place: Place) -> None:
     if isinstance(value, str) and value in FORMATS:
         made[keyword] = value
@@ -690,7 +697,6 @@ _PLAIN: dict[str, Callable[[dict[str, Any], str, Any, Place], None]] = {
     "required": _add_required,
     "pattern": _add_pattern,
     "format": _add_format,
-    **dict.fromkeys(_NUMBERS, _add_bounds),
     **dict.fromkeys(_COUNTS, _add_count),
 }
 """Writes the keywords without schemas in them."""
