@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar, get_origin
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
@@ -38,8 +39,12 @@ class NotPlain(ValueError):
         )
 
 
-def plain_struct(value: msgspec.Struct, wanted: type[T], *, path: str = "") -> T:
+def plain_struct(
+    value: msgspec.Struct, wanted: type[T], *, path: str = "", bounds: bool = True
+) -> T:
     """Return a struct with the same fields, each converted by `plain_value`; structs within it, too.
+
+    Without `bounds`, those that annotations state are not checked.
 
     Raises:
         NotPlain: When it is not such a struct, or a field has a wrong type or is out of bounds.
@@ -49,15 +54,20 @@ def plain_struct(value: msgspec.Struct, wanted: type[T], *, path: str = "") -> T
     prefix = f"{path}." if path else ""
     return wanted(
         **{
-            field.name: plain_value(
-                getattr(value, field.name), field.type, path=f"{prefix}{field.name}"
-            )
-            for field in msgspec.structs.fields(wanted)
+            name: plain_value(getattr(value, name), kind, path=f"{prefix}{name}", bounds=bounds)
+            for name, kind in _types(wanted, bounds=bounds).items()
         }
     )
 
 
-def plain_value(value: object, wanted: Any, *, path: str) -> Any:
+@cache
+def _types(wanted: type[msgspec.Struct], *, bounds: bool) -> dict[str, Any]:
+    """Return the types of the fields of a struct, with their bounds or without."""
+    hints = get_type_hints(wanted, include_extras=bounds)
+    return {name: hints[name] for name in wanted.__struct_fields__}
+
+
+def plain_value(value: object, wanted: Any, *, path: str, bounds: bool = True) -> Any:
     """Return a value as the type `wanted`.
 
     Numpy numbers and arrays, subclasses of str, int and float, and paths become the built-in types, ints floats,
@@ -67,7 +77,7 @@ def plain_value(value: object, wanted: Any, *, path: str) -> Any:
         NotPlain: When it is of another type, out of bounds, an int of over 64 bits, or text that UTF-8 cannot hold.
     """
     if isinstance(wanted, type) and issubclass(wanted, msgspec.Struct):
-        return plain_struct(value, wanted, path=path)  # type: ignore[arg-type] # it checks that
+        return plain_struct(value, wanted, path=path, bounds=bounds)  # type: ignore[arg-type] # it checks that
     bare = wanted.__origin__ if get_origin(wanted) is Annotated else wanted
     try:
         plain = _plain(value)

@@ -93,16 +93,18 @@ def load_config(
 def plain_config(config: Config) -> Config:
     """Return a configuration that was built in Python with each value as its declared type; see `plain_value`.
 
+    Bounds of values are not checked: simulations have smaller engines than a file may ask for.
+
     Raises:
-        ConfigError: When it is none, or a value has a wrong type or is out of bounds.
+        ConfigError: When it is none, or a value has a wrong type.
     """
     if not isinstance(config, Config):
         raise ConfigError(NotPlain("config", config, "`Config`").message("pass a `Config`"))
     try:
-        return plain_struct(config, Config)
+        return plain_struct(config, Config, bounds=False)
     except NotPlain as error:
         raise ConfigError(
-            error.message("set it within the limit, or leave it out for the default")
+            error.message("set a value of this type, or leave it out for the default")
         ) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import cast
 
 import msgspec
@@ -118,6 +119,11 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
         with problems.collected():
             built[path] = resolve_policy(kind, policy_table(config, path), path=path)
     problems.tell()
+    return configured_policies(config, built)
+
+
+def configured_policies(config: Config, built: Mapping[str, Policy]) -> ConfiguredPolicies:
+    """Return policies, by table, with the limits that follow from them."""
     encode_admission = built["encode.admission"]
     items_max = getattr(encode_admission, "max_items", None)
     if items_max is None:

@@ -11,6 +11,8 @@ policies with a state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePath
+from traceback import TracebackException
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -22,6 +24,8 @@ STATE_BYTES_MAX = 16 << 10
 """Most bytes of one state: enough for some hundred names with numbers. It is written and read again in every call."""
 NOTICES_MAX = 100
 """Most notices per policy: one that raises in every step must not flood the log, and is then only counted."""
+
+_KERNEL = str(PurePath(__file__).parent)
 
 AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
 
@@ -60,21 +64,30 @@ class PolicyFaultsState(msgspec.Struct):
 
 
 class PolicyFaults:
-    """Counts policy failures and keeps notices of them until the scheduler takes them."""
+    """Counts policy failures and keeps notices of them until the scheduler takes them.
+
+    Attributes:
+        first: By policy, the first failure since this kernel was made, with its traceback.
+    """
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.notices: list[str] = []
+        self.first: dict[str, TracebackException] = {}
         self._reported = 0
 
-    def report(self, policy: object, error: Exception, shown: object) -> None:
+    def report(self, policy: Policy, error: Exception, shown: object) -> None:
         """Count a failure, and word a notice with the policy's input."""
         name = type(policy).__name__
         self.counts[name] = self.counts.get(name, 0) + 1
         if self._reported < NOTICES_MAX:
             self._reported += 1
+            # Without source lines: the kernel reads no file.
+            trace = TracebackException.from_exception(error, lookup_lines=False)
+            self.first.setdefault(name, trace)
             self.notices.append(
-                f"policy {name} failed ({type(error).__name__}: {error}); the default decided. Input: {shown!r:.500}"
+                f"policy {name} failed at {_place(policy, trace)} ({type(error).__name__}: {error}); "
+                f"the default decided. Input: {shown!r:.500}"
             )
 
     def take_notices(self) -> list[str]:
@@ -89,6 +102,22 @@ class PolicyFaults:
     def restore(self, state: PolicyFaultsState) -> None:
         """Take over a state."""
         self.counts, self.notices, self._reported = state.counts, state.notices, state.reported
+
+
+def _place(policy: Policy, trace: TracebackException) -> str:
+    """Return where a policy failed: what it called last outside the kernel, else its method, whose answer is invalid.
+
+    Files are named without their folders: a digest over notices is the same wherever the code lies.
+    """
+    outside = [frame for frame in trace.stack if not frame.filename.startswith(_KERNEL)]
+    if outside:
+        last = outside[-1]
+        return f"{PurePath(last.filename).name}:{last.lineno} in {last.name}"
+    method = getattr(type(policy), policy.method, None)
+    code = getattr(method, "__code__", None)
+    if code is None:
+        return policy.method
+    return f"{PurePath(code.co_filename).name}:{code.co_firstlineno}, the answer of {policy.method}"
 
 
 class PolicySeat(Generic[AnyPolicy]):

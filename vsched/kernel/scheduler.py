@@ -7,7 +7,8 @@ decides, and the commands go out in the order in which they were returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from traceback import TracebackException
 from typing import Any
 
 import msgspec
@@ -559,6 +560,11 @@ class Scheduler:
             "encode": self.encode.statistics(),
             "generate": generate,
         }
+
+    @property
+    def policy_failures(self) -> Mapping[str, TracebackException]:
+        """The first failure of each policy that failed since this scheduler was made, by the name of its class."""
+        return self._faults.first
 
     def check_invariants(self) -> None:
         """Assert that nothing is lost or owned twice, and that a scheduler at rest has nothing to do."""

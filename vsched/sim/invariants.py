@@ -25,6 +25,7 @@ from vsched.kernel.events import (
     Submitted,
 )
 from vsched.kernel.generate.request_queue import ReadyEntry
+from vsched.plugins import load_policy_class
 from vsched.sim.setup import Setup
 from vsched.types import MediaItem, group_names, stage_of
 
@@ -333,5 +334,7 @@ class Oracles:
 
 
 def _is_fifo(setup: Setup) -> bool:
-    table = setup.config.generate.admission
-    return table.get("use") == "fifo" and not table.get("look_ahead")
+    """Return whether the policy that decides, which need not be the configured one, is `fifo`."""
+    policy = setup.policies.generate_admission
+    fifo = load_policy_class(policy.kind, "fifo")
+    return type(policy) is fifo and not getattr(policy, "look_ahead", 0)

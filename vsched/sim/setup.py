@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from vsched.assembly import arena_layout, as_served, scheduler_limits
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig, plain_config, resolve_policies
-from vsched.errors import ConfigError, limit_message
+from vsched.config.policies import configured_policies
+from vsched.config.sections import POLICY_TABLES
+from vsched.errors import ConfigError, PolicyError, limit_message
 from vsched.kernel import KernelPolicies, SchedulerLimits
 from vsched.plugins import check_contract
 from vsched.policy import CONTRACTS, Policy
@@ -19,22 +20,8 @@ from vsched.sim.cost.model import CostModel
 from vsched.types import ModelInfo
 from vsched.worker.registry import load_worker
 
-FIELDS = {
-    "encode.admission": "encode_admission",
-    "encode.encoding": "encoding",
-    "encode.dispatch": "dispatch",
-    "encode.eviction": "encode_eviction",
-    "encode.reclaim": "reclaim",
-    "generate.admission": "generate_admission",
-    "generate.preemption": "preemption",
-    "generate.eviction": "generate_eviction",
-    "generate.insertion": "insertion",
-    "generate.drafting": "drafting",
-    "generate.step": "step",
-    "routing": "routing",
-    "front_door": "front_door",
-}
-"""Where `ConfiguredPolicies` keeps the policy of each table that a simulation consults."""
+TABLES = tuple(table for table in POLICY_TABLES if table != "generate.memory")
+"""The tables of policies that a simulation consults."""
 
 
 class DraftLuck(msgspec.Struct, frozen=True):
@@ -98,7 +85,7 @@ def prepare(
     else:
         config = plain_config(config)
         configured = resolve_policies(config)
-    configured = _replace(configured, policies or {})
+    configured = _replace(config, configured, policies or {})
     info = info or cost.shape or inspect_checkpoint(config, config.model.path)
     config, info = as_served(config, info)
     blocks = _kv_tokens(config, info, cost, kv_tokens) // config.generate.block_size
@@ -121,15 +108,20 @@ def prepare(
     return Setup(config=config, info=info, limits=limits, policies=configured, drafts=drafts)
 
 
-def _replace(configured: ConfiguredPolicies, policies: Mapping[str, Policy]) -> ConfiguredPolicies:
+def _replace(
+    config: Config, configured: ConfiguredPolicies, policies: Mapping[str, Policy]
+) -> ConfiguredPolicies:
+    """Return the policies with others in their places, and the limits that follow from these."""
+    if not policies:
+        return configured
+    built = configured.by_table()
     for table, policy in policies.items():
-        if table not in FIELDS:
-            raise ConfigError(f"{table}: no table of a policy. Known: {', '.join(FIELDS)}")
-        replaced: Any = getattr(configured, FIELDS[table])
-        check_contract(type(policy), CONTRACTS[replaced.kind])
-    return msgspec.structs.replace(
-        configured, **{FIELDS[table]: policy for table, policy in policies.items()}
-    )
+        if table not in TABLES:
+            raise ConfigError(f"{table}: no table of a policy. Known: {', '.join(TABLES)}")
+        if isinstance(policy, type):
+            raise PolicyError(f"{table}: {policy.__name__} is a class; pass {policy.__name__}()")
+        check_contract(type(policy), CONTRACTS[built[table].kind])
+    return configured_policies(config, {**built, **policies})
 
 
 def _kv_tokens(config: Config, info: ModelInfo, cost: CostModel, given: int | None) -> int:

@@ -149,7 +149,7 @@ def pytest_pycollect_makeitem(
     collector: pytest.Module | pytest.Class, name: str, obj: object
 ) -> None:
     """Let `sim` imply `asyncio`, so that it is enough in pytest-asyncio's strict mode, too."""
-    if not inspect.iscoroutinefunction(obj) or not collector.funcnamefilter(name):
+    if not _is_asynchronous(obj) or not collector.funcnamefilter(name):
         return
     marks = [*getattr(obj, "pytestmark", ()), *collector.iter_markers()]
     names = [mark.name for mark in marks]
@@ -255,12 +255,14 @@ def sim_config() -> Config:
 def sim_engine(sim: SimCase, sim_config: Config) -> Callable[..., SimEngine]:
     """Return a maker of engines that are seeded like the test: use what it makes with `async with`.
 
-    Takes what `vsched.sim.cluster.SimEngine` takes.
+    Takes what `vsched.sim.cluster.SimEngine` takes. A report of failure shows the faults of the last engine.
     """
     from vsched.sim.cluster import SimEngine
 
     def make(config: Config | None = None, **settings: Any) -> SimEngine:
-        return SimEngine(config or sim_config, seed=sim.seed, **settings)
+        engine = SimEngine(config or sim_config, seed=sim.seed, **settings)
+        sim.adopt(engine.plan)
+        return engine
 
     return make
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import sys
 from pathlib import Path
 
 import msgspec
@@ -31,12 +33,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*words: str) -> str:
+def run(*words: str, status: int = 0) -> str:
     assert simulate_command.PIPE_COLUMNS, "importing the module is what adds the command"
-    result = CliRunner().invoke(app, ["simulate", "--cost", "cost.json", *words])
+    cost = [] if {"--swarm", "--probes"}.intersection(words) else ["--cost", "cost.json"]
+    result = CliRunner().invoke(app, ["simulate", *cost, *words])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == status, result.output
     return result.output
 
 
@@ -101,6 +104,54 @@ def test_simulate_lets_a_fault_plan_happen(folder: Path) -> None:
     assert one.digest == same.digest
 
 
+BROKEN = """
+from vsched.policy import AdmissionPolicy
+
+class Broken(AdmissionPolicy, frozen=True, kw_only=True):
+    def admit(self, view):
+        return 1 // 0
+"""
+
+
+@pytest.fixture
+def broken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A policy of the user's that raises, and the option that names it."""
+    (folder / "a_broken_policy.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "a_broken_policy", raising=False)
+    (folder / "broken.toml").write_text('[generate.admission]\nuse = "a_broken_policy:Broken"\n')
+    return "broken.toml"
+
+
+def test_simulate_fails_where_a_policy_did(folder: Path, broken: str) -> None:
+    said = run(
+        *("-c", "a.toml", "-c", broken, "--trace", "trace.csv", "--csv", "out.csv"), status=1
+    )
+    assert f'File "{folder}/a_broken_policy.py", line 6, in admit' in said
+    assert "return 1 // 0" in said
+    assert "error: broken: Broken failed 17 times, and the default decided in its place." in said
+    rows = list(csv.DictReader((folder / "out.csv").read_text().splitlines()))
+    assert [row["failures of Broken"] for row in rows] == ["0", "17"]
+
+
+def swarm(*words: str, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["simulate", "--swarm", "1", "--seed", "6", *words])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(
+    folder: Path, broken: str
+) -> None:
+    """And says where one failed, what else was not used, and how to see it again."""
+    said = swarm("-c", broken, "--set", "generate.slots=3", status=1)
+    assert "policy Broken failed:" in said
+    assert f'File "{folder}/a_broken_policy.py", line 6, in admit' in said
+    assert "not used, for the swarm draws the shapes of its engines: generate.slots" in said
+    assert f"--swarm 1 --seed 6 --config={broken} --set=generate.slots=3" in said
+    assert "1 scenarios in" in swarm("-c", "b.toml")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -109,6 +160,17 @@ def test_simulate_lets_a_fault_plan_happen(folder: Path) -> None:
         (["--trace", "trace.csv", "--outage", "generate"], "not GROUP:FROM_S:TO_S"),
         (["--trace", "trace.csv", "--faults", "nowhere.json"], "nowhere.json: No such file"),
         (["--trace", "trace.csv", "--timeline", "no/such/folder"], "cannot be written"),
+        (
+            ["--swarm", "1", "--rate", "3", "--csv", "o.csv"],
+            "--rate, --csv: is not used with --swarm",
+        ),
+        (["--swarm", "1", "-c", "a.toml", "-c", "b.toml"], "value 2 files, limit one"),
+        (
+            ["--swarm", "1", "--set", "routing.use=no_such_module:Mine"],
+            "routing.use: .*no_such_module",
+        ),
+        (["--swarm", "1", "-c", "nowhere.toml"], "nowhere.toml: cannot be read"),
+        (["--probes"], "give --swarm N"),
     ],
 )
 def test_simulate_says_what_is_wrong(folder: Path, words: list[str], message: str) -> None:

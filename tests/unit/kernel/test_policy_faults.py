@@ -389,6 +389,36 @@ def test_guard_answers_become_values_that_can_be_recorded(ask: Any, view: Any, a
     assert seen == msgspec.msgpack.decode(msgspec.msgpack.encode(seen), type=type(seen))
 
 
+class Deep(AdmissionPolicy, frozen=True, kw_only=True):
+    def admit(self, view: AdmissionView) -> Any:
+        return stumble(len(view.waiting))
+
+
+def stumble(count: int) -> int:
+    return count // 0
+
+
+def test_guard_notice_says_where_a_policy_failed() -> None:
+    """What it called last, by file, line and function; the whole traceback is kept of the first failure."""
+    cluster = serve_all({"generate_admission": Deep()})
+    line = stumble.__code__.co_firstlineno + 1
+    where = f"policy Deep failed at test_policy_faults.py:{line} in stumble (ZeroDivisionError: "
+    assert cluster.notices[0].startswith(where)
+    text = "".join(cluster.kernel.policy_failures["Deep"].format())
+    assert f'File "{__file__}", line {line}, in stumble' in text
+    assert "return stumble(len(view.waiting))" in text
+
+
+def test_guard_notice_says_whose_answer_is_invalid() -> None:
+    BROKEN["admission"] = Answers(Said([99]))
+    cluster = serve_all({"generate_admission": BadAdmission()})
+    line = BadAdmission.admit.__code__.co_firstlineno
+    assert (
+        f"policy BadAdmission failed at test_policy_faults.py:{line}, the answer of admit "
+        in cluster.notices[0]
+    )
+
+
 def test_guard_notices_do_not_flood() -> None:
     """A policy that fails in every step is told of a hundred times and counted on."""
     BROKEN["encoding"] = Answers(BOOM)

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np  # noqa: F401 - pytester forgets what its runs import, and numpy is imported once a process
 import pytest
 
 from tests.patience import PATIENCE_S
@@ -250,3 +251,76 @@ def test_all_kinds_were_there():
     assert {HostCrash, HostCut, HostStall, SlowHostLink, WorkerCrash} <= SEEN
 """
     run(project, source).assert_outcomes(passed=122)
+
+
+FAILING_POLICY = """
+from vsched.policy import AdmissionPolicy
+from vsched.sim import small_config
+
+class Broken(AdmissionPolicy, frozen=True, kw_only=True):
+    def admit(self, view):
+        return 1 // 0
+
+@pytest.fixture
+def sim_config():
+    import msgspec
+    config = small_config()
+    generate = msgspec.structs.replace(config.generate, admission={"use": "test_it:Broken"})
+    return msgspec.structs.replace(config, generate=generate)
+
+@pytest.mark.sim
+async def test_tried(sim_engine, workload):
+    async with sim_engine() as engine:
+        await engine.run(workload)
+        await engine.heal()
+
+@pytest.mark.sim
+async def test_allowed(sim_engine, workload):
+    async with sim_engine(allow_policy_failures=True) as engine:
+        await engine.run(workload)
+        await engine.heal()
+"""
+
+
+def test_plugin_fails_a_test_in_which_a_policy_failed(project: pytest.Pytester) -> None:
+    """Unless it is about that: the default has decided in its place, so the policy was not tried."""
+    project.syspathinsert()
+    result = run(project, FAILING_POLICY)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["*SimulationFailed: at *: policy Broken failed:", '*File "*test_it.py", line *, in admit']
+    )
+
+
+def test_plugin_lets_hypothesis_draw_fault_plans(project: pytest.Pytester) -> None:
+    """Each engine of a test is struck as long after its start as the first."""
+    source = """
+from hypothesis import HealthCheck, given, settings
+from vsched.sim import FaultPlan, OutOfMemory
+from vsched.testing import fault_plans
+
+once = settings(
+    max_examples=3,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+@pytest.mark.sim
+@once
+@given(plan=fault_plans(["encode"], 10**9, kinds=[OutOfMemory]))
+async def test_drawn(sim_engine, workload, plan):
+    async with sim_engine(faults=plan) as engine:
+        await engine.run(workload[:2])
+        await engine.heal()
+
+@pytest.mark.sim
+async def test_two_engines(sim_engine):
+    plan = FaultPlan(faults=(OutOfMemory(at_ns=0, group="encode", during="load"),))
+    for _ in range(2):
+        async with sim_engine(faults=plan) as engine:
+            assert engine.engine.state == "ready"
+            assert engine.world.origin_ns == asyncio.get_running_loop().now_ns()
+"""
+    run(project, source).assert_outcomes(passed=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from vsched.sim.workload.requests import Workload
 
 PIPE_COLUMNS = 160
+WITH_SWARM = ("swarm", "seed", "faults", "config", "assignments", "probes")
+"""The options that `--swarm` reads."""
 
 
 @app.command()
 def simulate(
+    ctx: typer.Context,
     config: options.ConfigsOption = None,
     assignments: SetOption = None,
     trace: options.TraceOption = None,
@@ -62,8 +65,18 @@ def simulate(
     The scheduler and the policies are those of a server; ranks only take the time that a cost model says.
     """
     if swarm is not None:
-        run_swarm(swarm, seed=seed, faults=faults, probes=probes)
+        _refuse_given(ctx, but=WITH_SWARM, reason="is not used with --swarm")
+        run_swarm(
+            swarm,
+            seed=seed,
+            faults=faults,
+            configs=config or (),
+            assignments=assignments or (),
+            probes=probes,
+        )
         return
+    if probes:
+        raise ConfigError("--probes: is of --swarm only. Remedy: give --swarm N, too")
     from vsched.sim.cost.model import load_cost_model
     from vsched.sim.fast.metrics import Targets
     from vsched.sim.network.lane import HostLinkProfile
@@ -92,6 +105,22 @@ def simulate(
     )
     _say(load_of, outcomes, costs)
     _write(outcomes, html=html, csv=csv, json=json, plot=plot)
+    _tell_policy_failures(outcomes)
+
+
+def _refuse_given(ctx: typer.Context, *, but: Collection[str], reason: str) -> None:
+    """Refuse the options of the command line that change nothing.
+
+    Raises:
+        ConfigError: Names them.
+    """
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in ctx.params
+        if name not in but and getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: {reason}. Remedy: leave it out")
 
 
 def _run_all(
@@ -249,6 +278,24 @@ def _say(load_of: Workload, outcomes: Sequence[SimulationOutcome], costs: CostMo
         counts = ", ".join(f"{one.scaled_down} ({one.label})" for one in outcomes)
         console.print(f"images scaled down to the limit: {counts}", markup=False, highlight=False)
     console.print(f"cost model {costs.name}: {costs.source}", style="dim", markup=False)
+
+
+def _tell_policy_failures(outcomes: Sequence[SimulationOutcome]) -> None:
+    """Print where policies failed first.
+
+    Raises:
+        typer.Exit: With status 1, when one did: another policy decided in its place.
+    """
+    for outcome in outcomes:
+        for policy, count in outcome.figures.policy_faults.items():
+            failure = outcome.policy_failures.get(policy, "")
+            typer.echo(
+                f"{failure}error: {outcome.label}: {policy} failed {count:,} times, and the default decided "
+                "in its place. Remedy: above is where it failed first.",
+                err=True,
+            )
+    if any(outcome.figures.policy_faults for outcome in outcomes):
+        raise typer.Exit(1)
 
 
 def _write(

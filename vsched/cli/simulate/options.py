@@ -72,7 +72,8 @@ SwarmOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Instead, run this many whole engines of random shapes with random faults, from --seed on.",
+        help="Instead, run this many whole engines of random shapes with random faults, from --seed on; "
+        "with the policies that --config names, if any.",
         show_default=False,
     ),
 ]

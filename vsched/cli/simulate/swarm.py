@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
+from vsched.errors import ConfigError, limit_message
+from vsched.terminal.options import load
 
-def run_swarm(count: int, *, seed: int, faults: Path | None, probes: bool = False) -> None:
+if TYPE_CHECKING:
+    from vsched.config import LoadedConfig
+    from vsched.config.section import PolicyTable
+
+
+def run_swarm(
+    count: int,
+    *,
+    seed: int,
+    faults: Path | None,
+    configs: Sequence[Path] = (),
+    assignments: Sequence[str] = (),
+    probes: bool = False,
+) -> None:
     """Run `count` scenarios; report the results, and the command that repeats a failed one; `probes` one by one.
 
+    The policies that the configuration names take the place of those that are drawn; the shapes of engines are drawn.
+
     Raises:
-        ConfigError: When the plan cannot be read.
+        ConfigError: When the plan or the configuration cannot be read, or there are several configurations.
         typer.Exit: With status 1, when a scenario failed.
     """
     from rich.console import Console
@@ -21,15 +41,39 @@ def run_swarm(count: int, *, seed: int, faults: Path | None, probes: bool = Fals
     from vsched.probes import PROBES
     from vsched.sim.cluster.swarm import swarm
 
+    if len(configs) > 1:
+        raise ConfigError(
+            limit_message(
+                "--config with --swarm",
+                value=f"{len(configs)} files",
+                limit="one",
+                remedy="give one configuration, whose policies are tried",
+            )
+        )
+    loaded = load(configs[0] if configs else None, [*assignments])
+    policies, unused = _policies_of(loaded)
+    words = [*(f"--config={path}" for path in configs), *(f"--set={one}" for one in assignments)]
     columns = (TextColumn("swarm"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     started_s = time.perf_counter()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("swarm", total=count)
         outcome = swarm(
-            count, seed=seed, faults=faults, on_report=lambda _seed, _report: bars.advance(task)
+            count,
+            seed=seed,
+            faults=faults,
+            policies=policies,
+            arguments="".join(f" {shlex.quote(word)}" for word in words),
+            on_report=lambda _seed, _report: bars.advance(task),
         )
     took_s = time.perf_counter() - started_s
     console = Console()
+    if unused:
+        console.print(
+            f"not used, for the swarm draws the shapes of its engines: {', '.join(unused)}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     for failure in outcome.failures:
         console.print(failure.describe(), markup=False, highlight=False, soft_wrap=True)
     console.print(
@@ -48,3 +92,22 @@ def run_swarm(count: int, *, seed: int, faults: Path | None, probes: bool = Fals
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     if outcome.failures:
         raise typer.Exit(1)
+
+
+def _policies_of(loaded: LoadedConfig) -> tuple[dict[str, PolicyTable], list[str]]:
+    """Return the policy tables that somebody set, and the other keys that somebody set."""
+    from vsched.config.loading import DEFAULT
+    from vsched.config.policies import policy_table
+    from vsched.sim.setup import TABLES
+
+    policies: dict[str, PolicyTable] = {}
+    unused: list[str] = []
+    for key, origin in loaded.origins.items():
+        if origin == DEFAULT:
+            continue
+        table = next((one for one in TABLES if key.startswith(f"{one}.")), None)
+        if table is None:
+            unused.append(key)
+        else:
+            policies[table] = policy_table(loaded.config, table)
+    return policies, unused

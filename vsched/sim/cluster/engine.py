@@ -93,8 +93,10 @@ class SimEngine:
         delays: How long everything else takes.
         links: What the links between leaders and ranks are like without faults.
         host_links: What the links to other hosts are like, where `cluster.hosts` has any.
-        origin_ns: The time that workloads and faults count from; by default the engine has started by then.
+        origin_ns: The time that workloads and faults count from; by default ten seconds from now, by when the engine
+            has started.
         answers_max: The most answers that a request asks for, where its manner is drawn.
+        allow_policy_failures: Whether policies may fail; by default a simulation in which one did has failed.
 
     Raises:
         ConfigError: When a fault is of a kind that only groups as a whole have, or of a host that there is not.
@@ -117,8 +119,9 @@ class SimEngine:
         delays: Delays | None = None,
         links: LinkProfile | None = None,
         host_links: HostLinkProfile | None = None,
-        origin_ns: int = ORIGIN_NS,
+        origin_ns: int | None = None,
         answers_max: int = 1,
+        allow_policy_failures: bool = False,
     ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop), "there is no virtual time on this loop"
@@ -128,6 +131,9 @@ class SimEngine:
         for fault in self.plan.faults:
             if isinstance(fault, GroupWideFault):
                 raise fault.refused(REMEDY)
+        self._allow_policy_failures = allow_policy_failures
+        if origin_ns is None:
+            origin_ns = loop.now_ns() + ORIGIN_NS
         self.world = World(
             loop, seed, self.plan, costs=costs, delays=delays, links=links, origin_ns=origin_ns
         )
@@ -247,7 +253,13 @@ class SimEngine:
                     self.world.violate(f"{session}: no end within {within_s:g} s; it is in {where}")
 
     def _open_record(self, config: Config, kernel: Scheduler) -> EngineObserver:
-        self.observer = EngineObserver(self.world, config, self.engine.info, kernel)
+        self.observer = EngineObserver(
+            self.world,
+            config,
+            self.engine.info,
+            kernel,
+            allow_policy_failures=self._allow_policy_failures,
+        )
         self.observer.on_event = self._note_event
         self.observer.on_accept = self._note_accept
         return self.observer

@@ -38,7 +38,16 @@ class EngineObserver:
         on_accept: Called with the kernel's number of a request and the request.
     """
 
-    def __init__(self, world: World, config: Config, info: ModelInfo, kernel: Scheduler) -> None:
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        info: ModelInfo,
+        kernel: Scheduler,
+        *,
+        allow_policy_failures: bool = False,
+    ) -> None:
+        """Begin; a policy that fails is a violation, unless that is allowed."""
         self.kernel = kernel
         self.losses: list[GroupLoss] = []
         self.retired: list[str] = []
@@ -53,6 +62,8 @@ class EngineObserver:
         self._digest = blake2b(digest_size=16)
         self._encoder = msgspec.msgpack.Encoder(enc_hook=bytes)
         self._broken = False
+        self._allow_policy_failures = allow_policy_failures
+        self._failed_policies = 0
         self._ids: dict[str, bytes] = {}
 
     def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
@@ -66,7 +77,17 @@ class EngineObserver:
             except AssertionError as error:
                 self._broken = True  # what the oracles know is wrong from here on
                 self._world.violate(f"after {type(event).__name__}: {error}")
+        if len(self.kernel.policy_failures) > self._failed_policies:
+            self._note_policy_failures()
         self.on_event()
+
+    def _note_policy_failures(self) -> None:
+        """Note the first failure of each policy: another one decided in its place, so it was not tried."""
+        failures = list(self.kernel.policy_failures.items())
+        for name, trace in failures[self._failed_policies :]:
+            if not self._allow_policy_failures:
+                self._world.violate(f"policy {name} failed:\n{''.join(trace.format())}")
+        self._failed_policies = len(failures)
 
     def close(self) -> None:
         """There is nothing to close."""

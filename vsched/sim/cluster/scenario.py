@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from vsched.config import Config
 from vsched.config.adapters import AdaptersConfig
 from vsched.config.cluster import OWN_HOST, ClusterConfig, check_cluster
 from vsched.config.policies import check_combinations, check_together
+from vsched.config.section import PolicyTable
 from vsched.sim.cluster.client_sessions import adapter_name
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
 from vsched.sim.cluster.operators import Operation, draw_adapter_changes, draw_operations
@@ -70,6 +72,18 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     host_links: HostLinkProfile = HostLinkProfile()
     answers_max: int = 1
     shut_down_ns: int | None = None
+
+    def with_policies(self, tables: Mapping[str, PolicyTable]) -> Scenario:
+        """Return the scenario with these policy tables, by path, in place of those that were drawn."""
+        config = self.config
+        for path, table in tables.items():
+            section, _, name = path.rpartition(".")
+            if section:
+                own = msgspec.structs.replace(getattr(config, section), **{name: table})
+                config = msgspec.structs.replace(config, **{section: own})
+            else:
+                config = msgspec.structs.replace(config, **{name: table})
+        return msgspec.structs.replace(self, config=config)
 
     def with_faults(self, plan: FaultPlan) -> Scenario:
         """Return the scenario with other faults."""

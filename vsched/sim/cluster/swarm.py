@@ -7,12 +7,14 @@ its seed, its plan as JSON, made as short as it can be, and the command that run
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
+from vsched.config.section import PolicyTable
 from vsched.probes import PROBES, observed
 from vsched.sim.cluster.scenario import Scenario, ScenarioReport, draw_scenario, run_scenario
 from vsched.sim.faults.plan import FaultPlan
@@ -28,17 +30,19 @@ class SwarmFailure(msgspec.Struct, frozen=True, kw_only=True):
         violations: What happened that must never happen.
         plan: The faults that are left when all are dropped that it fails without.
         dropped: How many that were.
+        arguments: What else the command says that runs it again.
     """
 
     seed: int
     violations: tuple[str, ...]
     plan: FaultPlan
     dropped: int
+    arguments: str = ""
 
     @property
     def command(self) -> str:
         """The command that runs it again; with the plan in a file, `--faults FILE` runs it with no more than that."""
-        return f"vsched simulate --swarm 1 --seed {self.seed}"
+        return f"vsched simulate --swarm 1 --seed {self.seed}{self.arguments}"
 
     def describe(self) -> str:
         """Return seed, violations, faults and the command that repeats them, a line each."""
@@ -83,6 +87,8 @@ def swarm(
     faults: str | Path | None = None,
     twice: bool = False,
     failures_max: int = 1,
+    policies: Mapping[str, PolicyTable] = MappingProxyType({}),
+    arguments: str = "",
     on_report: OnReport = lambda _seed, _report_on: None,
 ) -> SwarmOutcome:
     """Run `count` scenarios, with the seeds from `seed` on.
@@ -93,6 +99,8 @@ def swarm(
         faults: A file with a fault plan that takes the place of those that are drawn.
         twice: Run each scenario twice, and compare the digests.
         failures_max: Stop after this number of failures.
+        policies: Policy tables, by path, that take the place of those that are drawn.
+        arguments: What the command that repeats a failure says besides.
         on_report: Told of each scenario.
 
     Raises:
@@ -104,7 +112,7 @@ def swarm(
     probes = dict.fromkeys(PROBES, 0)
     with _quiet():
         for one in range(seed, seed + count):
-            scenario = draw_scenario(one)
+            scenario = draw_scenario(one).with_policies(policies)
             if plan is not None:
                 scenario = scenario.with_faults(plan)
             report = run_guarded(scenario, twice=twice)
@@ -113,7 +121,8 @@ def swarm(
             for name in report.probes:
                 probes[name] += 1
             if report.violations:
-                failures.append(_shortened(scenario, report, twice=twice))
+                shortened = _shortened(scenario, report, twice=twice)
+                failures.append(msgspec.structs.replace(shortened, arguments=arguments))
                 if len(failures) >= failures_max:
                     break
     return SwarmOutcome(

@@ -6,6 +6,7 @@ interval that doubles whenever there are too many samples, so that a minute and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -24,6 +25,10 @@ SAMPLE_NS = 50_000_000
 CDF_POINTS = 200
 TENANTS_MAX = 16
 """Tenants with figures of their own."""
+REASONS_MAX = 16
+"""Reasons of refusals that are counted one by one."""
+REASON_CHARACTERS = 80
+OTHER_REASONS = "other reasons"
 MS = 1e-6
 
 
@@ -110,6 +115,7 @@ class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: TimeSpread
     tpot_ms: TimeSpread
     good_share: float
+    failed: dict[str, int] = {}
 
 
 class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +132,7 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
         prefix_hits: Share of prompt tokens that came from the prefix cache.
         embedding_hits: Share of embeddings asked for that were there, or on their way.
         failed: Requests that were refused or ended in an error, by code.
+        reasons: Of those that the front-door policy shed, by its reason: up to its first value, each number as `#`.
         encode_busy: Share of the span that encode groups worked; likewise `generate_busy`.
         link_bytes: Bytes that went to other hosts, and came from them.
         link_busy: Share of the span that bytes were leaving on the busiest way to or from a host.
@@ -159,6 +166,7 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
     tenants: dict[str, TenantFigures]
     link_bytes: int = 0
     link_busy: float = 0.0
+    reasons: dict[str, int] = {}
 
 
 class LiveRequest:
@@ -200,6 +208,7 @@ class TenantCollector:
     def __init__(self) -> None:
         self.ttft, self.tpot = Sketch(), Sketch()
         self.requests = self.finished = self.good = self.output_tokens = 0
+        self.failed: dict[str, int] = {}
 
     def figures(self) -> TenantFigures:
         """Return the figures."""
@@ -210,6 +219,7 @@ class TenantCollector:
             ttft_ms=spread_of(self.ttft),
             tpot_ms=spread_of(self.tpot),
             good_share=self.good / max(self.requests, 1),
+            failed=dict(sorted(self.failed.items())),
         )
 
 
@@ -223,6 +233,7 @@ class Collector:
         self.output_tokens = self.prompt_tokens = self.cached_tokens = 0
         self.images = self.preemptions = 0
         self.failed: dict[str, int] = {}
+        self.reasons: dict[str, int] = {}
         self.tenants: dict[str, TenantCollector] = {}
         self.first_ns: int | None = None
         self.last_ns = 0
@@ -237,9 +248,17 @@ class Collector:
         if self.first_ns is None:
             self.first_ns = now_ns
 
-    def fail(self, code: str) -> None:
-        """A request was refused, or ended in an error."""
+    def fail(self, code: str, tenant: str, reason: str = "") -> None:
+        """Count a request that was refused, or ended in an error, and the reason that a policy gave."""
         self.failed[code] = self.failed.get(code, 0) + 1
+        own = self.tenants.get(tenant)
+        if own is not None:
+            own.failed[code] = own.failed.get(code, 0) + 1
+        if reason:
+            kind = _reason_kind(reason)
+            if kind not in self.reasons and len(self.reasons) >= REASONS_MAX:
+                kind = OTHER_REASONS
+            self.reasons[kind] = self.reasons.get(kind, 0) + 1
 
     def end(self, live: LiveRequest, finish: Finish, now_ns: int) -> None:
         """A request ended."""
@@ -247,7 +266,7 @@ class Collector:
         self.last_ns = now_ns
         self.preemptions += times.preemptions
         if finish.reason not in (FinishReason.LENGTH, FinishReason.STOP):
-            self.fail(finish.code or finish.reason.value)
+            self.fail(finish.code or finish.reason.value, live.arrival.tenant)
             return
         self.finished += 1
         self.prompt_tokens += live.prompt_tokens
@@ -273,6 +292,12 @@ class Collector:
             own.finished += 1
             own.good += good
             own.output_tokens += outputs
+
+
+def _reason_kind(reason: str) -> str:
+    """Return what reasons have in common that differ in their numbers."""
+    clause = reason.partition(": value ")[0]
+    return re.sub(r"\d[\d,.]*", "#", clause)[:REASON_CHARACTERS]
 
 
 GAUGES = ("waiting", "running", "items_waiting", "kv_held", "pages_used")
@@ -351,6 +376,7 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
         events: Events that the scheduler heard.
         digest: Over all that the scheduler decided, and when: equal for equal decisions.
         wall_s: What the simulation took, of real time.
+        policy_failures: The traceback of the first failure of each policy that failed, by its class.
         cdf: Points (milliseconds, share of all at most so long) of `ttft`, `itl`, `tpot` and `e2e`.
     """
 
@@ -368,6 +394,7 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     figures: SimulationFigures
     series: Series
     cdf: dict[str, list[tuple[float, float]]]
+    policy_failures: dict[str, str] = {}
 
 
 def figures_of(
@@ -414,5 +441,6 @@ def figures_of(
         policy_faults=dict(kernel["policy_faults"]),
         link_bytes=links[0],
         link_busy=links[1] / span_ns,
+        reasons=dict(sorted(collector.reasons.items())),
         tenants={name: one.figures() for name, one in collector.tenants.items()},
     )

@@ -379,7 +379,8 @@ class Simulation:
                 self._ingress.take(arrival, now_ns, knock=knock, sent_ns=sent_ns)
             case TurnAway(knock):
                 arrival, _ = self._at_door.pop(knock)
-                self.collector.fail("redirected" if command.base_url else "shed")
+                code = "redirected" if command.base_url else "shed"
+                self.collector.fail(code, arrival.tenant, command.reason)
                 self._ended(arrival, {}, now_ns)
             case Accept(_, number):
                 entering, self._entering = self._entering, None
@@ -395,14 +396,14 @@ class Simulation:
             case Refuse():
                 entering, self._entering = self._entering, None
                 assert entering is not None, "refused without being submitted"
-                self.collector.fail(command.code)
+                self.collector.fail(command.code, entering.arrival.tenant)
                 self._ended(entering.arrival, entering.pixels, now_ns)
             case _:
                 pass  # notices, and restarts of groups: faults say when these come back
 
     def _refused(self, prepared: IncomingRequest, code: str, now_ns: int) -> None:
         """The ingress refused a request."""
-        self.collector.fail(code)
+        self.collector.fail(code, prepared.arrival.tenant)
         self._push(now_ns, LEAVE, prepared.knock)
         self._ended(prepared.arrival, {}, now_ns)
 
@@ -476,5 +477,8 @@ class Simulation:
             cdf={
                 name: [(value / 1e6, share) for value, share in sketch.cdf()]
                 for name, sketch in sketches.items()
+            },
+            policy_failures={
+                name: "".join(trace.format()) for name, trace in self.kernel.policy_failures.items()
             },
         )

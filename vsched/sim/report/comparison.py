@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from rich.markup import escape
 from rich.table import Table
 
-from vsched.sim.fast.metrics import SimulationFigures, SimulationOutcome, TimeSpread
+from vsched.sim.fast.metrics import SimulationFigures, SimulationOutcome, TenantFigures, TimeSpread
 
 
 class Measure(NamedTuple):
@@ -21,6 +22,7 @@ class Measure(NamedTuple):
         better: `less` or `more` is better; empty where neither is.
         text: How a value is written.
         hosts: Whether it is of other hosts only, and left out of the table where none has any.
+        part: Whether it is a part of the row above.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Measure(NamedTuple):
     better: str = ""
     text: str = "{:,.0f}"
     hosts: bool = False
+    part: bool = False
 
 
 def _spreads() -> list[Measure]:
@@ -46,10 +49,13 @@ def _spreads() -> list[Measure]:
     ]
 
 
+FAILED = "refused or failed"
+POLICY_FAILURES = "failures of policies"
 MEASURES = [
     Measure("requests", lambda one: one.requests),
     Measure("finished", lambda one: one.finished, "more"),
-    Measure("refused or failed", lambda one: sum(one.failed.values()), "less"),
+    Measure(FAILED, lambda one: sum(one.failed.values()), "less"),
+    Measure(POLICY_FAILURES, lambda one: sum(one.policy_faults.values()), "less"),
     *_spreads(),
     Measure("goodput, requests/s", lambda one: one.goodput, "more", "{:,.2f}"),
     Measure("within targets", lambda one: one.good_share, "more", "{:.1%}"),
@@ -72,10 +78,62 @@ MEASURES = [
 """What is compared, in order."""
 
 
-def measures_of(outcomes: Sequence[SimulationOutcome]) -> list[Measure]:
-    """Return what is compared of these: without rows of other hosts where none has any."""
-    hosts = any(one.figures.link_bytes for one in outcomes)
-    return [measure for measure in MEASURES if hosts or not measure.hosts]
+def measures_of(
+    outcomes: Sequence[SimulationOutcome], *, with_hosts: bool = False
+) -> list[Measure]:
+    """Return what is compared of these, with a row for each code, reason, policy and tenant that any of them has.
+
+    Rows of other hosts are left out where none has any, unless `with_hosts`.
+    """
+    every = [one.figures for one in outcomes]
+    hosts = with_hosts or any(one.link_bytes for one in every)
+    found: list[Measure] = []
+    for measure in MEASURES:
+        if hosts or not measure.hosts:
+            found.append(measure)
+        if measure.name == FAILED:
+            found += _counts("", every, lambda one: one.failed)
+            found += _counts("shed: ", every, lambda one: one.reasons)
+        elif measure.name == POLICY_FAILURES:
+            found += _counts("failures of ", every, lambda one: one.policy_faults)
+    for tenant in dict.fromkeys(name for one in every for name in one.tenants):
+        found += _of_tenant(tenant, every)
+    return found
+
+
+Counts = Callable[[SimulationFigures], Mapping[str, int]]
+
+
+def _counts(prefix: str, every: Sequence[SimulationFigures], counts: Counts) -> list[Measure]:
+    """Return a row for each name that is counted in any of the figures."""
+
+    def measure(name: str) -> Measure:
+        return Measure(f"{prefix}{name}", lambda one: counts(one).get(name, 0), part=True)
+
+    return [measure(name) for name in sorted({name for one in every for name in counts(one)})]
+
+
+def _of_tenant(tenant: str, every: Sequence[SimulationFigures]) -> list[Measure]:
+    """Return the rows of a tenant."""
+
+    def of(value: Callable[[TenantFigures], float]) -> Callable[[SimulationFigures], float]:
+        return lambda one: value(one.tenants[tenant]) if tenant in one.tenants else 0
+
+    def codes(one: SimulationFigures) -> Mapping[str, int]:
+        return one.tenants[tenant].failed if tenant in one.tenants else {}
+
+    name = f"{tenant}: "
+    return [
+        Measure(f"{name}requests", of(lambda one: one.requests)),
+        Measure(f"{name}finished", of(lambda one: one.finished), "more"),
+        Measure(f"{name}{FAILED}", of(lambda one: sum(one.failed.values())), "less"),
+        *_counts(name, every, codes),
+        Measure(f"{name}output tokens", of(lambda one: one.output_tokens), "more"),
+        Measure(f"{name}TTFT p50, ms", of(lambda one: one.ttft_ms.p50), "less", "{:,.1f}"),
+        Measure(f"{name}TTFT p95, ms", of(lambda one: one.ttft_ms.p95), "less", "{:,.1f}"),
+        Measure(f"{name}TPOT p95, ms", of(lambda one: one.tpot_ms.p95), "less", "{:,.1f}"),
+        Measure(f"{name}within targets", of(lambda one: one.good_share), "more", "{:.1%}"),
+    ]
 
 
 SAME = 0.005
@@ -91,11 +149,6 @@ def best(measure: Measure, outcomes: Sequence[SimulationOutcome]) -> set[int]:
     margin = SAME * max(abs(wanted), 1e-9)
     found = {index for index, value in enumerate(values) if abs(value - wanted) <= margin}
     return found if len(found) < len(values) else set()
-
-
-def failures(outcomes: Sequence[SimulationOutcome]) -> list[str]:
-    """Return the codes that any of the outcomes has, in order."""
-    return sorted({code for outcome in outcomes for code in outcome.figures.failed})
 
 
 def comparison(outcomes: Sequence[SimulationOutcome]) -> Table:
@@ -114,14 +167,8 @@ def comparison(outcomes: Sequence[SimulationOutcome]) -> Table:
                 measure.text.format(measure.value(outcome.figures)) for outcome in outcomes
             )
         ]
-        table.add_row(measure.name, *cells)
-        if measure.name == "refused or failed":
-            for code in failures(outcomes):
-                counts = [f"{outcome.figures.failed.get(code, 0):,}" for outcome in outcomes]
-                table.add_row(f"  {code}", *counts)
-    for policy in sorted({name for one in outcomes for name in one.figures.policy_faults}):
-        counts = [f"{one.figures.policy_faults.get(policy, 0):,}" for one in outcomes]
-        table.add_row(f"[red]failures of {policy}[/]", *counts)
+        name = f"  {measure.name}" if measure.part else measure.name
+        table.add_row(escape(name), *cells)
     speeds = [f"{one.figures.requests / one.wall_s:,.0f}" for one in outcomes]
     table.add_row("[dim]simulated requests/s[/]", *[f"[dim]{speed}[/]" for speed in speeds])
     table.add_row("[dim]digest[/]", *[f"[dim]{one.digest[:12]}[/]" for one in outcomes])
@@ -140,17 +187,15 @@ def differences(outcomes: Sequence[SimulationOutcome]) -> dict[str, list[str]]:
 
 def write_csv(outcomes: Sequence[SimulationOutcome], path: str | os.PathLike[str]) -> None:
     """Write one row an outcome, one column a figure; times in milliseconds."""
-    codes = failures(outcomes)
-    names = [measure.name for measure in MEASURES]
+    measures = measures_of(outcomes, with_hosts=True)
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["label", "workload", "seed", "cost", "digest", *names, *codes])
+        names = [measure.name for measure in measures]
+        writer.writerow(["label", "workload", "seed", "cost", "digest", *names])
         for one in outcomes:
-            values = [f"{measure.value(one.figures):.6g}" for measure in MEASURES]
-            failed = [one.figures.failed.get(code, 0) for code in codes]
-            writer.writerow(
-                [one.label, one.workload, one.seed, one.cost, one.digest, *values, *failed]
-            )
+            values = [measure.value(one.figures) for measure in measures]
+            cells = [value if isinstance(value, int) else f"{value:.6g}" for value in values]
+            writer.writerow([one.label, one.workload, one.seed, one.cost, one.digest, *cells])
 
 
 def write_json(outcomes: Sequence[SimulationOutcome], path: str | os.PathLike[str]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vsched.errors import ConfigError
 from vsched.sim.fast.metrics import SimulationOutcome
-from vsched.sim.report.comparison import best, differences, failures, measures_of
+from vsched.sim.report.comparison import best, differences, measures_of
 
 TEMPLATE = "report.html.jinja"
 
@@ -40,7 +40,6 @@ def render_html(outcomes: Sequence[SimulationOutcome]) -> str:
         colours=[charts.colour(index) for index in range(len(outcomes))],
         differences=differences(outcomes),
         measures=[(measure, best(measure, outcomes)) for measure in measures_of(outcomes)],
-        failures=failures(outcomes),
         quantiles=[charts.as_svg(charts.bars(outcomes, name)) for name in ("ttft", "tpot", "e2e")],
         distributions=[
             charts.as_svg(charts.distribution(outcomes, name)) for name in charts.TITLES

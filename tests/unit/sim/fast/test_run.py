@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, TINY, arrival, config, scarce
-from vsched.config.policies import ConfiguredPolicies
 from vsched.config.sections import POLICY_TABLES
 from vsched.errors import ConfigError, PolicyError
 from vsched.kernel import Scheduler
@@ -20,9 +19,11 @@ from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
 from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.run import simulate
 from vsched.sim.fast.simulation import START_NS
-from vsched.sim.setup import FIELDS, DraftLuck, prepare
+from vsched.sim.invariants import Oracles
+from vsched.sim.setup import TABLES, DraftLuck, prepare
 from vsched.sim.workload.generators import conversations
 from vsched.sim.workload.requests import Image, Text, Workload, workload_of
+from vsched_policies.admission import Fifo, TokenBudget
 
 PLAIN = CostModel(
     name="plain",
@@ -362,8 +363,59 @@ def test_run_of_nothing() -> None:
 
 
 def test_simulations_take_policies_of_every_table_that_the_kernel_asks() -> None:
-    assert FIELDS.keys() == POLICY_TABLES.keys() - {"generate.memory"}
-    assert set(FIELDS.values()) <= set(ConfiguredPolicies.__struct_fields__)
+    assert set(TABLES) == POLICY_TABLES.keys() - {"generate.memory"}
+
+
+class YoungestFirst(AdmissionPolicy, frozen=True, kw_only=True):
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission(range(len(view.waiting) - 1, -1, -1)[: view.entries_free])
+
+
+class Failing(AdmissionPolicy, frozen=True, kw_only=True):
+    def admit(self, view: AdmissionView) -> Admission:
+        raise LookupError("a bug in the policy")
+
+
+def test_run_checks_the_order_of_the_policy_that_decides() -> None:
+    """Not that of the configuration, whose `fifo` was replaced; where `fifo` replaces another, it is checked."""
+    youngest = {"generate.admission": YoungestFirst()}
+    outcome = simulate(config(*SCARCE), scarce(1), cost=COST, policies=youngest, oracles=True)
+    assert not outcome.figures.policy_faults
+    other = config(*SCARCE, "generate.admission.use=priority")
+    setup = prepare(other, COST, policies={"generate.admission": Fifo()})
+    assert Oracles(setup)._fifo
+    assert not Oracles(prepare(other, COST))._fifo
+
+
+def test_run_limits_follow_from_the_policies_that_decide() -> None:
+    budget = TokenBudget(max_tokens=64, max_items=3)
+    setup = prepare(config(), COST, policies={"encode.admission": budget})
+    assert setup.policies.encode_admission is budget
+    assert (setup.item_tokens_max, setup.limits.encode_items) == (64, 3)
+    assert prepare(config(), COST).item_tokens_max > 64
+
+
+def test_run_tells_where_a_policy_failed() -> None:
+    lone = workload_of("one", [arrival(1, 0)])
+    outcome = simulate(config(), lone, cost=COST, policies={"generate.admission": Failing()})
+    assert outcome.figures.policy_faults == {"Failing": 1}
+    assert outcome.figures.finished == 1
+    failure = outcome.policy_failures["Failing"]
+    line = Failing.admit.__code__.co_firstlineno + 1
+    assert f'File "{__file__}", line {line}, in admit' in failure
+    assert failure.endswith("LookupError: a bug in the policy\n")
+
+
+def test_run_counts_refusals_by_tenant_and_reason() -> None:
+    """Reasons that differ in their numbers are one."""
+    arrivals = [arrival(n, n, tenant="ab"[n % 2]) for n in range(12)]
+    limited = config("front_door={use='token-bucket',rate=1,burst=1,rates={a=1000}}")
+    figures = simulate(limited, workload_of("two", arrivals), cost=COST).figures
+    assert figures.failed == {"shed": 5}
+    assert figures.reasons == {"tenant b sends too fast": 5}
+    assert figures.tenants["a"].failed == {}
+    assert figures.tenants["b"].failed == {"shed": 5}
+    assert figures.tenants["b"].finished == 1
 
 
 def test_run_drafts_and_takes_fewer_steps_the_more_drafts_prove_right() -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
 from vsched.errors import ConfigError
-from vsched.sim.fast.metrics import SimulationOutcome
+from vsched.sim.fast.metrics import SimulationOutcome, TenantFigures
 from vsched.sim.fast.run import simulate
 from vsched.sim.report.comparison import (
     MEASURES,
@@ -90,6 +90,51 @@ def test_table_names_policies_that_failed(outcomes: list[SimulationOutcome]) -> 
         outcomes[0], figures=msgspec.structs.replace(outcomes[0].figures, policy_faults={"Mine": 3})
     )
     assert re.search(r"failures of Mine +│ +3 │ +0 │", printed([broken, outcomes[1]]))
+
+
+def with_tenants(outcome: SimulationOutcome) -> SimulationOutcome:
+    figures = outcome.figures
+    tenant = TenantFigures(
+        requests=9,
+        finished=7,
+        output_tokens=70,
+        ttft_ms=figures.ttft_ms,
+        tpot_ms=figures.tpot_ms,
+        good_share=0.5,
+        failed={"shed": 2},
+    )
+    changed = msgspec.structs.replace(
+        figures,
+        failed={"shed": 2},
+        reasons={"tenant [a] sends too fast": 2},
+        policy_faults={"Mine": 3},
+        tenants={"[a]": tenant},
+    )
+    return msgspec.structs.replace(
+        outcome, figures=changed, policy_failures={"Mine": "Traceback of <Mine>"}
+    )
+
+
+def test_table_csv_and_html_tell_of_tenants_reasons_and_failures(
+    outcomes: list[SimulationOutcome], tmp_path: Path
+) -> None:
+    told = [with_tenants(outcomes[0]), outcomes[1]]
+    text, html = printed(told), render_html(told)
+    write_csv(told, tmp_path / "out.csv")
+    one, other = csv.DictReader((tmp_path / "out.csv").read_text().splitlines())
+    for name, value in {
+        "shed: tenant [a] sends too fast": "2",
+        "failures of policies": "3",
+        "failures of Mine": "3",
+        "[a]: finished": "7",
+        "[a]: refused or failed": "2",
+        "[a]: shed": "2",
+    }.items():
+        assert re.search(rf"{re.escape(name)} +│ +{value} │ +0 │", text)
+        assert (one[name], other[name]) == (value, "0")
+        assert name in html
+    assert re.search(r"\[a\]: within targets +│ +50\.0% │ +0\.0% │", text)
+    assert "Traceback of &lt;Mine&gt;" in html
 
 
 def test_best_is_what_is_better_by_more_than_nothing(outcomes: list[SimulationOutcome]) -> None:
