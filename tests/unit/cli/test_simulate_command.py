@@ -160,6 +160,8 @@ def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(
         (["--trace", "trace.csv", "--outage", "generate"], "not GROUP:FROM_S:TO_S"),
         (["--trace", "trace.csv", "--faults", "nowhere.json"], "nowhere.json: No such file"),
         (["--trace", "trace.csv", "--timeline", "no/such/folder"], "cannot be written"),
+        (["--trace", "trace.csv", "--csv", "no/such.csv"], "--csv no/such.csv: cannot be written"),
+        (["--trace", "trace.csv", "--html", "."], "--html .: cannot be written"),
         (
             ["--swarm", "1", "--rate", "3", "--csv", "o.csv"],
             "--rate, --csv: is not used with --swarm",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,7 @@ def simulate(
     from vsched.sim.network.lane import HostLinkProfile
     from vsched.sim.setup import DraftLuck, inspect_checkpoint
 
+    _check_writable({"--html": html, "--csv": csv, "--json": json, "--plot": plot})
     named = _configs(config, assignments)
     costs = load_cost_model(cost)
     load_of = _workload(trace, workload, requests=requests, rate=rate, seed=seed, speed=speed)
@@ -121,6 +123,19 @@ def _refuse_given(ctx: typer.Context, *, but: Collection[str], reason: str) -> N
     ]
     if given:
         raise ConfigError(f"{', '.join(given)}: {reason}. Remedy: leave it out")
+
+
+def _check_writable(files: Mapping[str, Path | None]) -> None:
+    """Check that files can be written, before a simulation that may take minutes.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    for option, path in files.items():
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise ConfigError(
+                f"{option} {path}: cannot be written. Remedy: name a file in a folder that exists and may be written"
+            )
 
 
 def _run_all(
