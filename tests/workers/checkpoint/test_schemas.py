@@ -580,3 +580,17 @@ def test_random_schemas_are_kept_to_exactly_or_refused(grammars: TokenGrammars) 
 def test_many_random_schemas_are_kept_to_exactly_or_refused(grammars: TokenGrammars) -> None:
     counts = _seen(grammars, range(20, 1500))
     assert counts["fits"] > 1500, counts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [{"const": at} for at in range(2000)],
+        [
+            {"type": "object", "properties": {"t": {"const": at}}, "required": ["t"]}
+            for at in range(500)
+        ],
+    ],
+)
+def test_many_options_of_one_of_are_told_apart(options: list[dict[str, Any]]) -> None:
+    assert prepared({"oneOf": options}) == {"anyOf": options}

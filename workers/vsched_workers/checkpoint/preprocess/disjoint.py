@@ -33,10 +33,22 @@ class Disjointness:
     def overlapping(self, places: Sequence[Place]) -> tuple[int, int] | None:
         """Return the first two schemas that may match the same value; None if there are none."""
         flat = [self._parts(each, 0) for each in places]
+        if _all_differ([_values(parts) for parts in flat]) or self._tagged(flat):
+            return None
         for (at, first), (other, second) in itertools.combinations(enumerate(flat), 2):
             if not self._disjoint(first, second, 0):
                 return at, other
         return None
+
+    def _tagged(self, flat: list[list[Place]]) -> bool:
+        """Return True if all schemas are of objects with a required property whose values differ."""
+        if any(_types(parts) != {"object"} for parts in flat):
+            return False
+        shared = set.intersection(*map(_required, flat))
+        return any(
+            _all_differ([_values(self._property(parts, name)) for parts in flat])
+            for name in sorted(shared)[:_DEPTH_MAX]
+        )
 
     def _parts(self, place: Place, depth: int) -> list[Place]:
         """Return the schemas that a value of this one matches, all of them."""
@@ -102,6 +114,12 @@ class Disjointness:
             elif "patternProperties" not in node and "additionalProperties" in node:
                 found += self._parts(self._inner(part, node["additionalProperties"]), 0)
         return found
+
+
+def _all_differ(values: list[set[str] | None]) -> bool:
+    """Return True if each schema lists its values, and no two list the same one."""
+    known = [each for each in values if each is not None]
+    return len(known) == len(values) and sum(map(len, known)) == len(set().union(*known))
 
 
 def _without_options(parts: list[Any]) -> list[Any]:

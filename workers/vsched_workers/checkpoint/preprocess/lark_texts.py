@@ -22,7 +22,7 @@ _TOKENS = re.compile(
     | (?P<regexp> /(?:\\.|[^/\\])+/ )
     | (?P<special> <[^<>\s]+> )
     | (?P<json> %(?:json|regex|llguidance)(?![\w-]) )
-    | (?P<definition> (?:^|(?<=\n))[ \t]*[!?]*_?[A-Za-z][\w-]*(?=[^\n:"/]*:) )
+    | (?P<definition> (?:^|(?<=\n))[ \t]*+[!?]*+_?[A-Za-z][\w-]*+(?=[^\n:"/]*:) )
     | (?P<name> [?!]*_?[A-Za-z][\w-]* )
     | (?P<other> . )
     """,

@@ -14,6 +14,9 @@ from vsched.errors import limit_message
 GROUPS_MAX = 64
 """Groups within groups of a pattern."""
 
+LOOKAHEADS_MAX = 16
+LOOKAHEAD_CHARACTERS_MAX = 2000
+"""Longer patterns keep their lookaheads, which are refused."""
 _ANY = r"[^\n\r\x{2028}\x{2029}]"
 _SPACE = r"\t\n\x0b\x0c\r "
 _NO_SPACE = r"\s\x1c-\x1f\x{feff}"
@@ -50,11 +53,11 @@ def without_lookaheads(pattern: str) -> list[str]:
     Lookaheads are known at the begin of a pattern, in the forms in which pydantic (`Decimal`), zod (`email`) and rules
     for passwords have them; others are left in the pattern.
     """
-    if not pattern.startswith("^(?"):
+    if not pattern.startswith("^(?") or len(pattern) > LOOKAHEAD_CHARACTERS_MAX:
         return [pattern]
     found: list[str] = []
     rest = pattern[1:]
-    while True:
+    for _ in range(LOOKAHEADS_MAX):
         for head, meaning in _HEADS:
             if match := head.match(rest):
                 made = meaning.replace(r"(?!\1)", _other_than(match[1])).replace(r"\1", match[1])
