@@ -1,8 +1,8 @@
 r"""Regular expressions of JSON schemas, in the syntax of the grammar library.
 
 JSON Schema means ECMA-262, whose syntax and character classes differ from those of Rust's `regex` in small ways: `.`
-matches fewer characters, `[` is a character inside a class, `\cA` is a control character. Where the usual validators
-(JavaScript, Python, Rust) disagree, the pattern that is written matches the strings on which they agree.
+matches fewer characters, `[` is a character inside a class, `\cA` is a control character; `\d` and `\w` are ASCII.
+Where JavaScript, Python and Rust disagree about `.` and white space, the characters on which they agree match.
 """
 
 from __future__ import annotations
