@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.e2e.asking import TEXTS, Ask, begin, read
+from tests.fuzz.documents import CHAT, at_doors, body_at
 from tests.patience import PATIENCE_S
 from vsched import Config, Engine, SamplingParams
 from vsched.aio.grammar_checks import GrammarProcesses
@@ -20,11 +21,7 @@ from vsched.api.server import RunningServer, running_server
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-CHAT: dict[str, Any] = {
-    "model": "nano25",
-    "messages": [{"role": "user", "content": "1"}],
-    "max_tokens": 4,
-}
+MODEL = "nano25"
 
 
 def linked(keyword: str, count: int) -> dict[str, Any]:
@@ -53,44 +50,9 @@ GRAMMARS = {
 }
 
 
-def at_doors(schema: Any) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return a request for each door that a schema comes in by: the path and the body."""
-    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    function = {"name": "f", "parameters": parameters}
-    held = {"name": "s", "schema": schema}
-    chat = "/v1/chat/completions"
-    text: dict[str, Any] = {"model": "nano25", "prompt": "1", "max_tokens": 4}
-    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
-    return {
-        "response_format": (
-            chat,
-            {**CHAT, "response_format": {"type": "json_schema", "json_schema": held}},
-        ),
-        "guided_json": ("/v1/completions", {**text, "guided_json": schema}),
-        "structured_outputs": (chat, {**CHAT, "structured_outputs": {"json": schema}}),
-        "tools": (chat, {**CHAT, **tools}),
-        "responses": (
-            "/v1/responses",
-            {
-                "model": "nano25",
-                "input": "1",
-                "max_output_tokens": 4,
-                "text": {"format": {"type": "json_schema", "name": "s", "schema": schema}},
-            },
-        ),
-        "messages": (
-            "/v1/messages",
-            {
-                **CHAT,
-                "tools": [{"name": "f", "input_schema": parameters}],
-                "tool_choice": {"type": "any"},
-            },
-        ),
-    }
-
-
-async def refused(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+async def refused(client: httpx.AsyncClient, path: str, fields: dict[str, Any]) -> None:
     """Send a request, and check that it is answered by a 400 with a remedy, or served."""
+    body = body_at(path, fields, model=MODEL, tokens=4)
     reply = await client.post(
         path, content=json.dumps(body), headers={"content-type": "application/json"}
     )
@@ -105,7 +67,7 @@ async def test_schemas_that_crash_the_library_end_nothing(
 ) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
         await asyncio.gather(
-            *(refused(client, path, body) for path, body in at_doors(SCHEMAS[name]).values())
+            *(refused(client, path, fields) for path, fields in at_doors(SCHEMAS[name]).values())
         )
     assert engine.state == "ready"
     assert not any(group["restarts"] for group in engine.groups())
@@ -118,7 +80,7 @@ async def test_grammars_that_crash_the_library_end_nothing(
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
         for field in ("guided_grammar", "structured_outputs"):
             value = GRAMMARS[name] if field == "guided_grammar" else {"grammar": GRAMMARS[name]}
-            await refused(client, "/v1/chat/completions", {**CHAT, field: value})
+            await refused(client, CHAT, {field: value})
     assert engine.state == "ready"
 
 
@@ -160,9 +122,9 @@ async def test_api_processes_check_grammars_as_the_engine_does(
         running_server(configure("nano25", "server.processes=2")) as running,
         httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client,
     ):
-        for path, body in at_doors({"const": -(2**63)}).values():
-            await refused(client, path, body)
+        for path, fields in at_doors({"const": -(2**63)}).values():
+            await refused(client, path, fields)
         reply = await client.post(
-            "/v1/completions", json={"model": "nano25", "prompt": "1", "guided_regex": "ab"}
+            "/v1/completions", json={"model": MODEL, "prompt": "1", "guided_regex": "ab"}
         )
         assert reply.json()["choices"][0]["text"] == "ab"

@@ -1,0 +1,110 @@
+"""Sends hostile schemas and grammars to a server with real ranks, and checks that each gets an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections import Counter
+from typing import Any
+
+import httpx
+
+from tests.fuzz.documents import Asked, draw_asked
+from tests.patience import PATIENCE_S
+
+TOGETHER = 8
+PLAIN = {"prompt": "1", "max_tokens": 40, "ignore_eos": True, "temperature": 0.0}
+
+
+async def fuzz_grammars(url: str, model: str, *, seed: int, count: int) -> Counter[str]:
+    """Send documents, several at a time, beside requests without one; count kinds with statuses, and deaths.
+
+    Document `n` is drawn from `seed + n` alone, so that one that fails can be sent alone.
+
+    Raises:
+        AssertionError: With the seed and the document, where an answer is not as it must be.
+    """
+    counted: Counter[str] = Counter()
+    numbers = iter(range(seed, seed + count))
+    done = asyncio.Event()
+
+    async def documents(client: httpx.AsyncClient) -> None:
+        for number in numbers:
+            asked = draw_asked(random.Random(number), model)
+            try:
+                reply = await client.post(asked.path, content=asked.body, headers=JSON)
+            except httpx.HTTPError as error:
+                raise AssertionError(f"{_named(number, asked)} got no answer: {error!r}") from error
+            check(number, asked, reply)
+            counted[f"{asked.document.kind}: {reply.status_code}"] += 1
+            killed = re.search(r"SIG[A-Z]+|more than [0-9.]+ s of CPU", reply.text)
+            if reply.status_code != 200 and killed:
+                counted[f"killed: {killed[0]}"] += 1
+
+    async def plain(client: httpx.AsyncClient) -> None:
+        while not done.is_set():
+            reply = await client.post("/v1/completions", json={**PLAIN, "model": model})
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["usage"]["completion_tokens"] == PLAIN["max_tokens"]
+            counted["plain: 200"] += 1
+
+    async def hostile(client: httpx.AsyncClient) -> None:
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(TOGETHER):
+                clients.create_task(documents(client))
+        done.set()
+
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        group.create_task(plain(client))
+        group.create_task(hostile(client))
+    return counted
+
+
+JSON = {"content-type": "application/json"}
+
+
+def check(number: int, asked: Asked, reply: httpx.Response) -> None:
+    """Check one answer: 200, with JSON where that is asked for, or a refusal with a remedy."""
+    told = f"{_named(number, asked)} was answered by {reply.status_code}: {reply.text[:500]}"
+    if reply.status_code != 200:
+        busy = reply.status_code == 503 and "retry-after" in reply.headers
+        assert reply.status_code in {400, 413} or busy, told
+        assert "Remedy" in reply.json()["error"]["message"], told
+    elif asked.answers_json and (text := _whole(reply.json())) is not None:
+        try:
+            json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise AssertionError(f"{told}: {error}") from error
+
+
+def _named(number: int, asked: Asked) -> str:
+    return f"document {number} ({asked.document.kind} by {asked.door}): {asked.body[:4000]!r}"
+
+
+def _whole(reply: dict[str, Any]) -> str | None:
+    """Return the JSON of an answer that ended by itself; None of one that was cut."""
+    match reply:
+        case {"choices": [{"finish_reason": "stop", "text": str(text)}]}:
+            return text
+        case {"choices": [{"finish_reason": "stop", "message": {"content": str(text)}}]}:
+            return text
+        case {"choices": [{"finish_reason": "tool_calls", "message": {"tool_calls": [call, *_]}}]}:
+            return str(call["function"]["arguments"])
+        case {
+            "status": "completed",
+            "output": [*_, {"type": "function_call", "arguments": str(text)}],
+        }:
+            return text
+        case {
+            "status": "completed",
+            "output": [*_, {"type": "message", "content": [{"text": str(text)}]}],
+        }:
+            return text
+        case {"stop_reason": "end_turn", "content": [{"type": "text", "text": str(text)}]}:
+            return text
+    return None
