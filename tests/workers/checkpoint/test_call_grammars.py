@@ -155,6 +155,30 @@ def test_blind_draws_of_forced_calls_are_read_as_calls_that_fit(
         assert fits(msgspec.json.decode(text), {"exact": {}, **TOOLS[called]}), answer
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+        {"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"type": "boolean"}}}}},
+        {"enum": [3, {"a": 1}, None]},
+        {"minItems": 2, "minimum": 3, "properties": {"a": {"type": "boolean"}}},
+    ],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_arguments_are_an_object_if_their_schema_has_no_type(
+    schema: dict[str, Any],
+    seed: int,
+    grammars: TokenGrammars,
+    text_of: Callable[[list[int]], str],
+) -> None:
+    known = CALL_FORMATS["hermes"]
+    grammar = forced_calls(known, [FunctionTool("f", parameters=schema)], single=True)
+    answer = text_of(drawn(grammars, grammar, seed)[0])
+    message = read_with(known, [answer], tools={"f": schema})
+    ((_, text),) = message["calls"]
+    assert isinstance(msgspec.json.decode(text), dict), answer
+
+
 REFERRING: dict[str, Any] = {
     "type": "object",
     "properties": {

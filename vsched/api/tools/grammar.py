@@ -61,7 +61,8 @@ def forced_calls(known: CallFormat, functions: Sequence[FunctionTool], *, single
 
 
 def _call(known: CallFormat, function: FunctionTool, rules: dict[str, Node]) -> Node:
-    schema = closed(function.parameters or _NO_ARGUMENTS)
+    # Without a type, a schema with `properties` allows numbers and texts as well; arguments are an object.
+    schema = {"type": "object", **closed(function.parameters or _NO_ARGUMENTS)}
     before = f"{known.before}{function.name}{known.middle}"
     if known.arguments is None:
         return _all(before, {"schema": schema}, known.after)
