@@ -60,6 +60,27 @@ def drawn(grammars: TokenGrammars, grammar: str, seed: int) -> tuple[list[int], 
     raise AssertionError("it found no end")
 
 
+def test_matcher_tokenizes_only_the_beginning_of_a_long_forced_text() -> None:
+    """The library asks for the tokens of the whole rest at every step: 60,000 characters took 100 ms of each."""
+    raw = [*(bytes([byte]) for byte in range(256)), b"", b"xx", b"xxxx"]
+    table = TokenTable(raw, raw)
+    asked: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(len(text))
+        return [258] * (len(text) // 4) + [ord("x")] * (len(text) % 4)
+
+    grammars = TokenGrammars(table, vocab_size=len(raw), ends=[256], encode=encode)
+    matcher = grammars.matcher(encoded(choice=["x" * 9_998]))
+    followed = 0
+    while matcher.follow(allowed(matcher)) is None:
+        assert len(allowed(matcher)) == 1
+        followed += 1
+    assert not matcher.error
+    assert max(asked) <= 64
+    assert 2_500 <= followed <= 2_504
+
+
 @pytest.mark.parametrize("wanted", [[], [5, 6, 7]])
 def test_matcher_foresees_what_must_come_and_follows_nothing(
     grammars: TokenGrammars, text_of: Callable[[list[int]], str], wanted: list[int]

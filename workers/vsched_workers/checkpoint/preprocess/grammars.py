@@ -47,6 +47,8 @@ COMPILE_S_MAX = 0.25
 TRIED_TOKENS_MAX, TRIED_S_MAX = 32, 0.05
 """Tokens, and CPU time in seconds, of the output that a check follows."""
 WORD_BITS = 32
+FORCED_TOKENS_MIN = 16
+"""Minimum number of tokens to make of a text without choices, if it is that long; the library drops up to 4 of them."""
 
 Encode = Callable[[str], list[int]]
 """Makes tokens of a text."""
@@ -100,7 +102,8 @@ class _Vocabulary:
     """The tokens as llguidance reads them.
 
     Where a grammar leaves one text only, it allows the first token that `encode` makes of it, so that the model reads
-    the tokens that it was trained on.
+    the tokens that it was trained on. The library asks for the tokens of all that is left of such a text at every step,
+    and uses the first one.
     """
 
     def __init__(
@@ -114,11 +117,13 @@ class _Vocabulary:
         ]
         self.eos_token_id = ends[0]
         self.bos_token_id = None
+        self._characters_max = FORCED_TOKENS_MIN * max(map(len, self.tokens), default=1)
         self._encode = encode
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the tokens of a text."""
-        return self._encode(text.decode() if isinstance(text, bytes) else text)
+        """Return the tokens of the beginning of a text."""
+        text = text.decode() if isinstance(text, bytes) else text
+        return self._encode(text[: self._characters_max])
 
 
 class TokenGrammars:
