@@ -1,1 +1,1 @@
-"""A mutation fuzz of the HTTP API: requests by its grammar, bent and broken, of which none may be answered by a 500."""
+"""A fuzz of the HTTP API: bent and broken requests, and hostile schemas and grammars; none is answered by a 500."""

@@ -6,15 +6,27 @@ import asyncio
 import json
 import random
 import re
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tests.fuzz.documents import Asked, draw_asked
 from tests.patience import PATIENCE_S
+from vsched.api.server import running_server
+from vsched.config import load_config
 
+MODEL = "tiny25"
+SETTINGS = (
+    f"model.name={MODEL}",
+    "server.port=0",
+    "generate.context_tokens=4096",
+    'generate.memory={use="pinned", tokens=8192}',
+)
 TOGETHER = 8
+JSON = {"content-type": "application/json"}
 PLAIN = {"prompt": "1", "max_tokens": 40, "ignore_eos": True, "temperature": 0.0}
 
 
@@ -39,9 +51,8 @@ async def fuzz_grammars(url: str, model: str, *, seed: int, count: int) -> Count
                 raise AssertionError(f"{_named(number, asked)} got no answer: {error!r}") from error
             check(number, asked, reply)
             counted[f"{asked.document.kind}: {reply.status_code}"] += 1
-            killed = re.search(r"SIG[A-Z]+|more than [0-9.]+ s of CPU", reply.text)
-            if reply.status_code != 200 and killed:
-                counted[f"killed: {killed[0]}"] += 1
+            if killed := re.search(r"died \(SIG[A-Z]+|more than [0-9.]+ s of CPU", reply.text):
+                counted[f"process {killed[0].replace('(', 'by ')}"] += 1
 
     async def plain(client: httpx.AsyncClient) -> None:
         while not done.is_set():
@@ -65,7 +76,27 @@ async def fuzz_grammars(url: str, model: str, *, seed: int, count: int) -> Count
     return counted
 
 
-JSON = {"content-type": "application/json"}
+def fuzz_ranks(seed: int, count: int) -> Counter[str]:
+    """Do so with a server of its own; count the answers.
+
+    Raises:
+        AssertionError: Also when a rank has died.
+    """
+    return asyncio.run(_fuzz_ranks(seed, count))
+
+
+async def _fuzz_ranks(seed: int, count: int) -> Counter[str]:
+    from vsched_workers.checkpoint.random_init import make_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, MODEL))
+        make_checkpoint(path, MODEL, dtype="bfloat16")
+        sets = [f"model.path={path}", *SETTINGS]
+        async with running_server(load_config(None, sets=sets, environ={}).config) as server:
+            ranks = server.engine.rank_pids
+            counted = await fuzz_grammars(server.url, MODEL, seed=seed, count=count)
+            assert (server.engine.state, server.engine.rank_pids) == ("ready", ranks)
+    return counted
 
 
 def check(number: int, asked: Asked, reply: httpx.Response) -> None:
