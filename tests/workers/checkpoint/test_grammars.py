@@ -81,6 +81,28 @@ def test_matcher_tokenizes_only_the_beginning_of_a_long_forced_text() -> None:
     assert 2_500 <= followed <= 2_504
 
 
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ({"choice": ["a<|im_end|>b"]}, "a<|im_end|>b"),
+        ({"regex": r"<\|im_end\|>{2}"}, "<|im_end|>>"),
+        ({"grammar": 'start: "<|im_start|>" "<|im_end|>"'}, "<|im_start|><|im_end|>"),
+        ({"json_schema": {"const": "<|endoftext|>"}}, '"<|endoftext|>"'),
+        ({"json_schema": {"enum": [["<|im_end|>"]]}}, '["<|im_end|>"]'),
+    ],
+)
+def test_matcher_writes_a_literal_of_a_special_token_as_text(
+    grammars: TokenGrammars,
+    text_of: Callable[[list[int]], str],
+    grammar: dict[str, Any],
+    text: str,
+) -> None:
+    """The token would end the answer there."""
+    tokens, reason = drawn(grammars, encoded(**grammar), 0)
+    assert reason is FinishReason.STOP
+    assert "".join(text_of(tokens).split()) == text
+
+
 @pytest.mark.parametrize("wanted", [[], [5, 6, 7]])
 def test_matcher_foresees_what_must_come_and_follows_nothing(
     grammars: TokenGrammars, text_of: Callable[[list[int]], str], wanted: list[int]

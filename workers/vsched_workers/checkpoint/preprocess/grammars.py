@@ -107,7 +107,12 @@ class _Vocabulary:
     """
 
     def __init__(
-        self, table: TokenTable, vocab_size: int, ends: Sequence[int], encode: Encode
+        self,
+        table: TokenTable,
+        vocab_size: int,
+        ends: Sequence[int],
+        encode: Encode,
+        longest: Encode,
     ) -> None:
         self.tokens = table.raw[:vocab_size]
         self.special_token_ids = [
@@ -118,12 +123,16 @@ class _Vocabulary:
         self.eos_token_id = ends[0]
         self.bos_token_id = None
         self._characters_max = FORCED_TOKENS_MIN * max(map(len, self.tokens), default=1)
-        self._encode = encode
+        self._special = frozenset(self.special_token_ids)
+        self._encode, self._longest = encode, longest
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Return the tokens of the beginning of a text."""
         text = text.decode() if isinstance(text, bytes) else text
-        return self._encode(text[: self._characters_max])
+        text = text[: self._characters_max]
+        ids = self._encode(text)
+        # In a literal, `<|im_end|>` is text: its token would end the answer, and no client would see it.
+        return ids if self._special.isdisjoint(ids) else self._longest(text)
 
 
 class TokenGrammars:
@@ -141,7 +150,7 @@ class TokenGrammars:
         import llguidance
         from llguidance import TokenizerWrapper
 
-        vocabulary = _Vocabulary(table, vocab_size, ends, encode or self._longest)
+        vocabulary = _Vocabulary(table, vocab_size, ends, encode or self._longest, self._longest)
         self._tokenizer: LLTokenizer = llguidance.LLTokenizer(
             TokenizerWrapper(vocabulary), eos_token=list(ends)
         )
