@@ -74,6 +74,7 @@ def _check(grammars: Grammars | None, grammar: str) -> GrammarOutcome:
             "the schema or grammar cannot be used. Remedy: simplify it.",
             INVALID_GRAMMAR,
         )
+    message = message.encode(errors="backslashreplace").decode()  # it may quote half a character
     return GrammarOutcome(message=message, code=code, cpu_s=time.process_time() - began_s)
 
 

@@ -31,6 +31,8 @@ class ShakyGrammars:
                 exec("f = lambda: f()\nf()")
             case ["refuse"]:
                 raise RequestRefused("no. Remedy: none.", code="invalid_grammar")
+            case ["quote"]:
+                raise RequestRefused("no \ud800. Remedy: none.", code="invalid_grammar")
             case ["panic"]:
                 raise SystemExit("as PanicException is no Exception")
 
@@ -85,6 +87,7 @@ def processes() -> Iterator[GrammarProcesses]:
         ("recurse", "cannot be used"),
         ("panic", "cannot be used"),
         ("refuse", "^no. Remedy"),
+        ("quote", r"^no \\ud800. Remedy"),
     ],
 )
 def test_grammar_processes_refuse_what_kills_them(
