@@ -61,7 +61,7 @@ from vsched.assembly import (
 from vsched.config import Config, plain_config, resolve_policies
 from vsched.errors import ConfigError, RequestRefused
 from vsched.media import ImageReference, Prompt
-from vsched.media.pipeline import PreparedRequest
+from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.media.pixels import PixelStore
 from vsched.memory import Ledger
 from vsched.record.left import Begun
@@ -159,8 +159,8 @@ class Engine:
             checker = environment.make_grammar_checker(config, info)
             grammars = GrammarChecks(checker, deadline_s=config.media.prepare_s)
             started.callback(grammars.close)
-            loading = asyncio.get_running_loop().run_in_executor(None, load_front_end, info)
-            started.callback(_forget, loading)
+            loading = asyncio.create_task(self._load_media(load_front_end, arena))
+            started.push_async_callback(_give_up, loading)
             shell = await start_shell(
                 partial(self._worker_groups, arena, launcher, self._sizing),
                 limits=lambda blocks: scheduler_limits(
@@ -176,9 +176,7 @@ class Engine:
                 now_ns=environment.now_ns,
             )
             started.push_async_callback(shell.stop)
-            self.preprocessor, tells_prompts = await loading
-            store = PixelStore(arena.pixels, arena.fd)
-            media = environment.make_media(self.preprocessor, store, media_settings(config))
+            media, tells_prompts = await loading
             started.pop_all()
         return RunningParts(
             arena=arena,
@@ -189,6 +187,18 @@ class Engine:
             tells_prompts=tells_prompts,
             adapters=adapter_table(config, info, shell.adapters, run_dir=launcher.run_dir),
         )
+
+    async def _load_media(
+        self, load_front_end: Callable[[ModelInfo], FrontEnd], arena: Arena
+    ) -> tuple[MediaPipeline, bool]:
+        """Load the preprocessor and start the media pipeline, whose processes load while ranks do."""
+        loop = asyncio.get_running_loop()
+        self.preprocessor, tells_prompts = await loop.run_in_executor(
+            None, load_front_end, self.info
+        )
+        store = PixelStore(arena.pixels, arena.fd)
+        settings = media_settings(self.config)
+        return self._environment.make_media(self.preprocessor, store, settings), tells_prompts
 
     async def drain(self) -> None:
         """Accept nothing more, and wait for the live requests.
@@ -532,7 +542,9 @@ class Engine:
         )
 
 
-def _forget(loading: asyncio.Future[FrontEnd]) -> None:
-    """Wait no more for a preprocessor, whatever comes of it."""
-    if not loading.cancel() and not loading.cancelled():
-        loading.exception()
+async def _give_up(loading: asyncio.Task[tuple[MediaPipeline, bool]]) -> None:
+    """End a media pipeline that is not needed, whether it is loaded or still loading."""
+    loading.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        media, _ = await loading
+        await asyncio.to_thread(media.close)
