@@ -89,12 +89,14 @@ def _report_death(pidfd: int, channel: socket.socket) -> None:
                 channel.send(head_of(report) + report)
 
 
-def limit_resources(*, cpu_s: float, memory_bytes: int, stack_bytes: int) -> None:
+def limit_resources(*, cpu_s: float, wall_s: float, memory_bytes: int, stack_bytes: int) -> None:
     """Limit what this process may use from now on; beyond it, it is killed or its allocations fail.
 
     Args:
         cpu_s: CPU time of all threads; SIGPROF kills the process after that.
-        memory_bytes: Private memory in addition to what the process has. Native code mostly aborts (SIGABRT).
+        wall_s: Time until SIGALRM kills the process: one that waits for a lock takes no CPU time.
+        memory_bytes: Private memory in addition to what the process has. Native code mostly aborts (SIGABRT), or waits
+            for a lock for ever: Rust's message about it may need memory as well.
         stack_bytes: Stack of the main thread; SIGSEGV kills the process beyond that.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
@@ -104,7 +106,9 @@ def limit_resources(*, cpu_s: float, memory_bytes: int, stack_bytes: int) -> Non
     resource.setrlimit(resource.RLIMIT_DATA, (_at_most(limit, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, wall_s)
 
 
 def _at_most(limit: int, hard: int) -> int:

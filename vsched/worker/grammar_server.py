@@ -30,6 +30,8 @@ from vsched.worker.registry import load_worker
 NAME = "vsched: grammars"
 CPU_S_MAX = 1.0
 """CPU time of one check: the plug-in refuses earlier what would hold up a rank, and this stops what loops."""
+WALL_S_MAX = 5.0
+"""Time of one check: without memory, the library may wait for a lock for ever."""
 MEMORY_BYTES_MAX = 128 << 20
 """Memory of one check: ten times what the largest schemas of 64 KiB take."""
 _STACK_BYTES_MAX = 8 << 20
@@ -61,7 +63,12 @@ def _check(grammars: Grammars | None, grammar: str) -> GrammarOutcome:
     # What compiles with half of a rank's stack does not overflow the rank's.
     soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
     stack = _STACK_BYTES_MAX if soft == resource.RLIM_INFINITY else min(soft, _STACK_BYTES_MAX)
-    limit_resources(cpu_s=CPU_S_MAX, memory_bytes=MEMORY_BYTES_MAX, stack_bytes=stack // 2)
+    limit_resources(
+        cpu_s=CPU_S_MAX,
+        wall_s=WALL_S_MAX,
+        memory_bytes=MEMORY_BYTES_MAX,
+        stack_bytes=stack // 2,
+    )
     began_s = time.process_time()
     message = code = ""
     try:

@@ -27,6 +27,8 @@ class ShakyGrammars:
             case ["loop"]:
                 while True:
                     pass
+            case ["wait"]:
+                signal.pause()
             case ["recurse"]:
                 exec("f = lambda: f()\nf()")
             case ["refuse"]:
@@ -84,6 +86,7 @@ def processes() -> Iterator[GrammarProcesses]:
         (f"die {signal.SIGSEGV:d}", r"died \(SIGSEGV\).*128 MiB"),
         (f"die {signal.SIGABRT:d}", r"died \(SIGABRT\)"),
         ("loop", "more than 1 s of CPU time"),
+        pytest.param("wait", r"died \(SIGALRM\).*128 MiB", marks=pytest.mark.slow),
         ("recurse", "cannot be used"),
         ("panic", "cannot be used"),
         ("refuse", "^no. Remedy"),

@@ -14,7 +14,7 @@ from vsched.isolated.server import limit_resources, read_setup, serve
 def act(setup: bytes, channel: Channel) -> bytes:
     """Carry out one call."""
     order = read_frame(channel).decode()
-    limit_resources(cpu_s=0.2, memory_bytes=32 << 20, stack_bytes=1 << 20)
+    limit_resources(cpu_s=0.2, wall_s=60, memory_bytes=32 << 20, stack_bytes=1 << 20)
     match order.split():
         case ["die", number]:
             os.kill(os.getpid(), int(number))
