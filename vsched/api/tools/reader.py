@@ -35,6 +35,9 @@ _FIRST_KEY = re.compile(r'\{\s*"([^"]*)"')
 _CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function"})
 """An object that begins with another is no call: an answer in JSON need not be held back to its end."""
 
+_HALF = "\N{REPLACEMENT CHARACTER}"
+"""The text of half a character, with which an answer can be cut within the marks of DeepSeek's calls."""
+
 _TYPED = '{"type":"function"'
 """What else the object of a call begins with."""
 
@@ -110,6 +113,7 @@ class AnswerReader:
         self._forced = forced
         self._calls = 0
         self._buffer = ""
+        self._half = ""
         self._scan = JsonScan()
         self._arguments_scan: ArgumentScan = self._scan
         self._scanned = 0
@@ -124,13 +128,24 @@ class AnswerReader:
 
     def push(self, text: str) -> list[Event]:
         """Take the next piece of the answer; return what is certain."""
-        self._buffer += text
-        return self._advance()
+        text = self._half + text
+        whole = text.rstrip(_HALF)
+        self._half = text[len(whole) :]
+        self._buffer += whole
+        events = self._advance()
+        if (
+            self._half and not self._buffer
+        ):  # else it may be a part of a mark, until the next piece tells
+            self._buffer, self._half = self._half, ""
+            events += self._advance()
+        return events
 
     def finish(self, *, cut: bool = False) -> list[Event]:
         """Return what was held back; where the answer was cut, not what may have become a call or another mark."""
         self._ended = True
         self._cut = cut or self._forced
+        if not self._cut:
+            self._buffer, self._half = self._buffer + self._half, ""
         events = self._advance()
         if self._leading and self._blanks and not (self._parted or self._buffer or self._forced):
             events.append(ContentText(self._blanks))

@@ -25,7 +25,7 @@ class CallStopScope(AnswerReader):
     def split_rest(self, *, cut: bool) -> list[tuple[str, bool]]:
         """Return what was held back."""
         self.finish(cut=cut)
-        return [*self._taken(), (self._buffer, False)]
+        return [*self._taken(), (self._buffer + self._half, False)]
 
     def _taken(self) -> list[tuple[str, bool]]:
         parts, self._parts = self._parts, []

@@ -288,3 +288,23 @@ def test_an_answer_in_json_is_not_held_back() -> None:
     reader = AnswerReader(CALL_FORMATS["llama-json"], tools=TOOLS)
     assert reader.push('{"city') == []
     assert reader.push('": "Paris') == [ContentText('{"city": "Paris')]
+
+
+@pytest.mark.parametrize("name", ["deepseek", "deepseek-v3.1"])
+@pytest.mark.parametrize("forced", [False, True])
+def test_reader_shows_no_markup_of_a_call_that_is_cut_within_a_character(
+    name: str, forced: bool
+) -> None:
+    """A tokenizer without tokens for these marks writes their characters in parts."""
+    answer = written_calls(CALL_FORMATS[name], [("f", {"a": "x"})])
+    for end in (at for at, character in enumerate(answer) if not character.isascii()):
+        for pieces in ([*answer[:end], "\ufffd"], [answer[:end] + "\ufffd"]):
+            assert read(pieces, name, cut=True, forced=forced)["content"] == ""
+
+
+def test_reader_keeps_half_characters_of_content() -> None:
+    for pieces in (["a \ufffd"], ["a ", "\ufffd"], ["a \ufffd", "\ufffd", "b"]):
+        assert read(pieces, cut=True)["content"] == "".join(pieces)
+    for pieces in (["a <", "\ufffd", "b"], ["a <\ufffdb"]):
+        assert read(pieces, cut=True)["content"] == "a <\ufffdb"
+    assert read(["a <", "\ufffd"])["content"] == "a <\ufffd"

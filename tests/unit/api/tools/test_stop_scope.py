@@ -43,6 +43,11 @@ def test_scope_parts_every_form_and_loses_nothing(name: str, cut: bool) -> None:
             assert counted == lead
 
 
+def test_scope_counts_no_half_character_of_markup() -> None:
+    scope = CallStopScope(CALL_FORMATS["deepseek"], tools=TOOLS)
+    assert split(scope, "<｜tool\ufffd", cut=True)[-1] == ("<｜tool\ufffd", False)
+
+
 def test_scope_has_no_part_for_what_may_become_a_call() -> None:
     scope = CallStopScope(CALL_FORMATS["hermes"], tools=TOOLS)
     assert scope.split("a <tool") == [("a ", True)]
