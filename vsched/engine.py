@@ -294,7 +294,7 @@ class Engine:
         asked = request_of(
             names[0],
             {
-                "sampling": sampling or self._default_sampling(),
+                "sampling": self._default_sampling() if sampling is None else sampling,
                 "priority": priority,
                 "ttft_target_ms": ttft_target_ms,
                 "cache_salt": cache_salt,

@@ -23,6 +23,7 @@ from vsched.engine import Engine
 from vsched.errors import RequestRefused
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
+from vsched.media.embeddings import EmbeddedImage
 from vsched.record import open_recorder
 from vsched.record.replay import replay
 from vsched.sim import SimEngine, small_config
@@ -150,6 +151,10 @@ async def test_engine_records_what_a_caller_passes_so_that_it_replays(
         ({"prompt": [1, "2"]}, "prompt"),
         ({"images": "data:image/png;base64,"}, "images[0]"),
         ({"images": [b"png"]}, "images[0]"),
+        ({"images": None}, "images[0]"),
+        ({"images": EmbeddedImage("png")}, "images[0]"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"sampling": {}}, "sampling"),
     ],
 )
 async def test_engine_refuses_arguments_of_a_wrong_type(call: dict[str, Any], named: str) -> None:

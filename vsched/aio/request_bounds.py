@@ -38,22 +38,26 @@ def checked_prompt(prompt: object) -> Prompt:
     Text stays of its class: a rendered prompt knows where special tokens are a client's text. No record holds it.
 
     Raises:
-        RequestRefused: When it is none of them.
+        RequestRefused: When it is none of them, or text that UTF-8 cannot hold.
     """
-    if callable(prompt) or isinstance(prompt, str):
+    if isinstance(prompt, str):
+        checked_argument("prompt", prompt, str)
+        return prompt
+    if callable(prompt):
         return prompt
     return checked_argument("prompt", prompt, list[int])  # type: ignore[no-any-return]
 
 
-def checked_images(images: Iterable[object]) -> list[ImageReference]:
+def checked_images(images: object) -> list[ImageReference]:
     """Return the images of a library call.
 
     Raises:
-        RequestRefused: When one is no reference to an image, or they are one text instead of a list.
+        RequestRefused: When one is no reference to an image, or they are one image instead of a list.
     """
-    listed = [images] if isinstance(images, str | bytes) else list(images)
+    is_list = isinstance(images, Iterable) and not isinstance(images, str | bytes)
+    listed = list(cast("Iterable[object]", images)) if is_list else [images]
     for index, image in enumerate(listed):
-        if isinstance(images, str | bytes) or not isinstance(image, ImageReference):
+        if not is_list or not isinstance(image, ImageReference):
             message = limit_message(
                 f"images[{index}] is not valid",
                 value=f"{image!r:.200}",
