@@ -237,9 +237,9 @@ class Engine:
         session: str = "",
         adapter: str = "",
     ) -> Generation:
-        """Return the one answer that `generate_answers` would with this id.
+        """Like `generate_answers`, for a single choice.
 
-        The request ends when its reader leaves it; see `Generation`.
+        The request is aborted when its reader stops reading; see `Generation`.
         """
         (generation,) = await self.generate_answers(
             prompt=prompt,
@@ -276,14 +276,15 @@ class Engine:
         The answers share the prompt, which is computed once, and differ in their seeds; the first has that of
         `sampling`. All are accepted or none. `max_tokens` of 0 means as many as the context leaves after the prompt.
         Without `sampling`, that is so, and the rest is as the checkpoint states. `adapter` is the name of one that is
-        loaded, empty for the model alone, `begun` what a dead engine told of the answer. `make_stop_scope` makes what
-        tells where in an answer stop strings count; everywhere without it. Cancelling undoes everything.
+        loaded, empty for the model alone, `begun` what a dead engine told of the answer. `make_stop_scope` returns a
+        `StopScope`, which limits stop strings to parts of the text; by default they apply everywhere. Cancelling undoes
+        everything.
 
-        Arguments become the declared types before anything keeps them (`vsched.plain_values`): `temperature=0` is 0.0,
-        numpy numbers and arrays are numbers and lists.
+        Arguments are first converted to the declared types (`vsched.plain_values`): `temperature=0` to 0.0, numpy
+        numbers and arrays to numbers and lists.
 
         Raises:
-            RequestRefused: When the request cannot be accepted, or an argument has a wrong type.
+            RequestRefused: When the request cannot be accepted, or an argument has the wrong type.
             RequestFailed: When it was interrupted while it was being prepared.
         """
         self._serving()
@@ -389,9 +390,9 @@ class Engine:
         return prepared.token_ids
 
     async def stream(self, **request: Any) -> AsyncGenerator[str, None]:
-        """Yield the text of one request as it comes; takes what `generate` takes.
+        """Yield the text of one request as it is generated; takes the arguments of `generate`.
 
-        The request ends when this iterator is closed or garbage.
+        The request is aborted when this iterator is closed or garbage-collected.
         """
         generation = await self.generate(**request)
         try:

@@ -1,7 +1,7 @@
-"""Convert the values that a library caller passes to the declared types, once, before anything keeps them.
+"""Conversion of values that a library caller passes to the declared types, before they are stored.
 
-Records, messages and traces hold plain values and are read back as the declared types. An int in a field of floats, a
-numpy number or a subclass of str would come back as another value than the one that was used, or could not be written.
+Records, messages and traces hold built-in types and are decoded as the declared types. An int in a float field, a numpy
+number or a subclass of str would be decoded as a different value from the one used, or could not be encoded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ _INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
 
 
 class NotPlain(ValueError):
-    """A value of a wrong type; `path` names the field, empty for the value as a whole.
+    """A value has the wrong type or is out of bounds.
 
-    `expected` says what would fit.
+    Attributes:
+        path: The field; empty for the value as a whole.
+        value: The value that was passed.
+        expected: The expected type or bound.
     """
 
     def __init__(self, path: str, value: object, expected: str) -> None:
@@ -30,7 +33,7 @@ class NotPlain(ValueError):
         self.path, self.value, self.expected = path, value, expected
 
     def message(self, remedy: str) -> str:
-        """Return the text of the error that a caller gets."""
+        """Return the error message for the caller."""
         return limit_message(
             f"{self.path} is not valid",
             value=f"{self.value!r:.200}",
@@ -42,12 +45,12 @@ class NotPlain(ValueError):
 def plain_struct(
     value: msgspec.Struct, wanted: type[T], *, path: str = "", bounds: bool = True
 ) -> T:
-    """Return a struct with the same fields, each converted by `plain_value`; structs within it, too.
+    """Return a copy of a struct with each field converted by `plain_value`, including nested structs.
 
-    Without `bounds`, those that annotations state are not checked.
+    With `bounds=False`, the bounds in annotations (`msgspec.Meta`) are not checked.
 
     Raises:
-        NotPlain: When it is not such a struct, or a field has a wrong type or is out of bounds.
+        NotPlain: When the value is not a `wanted`, or a field has the wrong type or is out of bounds.
     """
     if not isinstance(value, wanted):
         raise NotPlain(path, value, f"Expected `{wanted.__name__}`")
@@ -62,22 +65,23 @@ def plain_struct(
 
 @cache
 def _types(wanted: type[msgspec.Struct], *, bounds: bool) -> dict[str, Any]:
-    """Return the types of the fields of a struct, with their bounds or without."""
+    """Return the field types of a struct, with or without the bounds in annotations."""
     hints = get_type_hints(wanted, include_extras=bounds)
     return {name: hints[name] for name in wanted.__struct_fields__}
 
 
 def plain_value(value: object, wanted: Any, *, path: str, bounds: bool = True) -> Any:
-    """Return a value as the type `wanted`.
+    """Convert a value to the type `wanted`.
 
-    Numpy numbers and arrays, subclasses of str, int and float, and paths become the built-in types, ints floats,
-    sequences tuples or lists, and 0 and 1 bools.
+    Numpy numbers and arrays, subclasses of str, int and float, and paths are converted to built-in types; then ints to
+    floats, sequences to tuples or lists, and 0 and 1 to bools where `wanted` says so.
 
     Raises:
-        NotPlain: When it is of another type, out of bounds, an int of over 64 bits, or text that UTF-8 cannot hold.
+        NotPlain: When it has another type, is out of bounds, is an int beyond 64 bits, or is text that UTF-8 cannot
+            encode.
     """
     if isinstance(wanted, type) and issubclass(wanted, msgspec.Struct):
-        return plain_struct(value, wanted, path=path, bounds=bounds)  # type: ignore[arg-type] # it checks that
+        return plain_struct(value, wanted, path=path, bounds=bounds)  # type: ignore[arg-type] # checked there
     bare = wanted.__origin__ if get_origin(wanted) is Annotated else wanted
     try:
         plain = _plain(value)
@@ -93,14 +97,14 @@ def plain_value(value: object, wanted: Any, *, path: str, bounds: bool = True) -
 
 
 def _in_python(message: str, path: str) -> str:
-    """Return a message of msgspec's, which speaks of JSON, in the caller's terms."""
+    """Replace the JSON terms in an error message of msgspec by Python's."""
     for theirs, ours in (("`array`", "`list`"), ("`null`", "`None`"), ("`$", f"`{path}")):
         message = message.replace(theirs, ours)
     return message
 
 
 def _plain(value: object) -> Any:
-    """Return a value in the built-in types; what is of no such kind is left for `msgspec.convert` to refuse."""
+    """Convert a value to built-in types; others are returned unchanged, and `msgspec.convert` refuses them."""
     if isinstance(value, str):
         value.encode()
         return str.__str__(value)
@@ -122,6 +126,6 @@ def _plain(value: object) -> Any:
         return [_plain(one) for one in value]
     if isinstance(value, os.PathLike):
         return _plain(os.fspath(value))
-    to_list = getattr(value, "tolist", None)  # of numpy's numbers and arrays, and those like them
+    to_list = getattr(value, "tolist", None)  # numpy numbers and arrays, and compatible types
     listed = value if to_list is None else to_list()
     return value if type(listed) is type(value) else _plain(listed)

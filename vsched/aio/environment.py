@@ -114,7 +114,7 @@ class Environment:
 
     Attributes:
         make_launcher: Asked once, with the configuration; what it returns starts the ranks of all worker_groups.
-        make_grammar_checker: Returns the checker of grammars; None if the plug-in has none.
+        make_grammar_checker: Returns the grammar checker; None if the plug-in has no grammars.
         make_media: Returns what prepares requests, with threads and a network to fetch images from.
         open_record: Returns the record of a kernel, None to keep none.
         now_ns: The kernel's clock.

@@ -1,4 +1,4 @@
-"""Checks the grammars of requests before they are accepted, in processes that may crash."""
+"""Checks the grammars of requests, in isolated processes, before the requests are accepted."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from vsched.worker.registry import load_worker
 logger = logging.getLogger(__name__)
 
 GRAMMAR_BYTES_MAX = 65_536
-"""Bytes of a grammar; everything that follows from one is bounded by the work it takes."""
+"""Maximum bytes of a grammar; the size of its compiled form is bounded by the limits of the compilation."""
 GRAMMAR_REFUSALS = frozenset({INVALID_GRAMMAR, GRAMMAR_NOT_SUPPORTED})
 SERVER_MODULE = "vsched.worker.grammar_server"
 RETRY_AFTER_S = 5
 _THREADS = 2
 _ACCEPTED_MAX = 1024
-"""Digests of grammars that are known to compile: agents send the same tools with every request, and a check takes
-some milliseconds."""
+"""Maximum number of digests of accepted grammars: agents send the same tools with every request, and a check takes some
+milliseconds."""
 
 
 class GrammarChecker(Protocol):
-    """Checks one grammar at a time in each of several threads."""
+    """Checks grammars; several threads may call it at once."""
 
     def check(self, grammar: str) -> float:
         """Compile a grammar and return the CPU time in seconds; a rank takes about as long.
 
-        Blocks: until the check is done; it has a deadline.
+        Blocks: until the check is done or its deadline has passed.
 
         Raises:
             RequestRefused: When the grammar cannot be used.
@@ -59,15 +59,15 @@ class GrammarChecker(Protocol):
         ...
 
     def close(self) -> None:
-        """End every process."""
+        """End all processes of the checker."""
         ...
 
 
 class GrammarProcesses:
-    """Checks each grammar in a process of its own, which may crash, loop or run out of memory."""
+    """Checks each grammar in an isolated process, which may crash, loop or run out of memory."""
 
     def __init__(self, plugin: str, info: ModelInfo, *, deadline_s: float) -> None:
-        """Start the server, which loads the plug-in's grammars for a model; checks wait until it has."""
+        """Start the server, which loads the grammar library for the model; checks wait until it is ready."""
         setup = msgspec.json.encode(GrammarSetup(plugin, info))
         self._calls = IsolatedCalls(SERVER_MODULE, setup, name="grammar")
         self._deadline_s = deadline_s
@@ -83,9 +83,9 @@ class GrammarProcesses:
         try:
             answer = self._calls.call(grammar.encode(), deadline_s=self._deadline_s, retry=True)
         except CallFailedError as error:
-            raise _failure(error) from None
+            raise _failure(error, deadline_s=self._deadline_s) from None
         except ServerLostError as error:
-            logger.error("%s", error)  # noqa: TRY400 - it says it all
+            logger.error("%s", error)  # noqa: TRY400 - the traceback adds nothing
             message = f"the grammar could not be checked: {error}. Remedy: try again later."
             raise RequestFailed(
                 message, code="grammar_failed", status=503, retry_after_s=RETRY_AFTER_S
@@ -103,19 +103,19 @@ class GrammarProcesses:
 
 
 def grammar_processes(config: Config, info: ModelInfo) -> GrammarProcesses | None:
-    """Return the processes that check grammars for the generate stage; None if its plug-in has no grammars."""
+    """Return the grammar checker of the generate stage; None if its plug-in has no grammars."""
     plugin = config.generate.plugin
     if not isinstance(load_worker(plugin, path="generate.plugin"), ConstrainsOutput):
         return None
     return GrammarProcesses(plugin, info, deadline_s=config.media.prepare_s)
 
 
-def _failure(error: CallFailedError) -> RequestRefused | RequestFailed:
-    """Return the error for a client whose grammar's process gave no answer."""
+def _failure(error: CallFailedError, *, deadline_s: float) -> RequestRefused | RequestFailed:
+    """Return the client's error for a grammar whose process died or took too long."""
     if error.expired:
-        return _late("the deadline")
+        return _late(deadline_s)
     if error.signal in FROM_OUTSIDE:
-        # Killed from outside, as by the system when memory is short: the grammar may well be fine.
+        # For example by the kernel's OOM killer: the grammar may be valid.
         logger.error("the process of a grammar %s", error)
         message = f"the grammar could not be checked: its process {error}. Remedy: try again later."
         return RequestFailed(
@@ -126,17 +126,18 @@ def _failure(error: CallFailedError) -> RequestRefused | RequestFailed:
     else:
         logger.warning("a grammar was refused because the process that compiled it %s", error)
         what = (
-            f"the process that compiled it {error}, for it crashes the grammar library or takes more than "
+            f"the process that compiled it {error}: it crashes the grammar library or takes more than "
             f"{MEMORY_BYTES_MAX >> 20} MiB"
         )
     return RequestRefused(
         f"the schema or grammar cannot be used: {what}. "
-        "Remedy: simplify it: fewer references, alternatives and levels, smaller numbers.",
+        "Remedy: simplify it: use fewer references, alternatives and levels, and smaller numbers.",
         code=INVALID_GRAMMAR,
     )
 
 
-def _late(limit: str) -> RequestRefused:
+def _late(deadline_s: float) -> RequestRefused:
+    limit = f"{deadline_s:g} s"
     message = limit_message(
         "the grammar could not be compiled in time",
         value=f"over {limit}",
@@ -147,10 +148,10 @@ def _late(limit: str) -> RequestRefused:
 
 
 class GrammarChecks:
-    """Checks grammars in two threads: one grammar that takes long does not hold up every other."""
+    """Checks grammars in two threads, so that one slow grammar does not delay all others."""
 
     def __init__(self, checker: GrammarChecker | None, *, deadline_s: float) -> None:
-        """Take the checker; None if the model has no grammars."""
+        """Take the checker; None if the plug-in has no grammars."""
         self._checker = checker
         self._deadline_s = deadline_s
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
@@ -172,7 +173,7 @@ class GrammarChecks:
         checker = self._checker
         if checker is None:
             raise RequestRefused(
-                "this model cannot be held to a grammar. Remedy: ask for the format in the prompt.",
+                "structured output is not supported for this model. Remedy: describe the format in the prompt.",
                 code=GRAMMAR_NOT_SUPPORTED,
             )
         _check_bounds(sampling)
@@ -186,7 +187,7 @@ class GrammarChecks:
                 loop = asyncio.get_running_loop()
                 spent_s = await loop.run_in_executor(self._threads, checker.check, sampling.grammar)
         except TimeoutError:
-            raise _late(f"{self._deadline_s:g} s") from None
+            raise _late(self._deadline_s) from None
         except RequestRefused:
             self._refused += 1
             raise
@@ -198,7 +199,7 @@ class GrammarChecks:
             self._accepted.popitem(last=False)
 
     def statistics(self) -> dict[str, float]:
-        """Return counts, and the CPU time of compiling: a rank takes as long, once for each request."""
+        """Return counts, and the CPU time of compilations; a rank compiles once for each request."""
         mean_ms = self._spent_s / max(self._compiled, 1) * 1e3
         return {
             "compiled": self._compiled,
@@ -209,7 +210,7 @@ class GrammarChecks:
         }
 
     def close(self) -> None:
-        """End checks that are under way, and the threads."""
+        """End running checks and the threads."""
         if self._checker is not None:
             self._checker.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -20,10 +20,10 @@ RequestIds = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 
 
 def checked_argument(name: str, value: object, wanted: Any) -> Any:
-    """Return an argument of a library call as the type that is recorded; see `plain_value`.
+    """Convert an argument of a library call to the declared type; see `plain_value`.
 
     Raises:
-        RequestRefused: When it has a wrong type.
+        RequestRefused: When it has the wrong type.
     """
     try:
         return plain_value(value, wanted, path=name)
@@ -33,12 +33,13 @@ def checked_argument(name: str, value: object, wanted: Any) -> Any:
 
 
 def checked_prompt(prompt: object) -> Prompt:
-    """Return the prompt of a library call: text, a list of token ids, or the function that makes the text.
+    """Check the prompt of a library call: text, token ids, or a function that renders the text.
 
-    Text stays of its class: a rendered prompt knows where special tokens are a client's text. No record holds it.
+    A subclass of `str` is kept: a rendered prompt marks the client's text, in which special tokens are plain text.
+    Prompt texts are not recorded.
 
     Raises:
-        RequestRefused: When it is none of them, or text that UTF-8 cannot hold.
+        RequestRefused: When it has another type, or is text that UTF-8 cannot encode.
     """
     if isinstance(prompt, str):
         checked_argument("prompt", prompt, str)
@@ -49,10 +50,10 @@ def checked_prompt(prompt: object) -> Prompt:
 
 
 def checked_images(images: object) -> list[ImageReference]:
-    """Return the images of a library call.
+    """Check the images of a library call and return them as a list.
 
     Raises:
-        RequestRefused: When one is no reference to an image, or they are one image instead of a list.
+        RequestRefused: When an image is not an image reference, or a single image was passed instead of a list.
     """
     is_list = isinstance(images, Iterable) and not isinstance(images, str | bytes)
     listed = list(cast("Iterable[object]", images)) if is_list else [images]
@@ -69,10 +70,10 @@ def checked_images(images: object) -> list[ImageReference]:
 
 
 def request_of(request_id: str, fields: dict[str, Any]) -> Request:
-    """Return a request without its prompt, from the arguments of a library call.
+    """Build a request, without its prompt tokens, from the arguments of a library call.
 
     Raises:
-        RequestRefused: When one has a wrong type.
+        RequestRefused: When an argument has the wrong type.
     """
     wanted = {field.name: field.type for field in msgspec.structs.fields(Request)}
     checked = {name: checked_argument(name, value, wanted[name]) for name, value in fields.items()}

@@ -229,7 +229,7 @@ def _with_length(sampling: SamplingParams, shell: Shell, *, prompt_tokens: int) 
 
 
 def load_front_end(plugin: WorkerPlugin, info: ModelInfo, *, ranks: int) -> FrontEnd:
-    """Load the preprocessor of a checkpoint, and ask what `ranks` ranks can do."""
+    """Load the preprocessor, and ask the plug-in whether `ranks` ranks can report prompt log-probabilities."""
     tells = isinstance(plugin, TellsPrompts) and plugin.tells_prompts(info, ranks=ranks)
     preprocessor = plugin.load_preprocessor(info)
     if info.draft is not None:

@@ -1,4 +1,4 @@
-"""The application: routes, access, and errors for what no route takes."""
+"""The application: routes, access checks, and the errors 404 and 405."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def create_front(
 ) -> Starlette:
     """Build the application of a process that has no engine of its own: `operations` has what only that can tell."""
     bodies = RequestBodies(settings)
-    # Of these only the paths and methods are taken: they are never called.
+    # Only the paths and methods of these routes are used; their endpoints are never called.
     operating = _operating(cast("EngineContract", engine), metrics, bodies)
     return _application(
         [
@@ -145,10 +145,10 @@ def _operating(engine: EngineContract, metrics: ApiMetrics, bodies: RequestBodie
 
 
 def _application(routes: list[Route], settings: ApiSettings | None) -> Starlette:
-    """Return the application; without settings, who may call was judged before.
+    """Build the application; without settings, access was checked by another process.
 
-    What a route asks of its requests stands behind the route, so that nothing is asked of a request for a path or
-    with a method that is not there: its refusal could only mislead.
+    Access checks wrap each route, behind the routing: a request with an unknown path or method gets a 404 or 405, not
+    a misleading 401 or 415.
     """
     middleware, guards = access_middleware(settings) if settings is not None else ([], [])
     for route in routes:
@@ -174,10 +174,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
         taking = [one for one in request.app.routes if one.matches(request.scope)[0] != Match.NONE]
         methods = ", ".join(sorted({name for route in taking for name in _methods(route)}))
         message = limit_message(
-            "this path does not take this method",
+            "the method is not allowed for this path",
             value=method[:_VALUE_CHARACTERS_MAX],
             limit=methods,
-            remedy="send one of these",
+            remedy="use one of these",
         )
         refused = RequestRefused(message, code="method_not_allowed", status=405)
         headers["allow"] = methods

@@ -68,10 +68,10 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     To each prompt `drawn` answers are generated, and the best `n` of them told. `hides_logprobs` is that those of its
     tokens are needed for that alone. `echoes` are the texts of prompts, or of a chat's last message, that are told,
-    None for a prompt of tokens. `constrained_by` is the parameter that its grammar comes from. `wording` makes what
-    reads an answer with calls, `make_stop_scope` what keeps stop strings out of these. `asked` is what the answer of a
-    dialect repeats of the request. `model` is the name that the answer has, and `adapter` is it where it names one,
-    else empty.
+    None for a prompt of tokens. `constrained_by` is the parameter that its grammar comes from. `wording` makes the
+    parser of a choice with tool calls or reasoning, `make_stop_scope` the scope that excludes tool calls from stop
+    strings. `asked` is what the answer of a dialect repeats of the request. `model` is the name that the answer has,
+    and `adapter` is it where it names one, else empty.
     """
 
     prompts: Sequence[Prompt]

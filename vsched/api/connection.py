@@ -4,9 +4,9 @@ Uvicorn bounds neither the head of a request nor the time that a request takes t
 client to read what was written. All three are judged here, by bytes and on the loop's clock, since an application
 sees a request when its head is complete, and writes without being told where the bytes are.
 
-It also keeps the rules of HTTP that uvicorn breaks: offers of another protocol are ignored (RFC 9110, 7.8), answers to
-HTTP/1.0 are not chunked (RFC 9112, 6.1), HTTP/1.1 names its host once (RFC 9112, 3.2), and a client may close its
-sending side and still read its answer (RFC 9112, 9.6).
+It also fixes uvicorn's violations of HTTP: an `Upgrade` header is ignored (RFC 9110, 7.8), responses to HTTP/1.0 are
+not chunked (RFC 9112, 6.1), HTTP/1.1 requires exactly one `Host` header (RFC 9112, 3.2), and a client may half-close
+its connection and still read the response (RFC 9112, 9.6).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from vsched.config.sections import ServerConfig
 from vsched.errors import RequestRefused, limit_message
 
 _HEAD_BEGINNING = b"HTTP/1.1 "
-"""The first bytes of every answer."""
+"""The first bytes of every response."""
 _CHUNK_BEGINNING = b"0" * 8
-"""Zeros that may stand before the length of any chunk."""
+"""Leading zeros, which are valid before the size of any chunk."""
 _FIRST_PROBE_S = 0.05
 
 
@@ -80,12 +80,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(self._head_too_large())
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser; where it stops for an offered protocol, another one reads the request without the offer."""
+        """Feed the parser; if it stops at an `Upgrade` header, parse the request again without that header."""
         while True:
             try:
                 self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as offer:
-                data = self._head_without_offer() + data[offer.args[0] :]
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             except httptools.HttpParserError as error:
@@ -94,7 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
             else:
                 return
 
-    def _head_without_offer(self) -> bytes:
+    def _head_without_upgrade(self) -> bytes:
         version = self.parser.get_http_version().encode()
         lines = [
             b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version),
@@ -126,7 +126,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
-        """The head is there; begin to serve the request, unless it is to be parsed again without its offer.
+        """The head is complete; serve the request, unless it will be parsed again without its `Upgrade` header.
 
         Raises:
             RequestRefused: Which the parser passes on as an error of its own.
@@ -145,25 +145,28 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _head_invalid(self, *, hosts_min: int) -> RequestRefused | None:
         if self.parser.get_method() == b"CONNECT":
-            message = "this server is no proxy. Remedy: send it the request itself."
+            message = (
+                "CONNECT is not supported: this server is not a proxy. "
+                "Remedy: send the request itself."
+            )
             return RequestRefused(message, code="method_not_implemented", status=501)
         codings = [value for name, value in self.headers if name == b"transfer-encoding"]
         if any(coding.strip().lower() != b"chunked" for coding in codings):
             message = limit_message(
-                "this transfer coding is not read",
+                "the transfer coding is not supported",
                 value=f"Transfer-Encoding {b', '.join(codings).decode('latin-1')[:100]}",
                 limit="chunked",
-                remedy="send the body as it is, in chunks or with a Content-Length",
+                remedy="send the body uncompressed, in chunks or with a Content-Length",
             )
             return RequestRefused(message, code="transfer_coding_not_implemented", status=501)
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts_min <= hosts <= 1:
             return None
         message = limit_message(
-            "a request names its host once",
+            "a request must have one Host header",
             value=f"{hosts} Host headers",
             limit="1 Host header",
-            remedy="send one header Host, as HTTP/1.1 asks for",
+            remedy="send one Host header, which HTTP/1.1 requires",
         )
         return RequestRefused(message, code="invalid_host")
 
@@ -240,10 +243,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.write(b"".join((*head, body)))
         self._close()
 
-    # --- a client sends no more ---
+    # --- a client half-closes, or leaves ---
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Answer a request that is complete; tell a client of one that is not; else close."""
+        """Keep the connection for a complete request; answer 400 to an incomplete one; else close."""
         cycle = self.cycle
         is_answering = cycle is not None and not cycle.response_complete
         if is_answering and not cycle.more_body:
@@ -254,16 +257,16 @@ class BoundedProtocol(HttpToolsProtocol):
         if is_answering or self._in_head:
             message = (
                 "the connection was closed before the request was complete. "
-                "Remedy: send all of it, as long as its Content-Length says."
+                "Remedy: send the whole body, of the length in Content-Length."
             )
             self._refuse(RequestRefused(message, code="request_incomplete"))
         return False
 
     def _probe(self, cycle: RequestResponseCycle) -> None:
-        """Find out whether the client has left, or has only closed its sending side.
+        """Find out whether the client has closed the connection or only half-closed it.
 
-        Both look the same until something is written: a client that has left answers it with a reset, and the next
-        write fails. So the answer's own first bytes are written one by one, in longer and longer intervals.
+        Both look the same until something is written: after a close, the first write is answered with a reset, and the
+        next write fails. So the first bytes of the response are written one by one, at growing intervals.
         """
         begun: _BegunTransport | None = None
         beginning = _CHUNK_BEGINNING if cycle.chunked_encoding else b""
@@ -325,7 +328,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class _BegunTransport(asyncio.Transport):
-    """A transport that leaves out what was `written` already of what is written next."""
+    """A transport that skips the first `written` bytes of the next write, because they have been sent already."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__()
@@ -344,12 +347,12 @@ class _BegunTransport(asyncio.Transport):
 
 
 def _end_by_closing(cycle: RequestResponseCycle) -> None:
-    """Have an answer whose length is not known end with the connection, which HTTP/1.0 knows no other way for."""
+    """End a response of unknown length by closing the connection, the only way in HTTP/1.0."""
     cycle.chunked_encoding = False
     send = cycle.send
 
     def send_as_it_is(message: ASGISendEvent) -> Awaitable[None]:
-        # Of each piece, since uvicorn compares the whole with a length that was announced.
+        # For each piece, since uvicorn compares the sum with the declared length.
         cycle.expected_content_length = len(cast("dict[str, bytes]", message).get("body", b""))
         return send(message)
 

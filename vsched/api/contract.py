@@ -168,8 +168,8 @@ class ServingContract(Protocol):
 
         The answers differ in their seeds; all are accepted or none. `sampling.max_tokens` of 0 means as many as the
         context leaves after the prompt. `adapter` names one that is loaded. `begun` is what a dead engine told of the
-        one answer: it goes on from there. `make_stop_scope` makes what tells where in an answer stop strings count;
-        everywhere without it. Cancelling this call undoes everything.
+        one answer: it goes on from there. `make_stop_scope` returns a `StopScope`, which limits stop strings to parts
+        of the text; by default they apply everywhere. Cancelling this call undoes everything.
 
         Raises:
             RequestRefused: When the request cannot be accepted.

@@ -34,8 +34,8 @@ from vsched.worker.contract import Detokenizer, Preprocessor
 _LOGPROB_MIN = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON cannot write."""
 _ENCODER = msgspec.json.Encoder()
-_SPELLED_OTHERWISE = 4
-"""Characters of a prompt that a tokenizer may make one of, such as a letter and its accents."""
+_NORMALIZED_CHARACTERS_MAX = 4
+"""Maximum characters of a prompt that a tokenizer may normalize to one, such as a letter and its accents."""
 _BLANK = "\x00"
 """A text that no name has."""
 
@@ -59,7 +59,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
         usage: A last event with the usage; with `running_usage` each event has what there is so far.
         token_ids: Those of the prompt, and of each choice.
         tokens_as_ids: Log-probabilities name tokens as `token_id:N`, for what is no text.
-        shows_special: Special tokens are part of the text.
+        shows_special: Special tokens are included in the text.
         prompt_logprobs: Those of the prompt with so many alternatives a token, in vLLM's form; None for no such.
         echo: The text of a completion begins with its prompt, and its log-probabilities with those of the prompt,
             with `echo_logprobs` alternatives a token.
@@ -82,9 +82,9 @@ class Formatter(Protocol):
     """Words deltas; one for each request, since it remembers what came before."""
 
     def chunk(self, delta: OutputDelta) -> object:
-        """Return the event for a delta, to be encoded as JSON; None where it adds nothing to calls.
+        """Return the event for a delta, to be encoded as JSON; None if the delta has only tool-call markup.
 
-        Every other delta has one, for clients count tokens by events.
+        All other deltas have an event, even without text, since clients count tokens by events.
         """
         ...
 
@@ -110,7 +110,7 @@ class _Form:
 
 
 def token_text(token_id: int, preprocessor: Preprocessor, *, as_id: bool = False) -> str:
-    r"""Return how a token is named: one that is no whole character as OpenAI does it, `bytes:\xe2\x80`."""
+    r"""Return the name of a token: its text, or `bytes:\xe2\x80` as in OpenAI's API if it is not valid UTF-8."""
     if as_id:
         return f"token_id:{token_id}"
     spelled = preprocessor.token_bytes(token_id)
@@ -307,25 +307,28 @@ class ChatFormatter(_Formatting):
 
 
 class TextOffsets:
-    """Where tokens begin in a text, in characters; one that goes on with a character begins where that does."""
+    """Computes the offset of each token in a text, in characters.
+
+    A token that continues a character has the offset of that character.
+    """
 
     def __init__(self, detokenizer: Detokenizer, *, start: int = 0, known: str = "") -> None:
-        """Begin at `start`, or in a `known` text, of which the tokens may spell more or less than it has."""
+        """Begin at offset `start`; or locate tokens in a `known` text, which their spelling may differ from."""
         self._detokenizer = detokenizer
         self._at = start
         self._known = known
         self._missing = 0
 
     def next(self, token_id: int) -> int:
-        """Return where the next token begins."""
+        """Return the offset of the next token."""
         text = self._detokenizer.push((token_id,))
         if not self._known:
             begin = self._at
             self._at += len(text)
             return begin
-        # Tokenizers begin texts with tokens and blanks of their own, and may spell letters otherwise: then a token is
-        # looked for again behind those that were not found.
-        for slack in (0, _SPELLED_OTHERWISE * self._missing):
+        # Tokenizers may add special tokens and a space at the start, and normalize characters. If a token is not found
+        # at the current offset, search behind the characters of the tokens that were not found either.
+        for slack in (0, _NORMALIZED_CHARACTERS_MAX * self._missing):
             for piece in (text, text.removeprefix(" ")):
                 begin = self._known.find(piece, self._at, self._at + len(piece) + slack)
                 if begin >= 0:
@@ -376,7 +379,7 @@ class CompletionFormatter(_Formatting):
         self._length += len(echoed) + len(text)
         logprobs = self._logprobs(deltas, echoed)
         if logprobs is not None and finish_reason is not None:
-            # Tokens of a stop string are behind the text.
+            # Tokens of a stop string are not part of the text.
             logprobs.text_offset = [min(each, self._length) for each in logprobs.text_offset]
         return CompletionChoice(
             echoed + text,
@@ -430,7 +433,7 @@ class CompletionFormatter(_Formatting):
         result.text_offset.append(offsets.next(token_id))
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:
-        """Return the sampled token and the alternatives by their texts; a second one that reads alike by its id."""
+        """Map the sampled token and the alternatives by name to log-probabilities; a duplicate name becomes an id."""
         others = [each for each in token.top if each[0] != token.token_id]
         found: dict[str, float] = {}
         for token_id, logprob in [(token.token_id, token.logprob), *others]:

@@ -1,6 +1,6 @@
-"""Paths that clients of OpenAI's and Anthropic's APIs and of other servers know, and that are not served here.
+"""Known paths of OpenAI's and Anthropic's APIs, and of other servers, that are not served here.
 
-A client that calls one learns its name and what to do instead, whatever it sends with it.
+The 404 for such a path names the service and an alternative.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class _Service(NamedTuple):
-    """What is not served: how it is called, what to do instead, and its paths with all that is below them."""
+    """A service that is not supported: its name, the remedy, and its paths, which include all paths below them."""
 
     name: str
     remedy: str
@@ -117,14 +117,14 @@ _STORED_PATH = re.compile("/v1/(chat/completions|responses)/.+")
 
 
 def not_served(path: str, method: str = "GET") -> str | None:
-    """Return what to tell a client of a path that is known and not served; None of any other path."""
+    """Return the error message for a known path that is not served; None for any other path."""
     for pattern, service in _PATTERNS:
         if pattern.fullmatch(path):
-            return _told(path, service)
+            return _message(path, service)
     if method != "GET" and _STORED_PATH.fullmatch(path):
-        return _told(path, _STORED)
+        return _message(path, _STORED)
     return None
 
 
-def _told(path: str, service: _Service) -> str:
+def _message(path: str, service: _Service) -> str:
     return f"`{path[:100]}` is not served ({service.name}). Remedy: {service.remedy}."

@@ -67,7 +67,7 @@ class Descriptions:
         return json_response(Version(version("vsched")))
 
     async def models(self, request: Request) -> Response:
-        """List the model and its adapters, in the form of the API that is asked."""
+        """List the model and its adapters, in Anthropic's format if the client is Anthropic's."""
         ready = [row["name"] for row in self._engine.adapters() if row["state"] == "ready"]
         listed = [self._model(), *map(self._model, ready)]
         if is_anthropics(request.headers.raw):
@@ -75,7 +75,7 @@ class Descriptions:
         return json_response(ModelList(listed))
 
     async def model(self, request: Request) -> Response:
-        """Describe the model, or an adapter, in the form of the API that is asked."""
+        """Describe the model or an adapter, in Anthropic's format if the client is Anthropic's."""
         anthropics = is_anthropics(request.headers.raw)
         try:
             adapter = check_model(request.path_params["model"], self._engine)

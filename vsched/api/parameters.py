@@ -116,7 +116,7 @@ def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
 
 
 def _of_unserved_kind(body: bytes, path: str, kind: type) -> ParameterRefused | None:
-    """Return the refusal of a content part, item or tool by its kind, rather than by what else it holds."""
+    """Return the error for an unsupported type of content part, item or tool, which precedes errors of its fields."""
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
         served = getattr(kind, "SERVED", ())
         return unserved_along(msgspec.json.decode(body), path, served=served)
@@ -428,7 +428,7 @@ def completion_prompts(request: CompletionRequest, info: ModelInfo) -> list[str 
 
 
 def completion_tokens(request: CompletionRequest, info: ModelInfo) -> int:
-    """Return how many tokens a plain completion may have: as many as OpenAI has by default, or `min_tokens`."""
+    """Return `max_tokens` of a text completion; by default OpenAI's 16, or `min_tokens` if that is more."""
     if request.max_tokens is not None:
         return request.max_tokens
     return min(max(_COMPLETION_TOKENS, request.min_tokens), info.context_tokens)

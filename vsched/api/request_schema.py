@@ -41,27 +41,27 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class InputTextPart(TextPart, tag="input_text"):
-    """A piece of text as /v1/responses has it."""
+    """A text part of /v1/responses."""
 
 
 class AnswerTextPart(TextPart, tag="output_text"):
-    """A piece of an answer as /v1/responses has it."""
+    """A text part of an earlier response of /v1/responses."""
 
 
 class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
-    """A refusal that a model wrote, as a client sends it back."""
+    """A refusal of the assistant, in the history."""
 
     refusal: str
 
 
 class ThinkingPart(msgspec.Struct, tag_field="type", tag="thinking"):
-    """Reasoning of the assistant, as a client sends it back."""
+    """Reasoning of the assistant, in the history."""
 
     thinking: str
 
 
 class RedactedThinkingPart(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
-    """Encrypted reasoning of another server; it is left out."""
+    """Encrypted reasoning of another server; it is dropped."""
 
 
 class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
@@ -77,7 +77,7 @@ class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
 
 
 class InputImagePart(ImagePart, tag="input_image"):
-    """An image as /v1/responses has it."""
+    """An image part of /v1/responses."""
 
 
 class ImageEmbeds(msgspec.Struct):
@@ -121,7 +121,7 @@ class ProcessorArguments(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CalledFunction(msgspec.Struct):
-    """Which function an assistant called; `arguments` is JSON, perhaps of a call that was cut, or the object itself."""
+    """A function call of the assistant; `arguments` is JSON text, possibly truncated, or a JSON object."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -329,7 +329,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of /v1/completions; without `max_tokens` there are 16, or `min_tokens` if that is more."""
+    """The body of /v1/completions; `max_tokens` defaults to 16, or `min_tokens` if that is more."""
 
     prompt: str | list[str | Count | list[Count]]
     max_tokens: Count | None = None

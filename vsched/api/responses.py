@@ -70,7 +70,7 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """The answer; `content` is None where there are calls alone. vLLM calls `reasoning_content` `reasoning`."""
+    """The message; `content` is None if it has only tool calls. `reasoning` is vLLM's name of `reasoning_content`."""
 
     content: str | None
     role: str = "assistant"

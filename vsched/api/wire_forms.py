@@ -45,7 +45,7 @@ class WireForm:
         return self.events(self.error(error))
 
     def events(self, content: object) -> bytes:
-        """Return what a formatter made, as events; nothing for None."""
+        """Encode the content of a formatter as server-sent events; None has no event."""
         if content is None:
             return b""
         return self._numbered(b"data: " + _ENCODER.encode(content) + b"\n\n")
@@ -101,7 +101,7 @@ _MESSAGES_TYPES = {
 _MESSAGES_DETAILS = {
     "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
 }
-"""By the parameter that is refused: with these, Anthropic's SDK sends the turn again with its whole history."""
+"""Error details by refused parameter: with these, Anthropic's SDK repeats the request with the whole history."""
 
 
 class MessagesForm(NamedEvents):
@@ -113,9 +113,9 @@ class MessagesForm(NamedEvents):
     def error(self, error: RequestRefused | RequestFailed) -> MessagesError:
         default = "invalid_request_error" if error.status < 500 else "api_error"
         kind = _MESSAGES_TYPES.get(error.status, default)
-        told = envelope(error).error
-        details = _MESSAGES_DETAILS.get(told.param or "", UNSET)
-        return MessagesError(error=MessagesErrorBody(kind, told.message, details))
+        body = envelope(error).error
+        details = _MESSAGES_DETAILS.get(body.param or "", UNSET)
+        return MessagesError(error=MessagesErrorBody(kind, body.message, details))
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
         self.after = None
@@ -166,5 +166,5 @@ def form_of(path: str) -> WireForm:
 
 
 def is_anthropics(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Return whether a client of Anthropic's API asks, for paths that both APIs have."""
+    """Return True for a client of Anthropic's API; needed for paths that both APIs have."""
     return any(name == b"anthropic-version" for name, _ in headers)

@@ -91,12 +91,12 @@ def load_config(
 
 
 def plain_config(config: Config) -> Config:
-    """Return a configuration that was built in Python with each value as its declared type; see `plain_value`.
+    """Convert the values of a configuration built in Python to their declared types; see `plain_value`.
 
-    Bounds of values are not checked: simulations have smaller engines than a file may ask for.
+    Bounds are not checked: simulations use smaller engines than a file may configure.
 
     Raises:
-        ConfigError: When it is none, or a value has a wrong type.
+        ConfigError: When it is not a `Config`, or a value has the wrong type.
     """
     if not isinstance(config, Config):
         raise ConfigError(NotPlain("config", config, "`Config`").message("pass a `Config`"))

@@ -123,7 +123,7 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
 
 
 def configured_policies(config: Config, built: Mapping[str, Policy]) -> ConfiguredPolicies:
-    """Return policies, by table, with the limits that follow from them."""
+    """Return the policies, which `built` has by table, with the limits derived from them."""
     encode_admission = built["encode.admission"]
     items_max = getattr(encode_admission, "max_items", None)
     if items_max is None:

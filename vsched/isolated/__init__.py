@@ -1,1 +1,1 @@
-"""Calls in processes that may crash: native code that reads the bytes of clients runs there, not in the engine."""
+"""Calls in forked processes, so that native code that parses client input cannot crash the engine."""

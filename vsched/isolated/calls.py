@@ -1,9 +1,9 @@
 """The engine's end of isolated calls: each runs in a forked process, which may crash, hang or be killed.
 
-A small server process (`vsched.isolated.server`) has imported and loaded what the calls need, and forks itself for a
-call: a fork takes milliseconds, loading takes seconds. Calls of little work share kept processes, one at a time.
-Whatever happens to a forked process, that one call fails and everything else goes on. A server that died is replaced at
-the next call. The server ends with the engine, and forked processes end with the server.
+A small server process (`vsched.isolated.server`) imports and loads the libraries and data of the calls, and forks
+itself for a call: a fork takes milliseconds, loading takes seconds. Short calls reuse kept processes, one at a time. If
+a forked process dies, only its current call fails. A dead server is replaced at the next call. The server ends with the
+engine, and forked processes end with the server.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from vsched.isolated.frames import ANSWERED, HEAD_BYTES, KILLED, head_of
 logger = logging.getLogger(__name__)
 
 HELLO_S = 60.0
-"""Maximum time for the server to load and to fork: seconds for a large tokenizer, milliseconds once it is loaded."""
+"""Maximum time for the server to load and fork: seconds with a large tokenizer, milliseconds once it is loaded."""
 END_S = 10.0
-"""Maximum time for a killed process to be gone."""
+"""Maximum time for a killed process to exit."""
 KEPT_MAX = 8
-"""Idle processes that are kept for further calls."""
+"""Maximum number of idle processes kept for further calls."""
 KEPT_CALLS_MAX = 256
-"""Calls after which a kept process is replaced: its heap keeps what its largest calls left."""
+"""Calls after which a kept process is replaced: its heap does not shrink after a large call."""
 FROM_OUTSIDE = (None, signal.SIGKILL, signal.SIGTERM)
-"""Signals that the code of a call does not cause; None when the server died and took the process along."""
+"""Signals sent from outside, not caused by the call; None when the process died with its server."""
 _STARTS_MAX = 3
-"""Servers that one call tries."""
+"""Maximum number of server starts for one call."""
 
 
 class CallFailedError(Exception):
-    """An isolated call gave no answer.
+    """The process of an isolated call died before it answered.
 
     Attributes:
-        signal: What killed the process; None if it is not known.
-        expired: Whether the process was killed here because the deadline had passed.
+        signal: The signal that killed the process; None if it is not known.
+        expired: True if the process was killed at the call's deadline.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class ServerLostError(Exception):
 
 
 class ServerClosedError(Exception):
-    """The engine is stopping: no call is made any more."""
+    """`IsolatedCalls.close` was called, because the engine is stopping."""
 
 
 class _Forked:
-    """One forked process, which answers one call after the other."""
+    """One forked process, which answers one call at a time."""
 
     def __init__(self, channel: socket.socket, pidfd: int) -> None:
         self._channel = channel
@@ -75,7 +75,7 @@ class _Forked:
         return bool(self._watch().poll(0))
 
     def exchange(self, frames: Sequence[bytes], deadline_s: float) -> bytes:
-        """Send frames and return the reply; it is empty when the process is gone.
+        """Send frames and return the reply; an empty one if the process exited without a reply or a signal.
 
         Raises:
             TimeoutError: At the deadline.
@@ -93,7 +93,7 @@ class _Forked:
         except TimeoutError:
             raise
         except (EOFError, OSError):
-            pass  # it is gone, perhaps after the number of the signal that killed it
+            pass  # the process exited
         return reply
 
     def _receive(self, size: int, until_s: float) -> bytes:
@@ -113,11 +113,11 @@ class _Forked:
         self._channel.settimeout(left_s)
 
     def end(self, name: str) -> None:
-        """Kill it and wait until it is gone: it could write to memory that is used again by then."""
+        """Kill the process and wait until it has exited: until then it can write to shared memory that is reused."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         if not self._watch().poll(END_S * 1e3):
-            logger.error("a %s process is not gone %g s after it was killed", name, END_S)
+            logger.error("a %s process has not exited %g s after it was killed", name, END_S)
         os.close(self._pidfd)
         self._channel.close()
 
@@ -133,14 +133,14 @@ class IsolatedCalls:
     def __init__(
         self, module: str, setup: bytes, *, name: str, descriptors: Sequence[int] = ()
     ) -> None:
-        """Take the server's main module, and what it reads at its start.
+        """Prepare; `start` or the first call starts the server.
 
         Args:
-            module: The module to run. Its arguments are the descriptors of the socket for orders, of a file with the
-                setup, and the further ones.
-            setup: What the server loads.
+            module: The server's main module. Its command-line arguments are file descriptors: the socket for orders,
+                the file with the setup, and `descriptors`.
+            setup: The content of the setup file, which the server reads when it starts.
             name: The noun for log lines and errors, such as `image`.
-            descriptors: Further files that the server inherits.
+            descriptors: Further file descriptors that the server inherits.
         """
         self._command = (sys.executable, "-m", module)
         self._setup = setup
@@ -155,10 +155,11 @@ class IsolatedCalls:
     @property
     def pid(self) -> int:
         """The process id of the server; 0 while it is not running."""
-        return self._server.pid if self._server is not None else 0
+        server = self._server  # another thread may set it to None
+        return server.pid if server is not None else 0
 
     def start(self) -> None:
-        """Start the server, so that the first call finds it loaded."""
+        """Start the server now, so that the first call does not wait for it to load."""
         with self._lock:
             self._begin()
 
@@ -167,11 +168,12 @@ class IsolatedCalls:
     ) -> bytes:
         """Send frames to a process and return its answer.
 
-        With `keep`, the process may have answered others, and may answer further ones. Without, it is a new one, and
-        it is gone when this returns. In either case it is gone when this raises. With `retry`, a process that was
-        killed from outside, which the call is not to blame for, is replaced by a new one, once.
+        With `keep`, an idle process is reused if there is one, and the process is kept for later calls. Without `keep`,
+        a new process is forked, and has exited when this returns. If this raises, the process has exited in both cases.
+        With `retry`, the call is repeated once in a new process if its process was killed from outside.
 
-        Blocks: for the deadline, after the server is ready; with `retry` twice as long. Call it in a thread.
+        Blocks: until the deadline, which starts when the server is ready; with `retry` up to twice as long. Call it in
+        a thread.
 
         Raises:
             CallFailedError: When the process died, or was killed at the deadline.
@@ -193,7 +195,7 @@ class IsolatedCalls:
         raise CallFailedError(what, killed_by=killed_by)
 
     def close(self) -> None:
-        """End the server, and with it every process that it forked."""
+        """End the server and every process that it forked."""
         with self._lock:
             self._closed = True
             self._forget()
@@ -204,7 +206,7 @@ class IsolatedCalls:
     def _exchange(
         self, process: _Forked, frames: Sequence[bytes], deadline_s: float, *, keep: bool
     ) -> bytes:
-        """Return the reply of a process, which is kept or gone afterwards."""
+        """Return the reply of a process, then keep the process or end it."""
         reply = b""
         try:
             reply = process.exchange(frames, deadline_s)
@@ -214,7 +216,7 @@ class IsolatedCalls:
         return reply
 
     def _take_idle(self) -> _Forked | None:
-        """Return a kept process that is alive, if there is one."""
+        """Return an idle process that is alive; None if there is none."""
         while True:
             with self._lock:
                 if not self._idle:
@@ -225,7 +227,7 @@ class IsolatedCalls:
             process.end(self._name)
 
     def _put_idle(self, process: _Forked) -> bool:
-        """Keep a process for a further call; return whether it is kept."""
+        """Keep a process for later calls; return False if it must be ended instead."""
         with self._lock:
             is_kept = (
                 not self._closed and process.calls < KEPT_CALLS_MAX and len(self._idle) < KEPT_MAX
@@ -235,7 +237,7 @@ class IsolatedCalls:
         return is_kept
 
     def _fork(self) -> _Forked:
-        """Return a new process; a server that is gone is replaced."""
+        """Fork a new process; replace the server first if it has ended."""
         for _ in range(_STARTS_MAX):
             with self._lock:
                 orders = self._begin()
@@ -259,7 +261,7 @@ class IsolatedCalls:
         raise ServerLostError(f"the {self._name} server does not start, or does not answer")
 
     def _begin(self) -> socket.socket:
-        """Return the server's socket, and start the server unless it is running."""
+        """Start the server unless it is running; return its socket."""
         if self._closed:
             raise ServerClosedError("the server is stopping")
         if self._server is not None and self._server.poll() is not None:
@@ -279,7 +281,7 @@ class IsolatedCalls:
                     pass_fds=numbers,
                     # A process that forks must have one thread; BLAS would start one for each core.
                     env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-                    start_new_session=True,  # a terminal's Ctrl-C is for the engine alone
+                    start_new_session=True,  # Ctrl-C in a terminal signals the engine only
                 )
             self._orders = ours
         return self._orders
@@ -294,5 +296,5 @@ class IsolatedCalls:
 
 
 def _signal_of(reply: bytes) -> signal.Signals | None:
-    """Return the signal that killed a process, by its reply; None if it is not known, or none did."""
+    """Return the signal in the reply of a killed process; None for any other reply."""
     return signal.Signals(reply[1]) if reply[:1] == KILLED and reply[1:] else None

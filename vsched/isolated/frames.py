@@ -1,4 +1,4 @@
-"""The messages between the engine and the process of a call: a size, then that many bytes."""
+"""Frames between the engine and the process of a call: an 8-byte size, then the content."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from typing import Protocol
 
 HEAD_BYTES = 8
 ANSWERED, KILLED = b"a", b"k"
-"""The first byte of a reply: an answer follows, or the number of the signal that killed the process."""
+"""The first byte of a reply; an answer, or the number of the signal that killed the process, follows it."""
 
 
 class Channel(Protocol):
-    """One end of a stream of bytes."""
+    """One end of a byte stream."""
 
     def read(self, size: int, /) -> bytes:
-        """Return that many bytes; fewer at the end of the stream."""
+        """Return `size` bytes; fewer at the end of the stream."""
         ...
 
     def write(self, content: bytes, /) -> object:
-        """Write bytes, perhaps into a buffer."""
+        """Write bytes, possibly to a buffer."""
         ...
 
     def flush(self) -> object:
-        """Send what is in the buffer."""
+        """Send the buffered bytes."""
         ...
 
 
 def head_of(content: bytes) -> bytes:
-    """Return the bytes that go before a message."""
+    """Return the header of a frame."""
     return len(content).to_bytes(HEAD_BYTES, "little")
 
 
 def send_frame(channel: Channel, content: bytes) -> None:
-    """Write one message and flush it."""
+    """Write one frame and flush it."""
     channel.write(head_of(content))
-    channel.write(content)  # not copied together with its size: it may be an image
+    channel.write(content)  # separately, to avoid a copy: it may be an image
     channel.flush()
 
 
 def read_frame(channel: Channel) -> bytes:
-    """Return the next message.
+    """Return the content of the next frame.
 
     Raises:
-        EOFError: When the stream ends before the message does.
+        EOFError: When the stream ends within the frame.
     """
     head = channel.read(HEAD_BYTES)
     size = int.from_bytes(head, "little")

@@ -1,6 +1,6 @@
-"""The server of isolated calls: forks a process when one is asked for, and reports the signal that killed one.
+"""The server of isolated calls: forks a process on request, and reports the signal if one is killed.
 
-It has one thread, so that it can fork. Forked processes end when it does, and it ends when the engine does.
+It has a single thread, so that forking is safe. Forked processes end with the server, and the server with the engine.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def serve(orders: socket.socket, answer: Callable[[Channel], bytes]) -> None:
-    """Fork a process for each channel that arrives; return when the engine is gone.
+    """Fork a process for each channel received; return when the engine has exited.
 
     `answer` runs in the forked process, once for each call: it reads the frames of the call and returns the answer.
     """
     gc.collect()
-    gc.freeze()  # a collection in a forked process would copy these pages
+    gc.freeze()  # otherwise a collection in a forked process would copy these pages
     running: dict[int, socket.socket] = {}
     ready = select.poll()
     ready.register(orders, select.POLLIN)
@@ -51,21 +51,23 @@ def serve(orders: socket.socket, answer: Callable[[Channel], bytes]) -> None:
 def _fork(
     inherited: Iterable[socket.socket], channel: socket.socket, answer: Callable[[Channel], bytes]
 ) -> int:
-    """Start a process, give the engine its pidfd, and return that."""
+    """Fork a process, send its pidfd to the engine, and return the pidfd."""
     server = os.getpid()
     pid = os.fork()
     if not pid:
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-            for each in inherited:  # others would not see that their process is gone
+            for (
+                each
+            ) in inherited:  # an open copy would hide the end of another process from its caller
                 each.close()
             if os.getppid() == server:
                 with channel.makefile("rwb") as file:
                     while True:
                         send_frame(file, ANSWERED + answer(file))
         except (EOFError, ConnectionError):
-            pass  # the caller needs it no more
-        except BaseException:  # noqa: BLE001 - as the interpreter does with an exception
+            pass  # the caller has closed the channel
+        except BaseException:  # noqa: BLE001 - print any exception, as the interpreter does
             traceback.print_exc()
         finally:
             os._exit(0)
@@ -73,31 +75,31 @@ def _fork(
     try:
         socket.send_fds(channel, [b"\n"], [pidfd])
     except OSError:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # the caller is gone
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # the caller has closed the channel
     return pidfd
 
 
 def _report_death(pidfd: int, channel: socket.socket) -> None:
-    """Reap a process, and send the number of the signal that killed it, if any."""
+    """Reap a process; if a signal killed it, send the signal's number to the caller."""
     with channel:
         died = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
         os.close(pidfd)
         if died is not None and died.si_code != os.CLD_EXITED:
-            channel.setblocking(False)  # a caller that does not read must not hold up the server
+            channel.setblocking(False)  # a caller that does not read must not block the server
             with contextlib.suppress(OSError):
                 report = KILLED + bytes([died.si_status])
                 channel.send(head_of(report) + report)
 
 
 def limit_resources(*, cpu_s: float, wall_s: float, memory_bytes: int, stack_bytes: int) -> None:
-    """Limit what this process may use from now on; beyond it, it is killed or its allocations fail.
+    """Limit the CPU time, the time, the memory and the stack of this process from now on.
 
     Args:
-        cpu_s: CPU time of all threads; SIGPROF kills the process after that.
-        wall_s: Time until SIGALRM kills the process: one that waits for a lock takes no CPU time.
-        memory_bytes: Private memory in addition to what the process has. Native code mostly aborts (SIGABRT), or waits
-            for a lock for ever: Rust's message about it may need memory as well.
-        stack_bytes: Stack of the main thread; SIGSEGV kills the process beyond that.
+        cpu_s: CPU time of all threads; beyond it, SIGPROF kills the process.
+        wall_s: Time until SIGALRM kills the process; a process that waits for a lock uses no CPU time.
+        memory_bytes: Private memory in addition to the current usage; beyond it, allocations fail. Native code mostly
+            aborts then (SIGABRT), or waits for a lock for ever: Rust's error message may need memory as well.
+        stack_bytes: Stack of the main thread; beyond it, SIGSEGV kills the process.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (_at_most(stack_bytes, hard), hard))
@@ -116,12 +118,12 @@ def _at_most(limit: int, hard: int) -> int:
 
 
 def _data_bytes() -> int:
-    """Return the private memory of this process, as RLIMIT_DATA counts it: data and stack, in pages, in `statm`."""
+    """Return the private memory of this process as RLIMIT_DATA counts it (data and stack in `statm`, in pages)."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * _PAGE_BYTES
 
 
 def read_setup(descriptor: int) -> bytes:
-    """Return the setup that the engine wrote for this server."""
+    """Return the content of the setup file that the engine wrote for this server."""
     with open(descriptor, "rb") as file:
         file.seek(0)
         return file.read()

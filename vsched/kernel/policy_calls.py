@@ -216,7 +216,7 @@ def ask_front_door(seat: PolicySeat[FrontDoorPolicy], view: FrontDoorView) -> Fr
 
 
 def _door_answer(answer: object, view: FrontDoorView) -> FrontDoorAnswer:
-    """Return a valid answer, in the built-in types that a record holds."""
+    """Validate an answer and convert it to the built-in types, which a record can hold."""
     match answer:
         case LetIn():
             return LetIn()
@@ -240,7 +240,7 @@ def _door_answer(answer: object, view: FrontDoorView) -> FrontDoorAnswer:
 
 
 def _text(answer: str) -> str:
-    """Return a text as a record can hold it: no subclass of str, and nothing that UTF-8 cannot hold."""
+    """Return a text as a plain str, which a record can hold; raise if UTF-8 cannot encode it."""
     return answer.encode().decode()
 
 
@@ -313,9 +313,8 @@ class GuardedOrder(Generic[Key]):
     def __init__(self, policy: EvictionPolicy, faults: PolicyFaults) -> None:
         self._policy = policy
         self._faults = faults
-        self._released: dict[
-            Key, Key
-        ] = {}  # to the key as it was added: a victim may only equal it
+        # Maps each key to the object that was added: the policy may return a victim of another type that equals it.
+        self._released: dict[Key, Key] = {}
         self._order: EvictionOrder[Key] | None = None
         try:
             # One order serves one cache, so it only ever sees keys of this cache's type.

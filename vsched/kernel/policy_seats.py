@@ -67,7 +67,7 @@ class PolicyFaults:
     """Counts policy failures and keeps notices of them until the scheduler takes them.
 
     Attributes:
-        first: By policy, the first failure since this kernel was made, with its traceback.
+        first: The traceback of each policy's first failure since this kernel was created, by the name of its class.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class PolicyFaults:
         self.counts[name] = self.counts.get(name, 0) + 1
         if self._reported < NOTICES_MAX:
             self._reported += 1
-            # Without source lines: the kernel reads no file.
+            # Without source lines, since the kernel does no I/O.
             trace = TracebackException.from_exception(error, lookup_lines=False)
             self.first.setdefault(name, trace)
             self.notices.append(
@@ -105,9 +105,9 @@ class PolicyFaults:
 
 
 def _place(policy: Policy, trace: TracebackException) -> str:
-    """Return where a policy failed: what it called last outside the kernel, else its method, whose answer is invalid.
+    """Return the location of a failure: the innermost frame outside the kernel, else the method that answered.
 
-    Files are named without their folders: a digest over notices is the same wherever the code lies.
+    File names have no folders, so that a digest over notices does not depend on the location of the code.
     """
     outside = [frame for frame in trace.stack if not frame.filename.startswith(_KERNEL)]
     if outside:

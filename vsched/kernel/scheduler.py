@@ -563,7 +563,7 @@ class Scheduler:
 
     @property
     def policy_failures(self) -> Mapping[str, TracebackException]:
-        """The first failure of each policy that failed since this scheduler was made, by the name of its class."""
+        """The traceback of each policy's first failure since this scheduler was created, by the name of its class."""
         return self._faults.first
 
     def check_invariants(self) -> None:

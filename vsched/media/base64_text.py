@@ -56,8 +56,8 @@ def base64_bytes(text: str, start: int = 0) -> int:
 def decode_base64(base64: bytes) -> bytes:
     """Decode base64 piece by piece, so that the event loop gets its turns.
 
-    As browsers read it in a `data:` URL, it may hold whitespace, lack its padding, be percent-encoded, and have a
-    fragment behind it, which is ignored.
+    As in a browser's `data:` URL, it may contain whitespace, lack padding, be percent-encoded, and have a fragment,
+    which is ignored.
 
     Raises:
         ValueError: When it is not valid, empty or wrongly padded.
@@ -69,10 +69,10 @@ def decode_base64(base64: bytes) -> bytes:
 
 
 def plain_base64_bytes(text: str, start: int) -> int:
-    """Return the length of the base64 that a text has from `start` on, as it is decoded: without line breaks.
+    """Return the length of the base64 in `text` from `start` on, percent-decoded and without whitespace.
 
     Raises:
-        ValueError: When there are characters that base64 does not have.
+        ValueError: When the text has characters that are not ASCII.
     """
     if isinstance(text, TextWithBase64):
         pieces = _pieces(text.base64)

@@ -1,7 +1,7 @@
 """Decode one image from bytes that nobody vouches for.
 
 The header tells the size, and the size is judged before a pixel is decoded. Only the formats of `FORMATS` are
-opened at all, and of an animation only the first frame is read.
+opened at all, and only the first frame of an animation is read.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from vsched.media.settings import FORMATS
 
 _JPEG_END: Final = b"\xff\xd9"
 _MISSING_RATIO: Final = 10
-"""A JPEG that ends early may lack one in so many of its rows,"""
+"""A truncated JPEG may lack 1 / `_MISSING_RATIO` of its rows, or `_PENDING_ROWS` if that is more."""
 _PENDING_ROWS: Final = 32
-"""or those that libjpeg returns only once it has decoded the blocks below them."""
+"""Rows that libjpeg returns only after it has decoded the blocks below them."""
 _MARKED_PIXELS: Final = 8
 _ORIENTATIONS: Final = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -144,7 +144,7 @@ def _storage(image: Image.Image, encoded: bytes, orientation: int) -> Storage:
 
 
 def has_native_header(encoded: bytes) -> bool:
-    """Whether native code parses the header when Pillow opens an image: libwebp does, the others are Python."""
+    """Return True for WEBP, whose header native code (libwebp) parses; Pillow parses the others in Python."""
     return encoded.startswith(b"RIFF")
 
 
@@ -152,7 +152,7 @@ def inspect(encoded: bytes, limits: DecodeLimits) -> ImageHeader:
     """Return what the header of an image tells, decoding no pixels.
 
     Raises:
-        RequestRefused: When it is no image, of another format, empty, or has too many pixels.
+        RequestRefused: When it is not an image, has another format, is empty, or has too many pixels.
     """
     image = _open(encoded, limits)
     orientation = _orientation(image)
@@ -190,16 +190,16 @@ def decode(encoded: bytes, limits: DecodeLimits) -> Image.Image:
 def _load_jpeg(image: JpegImageFile, encoded: bytes) -> None:
     """Decode a JPEG that may lack its end marker and its last rows, which libjpeg fills.
 
-    Browsers show such images. Pillow does with `LOAD_TRUNCATED_IMAGES`, which is of the whole process, and would take
-    an image of which nearly all is missing.
+    Browsers show such images. Pillow's `LOAD_TRUNCATED_IMAGES` is global to the process and accepts any truncation. So
+    random pixels mark the last row that must be decoded, and the end marker is supplied only after that row is.
 
     Raises:
-        OSError: When it lacks more, or is damaged.
+        OSError: When more rows are missing, or the image is damaged.
     """
     image.load_prepare()
     row = image.height - 1 - max(image.height // _MISSING_RATIO, _PENDING_ROWS)
     if coefficient_bytes(encoded, *image.size):
-        row = -1  # No row is decoded before the end: what such an image lacks is detail.
+        row = -1  # A progressive JPEG has all rows; truncated, it lacks detail.
     places = [(x, row) for x in range(min(image.width, _MARKED_PIXELS)) if row >= 0]
     for place in places:
         image.im.putpixel(place, tuple(os.urandom(len(image.getbands()))))

@@ -80,7 +80,7 @@ def parse(reference: str, settings: MediaSettings) -> Target:
             "Remedy: send the image as a data: URL or add its host to media.hosts."
         )
         raise _refuse(message)
-    reference = reference.strip()  # as browsers do
+    reference = reference.strip()  # like browsers
     malformed = _refuse("the image URL is malformed. Remedy: send a plain http(s)://host/path URL.")
     if len(reference) > _URL_CHARACTERS_MAX:
         message = limit_message(

@@ -140,8 +140,8 @@ def pixel_limits(settings: MediaSettings) -> DecodeLimits:
 class Measurer:
     """Measures the images of requests; called from several threads at once.
 
-    `plans` and `names` are only read here; the event loop fills them. `inspect_isolated` reads headers in a process
-    that may crash.
+    `plans` and `names` are only read here; the event loop fills them. `inspect_isolated` reads image headers in an
+    isolated process; by default they are read in the calling thread.
     """
 
     def __init__(

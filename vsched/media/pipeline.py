@@ -122,7 +122,7 @@ class MediaPipeline:
         A text that fills the context takes a core for a second. With two at a time on two cores the event loop waited
         for a core longer than it ran; so they come one after the other, and give way to it.
 
-        With its own pool, and a store whose memory other processes can map, images are decoded in processes.
+        Images are decoded in isolated processes if no `executor` is passed and other processes can map the store.
         """
         self._read_remote = read_remote
         self._preprocessor = preprocessor

@@ -109,7 +109,7 @@ class PixelStore:
     """Extents in the arena's pixel region, keyed by item, counted by holder.
 
     Attributes:
-        shared_fd: What other processes map to reach the region, from its beginning; None if they cannot, or if the
+        shared_fd: The file descriptor through which other processes map the region; None if there is none, or if the
             region is empty.
     """
 

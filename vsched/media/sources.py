@@ -27,16 +27,16 @@ from vsched.media.settings import FORMATS, MediaSettings
 _MEDIA_TYPES = frozenset(
     (
         *(*FORMATS, "image/jpg", "image/pjpeg", "image/x-png", "image/apng", "image/x-ms-bmp"),
-        *("text/plain", "application/octet-stream"),  # what no client chose: the image itself tells
+        *("text/plain", "application/octet-stream"),  # defaults of libraries; the content decides
     )
 )
 _MEDIA_TYPE = re.compile(r"[!#$%&'*+.^_`|~\w-]+/[!#$%&'*+.^_`|~\w-]+", re.ASCII)
 _BASE64_HEADER = re.compile(r"; *base64\Z", re.IGNORECASE)
 _URL_EDGES = "".join(map(chr, range(ord(" ") + 1)))
-"""Control characters and blanks, which browsers do not count to a URL that begins or ends with them."""
+"""Control characters and spaces, which browsers strip from both ends of a URL."""
 _LINE_BREAKS = b"\t\n\r"
 _ENCODED_RATIO_MAX = 3
-"""Percent-encoding makes three characters of one."""
+"""Percent-encoding turns one character into three."""
 _BASE64_FAULT = "its base64 is not valid; its alphabet has + and /, not - and _"
 
 
@@ -124,7 +124,7 @@ def _read_data(reference: str, settings: MediaSettings) -> bytes:
     media_type, *parameters = (part.strip(_URL_EDGES).lower() for part in header.split(";"))
     if "base64" in parameters and not is_base64:
         raise _malformed(";base64 must be last before the comma")
-    # Without a valid one, the image's own first bytes tell.
+    # Without a valid media type, the first bytes of the image decide.
     if _MEDIA_TYPE.fullmatch(media_type) and media_type not in _MEDIA_TYPES:
         message = limit_message(
             "the image's media type is not accepted",

@@ -334,7 +334,7 @@ class Oracles:
 
 
 def _is_fifo(setup: Setup) -> bool:
-    """Return whether the policy that decides, which need not be the configured one, is `fifo`."""
+    """Return True if the admission policy in use, which may not be the configured one, is `fifo`."""
     policy = setup.policies.generate_admission
     fifo = load_policy_class(policy.kind, "fifo")
     return type(policy) is fifo and not getattr(policy, "look_ahead", 0)

@@ -21,7 +21,7 @@ from vsched.types import ModelInfo
 from vsched.worker.registry import load_worker
 
 TABLES = tuple(table for table in POLICY_TABLES if table != "generate.memory")
-"""The tables of policies that a simulation consults."""
+"""The policy tables that a simulation uses."""
 
 
 class DraftLuck(msgspec.Struct, frozen=True):
@@ -111,15 +111,19 @@ def prepare(
 def _replace(
     config: Config, configured: ConfiguredPolicies, policies: Mapping[str, Policy]
 ) -> ConfiguredPolicies:
-    """Return the policies with others in their places, and the limits that follow from these."""
+    """Replace some policies, by table, and derive the limits from the result."""
     if not policies:
         return configured
     built = configured.by_table()
     for table, policy in policies.items():
         if table not in TABLES:
-            raise ConfigError(f"{table}: no table of a policy. Known: {', '.join(TABLES)}")
+            raise ConfigError(
+                f"{table}: not a policy table. Remedy: use one of {', '.join(TABLES)}"
+            )
         if isinstance(policy, type):
-            raise PolicyError(f"{table}: {policy.__name__} is a class; pass {policy.__name__}()")
+            raise PolicyError(
+                f"{table}: {policy.__name__} is a class, not an instance. Remedy: pass {policy.__name__}()"
+            )
         check_contract(type(policy), CONTRACTS[built[table].kind])
     return configured_policies(config, {**built, **policies})
 

@@ -24,7 +24,7 @@ from vsched.types import MediaItem
 
 logger = logging.getLogger(__name__)
 ORIGIN_NS = 10_000_000_000
-"""After so long a simulated engine has started: by default the times of workloads and faults count from there."""
+"""Time after which a simulated engine has started; by default the times of workloads and faults count from then."""
 
 
 HINTS_MAX = 5

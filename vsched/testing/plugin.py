@@ -255,7 +255,7 @@ def sim_config() -> Config:
 def sim_engine(sim: SimCase, sim_config: Config) -> Callable[..., SimEngine]:
     """Return a maker of engines that are seeded like the test: use what it makes with `async with`.
 
-    Takes what `vsched.sim.cluster.SimEngine` takes. A report of failure shows the faults of the last engine.
+    Takes the arguments of `vsched.sim.cluster.SimEngine`. A failure report shows the faults of the last engine.
     """
     from vsched.sim.cluster import SimEngine
 

@@ -287,7 +287,7 @@ class ForkableRanks(Protocol):
 
 
 INVALID_GRAMMAR, GRAMMAR_NOT_SUPPORTED = "invalid_grammar", "grammar_not_supported"
-"""Codes of refusals: of one grammar, and of every grammar."""
+"""Error codes: this grammar cannot be used; this model has no grammars."""
 
 
 class Grammars(Protocol):
@@ -299,9 +299,9 @@ class Grammars(Protocol):
     """
 
     def check(self, grammar: str) -> None:
-        """Compile a grammar within bounds of work, and try it; native code may crash here, and must not in a rank.
+        """Compile a grammar within limits of CPU time, and generate one output with it.
 
-        It runs in a process of its own, before any rank compiles the grammar.
+        This runs in an isolated process, which native code may crash, before any rank compiles the grammar.
 
         Raises:
             RequestRefused: With the code `invalid_grammar`, when it cannot be used.
@@ -309,7 +309,7 @@ class Grammars(Protocol):
         ...
 
     def matcher(self, grammar: str) -> TokenMatcher:
-        """Return the matcher of an output, from its first token on, for a grammar that was checked."""
+        """Return a matcher for one output, from its first token on; the grammar has passed `check`."""
         ...
 
 
@@ -318,7 +318,7 @@ class ConstrainsOutput(Protocol):
     """A plug-in that can hold the output of a request to a grammar."""
 
     def load_grammars(self, info: ModelInfo) -> Grammars | None:
-        """Return the grammars of a checkpoint, for checks and for each generate rank; None if it has none."""
+        """Load the grammar compiler of a checkpoint, for checks and in generate ranks; None if it has none."""
         ...
 
 

@@ -475,8 +475,8 @@ class Preprocessor(Protocol):
         It may take 2.25 times the bytes that it returns, those included, beyond the image, or `work_bytes` of the plan:
         so much is budgeted.
 
-        A preprocessor with a method `image_recipe`, which returns an `ImageRecipe`, has images processed in
-        processes of their own, where they do not hold up the event loop.
+        If the preprocessor has a method `image_recipe`, which returns an `ImageRecipe`, images are processed in
+        isolated processes, where they do not block the event loop.
         """
         ...
 

@@ -1,7 +1,7 @@
 """The grammar server: `python -m vsched.worker.grammar_server`, which forks one process for each grammar to check.
 
-The library behind a plug-in's grammars is native code, and a schema can make it crash, loop, or take all memory. Ranks
-compile a grammar only after a process of this server has, with less stack and less memory than a rank has.
+The grammar library of a plug-in is native code, and a schema can make it crash, loop, or exhaust memory. Ranks compile
+a grammar only after a process of this server has compiled it with less stack and less memory than a rank has.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from vsched.worker.registry import load_worker
 
 NAME = "vsched: grammars"
 CPU_S_MAX = 1.0
-"""CPU time of one check: the plug-in refuses earlier what would hold up a rank, and this stops what loops."""
+"""CPU time of one check. The plug-in has a lower limit of its own; this one stops endless loops."""
 WALL_S_MAX = 5.0
-"""Time of one check: without memory, the library may wait for a lock for ever."""
+"""Time of one check: out of memory, the library may wait for a lock for ever, without CPU time."""
 MEMORY_BYTES_MAX = 128 << 20
-"""Memory of one check: ten times what the largest schemas of 64 KiB take."""
+"""Memory of one check: ten times the usage of the largest 64 KiB schemas."""
 _STACK_BYTES_MAX = 8 << 20
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):
-    """The setup of the server: the plug-in's name, and the model whose tokens grammars are compiled for."""
+    """The setup of the server: the plug-in's name, and the model whose tokens the grammars use."""
 
     plugin: str
     info: ModelInfo
 
 
 class GrammarOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check: an empty message when the grammar can be used; the CPU time in seconds."""
+    """The result of one check: an empty message if the grammar can be used, and the CPU time in seconds."""
 
     message: str = ""
     code: str = ""
@@ -56,11 +56,11 @@ def _check(grammars: Grammars | None, grammar: str) -> GrammarOutcome:
     """Compile a grammar; this may crash the process."""
     if grammars is None:
         return GrammarOutcome(
-            message="this model cannot be held to a grammar: that takes a tokenizer whose tokens are bytes, and an "
-            "end token. Remedy: ask for the format in the prompt.",
+            message="structured output is not supported for this model: it needs a byte-level tokenizer and an end "
+            "token. Remedy: describe the format in the prompt.",
             code=GRAMMAR_NOT_SUPPORTED,
         )
-    # What compiles with half of a rank's stack does not overflow the rank's.
+    # A grammar that compiles with half of a rank's stack does not overflow the stack of a rank.
     soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
     stack = _STACK_BYTES_MAX if soft == resource.RLIM_INFINITY else min(soft, _STACK_BYTES_MAX)
     limit_resources(
@@ -75,7 +75,7 @@ def _check(grammars: Grammars | None, grammar: str) -> GrammarOutcome:
         grammars.check(grammar)
     except RequestRefused as error:
         message, code = error.message, error.code
-    except BaseException:  # noqa: BLE001 - a panic of native code is no Exception
+    except BaseException:  # noqa: BLE001 - a Rust panic is not an Exception
         traceback.print_exc()
         message, code = (
             "the schema or grammar cannot be used. Remedy: simplify it.",
@@ -86,7 +86,7 @@ def _check(grammars: Grammars | None, grammar: str) -> GrammarOutcome:
 
 
 def main() -> int:
-    """Serve; the arguments are the descriptors of the socket for orders, and of the setup."""
+    """Serve; the arguments are two file descriptors: the socket for orders, and the setup file."""
     orders, setup_file = map(int, sys.argv[1:])
     setproctitle(NAME)
     setup = msgspec.json.decode(read_setup(setup_file), type=GrammarSetup)

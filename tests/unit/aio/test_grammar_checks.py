@@ -94,6 +94,6 @@ async def test_what_has_no_bound_or_could_forbid_every_token_is_refused(
 async def test_a_model_without_grammars_refuses_them_and_nothing_else() -> None:
     checks = GrammarChecks(None, deadline_s=60)
     await checks.check(SamplingParams())
-    with pytest.raises(RequestRefused, match="cannot be held to a grammar"):
+    with pytest.raises(RequestRefused, match="structured output is not supported"):
         await checks.check(SamplingParams(grammar="x"))
     checks.close()

@@ -1,4 +1,4 @@
-"""Grammar checks in processes: a grammar that crashes, loops or takes all memory is refused, and nothing else fails."""
+"""Grammar checks in processes: a grammar that crashes, loops or exhausts memory is refused, and nothing else fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vsched.worker.registry import WORKER_METHODS
 
 
 class ShakyGrammars:
-    """Does in `check` what native code does at its worst."""
+    """Crashes, loops, overflows its stack or raises in `check`, like native code with a bug."""
 
     def check(self, grammar: str) -> None:
         match grammar.split():
@@ -106,10 +106,19 @@ def test_grammar_processes_refuse_what_kills_them(
 def test_grammar_processes_do_not_blame_a_grammar_for_a_kill_from_outside(
     processes: GrammarProcesses,
 ) -> None:
-    """As by the system when memory is short: it may be tried again."""
+    """For example by the kernel's OOM killer: the client may try again."""
     with pytest.raises(RequestFailed, match="try again") as failure:
         processes.check(f"die {signal.SIGKILL:d}")
     assert failure.value.status == 503
+
+
+def test_grammar_processes_name_the_deadline(
+    processes: GrammarProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_deadline_s", 0.05)
+    with pytest.raises(RequestRefused, match=r"over 0\.05 s.*media\.prepare_s") as refusal:
+        processes.check("loop")
+    assert (refusal.value.code, refusal.value.status) == ("prepare_timeout", 503)
 
 
 def test_grammar_processes_survive_their_server(processes: GrammarProcesses) -> None:
@@ -121,7 +130,7 @@ def test_grammar_processes_survive_their_server(processes: GrammarProcesses) -> 
 
 def test_grammar_processes_report_a_model_without_grammars() -> None:
     processes = GrammarProcesses(f"{__name__}:plugin", model("none"), deadline_s=PATIENCE_S)
-    with pytest.raises(RequestRefused, match="tokens are bytes") as refusal:
+    with pytest.raises(RequestRefused, match="byte-level tokenizer") as refusal:
         processes.check("any")
     assert refusal.value.code == "grammar_not_supported"
     processes.close()

@@ -335,7 +335,7 @@ async def test_connection_host_is_named_once(hosts: int, version: bytes, status:
         (HEAD + b"Content-Length: 2\r\n" + SIZED, 400, b"Duplicate Content-Length"),
         (HEAD + b"Content-Length: 2\r\n" + CHUNKED, 400, b"with Content-Length"),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, b"without TLS or HTTP/2"),
-        (b"CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n", 501, b"no proxy"),
+        (b"CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n", 501, b"not a proxy"),
         (HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501, b"limit chunked. Remedy"),
     ],
     ids=["two lengths", "length and chunks", "http/2", "connect", "compressed"],

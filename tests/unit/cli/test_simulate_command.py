@@ -147,7 +147,7 @@ def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(
     said = swarm("-c", broken, "--set", "generate.slots=3", status=1)
     assert "policy Broken failed:" in said
     assert f'File "{folder}/a_broken_policy.py", line 6, in admit' in said
-    assert "not used, for the swarm draws the shapes of its engines: generate.slots" in said
+    assert "ignored, since the swarm draws the shapes of its engines: generate.slots" in said
     assert f"--swarm 1 --seed 6 --config={broken} --set=generate.slots=3" in said
     assert "1 scenarios in" in swarm("-c", "b.toml")
 
@@ -172,7 +172,7 @@ def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(
             "routing.use: .*no_such_module",
         ),
         (["--swarm", "1", "-c", "nowhere.toml"], "nowhere.toml: cannot be read"),
-        (["--probes"], "give --swarm N"),
+        (["--probes"], "add --swarm N"),
     ],
 )
 def test_simulate_says_what_is_wrong(folder: Path, words: list[str], message: str) -> None:

@@ -1,7 +1,7 @@
-"""A request as the caller of `Engine.generate` has it: when it can be read no more, it ends.
+"""The caller's handle of a request, returned by `Engine.generate`; the request ends when the handle is dropped.
 
-The engine holds on to the `TokenStream` that tokens go to, so that one is never garbage while its request runs. What
-the caller gets is another object, which only the caller holds on to.
+The engine holds a reference to the `TokenStream` while the request runs, so a `TokenStream` is never garbage-collected
+before its end. Only the caller refers to the `Generation`.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from vsched.types import FinishReason
 class Generation:
     """One accepted request: an asynchronous iterator of deltas, for a single reader.
 
-    The request ends at once, with all that it holds, when its reader leaves: when an `async for` over it is left by
-    `break`, `return` or an exception, when a task that waits for its next delta is cancelled, when it is closed, and
-    when it is garbage. After its end, all of this does nothing. To read some deltas now and the rest later, use
-    `anext(generation)`. Iterating raises `RequestFailed` when the request ended in an error.
+    The request is aborted, and its slot and blocks are freed, as soon as an `async for` over it is left by `break`,
+    `return` or an exception, a task that awaits its next delta is cancelled, it is closed, or it is garbage-collected.
+    After the request has ended, these have no effect. To read some deltas now and the rest later, use
+    `anext(generation)`. Iteration raises `RequestFailed` if the request ended in an error.
     """
 
     def __init__(self, stream: TokenStream) -> None:
         self._stream = stream
         self._closed = False
         self._loop = asyncio.get_running_loop()
-        # Called for every token of a server.
+        # Bound here, since a server calls it for every token.
         self.take: Callable[[], OutputDelta | None] = stream.take
 
     @property
     def request_id(self) -> str:
-        """The id that the caller gave it."""
+        """The id that the caller passed."""
         return self._stream.request_id
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The tokens of the prompt, placeholders of images included."""
+        """Token ids of the prompt, including image placeholders."""
         return self._stream.prompt_token_ids
 
     @property
@@ -49,7 +49,7 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were found in the prefix cache; known once the request has ended."""
+        """The number of prompt tokens found in the prefix cache; known once the request has ended."""
         return self._stream.cached_tokens
 
     @property
@@ -59,17 +59,17 @@ class Generation:
 
     @property
     def times(self) -> RequestTimes:
-        """When it was submitted, started and ended; known once the request has ended."""
+        """Times of submission, start and end; known once the request has ended."""
         return self._stream.times
 
     @property
     def reason(self) -> FinishReason | None:
-        """Why it ended; None while it runs."""
+        """The finish reason; None while the request runs."""
         return self._stream.reason
 
     @property
     def prompt_report(self) -> PromptReport | None:
-        """Log-probabilities of the prompt, in one of several answers; None without `prompt_logprobs`."""
+        """Log-probabilities of the prompt, shared by the choices of a request; None without `prompt_logprobs`."""
         return self._stream.prompt_report
 
     def __aiter__(self) -> AsyncIterator[OutputDelta]:
@@ -78,7 +78,7 @@ class Generation:
     async def __anext__(self) -> OutputDelta:
         """Return the next delta.
 
-        Blocks: until a token or the end comes; the leader's step deadline bounds that. Cancelling ends the request.
+        Blocks: until a token or the end arrives; the leader's step deadline bounds that. Cancelling aborts the request.
 
         Raises:
             RequestFailed: When the request ended in an error.
@@ -92,36 +92,36 @@ class Generation:
             raise
 
     async def aclose(self) -> None:
-        """End the request; there are no more deltas. `contextlib.aclosing` calls it."""
+        """Abort the request and end the iteration; `contextlib.aclosing` calls this."""
         self._closed = True
         self.abort()
 
     def abort(self) -> None:
-        """End the request and free all that it holds; the last delta says so. After its end this does nothing."""
+        """Abort the request and free its slot and blocks; the last delta has the finish reason. No-op after its end."""
         self._stream.abort()
 
     def subscribe(self, reader: Callable[[], None] | None) -> None:
-        """Have the reader called when there may be something to take; see `TokenStream.subscribe`."""
+        """Call `reader` when `take` may return a delta; see `TokenStream.subscribe`."""
         self._stream.subscribe(reader)
 
     def one_by_one(self) -> None:
-        """From now on, let each delta have one token; see `TokenStream.one_by_one`."""
+        """Return one token per delta from now on; see `TokenStream.one_by_one`."""
         self._stream.one_by_one()
 
     def abort_soon(self) -> None:
-        """End the request from a finalizer, which runs anywhere: in the middle of a step, or in another thread."""
+        """Schedule an abort, for finalizers: they may run in the middle of a step or in another thread."""
         if self._stream.reason is not None:
             return
-        with contextlib.suppress(RuntimeError):  # when the loop is closed, and the engine with it
+        with contextlib.suppress(RuntimeError):  # the loop, and thus the engine, is closed
             self._loop.call_soon_threadsafe(self._stream.abort)
 
     def __del__(self) -> None:
-        if hasattr(self, "_loop"):  # else there was no loop to make it on
+        if hasattr(self, "_loop"):  # __init__ fails without a running loop
             self.abort_soon()
 
 
 class _Iteration:
-    """One `async for` over a generation; it is garbage as soon as that is left."""
+    """The iterator of one `async for` over a generation; it is garbage-collected when the loop is left."""
 
     __slots__ = ("_generation",)
 

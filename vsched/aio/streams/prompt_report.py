@@ -39,11 +39,11 @@ class PromptReport:
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything is known."""
+        """True if the log-probabilities of all prompt tokens are known."""
         return self._known >= len(self._token_ids)
 
     def when_whole(self, call: Callable[[], object]) -> None:
-        """Have this called once everything is known."""
+        """Call a function once the report is whole."""
         self._waiting.append(call)
 
     def take(self, piece: PromptPiece) -> None:

@@ -48,7 +48,7 @@ GRAMMAR_FAILED = "grammar_failed"
 """Code of an end that is the request's own: the answer is an error 400, though the request was accepted."""
 RETRY_AFTER_S = 5
 _FAILURES = (FinishReason.ERROR, FinishReason.ABORT)
-"""Ends that may come before anything is known of the prompt."""
+"""Ends that may precede the prompt's log-probabilities."""
 BROKEN = "the answer could not be turned into text"
 """What a client is told whose tokens the detokenizer cannot take."""
 
@@ -61,14 +61,14 @@ def failure_of(message: str, *, code: str) -> RequestFailed:
 
 
 class StopScope(Protocol):
-    """Tells in which parts of an answer's text stop strings are looked for."""
+    """Splits a choice's text into parts in which stop strings apply, and parts in which they do not (tool calls)."""
 
     def split(self, text: str) -> list[tuple[str, bool]]:
-        """Take the next piece of the answer; return the text whose kind is known, and whether stop strings count."""
+        """Take the next piece of text; return the parts known so far, each with True if stop strings apply to it."""
         ...
 
     def split_rest(self, *, cut: bool) -> list[tuple[str, bool]]:
-        """Return what was held back of an answer that is over; `cut` says that the length limit ended it."""
+        """Return the parts held back until the end; `cut` is True if the length limit ended the choice."""
         ...
 
 
@@ -86,9 +86,9 @@ class StopMatcher:
         self.found: str | None = None
 
     def push(self, text: str, *, exempt: bool = False) -> tuple[str, bool]:
-        """Return the text that may go out now, and whether a stop string was found after it.
+        """Return the text that can be sent now, and True if a stop string follows it.
 
-        No stop string ends within text that is `exempt`, but one may begin there.
+        A stop string may begin, but not end, within text that is `exempt`.
         """
         if not self._stops:
             return text, False
@@ -261,7 +261,7 @@ class TokenStream:
         return finish
 
     def _until_stop(self, parts: Iterable[tuple[str, bool]]) -> tuple[str, bool]:
-        """Return the text that may go out of these parts, and whether a stop string was found after it."""
+        """Return the text of these parts that can be sent, and True if a stop string follows it."""
         exempt = self.output_tokens <= self._min_tokens
         out = ""
         for text, counts in parts:
@@ -319,8 +319,8 @@ class TokenStream:
     def take(self) -> OutputDelta | None:
         """Return the next delta; None when there is none yet, or the last one was taken.
 
-        There is none before all of the prompt was told of, which the first delta may have to repeat: another answer to
-        the same request computes that.
+        With `prompt_logprobs`, there is none before the prompt's log-probabilities are complete, since the first event
+        may echo them. Another choice of the same request computes them.
 
         Raises:
             RequestFailed: When the request ended in an error.
@@ -332,7 +332,7 @@ class TokenStream:
         return self._take()
 
     def _waits_for_prompt(self) -> bool:
-        """Return whether not all is told of the prompt; then have the reader called when it is."""
+        """Return True if the prompt's log-probabilities are incomplete; then call the reader once they are complete."""
         report = self.prompt_report
         finish = self._finish
         failed = finish is not None and (finish.reason in _FAILURES or bool(finish.message))

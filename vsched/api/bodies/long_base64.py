@@ -26,7 +26,7 @@ _ESCAPES = (
     *((rb"\u002B", b"+"), (rb"\u002b", b"+"), (rb"\u002F", b"/"), (rb"\u002f", b"/")),  # .NET
     *((rb"\u003d", b"="), (rb"\u003D", b"=")),  # Gson
 )
-"""How JSON writes the characters of base64, and those that break its lines."""
+"""JSON escapes of base64 characters and of line breaks."""
 _ESCAPE_BYTES_MAX = 6
 
 
@@ -93,11 +93,11 @@ def _find(body: bytes, character: bytes, start: int) -> int:
 
 
 def _unescaped(body: bytes, start: int, end: int) -> bytes | None:
-    """Return a part of a body; None when it holds other escapes than `_ESCAPES`, or line breaks without one."""
+    """Return a part of a body without its escapes; None if it has escapes besides `_ESCAPES`, or raw line breaks."""
     # A join of this size releases the GIL, a slice would not.
     part = b"".join([memoryview(body)[start:end]])
     if any(_find(part, each, 0) >= 0 for each in (b"\n", b"\r", b"\t", b"\f")):
-        return None  # no valid JSON
+        return None  # not valid JSON
     if _find(part, b"\\", 0) < 0:
         return part
     pieces: list[bytes] = []
@@ -105,7 +105,7 @@ def _unescaped(body: bytes, start: int, end: int) -> bytes | None:
     while at < len(part):
         stop = at + _PIECE_BYTES
         last = part.rfind(b"\\", max(stop - _ESCAPE_BYTES_MAX + 1, at), stop)
-        if last >= 0:  # the whole escape comes with it
+        if last >= 0:  # do not split an escape
             stop = max(stop, last + (_ESCAPE_BYTES_MAX if part[last + 1 : last + 2] == b"u" else 2))
         piece = part[at:stop]
         for escaped, character in _ESCAPES:

@@ -25,7 +25,7 @@ from vsched.media import BoundedImage, EmbeddedImage, ImageReference, NamedImage
 from vsched.worker.capabilities import PixelBounds
 
 _ROLES = {"developer": "system", "function": "tool"}
-"""What templates call roles that are new, or deprecated."""
+"""Role names of chat templates for OpenAI's newer and deprecated roles."""
 
 
 def split_messages(
@@ -98,7 +98,7 @@ def _content(
             case TextPart(text=text) | RefusalPart(refusal=text):
                 content.append({"type": "text", "text": text})
             case ThinkingPart(thinking=text):
-                if message.role != "assistant":  # `_thought` has those of the assistant
+                if message.role != "assistant":  # `_thought` returns the assistant's
                     content.append({"type": "text", "text": text})
             case RedactedThinkingPart():
                 pass

@@ -133,7 +133,7 @@ def read_request(
     # The join of large ones releases the GIL. The pieces end with it: two copies are the most that there are.
     body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     pieces.clear()
-    body = body.removeprefix(codecs.BOM_UTF8)  # which RFC 8259 lets a reader ignore
+    body = body.removeprefix(codecs.BOM_UTF8)  # RFC 8259 allows parsers to ignore it
     if len(body) <= SMALL_BYTES:
         return _decoded(body, kind, strict=strict)
     reduced = take_base64(body)

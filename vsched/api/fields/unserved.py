@@ -1,6 +1,6 @@
-"""Kinds of content, items and tools that the APIs of OpenAI and Anthropic have and that are not served here.
+"""Types of content parts, items and tools of OpenAI's and Anthropic's APIs that are not supported here.
 
-Each is refused by its name, with what to send instead. A kind that neither has gets the list of those that are served.
+Each is refused by name, with an alternative. For unknown types, the error lists the supported ones.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STEP = re.compile(r"[^.\[\]]+|\[\d+\]")
 
 
 def unserved(kind: object, where: str) -> ParameterRefused | None:
-    """Return the refusal of an object of this kind; None when neither vendor has it. Dates of versions do not count."""
+    """Return the error for a type that is not supported; None for unknown types. Version dates are ignored."""
     remedy = _REMEDIES.get(_DATE.sub("", kind)) if isinstance(kind, str) else None
     if remedy is None:
         return None
@@ -52,7 +52,7 @@ def unserved(kind: object, where: str) -> ParameterRefused | None:
 
 
 def unserved_along(body: Any, path: str, *, served: Collection[str]) -> ParameterRefused | None:
-    """Return the refusal of the outermost object that is not served, on the way to a place in a body."""
+    """Return the error for the outermost object of an unsupported type on a path in a body; None if there is none."""
     value, where = body, ""
     for step in (*_STEP.findall(path), None):
         kind = value.get("type") if isinstance(value, dict) and where else None

@@ -39,7 +39,7 @@ def http_server(app: ASGIApp, config: Config) -> HttpServer:
             host=server.host,
             port=server.port,
             http=partial(BoundedProtocol, limits=server),  # type: ignore[arg-type]  # it is only called
-            ws="none",  # an offer of WebSocket is ignored, as any other
+            ws="none",  # requests to upgrade to WebSocket are ignored, like all others
             lifespan="off",
             access_log=False,
             log_config=None,  # its records go where all others go

@@ -31,9 +31,9 @@ _VALUE_CHARACTERS_MAX = 100
 
 
 def access_middleware(settings: ApiSettings) -> tuple[list[Middleware], list[Middleware]]:
-    """Return what stands before all routes, and what stands before each of them, outermost first.
+    """Return the middleware of the application, and that of each route, outermost first.
 
-    The second asks something of requests, so it sees only those that a route takes.
+    The middleware of routes refuses requests, so it sees only requests that match a route.
     """
     cors = Middleware(
         CORSMiddleware,
@@ -60,17 +60,14 @@ def access_middleware(settings: ApiSettings) -> tuple[list[Middleware], list[Mid
 
 
 class NormalizePath:
-    """ASGI middleware: one form of each path, for keys and routes alike.
-
-    A path ends without a slash, and what a proxy left before it is no part of it.
-    """
+    """ASGI middleware: remove trailing slashes and the proxy's prefix (`root_path`) from paths."""
 
     def __init__(self, app: ASGIApp, *, prefix: str) -> None:
         self._app = app
         self._prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on every request, with its path in this form."""
+        """Pass on every request with its normalized path."""
         if scope["type"] == "http":
             path = scope["path"]
             if self._prefix and path.startswith(f"{self._prefix}/"):
@@ -156,7 +153,7 @@ class RequireKey:
 
 
 class RequireJson:
-    """ASGI middleware: what is posted must be JSON by its `Content-Type`, as it is; no body needs none."""
+    """ASGI middleware: the `Content-Type` of a POST body must be JSON, and the body not compressed."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -173,7 +170,7 @@ class RequireJson:
 
 
 def _not_json(exchange: HttpExchange) -> str:
-    """Return what is wrong with a body by its headers; empty where nothing is."""
+    """Return the error message for a body that its headers do not declare as plain JSON; empty if they do."""
     sent = exchange.header(b"content-type")
     media_type = (sent or b"").partition(b";")[0].strip().lower()
     if media_type != b"application/json" and (sent is not None or _has_body(exchange)):
@@ -192,7 +189,7 @@ def _not_json(exchange: HttpExchange) -> str:
             "the body is compressed",
             value=f"Content-Encoding {coding.decode('latin-1')[:_VALUE_CHARACTERS_MAX]}",
             limit="identity",
-            remedy="send it as it is, without the header Content-Encoding",
+            remedy="send it uncompressed, without the header Content-Encoding",
         )
     return ""
 

@@ -20,10 +20,7 @@ _EVENTS_MAX = 2**53
 
 
 class KeptAnswerRoute(Route):
-    """The way to the answers of a path.
-
-    Below it is nothing else: any other method, and any path of another API, is told that there is nothing.
-    """
+    """The route of kept answers below a path; other methods, and known paths that are not served, do not match."""
 
     def __init__(self, path: str, endpoint: KeptAnswerEndpoint) -> None:
         super().__init__(f"{path}/{{request_id:path}}", endpoint, methods=["GET"])

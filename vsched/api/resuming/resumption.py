@@ -158,7 +158,7 @@ class Resumption:
     async def _resume(self, resumed: ResumedRequest) -> None:
         request = resumed.request
         try:
-            # Before it is read, which may be what the server dies of.
+            # Counted before the request is read, since reading it may crash the server.
             progress = self._progress[request.request_id]
             self._progress[request.request_id] = msgspec.structs.replace(
                 progress, resumed=progress.resumed + 1

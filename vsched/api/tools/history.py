@@ -18,7 +18,7 @@ _OBJECT_CHARACTERS = 16_384
 """An object counts as a text of this length: that it holds more was bounded when the body was read."""
 _DEPTH_MAX = 32
 INVALID_JSON = "INVALID_JSON"
-"""The one argument of a call whose arguments are no JSON object, such as one that was cut, as Anthropic advises."""
+"""The single argument of a call whose arguments are not a JSON object, such as truncated ones, as Anthropic advises."""
 
 
 def arguments_characters(calls: Sequence[ToolCall]) -> int:
@@ -49,7 +49,7 @@ def with_template_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
     Blocks: for the time that decoding their arguments takes; off the event loop for long ones.
 
     Raises:
-        ParameterRefused: When a name is none, or arguments are nested too deeply; names the call.
+        ParameterRefused: When a name is not valid, or arguments are nested too deeply; names the call.
     """
     return [
         {**message, "tool_calls": _calls(message["tool_calls"], f"messages[{index}].tool_calls")}
@@ -91,7 +91,7 @@ def _arguments(sent: str | dict[str, Any] | None, param: str) -> dict[str, Any]:
 
 
 def as_object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object; a text that is none becomes its one argument."""
+    """Parse the arguments of a call; text that is not a JSON object becomes the argument `INVALID_JSON`."""
     try:
         found = msgspec.json.decode(arguments.strip() or "{}")
     except (msgspec.DecodeError, UnicodeError, RecursionError):

@@ -3,7 +3,8 @@
 The reader is a state machine over the text alone. A piece of text is let out once no continuation could change what
 it is, so that however an answer is cut into pieces, the same message comes of it, streamed or whole. No letter is
 lost: what begins like a call and is none is content, and so is what follows arguments without belonging to the call.
-Only where an answer was cut, or must be a call, its end is left out if that may have become one: clients see no markup.
+If an answer was truncated, or must be a call, an end that may be the beginning of a call is dropped, so that clients
+see no markup.
 
 The name of a call is known before its arguments are, so these are let out as they come. They end where the brackets
 of their object do; whether what is within them is JSON is for the client to see, as with OpenAI.
@@ -39,7 +40,7 @@ _HALF = "\N{REPLACEMENT CHARACTER}"
 """The text of half a character, with which an answer can be cut within the marks of DeepSeek's calls."""
 
 _TYPED = '{"type":"function"'
-"""What else the object of a call begins with."""
+"""The beginning of a call object with a type."""
 
 
 class ContentText(NamedTuple):
@@ -85,8 +86,8 @@ class AnswerReader:
     """Reads one answer.
 
     `tools` has the schemas of their arguments by name: where calls have no opening, an answer is one only with such a
-    name. With `single`, calls behind the first are left out. `forced` says that the answer must be calls, `thinking`
-    that the prompt has begun the reasoning.
+    name. With `single`, calls after the first are dropped. With `forced`, the answer must consist of calls; with
+    `thinking`, the prompt has begun the reasoning.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class AnswerReader:
         return events
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """Return what was held back; where the answer was cut, not what may have become a call or another mark."""
+        """Return the events held back; if the answer was truncated, drop a possible beginning of a call or mark."""
         self._ended = True
         self._cut = cut or self._forced
         if not self._cut:
@@ -153,7 +154,7 @@ class AnswerReader:
 
     @property
     def has_open_call(self) -> bool:
-        """Whether the arguments of the last call that was let out are not complete."""
+        """True if the arguments of the last call in the output are incomplete."""
         return self._state == self._arguments and not (self._single and self._calls > 1)
 
     def _advance(self) -> list[Event]:
@@ -299,13 +300,13 @@ class AnswerReader:
         return True
 
     def _undecided(self) -> bool:
-        """What may become a call is content if the answer ends so, and is left out if it was cut."""
+        """Handle a possible beginning of a call: wait; at the end, it is content, or dropped if truncated."""
         if not self._forced and not self._may_be_tool():
             return self._is_content()
         return self._is_content() if self._ended and not self._cut else False
 
     def _held(self, marks: Sequence[str]) -> int:
-        """Return how much of the end may be the beginning of one of these marks."""
+        """Return the length of the longest suffix of the buffer that may be the beginning of one of these marks."""
         return 0 if self._ended and not self._cut else longest_overlap(self._buffer, marks)
 
     def _is_content(self) -> bool:
@@ -320,7 +321,7 @@ class AnswerReader:
         return bool(self._format.opening) or name in self._tools
 
     def _may_be_tool(self) -> bool:
-        """Return whether a call may yet come of what has no opening: else an answer in brackets need not wait."""
+        """Return True if the buffer may become a call; for formats without an opening, compare it with tool names."""
         known = self._format
         assert known is not None
         rest = _without_blanks(self._buffer[self._opened :])

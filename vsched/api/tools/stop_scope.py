@@ -1,4 +1,4 @@
-"""Where in an answer stop strings are looked for: not in calls, of which clients do not see the text as it is."""
+"""The scope of stop strings in chats: content and reasoning, not tool calls, whose raw text clients do not see."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from vsched.api.tools.reader import AnswerReader
 
 
 class CallStopScope(AnswerReader):
-    """Parts the text of an answer into calls, in which no stop string counts, and the rest."""
+    """Splits the text of an answer into tool calls, in which stop strings do not apply, and the rest."""
 
     def __init__(self, calls: CallFormat | None, **options: Any) -> None:
-        """Take what an `AnswerReader` takes."""
+        """Take the arguments of `AnswerReader`."""
         super().__init__(calls, **options)
         self._in_call = (self._head, self._arguments, self._rest_of_object, self._after)
         self._parts: list[tuple[str, bool]] = []
 
     def split(self, text: str) -> list[tuple[str, bool]]:
-        """Take the next piece of the answer; return the text whose kind is known, and whether stop strings count."""
+        """See `StopScope.split`."""
         self.push(text)
         return self._taken()
 
     def split_rest(self, *, cut: bool) -> list[tuple[str, bool]]:
-        """Return what was held back."""
+        """See `StopScope.split_rest`."""
         self.finish(cut=cut)
         return [*self._taken(), (self._buffer + self._half, False)]
 

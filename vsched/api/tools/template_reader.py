@@ -12,7 +12,7 @@ class TemplateReader:
     """The reader of one answer; see `AnswerReader`. With `single`, calls behind the first are left out."""
 
     has_open_call = False
-    """A call comes when it is whole."""
+    """Calls are emitted only when they are complete."""
 
     def __init__(self, parser: AnswerParser, *, single: bool = False) -> None:
         self._parser = parser
@@ -24,7 +24,7 @@ class TemplateReader:
         return self._events(self._parser.push(text))
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """Return what was held back: the parser does not tell what an answer that was cut may have become."""
+        """Return the events held back; none is dropped, since the parser does not report the beginnings of calls."""
         del cut
         return self._events(self._parser.finish())
 

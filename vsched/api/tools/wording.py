@@ -27,7 +27,7 @@ class AnswerWording:
     The ids follow from that of the answer, so that they are the same when it is worded once more.
 
     Attributes:
-        is_silent: Whether the last piece was of markup alone, of which clients need no event.
+        is_silent: True if the last piece was only markup, for which no event is sent.
     """
 
     is_silent = False
@@ -41,7 +41,7 @@ class AnswerWording:
         has_tools: bool = False,
         forced: bool = False,
     ) -> None:
-        """Take what reads the answer, whether it may hold calls, and whether it must be calls."""
+        """Take the reader, whether the answer may contain calls (`has_tools`), and whether it must (`forced`)."""
         self._reader = reader
         self._answer_id = answer_id
         self._hides_reasoning = hides_reasoning
@@ -50,7 +50,7 @@ class AnswerWording:
         self._calls = 0
 
     def added(self, text: str, reason: str | None) -> ChatDelta:
-        """Return what the next piece of an answer adds to it; the last one has the reason of its end."""
+        """Return the delta for the next piece of text; `reason` is the finish reason of the last piece."""
         events = self._reader.push(text)
         if reason is not None:
             events += self._reader.finish(cut=reason == "length")
@@ -58,7 +58,7 @@ class AnswerWording:
         return self._delta(events)
 
     def message(self, text: str, reason: str) -> ChatMessage:
-        """Return a whole answer that ended for this reason."""
+        """Return the message of a complete answer with this finish reason."""
         added = self.added(text, reason)
         calls = added.tool_calls or []
         return ChatMessage(
@@ -69,7 +69,7 @@ class AnswerWording:
         )
 
     def finish_reason(self, reason: str) -> str:
-        """Return why an answer ended, as OpenAI has it: with calls that are whole."""
+        """Return OpenAI's finish reason: `tool_calls` only if all calls are complete."""
         has_called = self._calls > 0 and not self._reader.has_open_call
         return "tool_calls" if reason == "stop" and has_called else reason
 

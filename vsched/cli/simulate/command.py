@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PIPE_COLUMNS = 160
 WITH_SWARM = ("swarm", "seed", "faults", "config", "assignments", "probes")
-"""The options that `--swarm` reads."""
+"""The options that apply to `--swarm`."""
 
 
 @app.command()
@@ -77,7 +77,7 @@ def simulate(
         )
         return
     if probes:
-        raise ConfigError("--probes: is of --swarm only. Remedy: give --swarm N, too")
+        raise ConfigError("--probes: needs --swarm. Remedy: add --swarm N, or leave it out")
     from vsched.sim.cost.model import load_cost_model
     from vsched.sim.fast.metrics import Targets
     from vsched.sim.network.lane import HostLinkProfile
@@ -107,14 +107,14 @@ def simulate(
     )
     _say(load_of, outcomes, costs)
     _write(outcomes, html=html, csv=csv, json=json, plot=plot)
-    _tell_policy_failures(outcomes)
+    _report_policy_failures(outcomes)
 
 
 def _refuse_given(ctx: typer.Context, *, but: Collection[str], reason: str) -> None:
-    """Refuse the options of the command line that change nothing.
+    """Refuse options that were given on the command line, except those in `but`.
 
     Raises:
-        ConfigError: Names them.
+        ConfigError: When there is one; names them all.
     """
     given = [
         f"--{name.replace('_', '-')}"
@@ -126,15 +126,15 @@ def _refuse_given(ctx: typer.Context, *, but: Collection[str], reason: str) -> N
 
 
 def _check_writable(files: Mapping[str, Path | None]) -> None:
-    """Check that files can be written, before a simulation that may take minutes.
+    """Check that output files can be written, before a simulation that may take minutes.
 
     Raises:
-        ConfigError: Names the option.
+        ConfigError: When one cannot; names its option.
     """
     for option, path in files.items():
         if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
             raise ConfigError(
-                f"{option} {path}: cannot be written. Remedy: name a file in a folder that exists and may be written"
+                f"{option} {path}: cannot be written. Remedy: name a file in an existing, writable folder"
             )
 
 
@@ -295,18 +295,18 @@ def _say(load_of: Workload, outcomes: Sequence[SimulationOutcome], costs: CostMo
     console.print(f"cost model {costs.name}: {costs.source}", style="dim", markup=False)
 
 
-def _tell_policy_failures(outcomes: Sequence[SimulationOutcome]) -> None:
-    """Print where policies failed first.
+def _report_policy_failures(outcomes: Sequence[SimulationOutcome]) -> None:
+    """Print the number of failures of each policy, and the traceback of the first.
 
     Raises:
-        typer.Exit: With status 1, when one did: another policy decided in its place.
+        typer.Exit: With status 1, when a policy failed: the outcome is not that of the policy.
     """
     for outcome in outcomes:
         for policy, count in outcome.figures.policy_faults.items():
             failure = outcome.policy_failures.get(policy, "")
             typer.echo(
                 f"{failure}error: {outcome.label}: {policy} failed {count:,} times, and the default decided "
-                "in its place. Remedy: above is where it failed first.",
+                "in its place. Remedy: fix the policy; the traceback above is of its first failure.",
                 err=True,
             )
     if any(outcome.figures.policy_faults for outcome in outcomes):

@@ -73,7 +73,7 @@ SwarmOption = Annotated[
     typer.Option(
         min=1,
         help="Instead, run this many whole engines of random shapes with random faults, from --seed on; "
-        "with the policies that --config names, if any.",
+        "with the policies of --config, if it is given.",
         show_default=False,
     ),
 ]

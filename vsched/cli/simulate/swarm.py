@@ -29,7 +29,7 @@ def run_swarm(
 ) -> None:
     """Run `count` scenarios; report the results, and the command that repeats a failed one; `probes` one by one.
 
-    The policies that the configuration names take the place of those that are drawn; the shapes of engines are drawn.
+    The policies set in the configuration replace the drawn ones; the shapes of the engines are still drawn.
 
     Raises:
         ConfigError: When the plan or the configuration cannot be read, or there are several configurations.
@@ -47,7 +47,7 @@ def run_swarm(
                 "--config with --swarm",
                 value=f"{len(configs)} files",
                 limit="one",
-                remedy="give one configuration, whose policies are tried",
+                remedy="give one configuration with the policies to test",
             )
         )
     loaded = load(configs[0] if configs else None, [*assignments])
@@ -69,7 +69,7 @@ def run_swarm(
     console = Console()
     if unused:
         console.print(
-            f"not used, for the swarm draws the shapes of its engines: {', '.join(unused)}",
+            f"ignored, since the swarm draws the shapes of its engines: {', '.join(unused)}",
             markup=False,
             highlight=False,
             soft_wrap=True,
@@ -95,7 +95,7 @@ def run_swarm(
 
 
 def _policies_of(loaded: LoadedConfig) -> tuple[dict[str, PolicyTable], list[str]]:
-    """Return the policy tables that somebody set, and the other keys that somebody set."""
+    """Return the policy tables that are set explicitly, and all other keys that are."""
     from vsched.config.loading import DEFAULT
     from vsched.config.policies import policy_table
     from vsched.sim.setup import TABLES

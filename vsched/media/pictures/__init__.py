@@ -1,1 +1,1 @@
-"""Decoding and processing of images: in processes that may crash, or in threads if there is no recipe for these."""
+"""Decoding and processing of images: in isolated processes, or in threads if the preprocessor has no recipe."""

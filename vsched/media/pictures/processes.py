@@ -1,10 +1,10 @@
 """The engine's end of picture processes: images are opened, decoded and processed outside the engine.
 
-Decoders are native code that reads the bytes of clients: a crash costs one image here. Also, Pillow and numpy hold the
-interpreter's lock through single calls whose time grows with the image, and the event loop would stand still meanwhile.
-A process writes to the arena. An image that takes `LARGE_BYTES` or more gets a process of its own, which ends with it,
-so its memory goes back to the system; smaller ones share kept processes. A thread of the pool waits for it: order,
-budget, and the handling of requests that go away are the same with and without processes.
+Decoders are native code that parses client input: in a process, a crash costs one image. Also, Pillow and numpy hold
+the GIL for single calls whose time grows with the image, which would block the event loop. The processes write to the
+arena. An image that needs `LARGE_BYTES` or more gets its own process, whose end returns the memory to the system;
+smaller ones share kept processes. A thread of the pool waits for the process: order, memory budget, and cancellation
+are the same with and without processes.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5
 LARGE_BYTES = 64 << 20
-"""Memory from which an image gets a process of its own; a photograph of 12 megapixels takes as much."""
+"""Memory from which an image gets its own process; a photograph of 12 megapixels needs as much."""
 SERVER_MODULE = "vsched.media.pictures.server"
 
 
 class PictureWork(msgspec.Struct, frozen=True):
-    """The setup of the server: how to build the image processing, and its limits."""
+    """The setup of the server: the recipe of the image processor, and the limits of decoding."""
 
     recipe: ImageRecipe
     limits: DecodeLimits
 
 
 class PictureOrder(msgspec.Struct, frozen=True):
-    """One image to process, or only to inspect when it has no place; its encoded bytes follow."""
+    """One image to process, or only to inspect if `place` is None; a frame with its encoded bytes follows."""
 
     specs: tuple[ArraySpec, ...] = ()
     place: Extent | None = None
@@ -52,7 +52,7 @@ class PictureOrder(msgspec.Struct, frozen=True):
 
 
 class PictureOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one image: an empty message when its arrays are in the arena, or its header was read."""
+    """The result for one image; the message is empty on success: its arrays are in the arena, or `header` is set."""
 
     header: ImageHeader | None = None
     message: str = ""
@@ -64,9 +64,9 @@ class PictureOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def picture_processes(
     preprocessor: Preprocessor, limits: DecodeLimits, *, arena_fd: int, deadline_s: float
 ) -> PictureProcesses | None:
-    """Return processes for images; None if the preprocessor has no recipe for them.
+    """Start the processes for images; None if the preprocessor has no image recipe.
 
-    `arena_fd` is the arena, whose pixels come first, and `deadline_s` the time of one image.
+    `arena_fd` is the arena, which begins with the pixel region, and `deadline_s` the maximum time of one image.
     """
     make_recipe = getattr(preprocessor, "image_recipe", None)
     if make_recipe is None:
@@ -93,10 +93,10 @@ class PictureProcesses:
         return self._calls.pid
 
     def inspect(self, encoded: bytes) -> ImageHeader:
-        """Read the header of an image as `vsched.media.decode.inspect` does, in a process if native code parses it.
+        """Like `vsched.media.decode.inspect`, in a process if native code parses the header.
 
         Raises:
-            RequestRefused: When it is no image that can be served.
+            RequestRefused: When the image cannot be served.
             RequestFailed: When the process died or took too long.
         """
         if not has_native_header(encoded):
@@ -106,7 +106,7 @@ class PictureProcesses:
         return header
 
     def fill(self, image: Measured, place: Extent) -> None:
-        """Have a process fill an extent of the arena; nothing writes there any more when this returns.
+        """Fill an extent of the arena in a process; nothing writes to it after this has returned or raised.
 
         Blocks: for the deadline at most; call it in a thread of the pool.
 
@@ -120,22 +120,25 @@ class PictureProcesses:
         self._call(order, image.content, keep=image.work_bytes < LARGE_BYTES)
 
     def _call(self, order: PictureOrder, encoded: bytes, *, keep: bool) -> PictureOutcome:
-        """Carry out an order in a process, and return its outcome, or raise it."""
-        told = msgspec.json.encode(order)
+        """Carry out an order in a process; return its outcome, or raise its error."""
         try:
-            # A large image may be why its process was killed, and the memory is wanted by others.
+            # No retry for a large image: it may have caused the shortage of memory that its process was killed for.
             answer = self._calls.call(
-                told, encoded, deadline_s=self._deadline_s, keep=keep, retry=keep
+                msgspec.json.encode(order),
+                encoded,
+                deadline_s=self._deadline_s,
+                keep=keep,
+                retry=keep,
             )
         except CallFailedError as error:
-            logger.error("the process of an image %s", error)  # noqa: TRY400 - it says it all
+            logger.error("the process of an image %s", error)  # noqa: TRY400 - the traceback adds nothing
             raise RequestFailed(
                 f"the image could not be processed: its process {error}. "
                 "Remedy: send another encoding of the image, or a smaller one.",
                 code="image_processing_failed",
             ) from None
         except ServerLostError as error:
-            logger.error("%s", error)  # noqa: TRY400 - it says it all
+            logger.error("%s", error)  # noqa: TRY400 - the traceback adds nothing
             message = f"the image could not be processed: {error}. Remedy: try again later."
             raise RequestFailed(
                 message, code="image_processing_failed", status=503, retry_after_s=RETRY_AFTER_S
@@ -147,12 +150,12 @@ class PictureProcesses:
         return outcome
 
     def close(self) -> None:
-        """End the server, and with it every process that it forked."""
+        """End the server and every process that it forked."""
         self._calls.close()
 
 
 def _raise(outcome: PictureOutcome) -> None:
-    """Raise the refusal or the failure of an image, if there is one."""
+    """Raise the error of an outcome, if it has one."""
     if not outcome.message:
         return
     if outcome.refused:

@@ -35,7 +35,7 @@ _FAILED = PictureOutcome(
 
 
 def _answer(channel: Channel, work: tuple[ImageProcessing, DecodeLimits], arena: Arena) -> bytes:
-    """Process or inspect the image of one call, and return its outcome."""
+    """Read one call, process or inspect its image, and return the encoded outcome."""
     order = msgspec.json.decode(read_frame(channel), type=PictureOrder)
     return msgspec.json.encode(_outcome(order, read_frame(channel), work, arena))
 
@@ -65,14 +65,14 @@ def _outcome(
 
 
 def main() -> int:
-    """Serve; the arguments are the descriptors of the socket for orders, of the setup, and of the arena."""
+    """Serve; the arguments are three file descriptors: the socket for orders, the setup file, and the arena."""
     orders, setup, arena_fd = map(int, sys.argv[1:])
     setproctitle(NAME)
     work = msgspec.json.decode(read_setup(setup), type=PictureWork)
     module, _, name = work.recipe.maker.partition(":")
     processing = getattr(importlib.import_module(module), name)(work.recipe.settings)
     loaded = (processing, work.limits)
-    # Mapped once: a kept process has the pages at hand that it wrote before.
+    # Mapped once, so that a kept process does not fault the same pages in for every image.
     arena = np.frombuffer(mmap.mmap(arena_fd, 0), np.uint8)
     serve(socket.socket(fileno=orders), lambda channel: _answer(channel, loaded, arena))
     return 0

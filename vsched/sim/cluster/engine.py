@@ -93,10 +93,10 @@ class SimEngine:
         delays: How long everything else takes.
         links: What the links between leaders and ranks are like without faults.
         host_links: What the links to other hosts are like, where `cluster.hosts` has any.
-        origin_ns: The time that workloads and faults count from; by default ten seconds from now, by when the engine
-            has started.
+        origin_ns: The time that workloads and faults count from; by default ten seconds from now, when the engine has
+            started.
         answers_max: The most answers that a request asks for, where its manner is drawn.
-        allow_policy_failures: Whether policies may fail; by default a simulation in which one did has failed.
+        allow_policy_failures: Whether policies may fail; by default, a policy failure fails the simulation.
 
     Raises:
         ConfigError: When a fault is of a kind that only groups as a whole have, or of a host that there is not.

@@ -47,7 +47,7 @@ class EngineObserver:
         *,
         allow_policy_failures: bool = False,
     ) -> None:
-        """Begin; a policy that fails is a violation, unless that is allowed."""
+        """Start observing; a policy failure is a violation unless `allow_policy_failures`."""
         self.kernel = kernel
         self.losses: list[GroupLoss] = []
         self.retired: list[str] = []
@@ -82,7 +82,7 @@ class EngineObserver:
         self.on_event()
 
     def _note_policy_failures(self) -> None:
-        """Note the first failure of each policy: another one decided in its place, so it was not tried."""
+        """Report the first failure of each policy as a violation: the default decided in its place."""
         failures = list(self.kernel.policy_failures.items())
         for name, trace in failures[self._failed_policies :]:
             if not self._allow_policy_failures:

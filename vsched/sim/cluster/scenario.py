@@ -74,7 +74,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     shut_down_ns: int | None = None
 
     def with_policies(self, tables: Mapping[str, PolicyTable]) -> Scenario:
-        """Return the scenario with these policy tables, by path, in place of those that were drawn."""
+        """Return the scenario with these policy tables, by path, instead of the drawn ones."""
         config = self.config
         for path, table in tables.items():
             section, _, name = path.rpartition(".")

@@ -30,7 +30,7 @@ class SwarmFailure(msgspec.Struct, frozen=True, kw_only=True):
         violations: What happened that must never happen.
         plan: The faults that are left when all are dropped that it fails without.
         dropped: How many that were.
-        arguments: What else the command says that runs it again.
+        arguments: Further arguments of the command that repeats it.
     """
 
     seed: int
@@ -99,8 +99,8 @@ def swarm(
         faults: A file with a fault plan that takes the place of those that are drawn.
         twice: Run each scenario twice, and compare the digests.
         failures_max: Stop after this number of failures.
-        policies: Policy tables, by path, that take the place of those that are drawn.
-        arguments: What the command that repeats a failure says besides.
+        policies: Policy tables, by path, that replace the drawn ones.
+        arguments: Further arguments of the command that repeats a failure.
         on_report: Told of each scenario.
 
     Raises:

@@ -26,7 +26,7 @@ CDF_POINTS = 200
 TENANTS_MAX = 16
 """Tenants with figures of their own."""
 REASONS_MAX = 16
-"""Reasons of refusals that are counted one by one."""
+"""Maximum number of reasons with counters of their own."""
 REASON_CHARACTERS = 80
 OTHER_REASONS = "other reasons"
 MS = 1e-6
@@ -132,7 +132,7 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
         prefix_hits: Share of prompt tokens that came from the prefix cache.
         embedding_hits: Share of embeddings asked for that were there, or on their way.
         failed: Requests that were refused or ended in an error, by code.
-        reasons: Of those that the front-door policy shed, by its reason: up to its first value, each number as `#`.
+        reasons: Requests that the front-door policy shed, by reason, cut before its first value, with numbers as `#`.
         encode_busy: Share of the span that encode groups worked; likewise `generate_busy`.
         link_bytes: Bytes that went to other hosts, and came from them.
         link_busy: Share of the span that bytes were leaving on the busiest way to or from a host.
@@ -295,7 +295,7 @@ class Collector:
 
 
 def _reason_kind(reason: str) -> str:
-    """Return what reasons have in common that differ in their numbers."""
+    """Return a reason without its numbers, so that reasons that differ only in numbers are counted together."""
     clause = reason.partition(": value ")[0]
     return re.sub(r"\d[\d,.]*", "#", clause)[:REASON_CHARACTERS]
 

@@ -99,15 +99,15 @@ class SymbolicGrammars:
 
 
 class SymbolicChecker:
-    """Checks choices here: nothing of them is native code. See `vsched.aio.grammar_checks.GrammarChecker`."""
+    """Checks grammars in this process, without native code; see `vsched.aio.grammar_checks.GrammarChecker`."""
 
     def check(self, grammar: str) -> float:
-        """Refuse a grammar that is not a choice of sequences of tokens."""
+        """Refuse a grammar that is not a choice of token sequences."""
         SymbolicGrammars().check(grammar)
         return 0.0
 
     def close(self) -> None:
-        """Nothing to end."""
+        """No-op."""
 
 
 class ChoiceMatcher:

@@ -22,7 +22,7 @@ class Measure(NamedTuple):
         better: `less` or `more` is better; empty where neither is.
         text: How a value is written.
         hosts: Whether it is of other hosts only, and left out of the table where none has any.
-        part: Whether it is a part of the row above.
+        part: Whether it is a breakdown of the row above, and indented.
     """
 
     name: str
@@ -81,9 +81,9 @@ MEASURES = [
 def measures_of(
     outcomes: Sequence[SimulationOutcome], *, with_hosts: bool = False
 ) -> list[Measure]:
-    """Return what is compared of these, with a row for each code, reason, policy and tenant that any of them has.
+    """Return the rows of a comparison, with one for each code, reason, policy and tenant in any of the outcomes.
 
-    Rows of other hosts are left out where none has any, unless `with_hosts`.
+    Rows about other hosts are omitted if no outcome has other hosts, unless `with_hosts`.
     """
     every = [one.figures for one in outcomes]
     hosts = with_hosts or any(one.link_bytes for one in every)
@@ -105,7 +105,7 @@ Counts = Callable[[SimulationFigures], Mapping[str, int]]
 
 
 def _counts(prefix: str, every: Sequence[SimulationFigures], counts: Counts) -> list[Measure]:
-    """Return a row for each name that is counted in any of the figures."""
+    """Return a row for each name counted in any of the figures."""
 
     def measure(name: str) -> Measure:
         return Measure(f"{prefix}{name}", lambda one: counts(one).get(name, 0), part=True)

@@ -122,10 +122,10 @@ class Workload:
 
 
 def workload_of(name: str, arrivals: Iterable[Arrival]) -> Workload:
-    """Return a workload of these arrivals, which are kept, each value as its declared type; see `plain_value`.
+    """Return a workload of these arrivals, which are copied and converted to their declared types; see `plain_value`.
 
     Raises:
-        ConfigError: When a value has a wrong type or is out of bounds.
+        ConfigError: When a value has the wrong type or is out of bounds.
     """
     try:
         plain = [

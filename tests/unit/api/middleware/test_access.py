@@ -84,7 +84,9 @@ async def test_access_compressed_body_is_refused_by_its_coding(coding: str, path
     reply = await ask("POST", path, chat(), headers={"content-encoding": coding})
     assert reply.status == 415
     message = reply.json["error"]["message"]
-    assert f"value Content-Encoding {coding}, limit identity. Remedy: send it as it is" in message
+    assert (
+        f"value Content-Encoding {coding}, limit identity. Remedy: send it uncompressed" in message
+    )
 
 
 async def test_access_compressed_body_is_refused_by_a_second_header_as_well() -> None:

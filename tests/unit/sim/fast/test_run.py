@@ -305,7 +305,7 @@ def test_run_with_a_policy_of_ones_own() -> None:
 
 
 def test_run_policies_must_fit_their_tables() -> None:
-    with pytest.raises(ConfigError, match="no table of a policy"):
+    with pytest.raises(ConfigError, match="not a policy table"):
         prepare(config(), COST, policies={"encode": Backwards()})
     with pytest.raises(PolicyError, match="not a subclass of vsched.policy.RoutingPolicy"):
         prepare(config(), COST, policies={"routing": Backwards()})

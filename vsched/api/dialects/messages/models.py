@@ -1,4 +1,4 @@
-"""Models as Anthropic's /v1/models tells of them."""
+"""Models in the format of Anthropic's /v1/models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vsched.api.responses import Model
 
 
 class MessagesModel(msgspec.Struct, tag_field="type", tag="model"):
-    """The served model, or an adapter."""
+    """The served model or an adapter."""
 
     id: str
     display_name: str
@@ -21,7 +21,7 @@ class MessagesModel(msgspec.Struct, tag_field="type", tag="model"):
 
 
 class MessagesModelList(msgspec.Struct):
-    """All of them, on one page."""
+    """All models, on one page."""
 
     data: list[MessagesModel]
     first_id: str
@@ -30,12 +30,12 @@ class MessagesModelList(msgspec.Struct):
 
 
 def messages_model(model: Model) -> MessagesModel:
-    """Return a model in Anthropic's form."""
+    """Convert a model to Anthropic's format."""
     created_at = datetime.fromtimestamp(model.created, UTC)
     return MessagesModel(model.id, model.id, created_at, model.max_model_len)
 
 
 def messages_model_list(models: Sequence[Model]) -> MessagesModelList:
-    """Return models, at least one, in Anthropic's form."""
+    """Convert models, at least one, to Anthropic's format."""
     data = [messages_model(each) for each in models]
     return MessagesModelList(data, data[0].id, data[-1].id)

@@ -42,7 +42,7 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
 
 
 class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
-    """A source with its text; citations are not made."""
+    """A source with its text; citations are not generated."""
 
     content: list[TextBlock]
     source: str = ""
@@ -50,7 +50,7 @@ class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
 
 
 class ToolReferenceBlock(msgspec.Struct, tag_field="type", tag="tool_reference"):
-    """A tool that a search among tools found; the model sees all tools from the beginning."""
+    """A tool found by a tool search; the model sees all tools from the beginning."""
 
     tool_name: str
 
@@ -152,7 +152,7 @@ class MessagesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     thread: Annotated[
         Any, neutral(remedy="send all messages with each request; no thread is kept")
     ] = None
-    anthropic_beta: Any = None  # of Bedrock and Vertex, as the next
+    anthropic_beta: Any = None  # sent to Bedrock and Vertex, like the next field
     anthropic_version: Any = None
     betas: Any = None
     billing_policy: Any = None

@@ -19,7 +19,7 @@ class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
 
 
 class ChatText(InputText, tag="text"):
-    """A piece of text as chats have it."""
+    """A text part of a chat completion message."""
 
 
 class InputImage(msgspec.Struct, tag_field="type", tag="input_image"):
@@ -158,7 +158,7 @@ class ResponsesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     reasoning: Any = None
     safety_identifier: Any = None
     service_tier: Any = None
-    store: Any = None  # as in a chat: it changes nothing in this answer, which says `store: false`
+    store: Any = None  # ignored, as in chat completions; the response has `store: false`
     stream_options: Any = None
     user: Any = None
 

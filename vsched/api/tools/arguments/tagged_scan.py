@@ -17,7 +17,7 @@ KEY_CHARACTERS_MAX = 256
 """No name of an argument is as long: where its tag does not end within, there is none."""
 _TEXT = frozenset(["string"])
 _CAPITALS = tuple(word[0] for word in WORDS)
-"""What Python's names of values begin with, and no JSON."""
+"""First letters of Python's constants (`True`, `None`), with which no JSON value begins."""
 
 
 class TaggedScan:
@@ -112,7 +112,7 @@ class TaggedScan:
         return self._next(at)
 
     def _cut(self) -> None:
-        """Let out what there is of a value, unless its JSON may begin otherwise: a text has quotes there."""
+        """Emit a truncated value, unless its JSON would begin differently, like a string, which needs a quote."""
         cut = len(self._text) - longest_overlap(self._text, (self._end,))
         text, self._text = self._text[:cut].strip(), ""
         if self._types and "string" not in self._types and not text.startswith(_CAPITALS):

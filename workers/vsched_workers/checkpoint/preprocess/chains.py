@@ -1,4 +1,4 @@
-"""Chains of definitions that refer to each other: native parsers follow them recursively, on a bounded stack."""
+"""Length of reference chains between definitions, which native parsers follow recursively on a bounded stack."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 def longest_chain(
     depths: Mapping[str, int], references: Mapping[str, Mapping[str, int]]
 ) -> tuple[int, list[str]]:
-    """Return an upper bound of how deep definitions are nested, and the names on the way.
+    """Return an upper bound of the nesting depth through references, and some names on the longest chain.
 
     Args:
-        depths: How deep each definition is by itself.
-        references: The definitions to which each refers, and how deep in it.
+        depths: The nesting depth within each definition.
+        references: For each definition, the definitions that it refers to, with the depth of each reference.
 
-    Definitions that refer to each other in a circle count as if one led through all the others.
+    A cycle of definitions counts as one chain through all of them.
     """
     best: dict[str, tuple[int, list[str]]] = {}
     for circle in _circles(references):
@@ -35,7 +35,7 @@ def longest_chain(
 
 
 def _circles(references: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
-    """Return the strongly connected components, those that are referred to first (Tarjan's algorithm)."""
+    """Return the strongly connected components in reverse topological order (Tarjan's algorithm)."""
     found: list[list[str]] = []
     numbers: dict[str, int] = {}
     lowest: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Whether schemas exclude each other, so that `oneOf` and `anyOf` of them are the same."""
+"""Check that schemas are disjoint, so that `oneOf` of them is equivalent to `anyOf`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PAIRS_MAX = 20_000
 
 @dataclasses.dataclass(slots=True)
 class Place:
-    """A schema, where it stands, and what references in it are relative to."""
+    """A schema with its JSON pointer, and the base URI of its references."""
 
     schema: Any
     pointer: str
@@ -26,7 +26,7 @@ class Disjointness:
     """Proves that schemas have no value in common."""
 
     def __init__(self, find: Callable[[Any, Place], Place]) -> None:
-        """Take what finds the schema that a reference means."""
+        """Take the function that resolves a reference in a place."""
         self._find = find
         self._work = 0
 
@@ -41,7 +41,7 @@ class Disjointness:
         return None
 
     def _tagged(self, flat: list[list[Place]]) -> bool:
-        """Return True if all schemas are of objects with a required property whose values differ."""
+        """Return True if all schemas are objects with a required property that has different values in each."""
         if any(_types(parts) != {"object"} for parts in flat):
             return False
         shared = set.intersection(*map(_required, flat))
@@ -51,7 +51,7 @@ class Disjointness:
         )
 
     def _parts(self, place: Place, depth: int) -> list[Place]:
-        """Return the schemas that a value of this one matches, all of them."""
+        """Return the schema and those of its `$ref` and `allOf`, all of which a value must match."""
         found, node = [place], place.schema
         self._work += 1
         if not isinstance(node, dict) or depth > _DEPTH_MAX or self._work > _PAIRS_MAX:
@@ -92,7 +92,7 @@ class Disjointness:
         )
 
     def _options(self, parts: list[Place]) -> list[list[list[Place]]]:
-        """Return the options of each part that has some."""
+        """Return the options of each `anyOf` and `oneOf` in the parts."""
         found = []
         for part in parts:
             for keyword in ("anyOf", "oneOf"):
@@ -102,7 +102,7 @@ class Disjointness:
         return found
 
     def _property(self, parts: list[Place], name: str) -> list[Place]:
-        """Return the schemas that the value of a property matches."""
+        """Return the schemas that the value of a property must match."""
         found: list[Place] = []
         for part in parts:
             node = part.schema
@@ -117,13 +117,13 @@ class Disjointness:
 
 
 def _all_differ(values: list[set[str] | None]) -> bool:
-    """Return True if each schema lists its values, and no two list the same one."""
+    """Return True if all schemas list their values, and no value is in two lists."""
     known = [each for each in values if each is not None]
     return len(known) == len(values) and sum(map(len, known)) == len(set().union(*known))
 
 
 def _without_options(parts: list[Any]) -> list[Any]:
-    """Return the parts without options, one of which is looked at."""
+    """Return the parts that have no `anyOf` or `oneOf`."""
     return [
         each
         for each in parts
@@ -132,7 +132,7 @@ def _without_options(parts: list[Any]) -> list[Any]:
 
 
 def _types(parts: Sequence[Place]) -> frozenset[str]:
-    """Return the types of the values of all these schemas."""
+    """Return the types that all these schemas allow; `integer` counts as `number`."""
     found = _ALL
     for part in parts:
         node = part.schema
@@ -150,7 +150,7 @@ def _types(parts: Sequence[Place]) -> frozenset[str]:
 
 
 def _values(parts: Sequence[Place]) -> set[str] | None:
-    """Return the values that all these schemas allow, as texts; None if there is no list of them."""
+    """Return the `const` and `enum` values that all these schemas allow, as JSON; None if none lists its values."""
     found: set[str] | None = None
     for part in parts:
         if isinstance(part.schema, dict):
@@ -191,7 +191,7 @@ def _type(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a text that is the same for equal values."""
+    """Return JSON that is identical for equal values."""
     return json.dumps(_normal(value), sort_keys=True)
 
 

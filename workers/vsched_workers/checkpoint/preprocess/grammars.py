@@ -45,7 +45,7 @@ MESSAGE_CHARACTERS_MAX = 2000
 COMPILE_S_MAX = 0.25
 """CPU time of the engine's compilation: a rank compiles what was accepted between two steps, and others wait."""
 TRIED_TOKENS_MAX, TRIED_S_MAX = 32, 0.05
-"""Tokens, and CPU time in seconds, of the output that a check follows."""
+"""Limits of the output that a check generates: tokens, and CPU time in seconds."""
 WORD_BITS = 32
 FORCED_TOKENS_MIN = 16
 """Minimum number of tokens to make of a text without choices, if it is that long; the library drops up to 4 of them."""
@@ -168,7 +168,7 @@ class TokenGrammars:
         return self._tokenizer.greedy_tokenize(text)
 
     def check(self, grammar: str) -> None:
-        """Compile a grammar, and follow an output that it allows; llguidance may crash the process here.
+        """Compile a grammar, and generate an output that it allows; llguidance may crash the process here.
 
         Raises:
             RequestRefused: When it cannot be used, allows nothing, or takes too long.
@@ -194,7 +194,7 @@ class TokenGrammars:
 
 
 def _try_out(matcher: OutputMatcher, rng: random.Random) -> None:
-    """Follow one output that a grammar allows: most of a grammar is compiled as it is reached, in a rank otherwise."""
+    """Generate one output with a grammar: most rules are compiled when they are reached, otherwise first in a rank."""
     started_s = time.thread_time()
     for _ in range(TRIED_TOKENS_MAX):
         allowed = np.flatnonzero(np.unpackbits(matcher.mask.view(np.uint8), bitorder="little"))
@@ -419,12 +419,12 @@ def _check_nesting(text: str) -> None:
 
 
 def _refused(reason: str) -> RequestRefused:
-    """Return the refusal of a grammar for an error of the grammar library, which may have many lines."""
+    """Return the error for a grammar, from the error text of the grammar library, which may have many lines."""
     lines = [line for line in reason.splitlines() if line.strip(" ^|-0123456789")]
     text = " ".join(" ".join(lines).split())
     text = "".join(each if each.isprintable() else "\ufffd" for each in text)
     text = text[:MESSAGE_CHARACTERS_MAX].rstrip(". ")
-    if text.startswith("panic"):  # a mistake of the library, with its inside in the words
+    if text.startswith("panic"):  # a bug of the library, whose text has internal details
         text = "it cannot be compiled"
     if text.startswith("NoExtension"):
         text = "it allows no text"

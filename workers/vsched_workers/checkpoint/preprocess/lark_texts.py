@@ -1,4 +1,4 @@
-"""Grammars in Lark: the schemas within them, and how deep their rules refer to others."""
+"""Lark grammars: preparation of the JSON schemas in them, and the limit of nested rules."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from vsched_workers.checkpoint.preprocess.chains import longest_chain
 from vsched_workers.checkpoint.preprocess.schemas import SchemaError, prepared
 
 RULES_MAX = 600
-"""Rules within rules, with the brackets around them: the library recurses (1,000 need a stack of 4 MiB)."""
+"""Maximum depth of rules through other rules, brackets included: the library recurses (1,000 need 4 MiB of stack)."""
 GUIDANCE = "x-guidance"
-"""The options of the library, which a schema in a grammar may have."""
+"""The keyword for options of the grammar library, which a schema in a grammar may have."""
 _TOKENS = re.compile(
     r"""
       (?P<comment> (?:\#|//)[^\n]* )
@@ -31,7 +31,7 @@ _TOKENS = re.compile(
 
 
 def checked_lark(text: str) -> str:
-    """Return a grammar with its schemas as the library keeps to them.
+    """Return a grammar with its JSON schemas rewritten by `prepared`.
 
     Raises:
         SchemaError: When a schema cannot be used, or the rules are nested too deep.
@@ -75,7 +75,7 @@ def checked_lark(text: str) -> str:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the tokens of a grammar and their kinds, with schemas as the library keeps to them."""
+    """Yield the kind and text of each token of a grammar, with its JSON schemas rewritten."""
     at = 0
     while match := _TOKENS.match(text, at):
         kind, at = match.lastgroup or "", match.end()

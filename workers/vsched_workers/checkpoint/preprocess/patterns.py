@@ -1,8 +1,8 @@
-r"""Regular expressions of JSON schemas, in the syntax of the grammar library.
+r"""Translation of regular expressions in JSON schemas to the syntax of the grammar library.
 
-JSON Schema means ECMA-262, whose syntax and character classes differ from those of Rust's `regex` in small ways: `.`
-matches fewer characters, `[` is a character inside a class, `\cA` is a control character; `\d` and `\w` are ASCII.
-Where JavaScript, Python and Rust disagree about `.` and white space, the characters on which they agree match.
+JSON Schema uses ECMA-262, whose syntax and character classes differ slightly from Rust's `regex`: `.` matches fewer
+characters, `[` is literal inside a class, `\cA` is a control character; `\d` and `\w` are ASCII. If JavaScript, Python
+and Rust disagree about `.` or whitespace, only the characters that all of them accept match.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from vsched.errors import limit_message
 
 GROUPS_MAX = 64
-"""Groups within groups of a pattern."""
+"""Maximum depth of nested groups in a pattern."""
 
 LOOKAHEADS_MAX = 16
 LOOKAHEAD_CHARACTERS_MAX = 2000
@@ -20,19 +20,19 @@ LOOKAHEAD_CHARACTERS_MAX = 2000
 _ANY = r"[^\n\r\x{2028}\x{2029}]"
 _SPACE = r"\t\n\x0b\x0c\r "
 _NO_SPACE = r"\s\x1c-\x1f\x{feff}"
-"""All characters that are white space to some validator."""
+"""All characters that some validator treats as whitespace."""
 _LOOKAROUNDS = ("(?=", "(?!", "(?<=", "(?<!")
 _DOT_IS_ANY = re.compile(r"\(\?[imux]*s")
 _ONE_CHARACTER = r"(\\[^\w\s]|[^\\\[\](){}.*+?^$|]|\[[^\]\\]*\])"
 _HEADS = [
-    # No text of these characters only.
+    # Not only these characters.
     (re.compile(r"\(\?!\^\[([^\]\\^]+)\]\*\$\)"), r"[^\1]"),
     # Not twice the same character.
     (re.compile(rf"\(\?!\.\*{_ONE_CHARACTER}\1\)"), r"^(?:(?:\1)?(?!\1))*(?:\1)?$"),
     # Not this character first.
     (re.compile(rf"\(\?!{_ONE_CHARACTER}\)"), r"^(?:$|(?!\1))"),
 ]
-"""Negative lookaheads at the begin of a pattern, and the patterns without one that mean the same."""
+"""Negative lookaheads at the start of a pattern, each with an equivalent pattern without a lookahead."""
 _DECIMAL = re.compile(
     r"\[\+-\]\?0\*\(\?:\\d\{0,(?P<whole>\d+)\}\|\(\?=\[\\d\.\]\{1,\d+\}0\*\$\)"
     r"\\d\{0,\d+\}\\\.\\d\{0,(?P<places>\d+)\}0\*\$\)"
@@ -40,7 +40,7 @@ _DECIMAL = re.compile(
 _DIGITS = re.compile(
     r"\[\+-\]\?0\*\(\?:\\d\{0,(?P<digits>\d+)\}\|\(\?=\[\\d\.\]\{1,\d+\}0\*\$\)\\d\*\\\.\\d\*0\*\$\)"
 )
-"""How pydantic limits the digits of a `Decimal`."""
+"""Pydantic's patterns that limit the digits of a `Decimal`."""
 
 
 class PatternError(ValueError):
@@ -48,10 +48,10 @@ class PatternError(ValueError):
 
 
 def without_lookaheads(pattern: str) -> list[str]:
-    """Return patterns without lookaheads, all of which a string must match.
+    """Split a pattern with lookaheads into patterns without, all of which a string must match.
 
-    Lookaheads are known at the begin of a pattern, in the forms in which pydantic (`Decimal`), zod (`email`) and rules
-    for passwords have them; others are left in the pattern.
+    This covers lookaheads at the start of a pattern as used by pydantic (`Decimal`), zod (`email`) and password rules;
+    others stay in the pattern.
     """
     if not pattern.startswith("^(?") or len(pattern) > LOOKAHEAD_CHARACTERS_MAX:
         return [pattern]
@@ -82,7 +82,7 @@ def without_lookaheads(pattern: str) -> list[str]:
 
 
 def _other_than(character: str) -> str:
-    """Return the class of all characters but those of a class or a single one."""
+    """Return the complement of a character or a character class."""
     if not character.startswith("["):
         return f"[^{character}]"
     inner = character[1:-1]
@@ -90,17 +90,17 @@ def _other_than(character: str) -> str:
 
 
 def _end_of_group(text: str) -> int:
-    """Return the position behind the group with which a text begins; 0 if it does not end."""
+    """Return the position after the group at the start of a text; 0 if the group is not closed."""
     return next((at + 1 for at, depth in _depths(text) if not depth and text[at] == ")"), 0)
 
 
 def _outside_groups(text: str) -> str:
-    """Return the characters of a pattern that are in no group and in no class."""
+    """Return the characters of a pattern outside all groups and classes."""
     return "".join(text[at] for at, depth in _depths(text) if not depth)
 
 
 def _depths(text: str) -> list[tuple[int, int]]:
-    """Return the position of each character that is no part of an escape or a class, and the groups around it."""
+    """Return the position and group depth of each character that is not part of an escape or a class."""
     found, depth, at, in_class = [], 0, 0, False
     while at < len(text):
         character = text[at]
@@ -119,10 +119,10 @@ def _depths(text: str) -> list[tuple[int, int]]:
 
 
 def written_pattern(pattern: str) -> str:
-    """Return a pattern of ECMA-262 as the grammar library reads it.
+    """Translate a pattern from ECMA-262 to the syntax of the grammar library.
 
     Raises:
-        PatternError: When it has what no automaton can follow.
+        PatternError: When it is not regular, or nested too deep.
     """
     parts: list[str] = []
     at, depth = 0, 0
@@ -151,7 +151,7 @@ def written_pattern(pattern: str) -> str:
 
 
 def _escape(pattern: str, at: int, *, in_class: bool = False) -> tuple[str, int]:
-    """Return an escape of one character or class, and the position behind it."""
+    """Translate the escape at a position; return it and the position after it."""
     name = pattern[at + 1 : at + 2]
     if not in_class and (name in set("123456789") or name == "k"):
         raise PatternError("it has a backreference. Remedy: write out the text that it repeats")
@@ -182,14 +182,14 @@ def _unicode(pattern: str, at: int) -> tuple[str, int]:
 
 
 def _class(pattern: str, at: int) -> tuple[str, int]:
-    """Return a class of characters, and the position behind it."""
+    """Translate the character class at a position; return it and the position after it."""
     start = at
     negated = pattern.startswith("[^", at)
     at += 1 + negated
     parts = ["[^" if negated else "["]
     if pattern.startswith("]", at):
         raise PatternError(
-            f"it has an empty class of characters, {pattern[start : at + 1]}. Remedy: write \\] for a bracket"
+            f"it has an empty character class, {pattern[start : at + 1]}. Remedy: write \\] for a bracket"
         )
     while at < len(pattern) and pattern[at] != "]":
         character = pattern[at]

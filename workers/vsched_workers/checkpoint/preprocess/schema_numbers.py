@@ -1,8 +1,8 @@
-"""Numbers of JSON schemas, as the grammar library can hold them.
+"""Conversion of numbers in JSON schemas to numbers that the grammar library represents exactly.
 
-The library reads every number as a 64-bit float and writes ranges with 64-bit integers. Bounds are therefore moved
-inwards to numbers that survive both, so that every answer satisfies the schema; a constant that does not survive is
-refused.
+The library parses every number as a 64-bit float and converts ranges to 64-bit integers. Bounds are therefore moved
+inwards to numbers that both represent exactly, so that every output satisfies the schema; a constant that is not exact
+is refused.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from vsched.errors import limit_message
 
 INTEGER_MAX = 2**63 - 1024
-"""The greatest 64-bit float that is a 64-bit integer."""
+"""The largest 64-bit float within the range of a 64-bit integer."""
 _OPEN_MAX = 9 * 10**17
-"""The library writes ranges that are open on one side up to 10^18, and bounds move outwards from zero."""
+"""Maximum bound of a half-open range: the library generates such ranges only up to 10^18."""
 DECIMALS_MAX = 50
 MULTIPLE_MAX = 50_000
-"""Digits of `multipleOf` without the decimal point: remainders become states of an automaton."""
+"""Maximum of `multipleOf` without its decimal point: each remainder is a state of an automaton."""
 _EXACT = 2**53
 _NUDGE = 1e-12
 
@@ -41,13 +41,13 @@ def is_number(value: Any) -> bool:
 
 
 def constant(value: float) -> int | float:
-    """Return a number of `const` or `enum` that the library holds exactly.
+    """Return a number of `const` or `enum` in a form that the library represents exactly.
 
     Raises:
-        NumberError: When it does not.
+        NumberError: When there is none.
     """
     if isinstance(value, float) and not math.isfinite(value):
-        raise NumberError(f"{value} is no JSON number. Remedy: use a string")
+        raise NumberError(f"{value} is not a JSON number. Remedy: use a string")
     if value != int(value):
         decimals = len(_digits_after_point(value))
         if decimals <= DECIMALS_MAX and _as_parsed(value) == value:
@@ -60,10 +60,10 @@ def constant(value: float) -> int | float:
         )
     whole = int(_as_written(value))
     if abs(whole) > INTEGER_MAX:
-        message = "the integer has more than 64 bits, or is at their end"
+        message = "the integer is outside the supported range of 64-bit integers"
         limit = f"{INTEGER_MAX} (2^63 - 1024)"
     elif int(float(whole)) != whole:
-        message = "the integer is not exact as a 64-bit float, as which grammars hold numbers"
+        message = "the integer is not exact as a 64-bit float, which grammars use for numbers"
         limit = f"{_EXACT} (2^53), beyond which some integers are not exact"
     else:
         return whole
@@ -72,23 +72,23 @@ def constant(value: float) -> int | float:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message."""
+    """Return a value for an error message, shortened."""
     try:
         text = str(value)
-    except ValueError:  # Python writes no longer ones
+    except ValueError:  # Python refuses to convert larger ones
         return "an integer of thousands of digits"
     return text if len(text) <= 40 else f"{text[:40]}... ({len(text)} characters)"
 
 
 def bounds(schema: dict[str, Any], *, integer: bool) -> dict[str, int | float]:
-    """Return the keywords of the range of a schema, which is at most the range that was asked for.
+    """Return range keywords that the library represents exactly, for the same range or a part of it.
 
     Args:
         schema: The schema, with `minimum`, `maximum`, `exclusiveMinimum` and `exclusiveMaximum`.
-        integer: True if it allows no number but integers.
+        integer: True if it allows integers only.
 
     Raises:
-        NumberError: When the range is empty, or nothing is left of it.
+        NumberError: When the range is empty, or has no number that is exact.
     """
     low, high = _bound(schema, "inimum", 1), _bound(schema, "aximum", -1)
     if low and high:
@@ -111,7 +111,7 @@ def bounds(schema: dict[str, Any], *, integer: bool) -> dict[str, int | float]:
         if least > most:
             raise NumberError(
                 f"`{low.keyword}` and `{high.keyword}` have no number between them that is exact as a 64-bit float, "
-                f"as which grammars hold numbers: values {shown(schema.get(low.keyword))} and "
+                f"which grammars use for numbers: values {shown(schema.get(low.keyword))} and "
                 f"{shown(schema.get(high.keyword))}, limit {_EXACT} (2^53), beyond which some integers are not exact. "
                 "Remedy: use a string (`type: string`), or a wider range"
             )
@@ -119,9 +119,9 @@ def bounds(schema: dict[str, Any], *, integer: bool) -> dict[str, int | float]:
 
 
 def without_exclusive(found: dict[str, int | float]) -> None:
-    """Move exclusive bounds inwards by a little, and make them inclusive.
+    """Replace exclusive bounds by inclusive ones, slightly inwards.
 
-    Between an exclusive whole number and a bound less than 1 away, the library allows the whole number.
+    In a range shorter than 1 with an exclusive integer bound, the library allows the bound itself.
     """
     for sign, exclusive, inclusive in (
         (1, "exclusiveMinimum", "minimum"),
@@ -135,14 +135,14 @@ def without_exclusive(found: dict[str, int | float]) -> None:
 
 
 def _readable(value: float, sign: int) -> float:
-    """Return the next float, upwards or downwards, that the library reads from its digits."""
+    """Return the nearest float, upwards or downwards, that the library parses exactly from its digits."""
     while _as_parsed(value) != value:
         value = math.nextafter(value, sign * math.inf)
     return value
 
 
 def _as_parsed(value: float) -> float:
-    """Return what the library's parser makes of the digits of a float: it rounds twice."""
+    """Parse the digits of a float like the library's parser, which rounds twice."""
     sign, digits, exponent = Decimal(repr(value)).as_tuple()
     assert isinstance(exponent, int)
     whole = float(int("".join(map(str, digits))))
@@ -152,7 +152,7 @@ def _as_parsed(value: float) -> float:
 
 
 def _as_written(value: float) -> Fraction:
-    """Return a number as it stands in JSON: the digits of a float, not its binary value."""
+    """Return the decimal value of a number in JSON, from its shortest digits, not the binary value of the float."""
     return Fraction(value) if isinstance(value, int) else Fraction(Decimal(repr(value)))
 
 
@@ -163,9 +163,9 @@ def _bound(schema: dict[str, Any], end: str, sign: int) -> _Bound | None:
     for keyword in (inclusive, exclusive):
         value = schema.get(keyword)
         if value is None or (keyword == exclusive and isinstance(value, bool)):
-            continue  # a boolean is of draft 4, and speaks of the other keyword
+            continue  # a boolean, from draft 4, modifies the inclusive keyword
         if not is_number(value):
-            raise NumberError(f"`{keyword}` is no finite number. Remedy: send a number")
+            raise NumberError(f"`{keyword}` is not a finite number. Remedy: send a number")
         only = keyword == exclusive or schema.get(exclusive) is True
         found.append(_Bound(_as_written(value), only, keyword))
     return max(found, key=lambda each: (sign * each.value, each.exclusive), default=None)
@@ -187,14 +187,14 @@ def _check_range(low: _Bound, high: _Bound, *, integer: bool) -> None:
 
 
 def _moved(low: _Bound, *, integer: bool) -> dict[str, int | float]:
-    """Return a lower bound, moved upwards to a number that the library holds exactly."""
+    """Return a lower bound, moved upwards to a number that the library represents exactly."""
     value, exclusive, keyword = low
     if integer or abs(value) >= _EXACT:
         whole = max(math.floor(value) + 1 if exclusive else math.ceil(value), -INTEGER_MAX)
         if whole <= INTEGER_MAX:
             whole = _exact(whole, short=not integer)
         if whole > INTEGER_MAX:
-            message = f"`{keyword}` leaves no integer of 64 bits"
+            message = f"`{keyword}` leaves no 64-bit integer"
             remedy = "use a string (`type: string`), or another bound"
             raise NumberError(
                 limit_message(
@@ -215,7 +215,7 @@ def _moved(low: _Bound, *, integer: bool) -> dict[str, int | float]:
 
 
 def _exact(whole: int, *, short: bool) -> int:
-    """Return the least integer from `whole` that is exact as a float; if `short`, in its shortest digits as well."""
+    """Return an integer, `whole` or more, that is exact as a float; if `short`, also in the float's shortest digits."""
     factor, rounded = (10 if short else 2), whole
     for power in range(20):
         step: int = factor**power
@@ -227,17 +227,17 @@ def _exact(whole: int, *, short: bool) -> int:
 
 
 def multiple_of(value: Any, *, integer: bool) -> tuple[int, int]:
-    """Return the digits of `multipleOf`, and how many of them stand behind the decimal point.
+    """Return `multipleOf` as an integer without its decimal point, and the number of its decimals.
 
     Args:
         value: The value of the keyword.
-        integer: True if the schema allows no number but integers: a multiple of 0.5 and of 1 are then the same.
+        integer: True if the schema allows integers only: a multiple of 0.5 is then the same as one of 1.
 
     Raises:
-        NumberError: When it is not a number that the library can hold.
+        NumberError: When it is not a positive number, or has too many digits.
     """
     if not is_number(value) or value <= 0:
-        raise NumberError("`multipleOf` is no number greater than 0. Remedy: send one")
+        raise NumberError("`multipleOf` is not a number greater than 0. Remedy: send one")
     exact = _as_written(value)
     if integer:
         exact = Fraction(exact.numerator)
@@ -257,7 +257,7 @@ def multiple_of(value: Any, *, integer: bool) -> tuple[int, int]:
 
 
 def written_multiple(digits: int, decimals: int) -> int | float:
-    """Return a number in which the library reads these digits: it multiplies floats by 10 until they are whole."""
+    """Return a number from which the library gets these digits: it multiplies floats by 10 until they are integers."""
     if not decimals:
         return digits
     value: float = digits / 10**decimals
@@ -268,7 +268,7 @@ def written_multiple(digits: int, decimals: int) -> int | float:
                 return near
         below, above = math.nextafter(below, 0), math.nextafter(above, math.inf)
     raise NumberError(
-        f"{value} cannot be held exactly as a 64-bit float. Remedy: use a rounder number, or integers of a smaller unit"
+        f"{value} is not exact as a 64-bit float. Remedy: use a rounder number, or integers of a smaller unit"
     )
 
 

@@ -1,8 +1,8 @@
-"""JSON schemas in the form that the grammar library keeps to exactly.
+"""Rewriting of JSON schemas to a form that the grammar library enforces exactly.
 
-The library ignores or misreads some keywords, and ends its process on some schemas. `prepared` returns an equivalent
-schema with only the keywords that it follows, whose answers all satisfy the schema that was sent, or refuses with the
-keyword, its place, the reason and a remedy. Annotations and unknown keywords are left out, as JSON Schema says.
+The library ignores or misreads some keywords, and crashes on some schemas. `prepared` returns an equivalent or stricter
+schema with only the keywords that the library enforces, or refuses the schema with the keyword, its JSON pointer, the
+reason and a remedy. Annotations and unknown keywords are dropped, as JSON Schema specifies.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from vsched_workers.checkpoint.preprocess.schema_numbers import (
 Schema = dict[str, Any] | bool
 
 NESTING_MAX = 100
-"""Objects and lists within others."""
+"""Maximum depth of nested objects and lists."""
 CHAIN_MAX = 400
-"""Schemas within schemas, through references: the library follows them recursively (900 need a stack of 4 MiB)."""
+"""Maximum depth of schemas through references, which the library follows recursively (900 need 4 MiB of stack)."""
 PATTERNS_MAX = 100
-"""Patterns of `patternProperties`, which are compared with each other."""
+"""Maximum number of `patternProperties`: the library compares each with every other."""
 COUNT_MAX = 2**30
-"""No answer has as many characters or items."""
+"""Larger counts of characters or items exceed every output."""
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 )
-"""The formats that the library follows; others are annotations."""
+"""The formats that the library enforces; others are annotations."""
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -62,18 +62,18 @@ _NAMES_BY_FORMAT = {
     "uuid": "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
     "date": "^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$",
 }
-"""Names of properties that have a format; of dates, those that every month has."""
+"""Patterns for property names with a format; dates end at day 28, which every month has."""
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be used; the message gives the keyword, its place, the reason and a remedy."""
+    """A schema cannot be used; the message has the keyword, its JSON pointer, the reason and a remedy."""
 
 
 def prepared(schema: Any) -> Schema:
-    """Return the schema that the library is given.
+    """Return the schema to pass to the library.
 
     Raises:
-        SchemaError: When it cannot keep to the schema.
+        SchemaError: When the library cannot enforce the schema.
     """
     _check_nesting(schema)
     return _Preparation(schema).run()
@@ -98,7 +98,7 @@ def _check_nesting(schema: Any) -> None:
 
 
 class _Resources:
-    """All schemas of a document, and those that have names in it."""
+    """The schemas of a document, by `$id` and `$anchor`, and the base URI of each."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -122,14 +122,14 @@ class _Resources:
             waiting += ((each, base) for _, each in _parts(node))
 
     def base_of(self, node: Any, otherwise: str) -> str:
-        """Return what references in a schema are relative to."""
+        """Return the base URI of the references in a schema."""
         return self._bases.get(id(node), otherwise)
 
     def find(self, reference: Any, place: Place) -> Place:
-        """Return the schema that a reference in a place means."""
+        """Resolve a reference in a place."""
         if not isinstance(reference, str):
             raise SchemaError(
-                f"{_at(place, '$ref')} is no text. Remedy: send one such as #/$defs/name"
+                f"{_at(place, '$ref')} is not a string. Remedy: send one such as #/$defs/name"
             )
         url, fragment = urldefrag(_joined(place.base, reference))
         if url not in self._resources:
@@ -152,7 +152,8 @@ class _Resources:
                 node = node[int(step)] if step.isdecimal() and int(step) < len(node) else None
         if not isinstance(node, dict | bool):
             raise SchemaError(
-                f"{_at(place, '$ref')} points to no schema: {reference[:200]}. Remedy: correct it, as in #/$defs/name"
+                f"{_at(place, '$ref')} does not point to a schema: {reference[:200]}. "
+                "Remedy: correct it, as in #/$defs/name"
             )
         return Place(
             node, fragment if url in {"", place.base} else reference, self.base_of(node, url)
@@ -164,7 +165,7 @@ def _joined(base: str, reference: str) -> str:
 
 
 def _parts(node: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the schemas within one, with the steps to them."""
+    """Yield the direct subschemas of a schema, with the steps of their JSON pointers."""
     for keyword, held in node.items():
         if keyword in _NAMED and isinstance(held, dict):
             yield from (((keyword, name), each) for name, each in held.items())
@@ -185,7 +186,7 @@ def _step(pointer: str, *steps: str) -> str:
 
 
 class _Preparation:
-    """The preparation of one document."""
+    """The rewriting of one document."""
 
     def __init__(self, root: Any) -> None:
         self._resources = _Resources(root)
@@ -234,7 +235,7 @@ class _Preparation:
         return self._walked(place, 1)
 
     def _check_multiples(self) -> None:
-        """Refuse multiples that the library may have to combine, in 32 bits."""
+        """Refuse values of `multipleOf` whose common multiple, which the library may need, exceeds its limit."""
         decimals = max((each for _, each in self._multiples), default=0)
         common = math.lcm(*(digits * 10 ** (decimals - own) for digits, own in self._multiples))
         if self._combines and common > MULTIPLE_MAX:
@@ -242,7 +243,7 @@ class _Preparation:
             remedy = "use one value of `multipleOf`, or schemas without allOf"
             raise SchemaError(
                 limit_message(
-                    f"the common multiple of `multipleOf` {values} is too great",
+                    f"the common multiple of `multipleOf` {values} is too large",
                     value=common,
                     limit=MULTIPLE_MAX,
                     remedy=remedy,
@@ -250,14 +251,14 @@ class _Preparation:
             )
 
     def _walked(self, place: Place, depth: int) -> Schema:
-        """Return the schema of a place."""
+        """Rewrite the schema of a place, including its subschemas."""
         self._depths[self._current] = max(self._depths[self._current], depth)
         if isinstance(place.schema, bool):
             return place.schema
         if not isinstance(place.schema, dict):
             where = place.pointer or "the root"
-            raise SchemaError(f"{where} is no schema. Remedy: send an object, true or false there")
-        if place.schema.get("not") in (True, {}) and "not" in place.schema:
+            raise SchemaError(f"{where} is not a schema. Remedy: send an object, true or false")
+        if place.schema.get("not") in (True, {}):
             return False
         base = self._resources.base_of(place.schema, place.base)
         place = Place(_without_trivial(place.schema), place.pointer, base)
@@ -277,7 +278,7 @@ class _Preparation:
         return made
 
     def _written(self, place: Place, depth: int) -> dict[str, Any]:
-        """Return the keywords that ask for something; annotations and unknown ones are left out."""
+        """Rewrite each keyword; annotations and unknown keywords are dropped."""
         made: dict[str, Any] = {}
         for keyword, value in place.schema.items():
             try:
@@ -302,7 +303,7 @@ class _Preparation:
         made["$ref"] = self._reference(target, depth)
 
     def _reference(self, target: Place, depth: int) -> str:
-        """Return the reference to a schema, which will be under `$defs`."""
+        """Return a reference to a schema, and queue the schema to be written under `$defs`."""
         key = id(target.schema)
         if key not in self._names:
             last = (
@@ -325,7 +326,7 @@ class _Preparation:
     def _add_one_of(
         self, made: dict[str, Any], keyword: str, value: Any, place: Place, depth: int
     ) -> None:
-        """Add options of which exactly one matches, as options that exclude each other."""
+        """Add `oneOf` as `anyOf`, if its options are disjoint."""
         _check_list(value, "oneOf", place)
         places = [
             Place(each, _step(place.pointer, "oneOf", str(at)), place.base)
@@ -350,7 +351,7 @@ class _Preparation:
         return self._walked(place, depth + 1)
 
     def _with_tag(self, place: Place, tag: str) -> Place:
-        """Return an option of a discriminated union, with its tag required: pydantic gives a tag a default."""
+        """Return an option of a discriminated union with its tag required, which pydantic does not do for a default."""
         target = self._followed(place)
         node = target.schema
         needed = node.get("required", []) if isinstance(node, dict) else None
@@ -413,7 +414,9 @@ class _Preparation:
         self, made: dict[str, Any], keyword: str, value: Any, place: Place, depth: int
     ) -> None:
         if not isinstance(value, dict):
-            raise SchemaError(f"{_at(place, keyword)} is no object of schemas. Remedy: send one")
+            raise SchemaError(
+                f"{_at(place, keyword)} is not an object of schemas. Remedy: send one"
+            )
         inner = {
             name: self._inner(place, depth, each, keyword, name) for name, each in value.items()
         }
@@ -434,7 +437,7 @@ class _Preparation:
             made[keyword] = rules
 
     def _followed(self, place: Place) -> Place:
-        """Return the schema to which references lead."""
+        """Follow `$ref` to its target, through chains of references."""
         for _ in range(CHAIN_MAX):
             if not isinstance(place.schema, dict) or "$ref" not in place.schema:
                 break
@@ -455,11 +458,11 @@ class _Preparation:
         "multipleOf": _add_multiple,
         **dict.fromkeys(_NUMBERS, _add_bounds),
     }
-    """Writes the keywords with schemas in them, and those that the whole document must be known for."""
+    """Keywords with subschemas, and keywords that need the state of the document."""
 
 
 def _without_trivial(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without the unsupported keywords that ask for nothing, or for what another keyword can say."""
+    """Return a schema without unsupported keywords that have no effect, or are equivalent to a supported keyword."""
     node = dict(schema)
     if node.get("not") is False:
         del node["not"]
@@ -493,11 +496,11 @@ def _leave_out(node: dict[str, Any], *keywords: str) -> None:
 
 
 def _rules_of_names(node: Any, place: Place) -> dict[str, Any]:
-    """Return what `propertyNames` asks of names."""
+    """Return the keywords of `propertyNames` that apply to names."""
     if isinstance(node, bool):
         return {} if node else {"enum": []}
     if not isinstance(node, dict):
-        raise SchemaError(f"{_at(place, 'propertyNames')} is no schema. Remedy: send one")
+        raise SchemaError(f"{_at(place, 'propertyNames')} is not a schema. Remedy: send one")
     kinds = node.get("type", "string")
     if kinds != "string" and not (isinstance(kinds, list) and "string" in kinds):
         return {"enum": []}
@@ -519,7 +522,7 @@ def _refuse_names(place: Place) -> NoReturn:
 
 
 def _name_properties(made: dict[str, Any], place: Place) -> None:
-    """Write what is asked of names as properties, or as a pattern of them."""
+    """Replace `propertyNames` by `properties` or `patternProperties`."""
     rules = made.pop("propertyNames")
     listed = made.get("properties", {})
     rest = made.pop("additionalProperties", True)
@@ -559,7 +562,7 @@ def _pattern_of_names(rules: dict[str, Any], place: Place) -> str:
 
 
 def _check_free_names(made: dict[str, Any], place: Place) -> None:
-    """Refuse a count of names that are not listed, which an answer might reach by repeating one of them."""
+    """Refuse a `minProperties` that an output could reach by repeating a property that is not in `required`."""
     free = made.get("minProperties", 0) - len(set(made.get("required", ())))
     closed = made.get("additionalProperties") is False and "patternProperties" not in made
     if free > 1 and not closed:
@@ -592,15 +595,15 @@ def _is_count(value: Any) -> bool:
 
 
 def _add_count(made: dict[str, Any], keyword: str, value: Any, place: Place) -> None:
-    """Add a number of characters, items or properties; a maximum that no answer reaches says nothing."""
+    """Add a count of characters, items or properties; a maximum that no output reaches is dropped."""
     if type(value) is float and value.is_integer():
         value = int(value)
     if not _is_count(value):
-        raise SchemaError(f"{_at(place, keyword)} is no integer from 0. Remedy: send one")
+        raise SchemaError(f"{_at(place, keyword)} is not a non-negative integer. Remedy: send one")
     if value < COUNT_MAX:
         made[keyword] = value
     elif keyword.startswith("min"):
-        message, remedy = f"{_at(place, keyword)} is too great", "use a smaller number"
+        message, remedy = f"{_at(place, keyword)} is too large", "use a smaller number"
         raise SchemaError(
             limit_message(message, value=shown(value), limit=COUNT_MAX, remedy=remedy)
         )
@@ -630,13 +633,17 @@ def _add_format(made: dict[str, Any], keyword: str, value: Any, place: Place) ->
 def _add_required(made: dict[str, Any], keyword: str, value: Any, place: Place) -> None:
     _check_list(value, keyword, place, empty=True)
     if not all(isinstance(each, str) for each in value):
-        raise SchemaError(f"{_at(place, keyword)} has no names. Remedy: send names")
+        raise SchemaError(
+            f"{_at(place, keyword)} has an item that is not a string. Remedy: send names"
+        )
     made[keyword] = value
 
 
 def _add_pattern(made: dict[str, Any], keyword: str, value: Any, place: Place) -> None:
     if not isinstance(value, str):
-        raise SchemaError(f"{_at(place, keyword)} is no text. Remedy: send a regular expression")
+        raise SchemaError(
+            f"{_at(place, keyword)} is not a string. Remedy: send a regular expression"
+        )
     first, *others = (written_pattern(each) for each in without_lookaheads(value))
     made["pattern"] = first
     if others:
@@ -645,18 +652,19 @@ def _add_pattern(made: dict[str, Any], keyword: str, value: Any, place: Place) -
 
 def _check_list(value: Any, keyword: str, place: Place, *, empty: bool = False) -> None:
     if not isinstance(value, list) or not (value or empty):
-        raise SchemaError(f"{_at(place, keyword)} is no list, or is empty. Remedy: send one")
+        wanted = "a list" if empty else "a non-empty list"
+        raise SchemaError(f"{_at(place, keyword)} is not {wanted}. Remedy: send one")
 
 
 def _is_integer(node: dict[str, Any]) -> bool:
-    """Return True if a schema allows integers, but no other numbers."""
+    """Return True if the only numbers that a schema allows are integers."""
     kinds = node.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     return "integer" in kinds and "number" not in kinds
 
 
 def _add_options(made: dict[str, Any], options: list[Schema]) -> None:
-    """Add options of which one must match, beside others of the same schema."""
+    """Add `anyOf`; if the schema has one already, in an `allOf`."""
     if "anyOf" in made:
         made.setdefault("allOf", []).append({"anyOf": options})
     else:
@@ -664,7 +672,7 @@ def _add_options(made: dict[str, Any], options: list[Schema]) -> None:
 
 
 def _together(made: dict[str, Any], first: str, second: str) -> dict[str, Any]:
-    """Return a schema in which one keyword follows another: the library reads what stands together at once."""
+    """Return a schema with keyword `second` right after `first`: the library combines only adjacent keywords."""
     found = {}
     for keyword, value in made.items():
         if keyword != second:
@@ -675,7 +683,7 @@ def _together(made: dict[str, Any], first: str, second: str) -> dict[str, Any]:
 
 
 def _constant(value: Any, pointer: str, keyword: str) -> Any:
-    """Return a value of `const` or `enum`, whose numbers the library holds exactly."""
+    """Return a value of `const` or `enum` with its numbers in a form that the library represents exactly."""
     if isinstance(value, dict):
         return {
             name: _constant(each, _step(pointer, name), keyword) for name, each in value.items()
@@ -699,5 +707,5 @@ _PLAIN: dict[str, Callable[[dict[str, Any], str, Any, Place], None]] = {
     "format": _add_format,
     **dict.fromkeys(_COUNTS, _add_count),
 }
-"""Writes the keywords without schemas in them."""
+"""Keywords without subschemas."""
 _ASSERTIONS = frozenset([*_PLAIN, *_Preparation._INNER, *_UNSERVED]) - {"type"}  # noqa: SLF001
