@@ -1,4 +1,4 @@
-"""Schemas and grammars that crash the grammar library: a 400 at every door, and no other request notices."""
+"""Schemas and grammars that crash the grammar library: a 400 on every endpoint, without effect on other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine as a library: what a caller passes is recorded as it is used, and what a caller leaves ends."""
+"""The engine as a library: arguments are recorded with the types that are used, and abandoned streams are aborted."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ async def test_generation_that_is_left_ends_its_request(leave: Callable[..., Any
 
 @pytest.mark.sim
 async def test_generation_that_is_read_to_its_end_is_left_alone() -> None:
-    """With `anext`, it can be read in parts; what is forgotten after its end changes nothing."""
+    """`anext` reads a generation in parts; dropping it after its end has no effect."""
     async with SimEngine() as engine:
         sampling = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
         generation = await engine.engine.generate(prompt=PROMPT, request_id="r", sampling=sampling)

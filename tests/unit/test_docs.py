@@ -161,7 +161,7 @@ def test_docs_name_configuration_keys_that_exist(page: Path) -> None:
 
 
 def is_setting(section: type, names: list[str]) -> bool:
-    """Return whether a path leads to a key or a section; what is not a section of the configuration is not judged."""
+    """Return True for a key or a section, and for paths outside the sections of the configuration."""
     kinds = {field.name: field.type for field in msgspec.structs.fields(section)}
     if names[0] not in kinds:
         return section is Config

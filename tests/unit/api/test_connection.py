@@ -355,7 +355,7 @@ async def test_connection_request_that_is_no_request_is_told_why(
 async def test_connection_client_that_sends_no_more_gets_its_answer(
     version: bytes, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long that takes: what is written meanwhile is its beginning."""
+    """Also after a long time; the bytes written by the probe are the beginning of the response."""
     monkeypatch.setattr(connection, "_FIRST_PROBE_S", 1e-4)
     released = asyncio.Event()
     engine = FakeEngine(OutputDelta("x", [1]), released, OutputDelta("y", [1], None, "stop"))
@@ -383,7 +383,7 @@ async def test_connection_client_that_sends_no_more_gets_all_its_answers() -> No
 
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["whole", "stream"])
 async def test_connection_client_that_left_is_found_out(body: bytes) -> None:
-    """Before there is anything to tell it."""
+    """Before the response has begun."""
     engine = FakeEngine(OutputDelta("x", [1]), asyncio.Event())
     async with served(engine) as port, connected(port) as client:
         await client.send(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)

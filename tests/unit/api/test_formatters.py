@@ -127,7 +127,7 @@ def engine_of_halves(token_ids: Sequence[int], *, size: int = 1) -> FakeEngine:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 99])
 async def test_offsets_of_tokens_are_those_of_the_text(size: int, stream: bool) -> None:
-    """Also where a character has several tokens, and behind special ones."""
+    """Also for a character of several tokens, and after special tokens."""
     token_ids = [300, *TEXT.encode(), 300, ord("d")]
     engine = engine_of_halves(token_ids, size=size)
     reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 0, "stream": stream})
@@ -173,7 +173,7 @@ def test_offsets_in_a_known_text_are_those_of_the_text(
 
 
 async def test_alternatives_that_read_alike_are_all_told() -> None:
-    """Halves of characters by their bytes as OpenAI names them, and what has no other name by its id."""
+    """Incomplete characters by their bytes, as in OpenAI's API, and duplicates by their ids."""
     top = [(0xE2, -1.0), (0xC3, -2.0), (ord("a"), -3.0), (301, -4.0), (300, -5.0)]
     token = TokenLogprob(ord("a"), -3.0, top)
     engine = FakeEngine(OutputDelta("a", [ord("a")], [token], "stop"))

@@ -437,7 +437,7 @@ async def test_slash_behind_a_path_changes_nothing(path: str, status: int) -> No
 
 @pytest.mark.parametrize("path", ["//v1/models", "/v1//chat/completions", "//admin//clear"])
 async def test_double_slash_is_told_so(path: str) -> None:
-    """The path of a base URL that ends with a slash is nobody's, and no way around a rule of a proxy."""
+    """Double slashes, from a base URL with a trailing slash, are a 404 and bypass no path rule of a proxy."""
     reply = await call(FakeEngine(), "POST", path)
     assert reply.status == 404
     wanted = f"leave out the double slash: {path.replace('//', '/')}."

@@ -143,7 +143,7 @@ def swarm(*words: str, status: int = 0) -> str:
 def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(
     folder: Path, broken: str
 ) -> None:
-    """And says where one failed, what else was not used, and how to see it again."""
+    """It reports the location of a failure, the ignored keys, and the command that repeats it."""
     said = swarm("-c", broken, "--set", "generate.slots=3", status=1)
     assert "policy Broken failed:" in said
     assert f'File "{folder}/a_broken_policy.py", line 6, in admit' in said

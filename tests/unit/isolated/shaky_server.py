@@ -1,4 +1,4 @@
-"""A server whose calls do what they are told: answer, die, hang, or exceed a limit."""
+"""A server whose calls answer, die, hang, or exceed a limit, as their content says."""
 
 from __future__ import annotations
 

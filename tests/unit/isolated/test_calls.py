@@ -1,4 +1,4 @@
-"""Isolated calls: whatever happens to the process of one call, the others are answered."""
+"""Isolated calls: if the process of one call dies, the others are still answered."""
 
 from __future__ import annotations
 

@@ -384,7 +384,7 @@ class Reason(str):
     ids=lambda one: type(one).__name__,
 )
 def test_guard_answers_become_values_that_can_be_recorded(ask: Any, view: Any, answer: Any) -> None:
-    """A record holds commands that come of them, in the built-in types."""
+    """A record holds the resulting commands, in the built-in types."""
     seen = ask(SimpleNamespace(ask=lambda _: answer, accept=lambda: None, fail=pytest.fail), view)
     assert seen == msgspec.msgpack.decode(msgspec.msgpack.encode(seen), type=type(seen))
 
@@ -399,7 +399,7 @@ def stumble(count: int) -> int:
 
 
 def test_guard_notice_says_where_a_policy_failed() -> None:
-    """What it called last, by file, line and function; the whole traceback is kept of the first failure."""
+    """The innermost frame, by file, line and function; the traceback of the first failure is kept."""
     cluster = serve_all({"generate_admission": Deep()})
     line = stumble.__code__.co_firstlineno + 1
     where = f"policy Deep failed at test_policy_faults.py:{line} in stumble (ZeroDivisionError: "

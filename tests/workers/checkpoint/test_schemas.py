@@ -1,4 +1,4 @@
-"""JSON schemas before the grammar library sees them: each is kept to exactly, or refused with the keyword's name."""
+"""JSON schemas: each keyword is enforced exactly by the grammar library, or refused by name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def accepts(grammars: TokenGrammars, grammar: str, text: str) -> bool:
 
 
 def draw(grammars: TokenGrammars, schema: Any, rng: random.Random) -> str | None:
-    """Return what a model that knows nothing writes; None if it finds no end."""
+    """Return the output of a model with random logits; None if it does not end."""
     matcher, text = grammars.matcher(encoded(json_schema=schema)), bytearray()
     assert not matcher.error, (schema, matcher.error)
     while len(text) < TOKENS_MAX:

@@ -253,7 +253,7 @@ async def test_generation_stop_string_in_the_last_token_is_a_stop() -> None:
 async def test_generation_finds_no_stop_string_before_min_tokens(
     min_tokens: int, tokens: int, text: str
 ) -> None:
-    """As vLLM: the token that completes a stop string comes behind so many others."""
+    """As in vLLM: the token that completes a stop string must come after the first `min_tokens`."""
     made, ended = generation(stop=("a", "cab"), min_tokens=min_tokens)
     for token in (0, 1, 2, 0, 1)[:tokens]:
         made.push(token, None)

@@ -92,7 +92,7 @@ async def test_stream_table_gives_each_stream_its_token(
 
 @pytest.mark.parametrize("finished", [False, True])
 async def test_stream_table_tells_no_answer_before_all_of_its_prompt(finished: bool) -> None:
-    """Another answer to the request tells of the prompt; then one that waits is called, also if it has ended."""
+    """Once another choice completes the prompt report, waiting readers are called, even if their choice has ended."""
     table = Table(Text(), Text(), Text())
     report = PromptReport([1] * 3, 0)
     for number in (1, 2):

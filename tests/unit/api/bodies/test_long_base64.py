@@ -123,7 +123,7 @@ def test_escaped_slashes_are_slashes(size: int, monkeypatch: pytest.MonkeyPatch)
 def test_data_urls_of_other_forms_are_kept_beside(
     size: int, url: str, escapes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines as MIME has them, and what .NET, Gson and PHP escape; wherever the pieces end."""
+    """MIME line breaks, and the escapes of .NET, Gson and PHP, at any position in a piece."""
     monkeypatch.setattr(long_base64, "_PIECE_BYTES", size)
     body = json.dumps(body_of(image(url)), ensure_ascii=False)
     for character, escaped in escapes.items():

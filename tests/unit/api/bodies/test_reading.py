@@ -55,7 +55,7 @@ BODIES = {
 
 @pytest.mark.parametrize("size", [0, reading.SMALL_BYTES, reading._THREAD_BYTES])
 async def test_a_byte_order_mark_is_left_out(size: int) -> None:
-    """However long the body is that it stands before."""
+    """Before short and long bodies."""
     body = codecs.BOM_UTF8 + msgspec.json.encode(chat()) + b" " * size
     settings = ApiSettings(strict_fields=True)
     assert (await post(FakeEngine(), CHAT, body, settings)).status == 200

@@ -113,7 +113,7 @@ def test_calls_that_are_cut_say_what_there_was_and_no_markup(name: str, forced: 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_a_free_answer_that_ends_by_itself_loses_nothing(name: str) -> None:
-    """What began like a call is content; what is forced never is."""
+    """A possible beginning of a call is content, unless calls are forced."""
     known = CALL_FORMATS[name]
     answer = written_calls(known, CUT[:1])
     for end in range(len(answer)):

@@ -26,7 +26,7 @@ def call(arguments: object, name: str = "add") -> dict[str, Any]:
         (" {} ", {}),
         (None, {}),
         ("null", {}),
-        # What a model wrote, or max_tokens cut, is no mistake of the client's.
+        # Malformed or truncated arguments are the model's, not an error of the client.
         ('{"a": [1', {"INVALID_JSON": '{"a": [1'}),
         ("[1]", {"INVALID_JSON": "[1]"}),
         ('{"a":' * 3000, {"INVALID_JSON": '{"a":' * 3000}),
@@ -72,7 +72,7 @@ def test_deprecated_calls_are_read_as_calls() -> None:
 def test_parts_of_other_apis_in_a_history(
     parts: list[dict[str, Any]], content: list[str], thought: str | None
 ) -> None:
-    """Clients send back what other servers and dialects answered."""
+    """Clients send back responses of other servers and APIs."""
     sent = [{"role": "assistant", "content": parts}]
     [message], _ = split_messages(msgspec.convert(sent, list[Message]), ApiSettings())
     assert message["content"] == [{"type": "text", "text": text} for text in content]

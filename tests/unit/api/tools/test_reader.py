@@ -39,7 +39,7 @@ def read_with(
     cut: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return the message that comes of an answer in pieces, of one that was cut, or of what there is so far."""
+    """Return the message parsed from pieces of an answer: complete, truncated, or unfinished."""
     reader = AnswerReader(known, **options)
     events = [event for piece in pieces for event in reader.push(piece)]
     message: dict[str, Any] = {"content": "", "calls": []}

@@ -1,4 +1,4 @@
-"""Stop strings count in the text of an answer, not in its calls."""
+"""Stop strings apply to the text of an answer, not to its tool calls."""
 
 from __future__ import annotations
 

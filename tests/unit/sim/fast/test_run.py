@@ -377,7 +377,7 @@ class Failing(AdmissionPolicy, frozen=True, kw_only=True):
 
 
 def test_run_checks_the_order_of_the_policy_that_decides() -> None:
-    """Not that of the configuration, whose `fifo` was replaced; where `fifo` replaces another, it is checked."""
+    """The configured `fifo` that was replaced is not checked; a `fifo` that replaces another policy is."""
     youngest = {"generate.admission": YoungestFirst()}
     outcome = simulate(config(*SCARCE), scarce(1), cost=COST, policies=youngest, oracles=True)
     assert not outcome.figures.policy_faults

@@ -143,7 +143,7 @@ def test_workload_first_and_faster(tmp_path: Path) -> None:
 
 
 def test_workload_of_has_values_of_the_declared_types(tmp_path: Path) -> None:
-    """Numpy numbers are what workloads are drawn with; a trace and a digest could not hold them."""
+    """Workloads are drawn with numpy, whose numbers cannot be encoded in traces and digests."""
     odd = Arrival(
         at_ns=np.int64(7),  # type: ignore[arg-type]
         request_id=np.str_("r"),

@@ -14,7 +14,7 @@ _PAIRS_MAX = 20_000
 
 
 @dataclasses.dataclass(slots=True)
-class Place:
+class LocatedSchema:
     """A schema with its JSON pointer, and the base URI of its references."""
 
     schema: Any
@@ -25,12 +25,12 @@ class Place:
 class Disjointness:
     """Proves that schemas have no value in common."""
 
-    def __init__(self, find: Callable[[Any, Place], Place]) -> None:
+    def __init__(self, find: Callable[[Any, LocatedSchema], LocatedSchema]) -> None:
         """Take the function that resolves a reference in a place."""
         self._find = find
         self._work = 0
 
-    def overlapping(self, places: Sequence[Place]) -> tuple[int, int] | None:
+    def overlapping(self, places: Sequence[LocatedSchema]) -> tuple[int, int] | None:
         """Return the first two schemas that may match the same value; None if there are none."""
         flat = [self._parts(each, 0) for each in places]
         if _all_differ([_values(parts) for parts in flat]) or self._tagged(flat):
@@ -40,7 +40,7 @@ class Disjointness:
                 return at, other
         return None
 
-    def _tagged(self, flat: list[list[Place]]) -> bool:
+    def _tagged(self, flat: list[list[LocatedSchema]]) -> bool:
         """Return True if all schemas are objects with a required property that has different values in each."""
         if any(_types(parts) != {"object"} for parts in flat):
             return False
@@ -50,7 +50,7 @@ class Disjointness:
             for name in sorted(shared)[:_DEPTH_MAX]
         )
 
-    def _parts(self, place: Place, depth: int) -> list[Place]:
+    def _parts(self, place: LocatedSchema, depth: int) -> list[LocatedSchema]:
         """Return the schema and those of its `$ref` and `allOf`, all of which a value must match."""
         found, node = [place], place.schema
         self._work += 1
@@ -63,10 +63,12 @@ class Disjointness:
             found += self._parts(self._inner(place, each), depth + 1)
         return found
 
-    def _inner(self, place: Place, schema: Any) -> Place:
-        return Place(schema, place.pointer, place.base)
+    def _inner(self, place: LocatedSchema, schema: Any) -> LocatedSchema:
+        return LocatedSchema(schema, place.pointer, place.base)
 
-    def _disjoint(self, first: list[Place], second: list[Place], depth: int) -> bool:
+    def _disjoint(
+        self, first: list[LocatedSchema], second: list[LocatedSchema], depth: int
+    ) -> bool:
         self._work += len(first) * len(second)
         if depth > _DEPTH_MAX or self._work > _PAIRS_MAX:
             return False
@@ -91,7 +93,7 @@ class Disjointness:
             for name in sorted(_required(first) | _required(second))
         )
 
-    def _options(self, parts: list[Place]) -> list[list[list[Place]]]:
+    def _options(self, parts: list[LocatedSchema]) -> list[list[list[LocatedSchema]]]:
         """Return the options of each `anyOf` and `oneOf` in the parts."""
         found = []
         for part in parts:
@@ -101,9 +103,9 @@ class Disjointness:
                     found.append([self._parts(self._inner(part, each), 1) for each in held])
         return found
 
-    def _property(self, parts: list[Place], name: str) -> list[Place]:
+    def _property(self, parts: list[LocatedSchema], name: str) -> list[LocatedSchema]:
         """Return the schemas that the value of a property must match."""
-        found: list[Place] = []
+        found: list[LocatedSchema] = []
         for part in parts:
             node = part.schema
             if not isinstance(node, dict):
@@ -131,7 +133,7 @@ def _without_options(parts: list[Any]) -> list[Any]:
     ]
 
 
-def _types(parts: Sequence[Place]) -> frozenset[str]:
+def _types(parts: Sequence[LocatedSchema]) -> frozenset[str]:
     """Return the types that all these schemas allow; `integer` counts as `number`."""
     found = _ALL
     for part in parts:
@@ -149,7 +151,7 @@ def _types(parts: Sequence[Place]) -> frozenset[str]:
     return found
 
 
-def _values(parts: Sequence[Place]) -> set[str] | None:
+def _values(parts: Sequence[LocatedSchema]) -> set[str] | None:
     """Return the `const` and `enum` values that all these schemas allow, as JSON; None if none lists its values."""
     found: set[str] | None = None
     for part in parts:
@@ -167,7 +169,7 @@ def _listed(node: dict[str, Any]) -> list[list[Any]]:
     return found
 
 
-def _required(parts: Sequence[Place]) -> set[str]:
+def _required(parts: Sequence[LocatedSchema]) -> set[str]:
     found: set[str] = set()
     for part in parts:
         names = part.schema.get("required") if isinstance(part.schema, dict) else None

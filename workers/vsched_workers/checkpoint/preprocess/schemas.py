@@ -15,7 +15,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 from vsched.errors import limit_message
 from vsched_workers.checkpoint.preprocess.chains import longest_chain
-from vsched_workers.checkpoint.preprocess.disjoint import Disjointness, Place
+from vsched_workers.checkpoint.preprocess.disjoint import Disjointness, LocatedSchema
 from vsched_workers.checkpoint.preprocess.patterns import (
     PatternError,
     without_lookaheads,
@@ -76,7 +76,7 @@ def prepared(schema: Any) -> Schema:
         SchemaError: When the library cannot enforce the schema.
     """
     _check_nesting(schema)
-    return _Preparation(schema).run()
+    return _SchemaRewriter(schema).run()
 
 
 def _check_nesting(schema: Any) -> None:
@@ -125,7 +125,7 @@ class _Resources:
         """Return the base URI of the references in a schema."""
         return self._bases.get(id(node), otherwise)
 
-    def find(self, reference: Any, place: Place) -> Place:
+    def find(self, reference: Any, place: LocatedSchema) -> LocatedSchema:
         """Resolve a reference in a place."""
         if not isinstance(reference, str):
             raise SchemaError(
@@ -155,7 +155,7 @@ class _Resources:
                 f"{_at(place, '$ref')} does not point to a schema: {reference[:200]}. "
                 "Remedy: correct it, as in #/$defs/name"
             )
-        return Place(
+        return LocatedSchema(
             node, fragment if url in {"", place.base} else reference, self.base_of(node, url)
         )
 
@@ -175,7 +175,7 @@ def _parts(node: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
             yield (keyword,), held
 
 
-def _at(place: Place, keyword: str) -> str:
+def _at(place: LocatedSchema, keyword: str) -> str:
     return f"`{keyword}` at {_step(place.pointer, keyword)}"
 
 
@@ -185,14 +185,14 @@ def _step(pointer: str, *steps: str) -> str:
     return pointer
 
 
-class _Preparation:
+class _SchemaRewriter:
     """The rewriting of one document."""
 
     def __init__(self, root: Any) -> None:
         self._resources = _Resources(root)
         self._root = root
         self._names: dict[int, str] = {id(root): "#"}
-        self._waiting: list[tuple[str, Place]] = []
+        self._waiting: list[tuple[str, LocatedSchema]] = []
         self._tagged: dict[tuple[int, str], dict[str, Any]] = {}
         self._current = "#"
         self._depths: dict[str, int] = {}
@@ -204,7 +204,7 @@ class _Preparation:
 
     def run(self) -> Schema:
         base = self._resources.base_of(self._root, "")
-        made = self._walked_whole("#", Place(self._root, "", base))
+        made = self._walked_whole("#", LocatedSchema(self._root, "", base))
         found: dict[str, Schema] = {}
         while self._waiting:
             name, place = self._waiting.pop()
@@ -228,7 +228,7 @@ class _Preparation:
             made["$defs"] = found
         return made
 
-    def _walked_whole(self, name: str, place: Place) -> Schema:
+    def _walked_whole(self, name: str, place: LocatedSchema) -> Schema:
         self._current = name
         self._depths[name] = 1
         self._references[name] = {}
@@ -250,7 +250,7 @@ class _Preparation:
                 )
             )
 
-    def _walked(self, place: Place, depth: int) -> Schema:
+    def _walked(self, place: LocatedSchema, depth: int) -> Schema:
         """Rewrite the schema of a place, including its subschemas."""
         self._depths[self._current] = max(self._depths[self._current], depth)
         if isinstance(place.schema, bool):
@@ -261,7 +261,7 @@ class _Preparation:
         if place.schema.get("not") in (True, {}):
             return False
         base = self._resources.base_of(place.schema, place.base)
-        place = Place(_without_trivial(place.schema), place.pointer, base)
+        place = LocatedSchema(_without_trivial(place.schema), place.pointer, base)
         for keyword, remedy in _UNSERVED.items():
             if keyword in place.schema:
                 raise SchemaError(f"{_at(place, keyword)} is not supported. Remedy: {remedy}")
@@ -277,7 +277,7 @@ class _Preparation:
         )
         return made
 
-    def _written(self, place: Place, depth: int) -> dict[str, Any]:
+    def _written(self, place: LocatedSchema, depth: int) -> dict[str, Any]:
         """Rewrite each keyword; annotations and unknown keywords are dropped."""
         made: dict[str, Any] = {}
         for keyword, value in place.schema.items():
@@ -290,11 +290,13 @@ class _Preparation:
                 raise SchemaError(f"{_at(place, keyword)}: {error}") from None
         return made
 
-    def _inner(self, place: Place, depth: int, value: Any, *steps: str) -> Schema:
-        return self._walked(Place(value, _step(place.pointer, *steps), place.base), depth + 1)
+    def _inner(self, place: LocatedSchema, depth: int, value: Any, *steps: str) -> Schema:
+        return self._walked(
+            LocatedSchema(value, _step(place.pointer, *steps), place.base), depth + 1
+        )
 
     def _add_reference(
-        self, made: dict[str, Any], keyword: str, value: Any, place: Place, depth: int
+        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
     ) -> None:
         target = self._resources.find(value, place)
         if isinstance(target.schema, bool):
@@ -302,7 +304,7 @@ class _Preparation:
             return
         made["$ref"] = self._reference(target, depth)
 
-    def _reference(self, target: Place, depth: int) -> str:
+    def _reference(self, target: LocatedSchema, depth: int) -> str:
         """Return a reference to a schema, and queue the schema to be written under `$defs`."""
         key = id(target.schema)
         if key not in self._names:
@@ -319,17 +321,17 @@ class _Preparation:
         reached[name] = max(reached.get(name, 0), depth + 1)
         return name
 
-    def _list(self, keyword: str, value: Any, place: Place, depth: int) -> list[Schema]:
+    def _list(self, keyword: str, value: Any, place: LocatedSchema, depth: int) -> list[Schema]:
         _check_list(value, keyword, place, empty=keyword == "prefixItems")
         return [self._inner(place, depth, each, keyword, str(at)) for at, each in enumerate(value)]
 
     def _add_one_of(
-        self, made: dict[str, Any], keyword: str, value: Any, place: Place, depth: int
+        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
     ) -> None:
         """Add `oneOf` as `anyOf`, if its options are disjoint."""
         _check_list(value, "oneOf", place)
         places = [
-            Place(each, _step(place.pointer, "oneOf", str(at)), place.base)
+            LocatedSchema(each, _step(place.pointer, "oneOf", str(at)), place.base)
             for at, each in enumerate(value)
         ]
         tag = place.schema.get("discriminator")
@@ -345,12 +347,12 @@ class _Preparation:
             )
         _add_options(made, [self._option(each, depth) for each in places])
 
-    def _option(self, place: Place, depth: int) -> Schema:
+    def _option(self, place: LocatedSchema, depth: int) -> Schema:
         if any(place.schema is each for each in self._tagged.values()):
             return {"$ref": self._reference(place, depth + 1)}
         return self._walked(place, depth + 1)
 
-    def _with_tag(self, place: Place, tag: str) -> Place:
+    def _with_tag(self, place: LocatedSchema, tag: str) -> LocatedSchema:
         """Return an option of a discriminated union with its tag required, which pydantic does not do for a default."""
         target = self._followed(place)
         node = target.schema
@@ -364,10 +366,10 @@ class _Preparation:
         key = (id(node), tag)
         if key not in self._tagged:
             self._tagged[key] = {**node, "required": [*needed, tag]}
-        return Place(self._tagged[key], target.pointer, target.base)
+        return LocatedSchema(self._tagged[key], target.pointer, target.base)
 
     def _add_list(
-        self, made: dict[str, Any], keyword: str, value: Any, place: Place, depth: int
+        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
     ) -> None:
         inner = self._list(keyword, value, place, depth)
         if keyword == "anyOf":
@@ -376,12 +378,12 @@ class _Preparation:
             made[keyword] = [*made.get(keyword, ()), *inner]
 
     def _add_inner(
-        self, made: dict[str, Any], keyword: str, value: Any, place: Place, depth: int
+        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
     ) -> None:
         made[keyword] = self._inner(place, depth, value, keyword)
 
     def _add_multiple(
-        self, made: dict[str, Any], keyword: str, value: Any, place: Place, depth: int
+        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
     ) -> None:
         integer = _is_integer(place.schema)
         found = multiple_of(value, integer=integer)
@@ -390,14 +392,14 @@ class _Preparation:
             self._multiples.add(found)
 
     def _add_bounds(
-        self, made: dict[str, Any], keyword: str, value: Any, place: Place, depth: int
+        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
     ) -> None:
         if not set(_NUMBERS) & made.keys():
             made.update(bounds(place.schema, integer=_is_integer(place.schema)))
             self._bounded.append(made)
 
     def _add_items(
-        self, made: dict[str, Any], keyword: str, value: Any, place: Place, depth: int
+        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
     ) -> None:
         if not isinstance(value, list):
             made["items"] = self._inner(place, depth, value, "items")
@@ -411,7 +413,7 @@ class _Preparation:
             )
 
     def _add_properties(
-        self, made: dict[str, Any], keyword: str, value: Any, place: Place, depth: int
+        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
     ) -> None:
         if not isinstance(value, dict):
             raise SchemaError(
@@ -430,13 +432,13 @@ class _Preparation:
         made[keyword] = inner
 
     def _add_names(
-        self, made: dict[str, Any], keyword: str, value: Any, place: Place, depth: int
+        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
     ) -> None:
-        target = self._followed(Place(value, _step(place.pointer, keyword), place.base))
+        target = self._followed(LocatedSchema(value, _step(place.pointer, keyword), place.base))
         if rules := _rules_of_names(target.schema, place):
             made[keyword] = rules
 
-    def _followed(self, place: Place) -> Place:
+    def _followed(self, place: LocatedSchema) -> LocatedSchema:
         """Follow `$ref` to its target, through chains of references."""
         for _ in range(CHAIN_MAX):
             if not isinstance(place.schema, dict) or "$ref" not in place.schema:
@@ -495,7 +497,7 @@ def _leave_out(node: dict[str, Any], *keywords: str) -> None:
         node.pop(keyword, None)
 
 
-def _rules_of_names(node: Any, place: Place) -> dict[str, Any]:
+def _rules_of_names(node: Any, place: LocatedSchema) -> dict[str, Any]:
     """Return the keywords of `propertyNames` that apply to names."""
     if isinstance(node, bool):
         return {} if node else {"enum": []}
@@ -513,7 +515,7 @@ def _rules_of_names(node: Any, place: Place) -> dict[str, Any]:
     return rules
 
 
-def _refuse_names(place: Place) -> NoReturn:
+def _refuse_names(place: LocatedSchema) -> NoReturn:
     raise SchemaError(
         f"{_at(place, 'propertyNames')} is supported with a list of names (enum), or a pattern or lengths without "
         "properties and patternProperties. Remedy: list the properties, or use patternProperties with "
@@ -521,7 +523,7 @@ def _refuse_names(place: Place) -> NoReturn:
     )
 
 
-def _name_properties(made: dict[str, Any], place: Place) -> None:
+def _name_properties(made: dict[str, Any], place: LocatedSchema) -> None:
     """Replace `propertyNames` by `properties` or `patternProperties`."""
     rules = made.pop("propertyNames")
     listed = made.get("properties", {})
@@ -544,7 +546,7 @@ def _name_properties(made: dict[str, Any], place: Place) -> None:
     made["additionalProperties"] = False
 
 
-def _pattern_of_names(rules: dict[str, Any], place: Place) -> str:
+def _pattern_of_names(rules: dict[str, Any], place: LocatedSchema) -> str:
     try:
         match rules:
             case {"pattern": str(pattern)}:
@@ -561,7 +563,7 @@ def _pattern_of_names(rules: dict[str, Any], place: Place) -> str:
     return f"^[\\s\\S]{{{held.get('minLength', 0)},{held.get('maxLength', '')}}}$"
 
 
-def _check_free_names(made: dict[str, Any], place: Place) -> None:
+def _check_free_names(made: dict[str, Any], place: LocatedSchema) -> None:
     """Refuse a `minProperties` that an output could reach by repeating a property that is not in `required`."""
     free = made.get("minProperties", 0) - len(set(made.get("required", ())))
     closed = made.get("additionalProperties") is False and "patternProperties" not in made
@@ -594,7 +596,7 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _add_count(made: dict[str, Any], keyword: str, value: Any, place: Place) -> None:
+def _add_count(made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema) -> None:
     """Add a count of characters, items or properties; a maximum that no output reaches is dropped."""
     if type(value) is float and value.is_integer():
         value = int(value)
@@ -609,7 +611,7 @@ def _add_count(made: dict[str, Any], keyword: str, value: Any, place: Place) -> 
         )
 
 
-def _add_type(made: dict[str, Any], keyword: str, value: Any, place: Place) -> None:
+def _add_type(made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema) -> None:
     names = value if isinstance(value, list) else [value]
     if not names or not all(isinstance(each, str) and each in TYPES for each in names):
         known = ", ".join(TYPES)
@@ -619,18 +621,18 @@ def _add_type(made: dict[str, Any], keyword: str, value: Any, place: Place) -> N
     made[keyword] = value
 
 
-def _add_values(made: dict[str, Any], keyword: str, value: Any, place: Place) -> None:
+def _add_values(made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema) -> None:
     if keyword == "enum":
         _check_list(value, keyword, place)
     made[keyword] = _constant(value, _step(place.pointer, keyword), keyword)
 
 
-def _add_format(made: dict[str, Any], keyword: str, value: Any, place: Place) -> None:
+def _add_format(made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema) -> None:
     if isinstance(value, str) and value in FORMATS:
         made[keyword] = value
 
 
-def _add_required(made: dict[str, Any], keyword: str, value: Any, place: Place) -> None:
+def _add_required(made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema) -> None:
     _check_list(value, keyword, place, empty=True)
     if not all(isinstance(each, str) for each in value):
         raise SchemaError(
@@ -639,7 +641,7 @@ def _add_required(made: dict[str, Any], keyword: str, value: Any, place: Place) 
     made[keyword] = value
 
 
-def _add_pattern(made: dict[str, Any], keyword: str, value: Any, place: Place) -> None:
+def _add_pattern(made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema) -> None:
     if not isinstance(value, str):
         raise SchemaError(
             f"{_at(place, keyword)} is not a string. Remedy: send a regular expression"
@@ -650,7 +652,7 @@ def _add_pattern(made: dict[str, Any], keyword: str, value: Any, place: Place) -
         made.setdefault("allOf", []).extend({"pattern": each} for each in others)
 
 
-def _check_list(value: Any, keyword: str, place: Place, *, empty: bool = False) -> None:
+def _check_list(value: Any, keyword: str, place: LocatedSchema, *, empty: bool = False) -> None:
     if not isinstance(value, list) or not (value or empty):
         wanted = "a list" if empty else "a non-empty list"
         raise SchemaError(f"{_at(place, keyword)} is not {wanted}. Remedy: send one")
@@ -698,7 +700,7 @@ def _constant(value: Any, pointer: str, keyword: str) -> Any:
     return value
 
 
-_PLAIN: dict[str, Callable[[dict[str, Any], str, Any, Place], None]] = {
+_PLAIN: dict[str, Callable[[dict[str, Any], str, Any, LocatedSchema], None]] = {
     "type": _add_type,
     "const": _add_values,
     "enum": _add_values,
@@ -708,4 +710,4 @@ _PLAIN: dict[str, Callable[[dict[str, Any], str, Any, Place], None]] = {
     **dict.fromkeys(_COUNTS, _add_count),
 }
 """Keywords without subschemas."""
-_ASSERTIONS = frozenset([*_PLAIN, *_Preparation._INNER, *_UNSERVED]) - {"type"}  # noqa: SLF001
+_ASSERTIONS = frozenset([*_PLAIN, *_SchemaRewriter._INNER, *_UNSERVED]) - {"type"}  # noqa: SLF001
