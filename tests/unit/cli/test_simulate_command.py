@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import sys
 from pathlib import Path
 
@@ -138,6 +139,16 @@ def swarm(*words: str, status: int = 0) -> str:
     result = CliRunner().invoke(app, ["simulate", "--swarm", "1", "--seed", "6", *words])
     assert result.exit_code == status, result.output
     return result.output
+
+
+def test_simulate_accepts_an_output_file_in_a_folder_that_is_not_writable(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "out.csv").touch()
+    monkeypatch.setattr(os, "access", lambda path, _mode: path == Path("out.csv"))
+    simulate_command.check_writable({"--csv": Path("out.csv")})
+    with pytest.raises(ConfigError, match=r"--csv new\.csv: cannot be written"):
+        simulate_command.check_writable({"--csv": Path("new.csv")})
 
 
 def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(

@@ -83,7 +83,7 @@ def simulate(
     from vsched.sim.network.lane import HostLinkProfile
     from vsched.sim.setup import DraftLuck, inspect_checkpoint
 
-    _check_writable({"--html": html, "--csv": csv, "--json": json, "--plot": plot})
+    check_writable({"--html": html, "--csv": csv, "--json": json, "--plot": plot})
     named = _configs(config, assignments)
     costs = load_cost_model(cost)
     load_of = _workload(trace, workload, requests=requests, rate=rate, seed=seed, speed=speed)
@@ -125,14 +125,19 @@ def _refuse_given(ctx: typer.Context, *, but: Collection[str], reason: str) -> N
         raise ConfigError(f"{', '.join(given)}: {reason}. Remedy: leave it out")
 
 
-def _check_writable(files: Mapping[str, Path | None]) -> None:
+def check_writable(files: Mapping[str, Path | None]) -> None:
     """Check that output files can be written, before a simulation that may take minutes.
 
     Raises:
         ConfigError: When one cannot; names its option.
     """
     for option, path in files.items():
-        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        if path is None:
+            continue
+        target = (
+            path if path.exists() else path.parent
+        )  # such as /dev/stdout, in a folder that is not writable
+        if path.is_dir() or not os.access(target, os.W_OK):
             raise ConfigError(
                 f"{option} {path}: cannot be written. Remedy: name a file in an existing, writable folder"
             )
