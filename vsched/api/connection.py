@@ -1,8 +1,8 @@
-"""A connection whose client can hold nothing for long: uvicorn's protocol, with the limits and rules that it has not.
+"""Uvicorn's HTTP protocol with limits of size and time, and with fixes of its violations of HTTP.
 
-Uvicorn bounds neither the head of a request nor the time that a request takes to arrive, and waits for ever for a
-client to read what was written. All three are judged here, by bytes and on the loop's clock, since an application
-sees a request when its head is complete, and writes without being told where the bytes are.
+Uvicorn limits neither the head of a request nor the time in which a request must arrive, and waits for ever for a
+client to read a response. All three are limited here, since an application sees a request only when its head is
+complete, and does not see whether its response is read.
 
 It also fixes uvicorn's violations of HTTP: an `Upgrade` header is ignored (RFC 9110, 7.8), responses to HTTP/1.0 are
 not chunked (RFC 9112, 6.1), HTTP/1.1 requires exactly one `Host` header (RFC 9112, 3.2), and a client may half-close
