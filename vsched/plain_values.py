@@ -19,7 +19,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 _INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
 
 
-class NotPlain(ValueError):
+class InvalidValue(ValueError):
     """A value has the wrong type or is out of bounds.
 
     Attributes:
@@ -50,10 +50,10 @@ def plain_struct(
     With `bounds=False`, the bounds in annotations (`msgspec.Meta`) are not checked.
 
     Raises:
-        NotPlain: When the value is not a `wanted`, or a field has the wrong type or is out of bounds.
+        InvalidValue: When the value is not a `wanted`, or a field has the wrong type or is out of bounds.
     """
     if not isinstance(value, wanted):
-        raise NotPlain(path, value, f"Expected `{wanted.__name__}`")
+        raise InvalidValue(path, value, f"Expected `{wanted.__name__}`")
     prefix = f"{path}." if path else ""
     return wanted(
         **{
@@ -77,7 +77,7 @@ def plain_value(value: object, wanted: Any, *, path: str, bounds: bool = True) -
     floats, sequences to tuples or lists, and 0 and 1 to bools where `wanted` says so.
 
     Raises:
-        NotPlain: When it has another type, is out of bounds, is an int beyond 64 bits, or is text that UTF-8 cannot
+        InvalidValue: When it has another type, is out of bounds, is an int beyond 64 bits, or is text that UTF-8 cannot
             encode.
     """
     if isinstance(wanted, type) and issubclass(wanted, msgspec.Struct):
@@ -90,10 +90,10 @@ def plain_value(value: object, wanted: Any, *, path: str, bounds: bool = True) -
         elif type(plain) is bool and bare in (int, float, int | None, float | None):
             plain = int(plain)
         return msgspec.convert(plain, wanted)
-    except NotPlain as error:
-        raise NotPlain(f"{path}.{error.path}", error.value, error.expected) from None
+    except InvalidValue as error:
+        raise InvalidValue(f"{path}.{error.path}", error.value, error.expected) from None
     except (ValueError, TypeError, RecursionError) as error:
-        raise NotPlain(path, value, _in_python(str(error), path)) from None
+        raise InvalidValue(path, value, _in_python(str(error), path)) from None
 
 
 def _in_python(message: str, path: str) -> str:

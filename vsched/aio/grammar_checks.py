@@ -15,7 +15,7 @@ import msgspec
 from vsched.config import Config
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 from vsched.isolated.calls import (
-    FROM_OUTSIDE,
+    EXTERNAL_SIGNALS,
     CallFailedError,
     IsolatedCalls,
     ServerClosedError,
@@ -114,7 +114,7 @@ def _failure(error: CallFailedError, *, deadline_s: float) -> RequestRefused | R
     """Return the client's error for a grammar whose process died or took too long."""
     if error.expired:
         return _late(deadline_s)
-    if error.signal in FROM_OUTSIDE:
+    if error.signal in EXTERNAL_SIGNALS:
         # For example by the kernel's OOM killer: the grammar may be valid.
         logger.error("the process of a grammar %s", error)
         message = f"the grammar could not be checked: its process {error}. Remedy: try again later."

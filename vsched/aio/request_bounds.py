@@ -9,7 +9,7 @@ import msgspec
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.media import ImageReference, Prompt
-from vsched.plain_values import NotPlain, plain_value
+from vsched.plain_values import InvalidValue, plain_value
 from vsched.types import Request, SamplingParams
 from vsched.worker.slots import STOP_TOKENS_MAX
 
@@ -27,7 +27,7 @@ def checked_argument(name: str, value: object, wanted: Any) -> Any:
     """
     try:
         return plain_value(value, wanted, path=name)
-    except NotPlain as error:
+    except InvalidValue as error:
         message = error.message(f"pass {error.path} as this type")
         raise RequestRefused(message, code="invalid_value") from None
 

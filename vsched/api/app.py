@@ -33,7 +33,7 @@ from vsched.api.operations import (
 )
 from vsched.api.resuming.endpoint import KeptAnswerEndpoint, KeptAnswerRoute
 from vsched.api.resuming.resumption import Resumption
-from vsched.api.wire_forms import MessagesForm, form_of, is_anthropics
+from vsched.api.wire_forms import MessagesForm, form_of, is_anthropic_client
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 
 _VALUE_CHARACTERS_MAX = 100
@@ -185,7 +185,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
         refused = RequestRefused(_not_found(path, method), code="not_found", status=404)
     if "transfer-encoding" in request.headers or "content-length" in request.headers:
         headers["connection"] = "close"  # the body is not read
-    form = MessagesForm() if is_anthropics(request.headers.raw) else form_of(path)
+    form = MessagesForm() if is_anthropic_client(request.headers.raw) else form_of(path)
     response = json_response(form.error(refused), refused.status)
     response.headers.update(headers)
     return response

@@ -35,7 +35,7 @@ from vsched.api.responses import (
     Version,
 )
 from vsched.api.tools.choice import shown_tools
-from vsched.api.wire_forms import MessagesForm, WireForm, is_anthropics
+from vsched.api.wire_forms import MessagesForm, WireForm, is_anthropic_client
 from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.worker.contract import Preprocessor
 
@@ -70,13 +70,13 @@ class Descriptions:
         """List the model and its adapters, in Anthropic's format if the client is Anthropic's."""
         ready = [row["name"] for row in self._engine.adapters() if row["state"] == "ready"]
         listed = [self._model(), *map(self._model, ready)]
-        if is_anthropics(request.headers.raw):
+        if is_anthropic_client(request.headers.raw):
             return json_response(messages_model_list(listed))
         return json_response(ModelList(listed))
 
     async def model(self, request: Request) -> Response:
         """Describe the model or an adapter, in Anthropic's format if the client is Anthropic's."""
-        anthropics = is_anthropics(request.headers.raw)
+        anthropics = is_anthropic_client(request.headers.raw)
         try:
             adapter = check_model(request.path_params["model"], self._engine)
         except ParameterRefused as error:

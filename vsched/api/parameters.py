@@ -12,7 +12,7 @@ import msgspec
 
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown
-from vsched.api.fields.unserved import unserved_along
+from vsched.api.fields.unserved import find_unsupported_type
 from vsched.api.formatters import AnswerOptions
 from vsched.api.request_schema import (
     ChatRequest,
@@ -119,7 +119,7 @@ def _of_unserved_kind(body: bytes, path: str, kind: type) -> ParameterRefused | 
     """Return the error for an unsupported type of content part, item or tool, which precedes errors of its fields."""
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
         served = getattr(kind, "SERVED", ())
-        return unserved_along(msgspec.json.decode(body), path, served=served)
+        return find_unsupported_type(msgspec.json.decode(body), path, served=served)
     return None
 
 

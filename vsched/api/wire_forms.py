@@ -165,6 +165,6 @@ def form_of(path: str) -> WireForm:
     return found()
 
 
-def is_anthropics(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+def is_anthropic_client(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Return True for a client of Anthropic's API; needed for paths that both APIs have."""
     return any(name == b"anthropic-version" for name, _ in headers)

@@ -25,7 +25,7 @@ from vsched.config.policies import (
 )
 from vsched.config.sections import POLICY_TABLES, Config, config_keys
 from vsched.errors import ConfigError, ConfigProblems
-from vsched.plain_values import NotPlain, plain_struct
+from vsched.plain_values import InvalidValue, plain_struct
 from vsched.plugins import convert_value, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -99,10 +99,10 @@ def plain_config(config: Config) -> Config:
         ConfigError: When it is not a `Config`, or a value has the wrong type.
     """
     if not isinstance(config, Config):
-        raise ConfigError(NotPlain("config", config, "`Config`").message("pass a `Config`"))
+        raise ConfigError(InvalidValue("config", config, "`Config`").message("pass a `Config`"))
     try:
         return plain_struct(config, Config, bounds=False)
-    except NotPlain as error:
+    except InvalidValue as error:
         raise ConfigError(
             error.message("set a value of this type, or leave it out for the default")
         ) from None

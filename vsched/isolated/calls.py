@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from vsched.isolated.frames import ANSWERED, HEAD_BYTES, KILLED, head_of
+from vsched.isolated.frames import ANSWERED, HEAD_BYTES, KILLED, frame_header
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ KEPT_MAX = 8
 """Maximum number of idle processes kept for further calls."""
 KEPT_CALLS_MAX = 256
 """Calls after which a kept process is replaced: its heap does not shrink after a large call."""
-FROM_OUTSIDE = (None, signal.SIGKILL, signal.SIGTERM)
+EXTERNAL_SIGNALS = (None, signal.SIGKILL, signal.SIGTERM)
 """Signals sent from outside, not caused by the call; None when the process died with its server."""
 _STARTS_MAX = 3
 """Maximum number of server starts for one call."""
@@ -85,7 +85,7 @@ class _Forked:
         reply = b""
         try:
             for frame in frames:
-                for part in (head_of(frame), frame):
+                for part in (frame_header(frame), frame):
                     self._set_deadline(until_s)
                     self._channel.sendall(part)
             size = int.from_bytes(self._receive(HEAD_BYTES, until_s), "little")
@@ -183,7 +183,7 @@ class IsolatedCalls:
         try:
             process = (self._take_idle() if keep else None) or self._fork()
             reply = self._exchange(process, frames, deadline_s, keep=keep)
-            if retry and _signal_of(reply) in FROM_OUTSIDE and reply[:1] != ANSWERED:
+            if retry and _signal_of(reply) in EXTERNAL_SIGNALS and reply[:1] != ANSWERED:
                 reply = self._exchange(self._fork(), frames, deadline_s, keep=keep)
         except TimeoutError:
             what = f"was not done within {deadline_s:g} s, and was killed"

@@ -25,14 +25,14 @@ class Channel(Protocol):
         ...
 
 
-def head_of(content: bytes) -> bytes:
+def frame_header(content: bytes) -> bytes:
     """Return the header of a frame."""
     return len(content).to_bytes(HEAD_BYTES, "little")
 
 
 def send_frame(channel: Channel, content: bytes) -> None:
     """Write one frame and flush it."""
-    channel.write(head_of(content))
+    channel.write(frame_header(content))
     channel.write(content)  # separately, to avoid a copy: it may be an image
     channel.flush()
 

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from vsched.isolated.frames import ANSWERED, KILLED, Channel, head_of, send_frame
+from vsched.isolated.frames import ANSWERED, KILLED, Channel, frame_header, send_frame
 
 _PR_SET_PDEATHSIG = 1
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -88,7 +88,7 @@ def _report_death(pidfd: int, channel: socket.socket) -> None:
             channel.setblocking(False)  # a caller that does not read must not block the server
             with contextlib.suppress(OSError):
                 report = KILLED + bytes([died.si_status])
-                channel.send(head_of(report) + report)
+                channel.send(frame_header(report) + report)
 
 
 def limit_resources(*, cpu_s: float, wall_s: float, memory_bytes: int, stack_bytes: int) -> None:

@@ -21,7 +21,7 @@ from vsched_workers.checkpoint.preprocess.chains import longest_chain
 from vsched_workers.checkpoint.preprocess.grammars import OutputMatcher, TokenGrammars
 from vsched_workers.checkpoint.preprocess.lark_texts import RULES_MAX
 from vsched_workers.checkpoint.preprocess.schema_numbers import INTEGER_MAX
-from vsched_workers.checkpoint.preprocess.schemas import CHAIN_MAX, prepared
+from vsched_workers.checkpoint.preprocess.schemas import CHAIN_MAX, rewrite_schema
 
 END = 256
 TOKENS_MAX = 200
@@ -406,7 +406,7 @@ def test_prepared_keeps_the_order_of_keys_and_leaves_what_was_sent() -> None:
     sent = {"type": "object", "properties": {"b": {"title": "B"}, "a": {"$ref": "#/$defs/z"}}}
     sent["$defs"] = {"unused": {"not": 1}, "z": {"type": "null"}}
     before = json.dumps(sent)
-    made = prepared(sent)
+    made = rewrite_schema(sent)
     assert json.dumps(sent) == before
     assert json.dumps(made) == json.dumps(
         {
@@ -593,4 +593,4 @@ def test_many_random_schemas_are_kept_to_exactly_or_refused(grammars: TokenGramm
     ],
 )
 def test_many_options_of_one_of_are_told_apart(options: list[dict[str, Any]]) -> None:
-    assert prepared({"oneOf": options}) == {"anyOf": options}
+    assert rewrite_schema({"oneOf": options}) == {"anyOf": options}

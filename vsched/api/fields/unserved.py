@@ -42,7 +42,7 @@ _DATE = re.compile(r"_\d{4}_?\d{2}_?\d{2}\Z")
 _STEP = re.compile(r"[^.\[\]]+|\[\d+\]")
 
 
-def unserved(kind: object, where: str) -> ParameterRefused | None:
+def unsupported_type(kind: object, where: str) -> ParameterRefused | None:
     """Return the error for a type that is not supported; None for unknown types. Version dates are ignored."""
     remedy = _REMEDIES.get(_DATE.sub("", kind)) if isinstance(kind, str) else None
     if remedy is None:
@@ -51,12 +51,14 @@ def unserved(kind: object, where: str) -> ParameterRefused | None:
     return ParameterRefused(message, param=f"{where}.type", code="unsupported_parameter")
 
 
-def unserved_along(body: Any, path: str, *, served: Collection[str]) -> ParameterRefused | None:
+def find_unsupported_type(
+    body: Any, path: str, *, served: Collection[str]
+) -> ParameterRefused | None:
     """Return the error for the outermost object of an unsupported type on a path in a body; None if there is none."""
     value, where = body, ""
     for step in (*_STEP.findall(path), None):
         kind = value.get("type") if isinstance(value, dict) and where else None
-        refusal = unserved(kind, where)
+        refusal = unsupported_type(kind, where)
         if refusal is not None and kind not in served:
             return refusal
         try:

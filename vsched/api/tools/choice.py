@@ -10,7 +10,7 @@ import msgspec
 
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown
-from vsched.api.fields.unserved import unserved
+from vsched.api.fields.unserved import unsupported_type
 from vsched.api.request_schema import ChatRequest, FunctionTool, NamedTool, Tool, ToolChoice
 from vsched.api.tools.formats import NAME, CallFormat, call_format
 from vsched.api.tools.grammar import forced_calls
@@ -117,7 +117,7 @@ def _function(tool: Tool, where: str) -> FunctionTool:
     """
     function = tool.function
     if tool.type != "function" or function is None:
-        raise unserved(tool.type, where) or out_of_bounds(
+        raise unsupported_type(tool.type, where) or out_of_bounds(
             f"{where}.type",
             value="no function" if tool.type == "function" else shown(tool.type),
             limit="function",
@@ -167,7 +167,9 @@ def _allowed(
         return functions, _known(choice.function, functions)
     allowed = choice.allowed_tools
     if choice.type != "allowed_tools" or allowed is None or allowed.mode not in {"auto", _FORCING}:
-        raise unserved(choice.type, "tool_choice") or _no_choice(f"type {shown(choice.type)}")
+        raise unsupported_type(choice.type, "tool_choice") or _no_choice(
+            f"type {shown(choice.type)}"
+        )
     names = {_known(tool.function, functions).name for tool in allowed.tools if tool.function}
     if not names:
         raise _no_choice("no allowed tool")

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from vsched.errors import ConfigError
-from vsched.plain_values import NotPlain, plain_struct
+from vsched.plain_values import InvalidValue, plain_struct
 from vsched.policy import PositiveCount
 from vsched.types import Extent, MediaItem, ModelInfo, Request, SamplingParams
 
@@ -132,7 +132,7 @@ def workload_of(name: str, arrivals: Iterable[Arrival]) -> Workload:
             plain_struct(arrival, Arrival, path=f"arrivals[{index}]")
             for index, arrival in enumerate(arrivals)
         ]
-    except NotPlain as error:
+    except InvalidValue as error:
         raise ConfigError(error.message("pass a value of this type, within its bounds")) from None
     kept = sorted(plain, key=lambda arrival: arrival.at_ns)
     return Workload(name, lambda: iter(kept), len(kept))

@@ -20,7 +20,7 @@ from vsched.api.dialects.messages.schema import (
     ToolUseBlock,
 )
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
-from vsched.api.fields.unserved import unserved
+from vsched.api.fields.unserved import unsupported_type
 from vsched.api.request_schema import (
     CalledFunction,
     ChatRequest,
@@ -196,7 +196,7 @@ def _tool(tool: MessagesTool, index: int) -> Tool:
     if tool.type not in {None, "custom"}:
         remedy = "describe a function with name and input_schema, which the client carries out"
         where = f"tools[{index}]"
-        raise unserved(tool.type, where) or unsupported(f"{where}.type", remedy=remedy)
+        raise unsupported_type(tool.type, where) or unsupported(f"{where}.type", remedy=remedy)
     return Tool(function=FunctionTool(tool.name, tool.description, tool.input_schema))
 
 

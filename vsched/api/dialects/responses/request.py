@@ -16,7 +16,7 @@ from vsched.api.dialects.responses.schema import (
     SentRefusal,
 )
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
-from vsched.api.fields.unserved import unserved
+from vsched.api.fields.unserved import unsupported_type
 from vsched.api.request_schema import (
     AllowedTools,
     CalledFunction,
@@ -128,7 +128,7 @@ def _append(made: list[Message], item: InputItem, where: str) -> None:
 
 def _unserved(kind: str, where: str) -> ParameterRefused:
     remedy = "leave out what another server keeps or carries out"
-    return unserved(kind, where) or out_of_bounds(
+    return unsupported_type(kind, where) or out_of_bounds(
         f"{where}.type", value=shown(kind), limit=_ITEMS, remedy=remedy
     )
 

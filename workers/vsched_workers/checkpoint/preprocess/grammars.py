@@ -24,13 +24,13 @@ from vsched.types import FinishReason, ModelInfo
 from vsched.worker.drafting.drafts import allows, foresee_with, only_token
 from vsched_workers.checkpoint.detokenize import TokenTable
 from vsched_workers.checkpoint.files import checkpoint_directory
-from vsched_workers.checkpoint.preprocess.lark_texts import checked_lark
+from vsched_workers.checkpoint.preprocess.lark_texts import rewrite_lark
 from vsched_workers.checkpoint.preprocess.patterns import (
     PatternError,
-    without_lookaheads,
-    written_pattern,
+    split_lookaheads,
+    translate_pattern,
 )
-from vsched_workers.checkpoint.preprocess.schemas import SchemaError, prepared
+from vsched_workers.checkpoint.preprocess.schemas import SchemaError, rewrite_schema
 from vsched_workers.checkpoint.tokenizer_files import TOKENIZER_JSON, load_tokenizer
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ class _Tree:
         if not least and most is None:
             body = [r"/(.|\n)*/"]
         if pattern is not None:
-            held = [written_pattern(each) for each in without_lookaheads(pattern)]
+            held = [translate_pattern(each) for each in split_lookaheads(pattern)]
             body += [f"/{_whole(each)}/" for each in held]
         body.append(rf"~/(.|\n)*{_quoted(without)}(.|\n)*/")
         text = self._terminal(" & ".join(body))
@@ -362,7 +362,7 @@ def _in_its_form(grammar: str) -> str:
         match kind:
             case "json_schema":
                 # A schema of `true` allows anything, one of `false` nothing: a wrapper has room for the options.
-                kept = prepared(value)
+                kept = rewrite_schema(value)
                 schema = kept if isinstance(kept, dict) else {"allOf": [kept]}
                 return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_WHITESPACE)
             case "regex":
@@ -373,13 +373,13 @@ def _in_its_form(grammar: str) -> str:
                 return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(options))
             case "grammar":
                 _check_nesting(value)
-                return LLMatcher.grammar_from_lark(checked_lark(any_to_lark(value)))
+                return LLMatcher.grammar_from_lark(rewrite_lark(any_to_lark(value)))
             case "thought":
                 answer = msgspec.json.encode(value["answer"]).decode()
                 return _behind_thought(value["end"], _in_its_form(answer))
             case "calls":
                 lark = _Tree().in_lark(value["start"], value["rules"])
-                return LLMatcher.grammar_from_lark(checked_lark(lark))
+                return LLMatcher.grammar_from_lark(rewrite_lark(lark))
     except RequestRefused:
         raise
     except (SchemaError, PatternError) as error:

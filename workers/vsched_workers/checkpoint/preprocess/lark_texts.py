@@ -9,7 +9,7 @@ from typing import Any
 
 from vsched.errors import limit_message
 from vsched_workers.checkpoint.preprocess.chains import longest_chain
-from vsched_workers.checkpoint.preprocess.schemas import SchemaError, prepared
+from vsched_workers.checkpoint.preprocess.schemas import SchemaError, rewrite_schema
 
 RULES_MAX = 600
 """Maximum depth of rules through other rules, brackets included: the library recurses (1,000 need 4 MiB of stack)."""
@@ -30,8 +30,8 @@ _TOKENS = re.compile(
 )
 
 
-def checked_lark(text: str) -> str:
-    """Return a grammar with its JSON schemas rewritten by `prepared`.
+def rewrite_lark(text: str) -> str:
+    """Return a grammar with its JSON schemas rewritten by `rewrite_schema`.
 
     Raises:
         SchemaError: When a schema cannot be used, or the rules are nested too deep.
@@ -92,7 +92,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
 
 def _written(keyword: str, value: Any) -> str:
     if keyword == "%json":
-        schema = prepared(value)
+        schema = rewrite_schema(value)
         made = schema if isinstance(schema, dict) else {"allOf": [schema]}
         if isinstance(value, dict) and GUIDANCE in value:
             made[GUIDANCE] = value[GUIDANCE]

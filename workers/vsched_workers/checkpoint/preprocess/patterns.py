@@ -47,7 +47,7 @@ class PatternError(ValueError):
     """A pattern that cannot be used; the message gives the reason and the remedy."""
 
 
-def without_lookaheads(pattern: str) -> list[str]:
+def split_lookaheads(pattern: str) -> list[str]:
     """Split a pattern with lookaheads into patterns without, all of which a string must match.
 
     This covers lookaheads at the start of a pattern as used by pydantic (`Decimal`), zod (`email`) and password rules;
@@ -118,7 +118,7 @@ def _depths(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def written_pattern(pattern: str) -> str:
+def translate_pattern(pattern: str) -> str:
     """Translate a pattern from ECMA-262 to the syntax of the grammar library.
 
     Raises:

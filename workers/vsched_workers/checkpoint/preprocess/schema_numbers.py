@@ -105,7 +105,7 @@ def bounds(schema: dict[str, Any], *, integer: bool) -> dict[str, int | float]:
         found |= {key.replace("inimum", "aximum"): -value for key, value in mirrored.items()}
     if low and high:
         if {"exclusiveMinimum", "exclusiveMaximum"} & found.keys() and high.value - low.value < 1:
-            without_exclusive(found)
+            make_inclusive(found)
         least = next(value for key, value in found.items() if key.endswith("inimum"))
         most = next(value for key, value in found.items() if key.endswith("aximum"))
         if least > most:
@@ -118,7 +118,7 @@ def bounds(schema: dict[str, Any], *, integer: bool) -> dict[str, int | float]:
     return found
 
 
-def without_exclusive(found: dict[str, int | float]) -> None:
+def make_inclusive(found: dict[str, int | float]) -> None:
     """Replace exclusive bounds by inclusive ones, slightly inwards.
 
     In a range shorter than 1 with an exclusive integer bound, the library allows the bound itself.
@@ -256,7 +256,7 @@ def multiple_of(value: Any, *, integer: bool) -> tuple[int, int]:
     return int(digits), decimals
 
 
-def written_multiple(digits: int, decimals: int) -> int | float:
+def multiple_as_number(digits: int, decimals: int) -> int | float:
     """Return a number from which the library gets these digits: it multiplies floats by 10 until they are integers."""
     if not decimals:
         return digits

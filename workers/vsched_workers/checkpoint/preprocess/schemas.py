@@ -1,8 +1,8 @@
 """Rewriting of JSON schemas to a form that the grammar library enforces exactly.
 
-The library ignores or misreads some keywords, and crashes on some schemas. `prepared` returns an equivalent or stricter
-schema with only the keywords that the library enforces, or refuses the schema with the keyword, its JSON pointer, the
-reason and a remedy. Annotations and unknown keywords are dropped, as JSON Schema specifies.
+The library ignores or misreads some keywords, and crashes on some schemas. `rewrite_schema` returns an equivalent or
+stricter schema with only the keywords that the library enforces, or refuses the schema with the keyword, its JSON
+pointer, the reason and a remedy. Annotations and unknown keywords are dropped, as JSON Schema specifies.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from vsched_workers.checkpoint.preprocess.chains import longest_chain
 from vsched_workers.checkpoint.preprocess.disjoint import Disjointness, LocatedSchema
 from vsched_workers.checkpoint.preprocess.patterns import (
     PatternError,
-    without_lookaheads,
-    written_pattern,
+    split_lookaheads,
+    translate_pattern,
 )
 from vsched_workers.checkpoint.preprocess.schema_numbers import (
     MULTIPLE_MAX,
     NumberError,
     bounds,
     constant,
+    make_inclusive,
+    multiple_as_number,
     multiple_of,
     shown,
-    without_exclusive,
-    written_multiple,
 )
 
 Schema = dict[str, Any] | bool
@@ -69,7 +69,7 @@ class SchemaError(ValueError):
     """A schema cannot be used; the message has the keyword, its JSON pointer, the reason and a remedy."""
 
 
-def prepared(schema: Any) -> Schema:
+def rewrite_schema(schema: Any) -> Schema:
     """Return the schema to pass to the library.
 
     Raises:
@@ -223,7 +223,7 @@ class _SchemaRewriter:
             )
         self._check_multiples()
         for each in self._bounded if self._combines else ():
-            without_exclusive(each)
+            make_inclusive(each)
         if isinstance(made, dict) and found:
             made["$defs"] = found
         return made
@@ -239,7 +239,9 @@ class _SchemaRewriter:
         decimals = max((each for _, each in self._multiples), default=0)
         common = math.lcm(*(digits * 10 ** (decimals - own) for digits, own in self._multiples))
         if self._combines and common > MULTIPLE_MAX:
-            values = ", ".join(str(written_multiple(*each)) for each in sorted(self._multiples)[:4])
+            values = ", ".join(
+                str(multiple_as_number(*each)) for each in sorted(self._multiples)[:4]
+            )
             remedy = "use one value of `multipleOf`, or schemas without allOf"
             raise SchemaError(
                 limit_message(
@@ -388,7 +390,7 @@ class _SchemaRewriter:
         integer = _is_integer(place.schema)
         found = multiple_of(value, integer=integer)
         if found != (1, 0) or not integer:
-            made[keyword] = written_multiple(*found)
+            made[keyword] = multiple_as_number(*found)
             self._multiples.add(found)
 
     def _add_bounds(
@@ -428,7 +430,7 @@ class _SchemaRewriter:
                 raise SchemaError(
                     limit_message(message, value=len(value), limit=PATTERNS_MAX, remedy=remedy)
                 )
-            inner = {written_pattern(name): each for name, each in inner.items()}
+            inner = {translate_pattern(name): each for name, each in inner.items()}
         made[keyword] = inner
 
     def _add_names(
@@ -550,7 +552,7 @@ def _pattern_of_names(rules: dict[str, Any], place: LocatedSchema) -> str:
     try:
         match rules:
             case {"pattern": str(pattern)}:
-                return written_pattern(pattern)
+                return translate_pattern(pattern)
             case {"format": name} if name in _NAMES_BY_FORMAT:
                 return _NAMES_BY_FORMAT[name]
             case {"pattern": _} | {"format": _}:
@@ -646,7 +648,7 @@ def _add_pattern(made: dict[str, Any], keyword: str, value: Any, place: LocatedS
         raise SchemaError(
             f"{_at(place, keyword)} is not a string. Remedy: send a regular expression"
         )
-    first, *others = (written_pattern(each) for each in without_lookaheads(value))
+    first, *others = (translate_pattern(each) for each in split_lookaheads(value))
     made["pattern"] = first
     if others:
         made.setdefault("allOf", []).extend({"pattern": each} for each in others)
