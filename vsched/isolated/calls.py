@@ -55,7 +55,7 @@ class CallFailedError(Exception):
 
 
 class ServerLostError(Exception):
-    """The server does not start, or does not answer."""
+    """The server does not start or does not answer, or no process can be forked."""
 
 
 class ServerClosedError(Exception):
@@ -188,6 +188,9 @@ class IsolatedCalls:
         except TimeoutError:
             what = f"was not done within {deadline_s:g} s, and was killed"
             raise CallFailedError(what, expired=True) from None
+        except OSError as error:  # no file descriptor, or no memory to start the server
+            what = f"no process of the {self._name} server can be started: {error.strerror}"
+            raise ServerLostError(what) from error
         if reply[:1] == ANSWERED:
             return reply[1:]
         killed_by = _signal_of(reply)

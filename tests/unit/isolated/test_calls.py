@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -124,6 +125,19 @@ def test_kept_processes_are_replaced_after_many_calls(
     monkeypatch.setattr("vsched.isolated.calls.KEPT_CALLS_MAX", 3)
     found = [calls.call(b"pid", deadline_s=PATIENCE_S, keep=True) for _ in range(6)]
     assert [found.count(each) for each in dict.fromkeys(found)] == [3, 3]
+
+
+def test_calls_fail_when_there_is_no_file_descriptor(
+    calls: IsolatedCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def socketpair(*_args: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("vsched.isolated.calls.socket.socketpair", socketpair)
+        with pytest.raises(ServerLostError, match="shaky server can be started: Too many open"):
+            call(calls, "order")
+    assert call(calls, "order") == b"setup and order"
 
 
 def test_calls_fail_when_no_server_starts() -> None:
