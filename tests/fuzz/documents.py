@@ -63,14 +63,14 @@ def draw_asked(rng: random.Random, model: str) -> Asked:
 
 
 def body_at(path: str, fields: Body, *, model: str, tokens: int) -> Body:
-    """Return the body of a request with some fields and what else a path asks for."""
+    """Return a request body with these fields, and the further fields that the path requires."""
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     messages = {} if path in {TEXT, RESPONSES} else {"messages": [{"role": "user", "content": "1"}]}
     return {"model": model, limit: tokens, **messages, **fields}
 
 
 def at_doors(schema: Any, *, text: bool = False) -> dict[str, tuple[str, Body]]:
-    """Return, for each door that a schema comes in by, the path and the fields; `text`: as text where that goes."""
+    """Return the path and the fields of each way to send a schema; with `text`, as JSON text if the field allows it."""
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     function = {"name": "f", "parameters": parameters}
     tool = {"type": "function", "function": function}

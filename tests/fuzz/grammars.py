@@ -31,12 +31,12 @@ PLAIN = {"prompt": "1", "max_tokens": 40, "ignore_eos": True, "temperature": 0.0
 
 
 async def fuzz_grammars(url: str, model: str, *, seed: int, count: int) -> Counter[str]:
-    """Send documents, several at a time, beside requests without one; count kinds with statuses, and deaths.
+    """Send documents concurrently, mixed with plain requests; count the statuses of each kind, and dead processes.
 
-    Document `n` is drawn from `seed + n` alone, so that one that fails can be sent alone.
+    Document `n` depends only on `seed + n`, so that a failed one can be repeated alone.
 
     Raises:
-        AssertionError: With the seed and the document, where an answer is not as it must be.
+        AssertionError: When a response is not as expected; has the seed and the document.
     """
     counted: Counter[str] = Counter()
     numbers = iter(range(seed, seed + count))
@@ -100,7 +100,7 @@ async def _fuzz_ranks(seed: int, count: int) -> Counter[str]:
 
 
 def check(number: int, asked: Asked, reply: httpx.Response) -> None:
-    """Check one answer: 200, with JSON where that is asked for, or a refusal with a remedy."""
+    """Check one response: 200, with JSON if a schema was sent, or an error with a remedy."""
     told = f"{_named(number, asked)} was answered by {reply.status_code}: {reply.text[:500]}"
     if reply.status_code != 200:
         busy = reply.status_code == 503 and "retry-after" in reply.headers

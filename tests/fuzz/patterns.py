@@ -1,4 +1,4 @@
-"""Hostile regular expressions: every kind of syntax, large counts, and what other engines backtrack on."""
+"""Hostile regular expressions: every kind of syntax, large counts, and catastrophic backtracking."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def draw_pattern(rng: random.Random) -> str:
 
 def _pattern(rng: random.Random, depth: int) -> str:
     if not depth or rng.random() < 0.15:
-        # Mostly what is legal, so that most of a larger one is.
+        # Mostly valid atoms, so that most of a larger pattern is valid.
         return rng.choice(_ATOMS) if rng.random() < 0.25 else rng.choice(_ATOMS[:11])
     match rng.randrange(5):
         case 0:

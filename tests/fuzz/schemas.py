@@ -99,7 +99,7 @@ def draw_schema(rng: random.Random) -> Any:
 
 
 def _keywords(rng: random.Random, depth: int = 3) -> Any:
-    """Return a schema of some keywords, mostly with the values that they take, in about half with those that agree."""
+    """Return a schema of random keywords, mostly with valid values, which agree with each other in about half."""
     if rng.random() < 0.05:
         return rng.choice((True, False, *ODD))
     made: dict[str, Any] = {}
