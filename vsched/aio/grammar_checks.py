@@ -81,7 +81,12 @@ class GrammarProcesses:
     def check(self, grammar: str) -> float:
         """See `GrammarChecker`."""
         try:
-            answer = self._calls.call(grammar.encode(), deadline_s=self._deadline_s, retry=True)
+            outcome = self._calls.call(
+                grammar.encode(),
+                answer_type=GrammarOutcome,
+                deadline_s=self._deadline_s,
+                retry=True,
+            )
         except CallFailedError as error:
             raise _failure(error, deadline_s=self._deadline_s) from None
         except ServerLostError as error:
@@ -92,7 +97,6 @@ class GrammarProcesses:
             ) from None
         except ServerClosedError as error:
             raise RequestFailed(str(error), code="stopping", status=503) from None
-        outcome = msgspec.json.decode(answer, type=GrammarOutcome)
         if outcome.message:
             raise RequestRefused(outcome.message, code=outcome.code)
         return outcome.cpu_s

@@ -19,10 +19,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from vsched.isolated.frames import ANSWERED, HEAD_BYTES, KILLED, frame_header
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 HELLO_S = 60.0
 """Maximum time for the server to load and fork: seconds with a large tokenizer, milliseconds once it is loaded."""
@@ -60,6 +64,12 @@ class ServerLostError(Exception):
 
 class ServerClosedError(Exception):
     """`IsolatedCalls.close` was called, because the engine is stopping."""
+
+
+class _Death(NamedTuple):
+    """The end of a process without an answer, by a signal if it is known."""
+
+    signal: signal.Signals | None
 
 
 class _Forked:
@@ -164,9 +174,14 @@ class IsolatedCalls:
             self._begin()
 
     def call(
-        self, *frames: bytes, deadline_s: float, keep: bool = False, retry: bool = False
-    ) -> bytes:
-        """Send frames to a process and return its answer.
+        self,
+        *frames: bytes,
+        answer_type: type[Answer],
+        deadline_s: float,
+        keep: bool = False,
+        retry: bool = False,
+    ) -> Answer:
+        """Send frames to a process and return its answer, which is JSON.
 
         With `keep`, an idle process is reused if there is one, and the process is kept for later calls. Without `keep`,
         a new process is forked, and has exited when this returns. If this raises, the process has exited in both cases.
@@ -176,26 +191,25 @@ class IsolatedCalls:
         a thread.
 
         Raises:
-            CallFailedError: When the process died, or was killed at the deadline.
+            CallFailedError: When the process died, was killed at the deadline, or sent no answer of this type.
             ServerLostError: When the server does not start, or does not answer.
             ServerClosedError: When `close` was called.
         """
         try:
             process = (self._take_idle() if keep else None) or self._fork()
-            reply = self._exchange(process, frames, deadline_s, keep=keep)
-            if retry and _signal_of(reply) in EXTERNAL_SIGNALS and reply[:1] != ANSWERED:
-                reply = self._exchange(self._fork(), frames, deadline_s, keep=keep)
+            found = self._exchange(process, frames, answer_type, deadline_s, keep=keep)
+            if retry and isinstance(found, _Death) and found.signal in EXTERNAL_SIGNALS:
+                found = self._exchange(self._fork(), frames, answer_type, deadline_s, keep=keep)
         except TimeoutError:
             what = f"was not done within {deadline_s:g} s, and was killed"
             raise CallFailedError(what, expired=True) from None
         except OSError as error:  # no file descriptor, or no memory to start the server
             what = f"no process of the {self._name} server can be started: {error.strerror}"
             raise ServerLostError(what) from error
-        if reply[:1] == ANSWERED:
-            return reply[1:]
-        killed_by = _signal_of(reply)
-        what = f"died ({killed_by.name})" if killed_by is not None else "died"
-        raise CallFailedError(what, killed_by=killed_by)
+        if not isinstance(found, _Death):
+            return found
+        what = f"died ({found.signal.name})" if found.signal is not None else "died"
+        raise CallFailedError(what, killed_by=found.signal)
 
     def close(self) -> None:
         """End the server and every process that it forked."""
@@ -207,16 +221,28 @@ class IsolatedCalls:
             process.end(self._name)
 
     def _exchange(
-        self, process: _Forked, frames: Sequence[bytes], deadline_s: float, *, keep: bool
-    ) -> bytes:
-        """Return the reply of a process, then keep the process or end it."""
-        reply = b""
+        self,
+        process: _Forked,
+        frames: Sequence[bytes],
+        answer_type: type[Answer],
+        deadline_s: float,
+        *,
+        keep: bool,
+    ) -> Answer | _Death:
+        """Return the answer of a process or its death, then keep the process or end it."""
+        found: Answer | _Death = _Death(None)
         try:
             reply = process.exchange(frames, deadline_s)
+            if reply[:1] == ANSWERED:
+                found = msgspec.json.decode(reply[1:], type=answer_type)
+            elif reply[:1] == KILLED:
+                found = _Death(signal.Signals(reply[1]))
+        except (msgspec.DecodeError, IndexError, ValueError):
+            pass  # its memory is corrupted: it is ended, as if it had died
         finally:
-            if not (keep and reply[:1] == ANSWERED and self._put_idle(process)):
+            if isinstance(found, _Death) or not (keep and self._put_idle(process)):
                 process.end(self._name)
-        return reply
+        return found
 
     def _take_idle(self) -> _Forked | None:
         """Return an idle process that is alive; None if there is none."""
@@ -296,8 +322,3 @@ class IsolatedCalls:
         if self._orders is not None:
             self._orders.close()
         self._server = self._orders = None
-
-
-def _signal_of(reply: bytes) -> signal.Signals | None:
-    """Return the signal in the reply of a killed process; None for any other reply."""
-    return signal.Signals(reply[1]) if reply[:1] == KILLED and reply[1:] else None

@@ -83,10 +83,10 @@ def processes() -> Iterator[GrammarProcesses]:
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [
-        (f"die {signal.SIGSEGV:d}", r"died \(SIGSEGV\).*128 MiB"),
+        (f"die {signal.SIGSEGV:d}", r"died \(SIGSEGV\).*64 MiB"),
         (f"die {signal.SIGABRT:d}", r"died \(SIGABRT\)"),
         ("loop", "more than 1 s of CPU time"),
-        pytest.param("wait", r"died \(SIGALRM\).*128 MiB", marks=pytest.mark.slow),
+        pytest.param("wait", r"died \(SIGALRM\).*64 MiB", marks=pytest.mark.slow),
         ("recurse", "cannot be used"),
         ("panic", "cannot be used"),
         ("refuse", "^no. Remedy"),

@@ -7,6 +7,8 @@ import signal
 import socket
 import sys
 
+import msgspec
+
 from vsched.isolated.frames import Channel, read_frame
 from vsched.isolated.server import limit_resources, read_setup, serve
 
@@ -22,7 +24,7 @@ def act(setup: bytes, channel: Channel) -> bytes:
             try:
                 os.mkdir(path)
             except FileExistsError:
-                return b"again"
+                return b'"again"'
             os.kill(os.getpid(), signal.SIGKILL)
         case ["hang"]:
             while True:
@@ -31,12 +33,14 @@ def act(setup: bytes, channel: Channel) -> bytes:
             while True:
                 pass
         case ["take", megabytes]:
-            return b"%d" % len(bytearray(int(megabytes) << 20))
+            return b'"%d"' % len(bytearray(int(megabytes) << 20))
         case ["pid"]:
-            return b"%d" % os.getpid()
+            return b'"%d"' % os.getpid()
         case ["raise"]:
             raise ValueError("as asked")
-    return setup + order.encode()
+        case ["garble"]:
+            return b"{"
+    return msgspec.json.encode(setup.decode() + order)
 
 
 def main() -> None:

@@ -28,15 +28,24 @@ def calls() -> Iterator[IsolatedCalls]:
     made.close()
 
 
-def call(calls: IsolatedCalls, order: str, deadline_s: float = PATIENCE_S) -> bytes:
-    return calls.call(order.encode(), deadline_s=deadline_s)
+def call(
+    calls: IsolatedCalls,
+    order: str,
+    deadline_s: float = PATIENCE_S,
+    *,
+    keep: bool = False,
+    retry: bool = False,
+) -> str:
+    return calls.call(
+        order.encode(), answer_type=str, deadline_s=deadline_s, keep=keep, retry=retry
+    )
 
 
 def test_calls_answer_and_know_the_setup(calls: IsolatedCalls) -> None:
     assert calls.pid == 0
-    assert call(calls, "order") == b"setup and order"
+    assert call(calls, "order") == "setup and order"
     server = calls.pid
-    assert call(calls, "another") == b"setup and another"
+    assert call(calls, "another") == "setup and another"
     assert calls.pid == server
 
 
@@ -45,13 +54,21 @@ def test_calls_report_the_signal_that_killed_a_process(calls: IsolatedCalls, num
     with pytest.raises(CallFailedError, match=signal.Signals(number).name) as failure:
         call(calls, f"die {number:d}")
     assert (failure.value.signal, failure.value.expired) == (number, False)
-    assert call(calls, "next") == b"setup and next"
+    assert call(calls, "next") == "setup and next"
 
 
 def test_calls_end_with_an_error_when_the_process_raises(calls: IsolatedCalls) -> None:
     with pytest.raises(CallFailedError, match="died") as failure:
         call(calls, "raise")
     assert failure.value.signal is None
+
+
+def test_calls_end_a_process_whose_answer_is_garbled(calls: IsolatedCalls) -> None:
+    """A crash may have corrupted its memory: it answers no further call."""
+    first = call(calls, "pid", keep=True)
+    with pytest.raises(CallFailedError, match="died"):
+        call(calls, "garble", keep=True)
+    assert call(calls, "pid", keep=True) != first
 
 
 def test_calls_are_killed_at_the_deadline(calls: IsolatedCalls) -> None:
@@ -64,7 +81,7 @@ def test_calls_are_limited_in_time_and_memory(calls: IsolatedCalls) -> None:
     with pytest.raises(CallFailedError) as failure:
         call(calls, "loop")
     assert failure.value.signal is signal.SIGPROF
-    assert call(calls, "take 8") == b"%d" % (8 << 20)
+    assert call(calls, "take 8") == str(8 << 20)
     with pytest.raises(CallFailedError):
         call(calls, "take 64")
 
@@ -75,7 +92,7 @@ def test_calls_that_fail_do_not_disturb_others(calls: IsolatedCalls) -> None:
 
     def outcome(order: str) -> str:
         try:
-            return call(calls, order, 0.5 if order == "hang" else PATIENCE_S).decode()
+            return call(calls, order, 0.5 if order == "hang" else PATIENCE_S)
         except CallFailedError as error:
             return "expired" if error.expired else "failed"
 
@@ -89,7 +106,7 @@ def test_calls_replace_a_server_that_died(calls: IsolatedCalls) -> None:
     call(calls, "order")
     before = calls.pid
     os.kill(before, signal.SIGKILL)
-    assert call(calls, "order") == b"setup and order"
+    assert call(calls, "order") == "setup and order"
     assert calls.pid not in {0, before}
 
 
@@ -97,24 +114,24 @@ def test_kept_processes_answer_further_calls(calls: IsolatedCalls) -> None:
     """One that dies is not kept; one that the server takes along is replaced, and the call is answered."""
 
     def pid() -> int:
-        return int(calls.call(b"pid", deadline_s=PATIENCE_S, keep=True))
+        return int(call(calls, "pid", keep=True))
 
     first = pid()
     assert pid() == first
     assert int(call(calls, "pid")) != first, "a call of its own has a process of its own"
     with pytest.raises(CallFailedError, match="SIGSEGV"):
-        calls.call(b"die 11", deadline_s=PATIENCE_S, keep=True)
+        call(calls, "die 11", keep=True)
     assert pid() != first
     os.kill(calls.pid, signal.SIGKILL)
-    assert int(calls.call(b"pid", deadline_s=PATIENCE_S, keep=True, retry=True)) != first
+    assert int(call(calls, "pid", keep=True, retry=True)) != first
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_calls_are_repeated_after_a_kill_from_outside(
     calls: IsolatedCalls, tmp_path: Path, keep: bool
 ) -> None:
-    order = f"once {tmp_path}/{keep}".encode()
-    assert calls.call(order, deadline_s=PATIENCE_S, keep=keep, retry=True) == b"again"
+    order = f"once {tmp_path}/{keep}"
+    assert call(calls, order, keep=keep, retry=True) == "again"
     with pytest.raises(CallFailedError, match="SIGKILL"):
         call(calls, f"once {tmp_path}/other")
 
@@ -123,7 +140,7 @@ def test_kept_processes_are_replaced_after_many_calls(
     calls: IsolatedCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vsched.isolated.calls.KEPT_CALLS_MAX", 3)
-    found = [calls.call(b"pid", deadline_s=PATIENCE_S, keep=True) for _ in range(6)]
+    found = [call(calls, "pid", keep=True) for _ in range(6)]
     assert [found.count(each) for each in dict.fromkeys(found)] == [3, 3]
 
 
@@ -137,7 +154,7 @@ def test_calls_fail_when_there_is_no_file_descriptor(
         patched.setattr("vsched.isolated.calls.socket.socketpair", socketpair)
         with pytest.raises(ServerLostError, match="shaky server can be started: Too many open"):
             call(calls, "order")
-    assert call(calls, "order") == b"setup and order"
+    assert call(calls, "order") == "setup and order"
 
 
 def test_calls_fail_when_no_server_starts() -> None:

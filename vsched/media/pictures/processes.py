@@ -123,9 +123,10 @@ class PictureProcesses:
         """Carry out an order in a process; return its outcome, or raise its error."""
         try:
             # No retry for a large image: it may have caused the shortage of memory that its process was killed for.
-            answer = self._calls.call(
+            outcome = self._calls.call(
                 msgspec.json.encode(order),
                 encoded,
+                answer_type=PictureOutcome,
                 deadline_s=self._deadline_s,
                 keep=keep,
                 retry=keep,
@@ -145,7 +146,6 @@ class PictureProcesses:
             ) from None
         except ServerClosedError as error:
             raise RequestFailed(str(error), code="stopping", status=503) from None
-        outcome = msgspec.json.decode(answer, type=PictureOutcome)
         _raise(outcome)
         return outcome
 
