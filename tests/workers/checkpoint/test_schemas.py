@@ -267,6 +267,8 @@ def test_prepared_schemas_are_kept_to(
         ({"type": "integer", "minimum": 5, "maximum": 1}, "no integer between"),
         ({"type": "number", "minimum": "5"}, "`minimum` at /minimum: .*number"),
         ({"type": "number", "minimum": 1e-300}, "`minimum` at /minimum: .*decimals"),
+        ({"type": "number", "exclusiveMinimum": 5e-324, "maximum": 1}, "`exclusiveMinimum` at /.*decimals"),
+        ({"type": "number", "maximum": -1e-310}, "`maximum` at /maximum: .*decimals"),
         ({"multipleOf": 0}, "`multipleOf` at /multipleOf: .*greater than 0"),
         ({"multipleOf": 4294967291}, "`multipleOf` at /multipleOf: .*value 4294967291, limit 50000"),
         ({"allOf": [{"multipleOf": 49999}, {"multipleOf": 49998}]}, "`multipleOf` 49998, 49999"),

@@ -204,7 +204,9 @@ def _moved(low: _Bound, *, integer: bool) -> dict[str, int | float]:
         return {"minimum": whole}
     if value.denominator == 1:
         return {"exclusiveMinimum" if exclusive else "minimum": int(value)}
-    bound = _readable(float(value), 1)
+    bound = float(value)
+    if len(_digits_after_point(bound)) <= DECIMALS_MAX:  # nothing near 5e-324 can be read
+        bound = _readable(bound, 1)
     exclusive = exclusive and bound == float(value)
     if len(_digits_after_point(bound)) > DECIMALS_MAX:
         message, limit = f"`{keyword}` has too many decimals", f"{DECIMALS_MAX} decimals"
