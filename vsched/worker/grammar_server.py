@@ -33,7 +33,7 @@ CPU_S_MAX = 1.0
 WALL_S_MAX = 5.0
 """Time of one check: out of memory, the library may wait for a lock for ever, without CPU time."""
 MEMORY_BYTES_MAX = 64 << 20
-"""Memory of one check: ten times the usage of the largest 64 KiB schemas."""
+"""Memory of one check: five times the usage of the largest 64 KiB schemas."""
 _STACK_BYTES_MAX = 8 << 20
 
 
