@@ -99,7 +99,9 @@ def plain_config(config: Config) -> Config:
         ConfigError: When it is not a `Config`, or a value has the wrong type.
     """
     if not isinstance(config, Config):
-        raise ConfigError(InvalidValue("config", config, "`Config`").message("pass a `Config`"))
+        raise ConfigError(
+            InvalidValue("config", config, "`Config`").message("pass `load_config(...).config`")
+        )
     try:
         return plain_struct(config, Config, bounds=False)
     except InvalidValue as error:

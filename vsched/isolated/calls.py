@@ -38,6 +38,8 @@ KEPT_CALLS_MAX = 256
 """Calls after which a kept process is replaced: its heap does not shrink after a large call."""
 EXTERNAL_SIGNALS = (None, signal.SIGKILL, signal.SIGTERM)
 """Signals sent from outside, not caused by the call; None when the process died with its server."""
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
+"""A process that forks must have one thread, and clients must not fill the log with backtraces."""
 _STARTS_MAX = 3
 """Maximum number of server starts for one call."""
 
@@ -308,8 +310,7 @@ class IsolatedCalls:
                     [*self._command, *map(str, numbers)],
                     stdin=subprocess.DEVNULL,
                     pass_fds=numbers,
-                    # A process that forks must have one thread; BLAS would start one for each core.
-                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+                    env={**os.environ, **_ENVIRONMENT},
                     start_new_session=True,  # Ctrl-C in a terminal signals the engine only
                 )
             self._orders = ours

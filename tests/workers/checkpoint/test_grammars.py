@@ -82,6 +82,16 @@ def test_matcher_tokenizes_only_the_beginning_of_a_long_forced_text() -> None:
 
 
 @pytest.mark.parametrize(
+    "grammar",
+    ['start[max_tokens=9]: "a"', '?start: "a"', '!start: "a"', 'root ::= "a"', 'start: "a"'],
+)
+def test_grammars_are_lark_unless_they_have_rules_of_gbnf(
+    grammars: TokenGrammars, grammar: str
+) -> None:
+    grammars.check(encoded(grammar=grammar))
+
+
+@pytest.mark.parametrize(
     ("grammar", "text"),
     [
         ({"choice": ["a<|im_end|>b"]}, "a<|im_end|>b"),
@@ -417,6 +427,8 @@ def test_a_schema_of_calls_that_cannot_be_used_is_refused(grammars: TokenGrammar
         ({"regex": "[0-9]{3}"}, "[0-9]{3}"),
         ({"choice": ["yes", "no"]}, "yes|no"),
         ({"grammar": 'start: "yes" | "no"'}, "yes|no"),
+        ({"grammar": '?start: "yes" | "no"'}, "yes|no"),
+        ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
         ({"json_schema": POINT}, r"\{.*\}"),
         (json.loads(calls(between="\n")), r"(<tool_call>.*</tool_call>)+"),
     ],

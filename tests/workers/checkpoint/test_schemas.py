@@ -125,6 +125,7 @@ ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][
         ),
         ({"type": "integer", "format": "int32"}, [1], ["1"]),
         ({"type": "string", "format": "uuid"}, [UUID], ["x"]),
+        ({"type": "string", "format": "time", "pattern": r"^\d\d:\d\d$"}, ["23:59"], ["23:59:59Z"]),
         ({"type": "string", "default": 2**70, "examples": [2**70], "x-a": 1}, ["a"], [1]),
         ({"x-guidance": {"lenient": True}, "type": "integer"}, [1], ["1"]),
         (

@@ -373,7 +373,9 @@ def _in_its_form(grammar: str) -> str:
                 return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(options))
             case "grammar":
                 _check_nesting(value)
-                return LLMatcher.grammar_from_lark(rewrite_lark(any_to_lark(value)))
+                # The library takes Lark with attributes or modifiers of rules for GBNF.
+                lark = any_to_lark(value) if "::=" in value else value
+                return LLMatcher.grammar_from_lark(rewrite_lark(lark))
             case "thought":
                 answer = msgspec.json.encode(value["answer"]).decode()
                 return _behind_thought(value["end"], _in_its_form(answer))
