@@ -57,10 +57,8 @@ def _fork(
     if not pid:
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-            for (
-                each
-            ) in inherited:  # an open copy would hide the end of another process from its caller
-                each.close()
+            for each in inherited:
+                each.close()  # an open copy would hide the end of another process from its caller
             if os.getppid() == server:
                 with channel.makefile("rwb") as file:
                     while True:
