@@ -17,6 +17,7 @@ from vsched.errors import limit_message
 
 T = TypeVar("T", bound=msgspec.Struct)
 _INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
+_NUMBERS = (int, float, int | None, float | None)
 
 
 class InvalidValue(ValueError):
@@ -58,13 +59,13 @@ def plain_struct(
     return wanted(
         **{
             name: plain_value(getattr(value, name), kind, path=f"{prefix}{name}", bounds=bounds)
-            for name, kind in _types(wanted, bounds=bounds).items()
+            for name, kind in field_types(wanted, bounds=bounds).items()
         }
     )
 
 
 @cache
-def _types(wanted: type[msgspec.Struct], *, bounds: bool) -> dict[str, Any]:
+def field_types(wanted: type[msgspec.Struct], *, bounds: bool = True) -> dict[str, Any]:
     """Return the field types of a struct, with or without the bounds in annotations."""
     hints = get_type_hints(wanted, include_extras=bounds)
     return {name: hints[name] for name in wanted.__struct_fields__}
@@ -80,6 +81,8 @@ def plain_value(value: object, wanted: Any, *, path: str, bounds: bool = True) -
         InvalidValue: When it has another type, is out of bounds, is an int beyond 64 bits, or is text that UTF-8 cannot
             encode.
     """
+    if type(value) is wanted and wanted in (bool, float):
+        return value  # most fields of most requests
     if isinstance(wanted, type) and issubclass(wanted, msgspec.Struct):
         return plain_struct(value, wanted, path=path, bounds=bounds)  # type: ignore[arg-type] # checked there
     bare = wanted.__origin__ if get_origin(wanted) is Annotated else wanted
@@ -87,7 +90,7 @@ def plain_value(value: object, wanted: Any, *, path: str, bounds: bool = True) -
         plain = _plain(value)
         if bare is bool and type(plain) is int and plain in (0, 1):
             plain = bool(plain)
-        elif type(plain) is bool and bare in (int, float, int | None, float | None):
+        elif type(plain) is bool and bare in _NUMBERS:
             plain = int(plain)
         return msgspec.convert(plain, wanted)
     except InvalidValue as error:

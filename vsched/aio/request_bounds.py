@@ -9,7 +9,7 @@ import msgspec
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.media import ImageReference, Prompt
-from vsched.plain_values import InvalidValue, plain_value
+from vsched.plain_values import InvalidValue, field_types, plain_value
 from vsched.types import Request, SamplingParams
 from vsched.worker.slots import STOP_TOKENS_MAX
 
@@ -75,7 +75,7 @@ def request_of(request_id: str, fields: dict[str, Any]) -> Request:
     Raises:
         RequestRefused: When an argument has the wrong type.
     """
-    wanted = {field.name: field.type for field in msgspec.structs.fields(Request)}
+    wanted = field_types(Request)
     checked = {name: checked_argument(name, value, wanted[name]) for name, value in fields.items()}
     return Request(request_id=request_id, prompt_token_ids=[], **checked)
 
