@@ -1,4 +1,4 @@
-"""Hostile JSON schemas: every keyword of draft-07 and 2020-12, and what is in them at the edge of what parsers bear."""
+"""Hostile JSON schemas: every keyword of draft-07 and 2020-12, with values at the limits of parsers."""
 
 from __future__ import annotations
 

@@ -294,8 +294,8 @@ class Grammars(Protocol):
     """Compiles grammars over the tokens of one checkpoint.
 
     A grammar is JSON with one key: `json_schema`, a schema; `regex`, a text; `choice`, a list of texts; or `grammar`, a
-    text in Lark or GBNF. Whether one can be used and what follows from it depends on it and the checkpoint alone, never
-    on time: engine and ranks must agree.
+    text in Lark or GBNF. Acceptance and token masks depend on the grammar and the checkpoint only, never on time: the
+    engine and the ranks must agree.
     """
 
     def check(self, grammar: str) -> None:

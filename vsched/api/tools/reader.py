@@ -134,9 +134,8 @@ class AnswerReader:
         self._half = text[len(whole) :]
         self._buffer += whole
         events = self._advance()
-        if (
-            self._half and not self._buffer
-        ):  # else it may be a part of a mark, until the next piece tells
+        # With text in the buffer, the incomplete character may belong to a mark: wait for the next piece.
+        if self._half and not self._buffer:
             self._buffer, self._half = self._half, ""
             events += self._advance()
         return events

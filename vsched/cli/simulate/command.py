@@ -304,7 +304,7 @@ def _report_policy_failures(outcomes: Sequence[SimulationOutcome]) -> None:
     """Print the number of failures of each policy, and the traceback of the first.
 
     Raises:
-        typer.Exit: With status 1, when a policy failed: the outcome is not that of the policy.
+        typer.Exit: With status 1, if a policy failed: a default decided in its place.
     """
     for outcome in outcomes:
         for policy, count in outcome.figures.policy_faults.items():

@@ -51,7 +51,7 @@ class Disjointness:
         )
 
     def _parts(self, place: LocatedSchema, depth: int) -> list[LocatedSchema]:
-        """Return the schema and those of its `$ref` and `allOf`, all of which a value must match."""
+        """Return the schema and the schemas in its `$ref` and `allOf`: a value must match all of them."""
         found, node = [place], place.schema
         self._work += 1
         if not isinstance(node, dict) or depth > _DEPTH_MAX or self._work > _PAIRS_MAX:
