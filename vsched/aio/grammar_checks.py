@@ -16,10 +16,9 @@ from vsched.config import Config
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 from vsched.isolated.calls import (
     EXTERNAL_SIGNALS,
+    RETRY_AFTER_S,
     CallFailedError,
     IsolatedCalls,
-    ServerClosedError,
-    ServerLostError,
 )
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.capabilities import GRAMMAR_NOT_SUPPORTED, INVALID_GRAMMAR, ConstrainsOutput
@@ -37,7 +36,6 @@ GRAMMAR_BYTES_MAX = 65_536
 """Maximum bytes of a grammar; the size of its compiled form is bounded by the limits of the compilation."""
 GRAMMAR_REFUSALS = frozenset({INVALID_GRAMMAR, GRAMMAR_NOT_SUPPORTED})
 SERVER_MODULE = "vsched.worker.grammar_server"
-RETRY_AFTER_S = 5
 _THREADS = 2
 _ACCEPTED_MAX = 1024
 """Maximum number of digests of accepted grammars: agents send the same tools with every request, and a check takes some
@@ -69,7 +67,13 @@ class GrammarProcesses:
     def __init__(self, plugin: str, info: ModelInfo, *, deadline_s: float) -> None:
         """Start the server, which loads the grammar library for the model; checks wait until it is ready."""
         setup = msgspec.json.encode(GrammarSetup(plugin, info))
-        self._calls = IsolatedCalls(SERVER_MODULE, setup, name="grammar")
+        self._calls = IsolatedCalls(
+            SERVER_MODULE,
+            setup,
+            name="grammar",
+            failure="the grammar could not be checked",
+            code="grammar_failed",
+        )
         self._deadline_s = deadline_s
         self._calls.start()
 
@@ -89,14 +93,6 @@ class GrammarProcesses:
             )
         except CallFailedError as error:
             raise _failure(error, deadline_s=self._deadline_s) from None
-        except ServerLostError as error:
-            logger.error("%s", error)  # noqa: TRY400 - the traceback adds nothing
-            message = f"the grammar could not be checked: {error}. Remedy: try again later."
-            raise RequestFailed(
-                message, code="grammar_failed", status=503, retry_after_s=RETRY_AFTER_S
-            ) from None
-        except ServerClosedError as error:
-            raise RequestFailed(str(error), code="stopping", status=503) from None
         if outcome.message:
             raise RequestRefused(outcome.message, code=outcome.code)
         return outcome.cpu_s

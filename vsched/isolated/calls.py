@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from vsched.errors import RequestFailed
 from vsched.isolated.frames import ANSWERED, HEAD_BYTES, KILLED, frame_header
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ HELLO_S = 60.0
 """Maximum time for the server to load and fork: seconds with a large tokenizer, milliseconds once it is loaded."""
 END_S = 10.0
 """Maximum time for a killed process to exit."""
+RETRY_AFTER_S = 5
 KEPT_MAX = 8
 """Maximum number of idle processes kept for further calls."""
 KEPT_CALLS_MAX = 256
@@ -60,12 +62,12 @@ class CallFailedError(Exception):
         self.expired = expired
 
 
-class ServerLostError(Exception):
-    """The server does not start or does not answer, or no process can be forked."""
+class ServerLostError(RequestFailed):
+    """The server does not start or does not answer, or no process can be forked: a 503."""
 
 
-class ServerClosedError(Exception):
-    """`IsolatedCalls.close` was called, because the engine is stopping."""
+class ServerClosedError(RequestFailed):
+    """`IsolatedCalls.close` was called, because the engine is stopping: a 503."""
 
 
 class _Death(NamedTuple):
@@ -143,7 +145,14 @@ class IsolatedCalls:
     """Runs calls in forked processes; every method may be called from any thread."""
 
     def __init__(
-        self, module: str, setup: bytes, *, name: str, descriptors: Sequence[int] = ()
+        self,
+        module: str,
+        setup: bytes,
+        *,
+        name: str,
+        failure: str,
+        code: str,
+        descriptors: Sequence[int] = (),
     ) -> None:
         """Prepare; `start` or the first call starts the server.
 
@@ -152,11 +161,15 @@ class IsolatedCalls:
                 the file with the setup, and `descriptors`.
             setup: The content of the setup file, which the server reads when it starts.
             name: The noun for log lines and errors, such as `image`.
+            failure: The beginning of the client's error if there is no server.
+            code: The code of that error.
             descriptors: Further file descriptors that the server inherits.
         """
         self._command = (sys.executable, "-m", module)
         self._setup = setup
         self._name = name
+        self._failure = failure
+        self._code = code
         self._descriptors = tuple(descriptors)
         self._lock = threading.Lock()
         self._server: subprocess.Popen[bytes] | None = None
@@ -207,7 +220,7 @@ class IsolatedCalls:
             raise CallFailedError(what, expired=True) from None
         except OSError as error:  # no file descriptor, or no memory to start the server
             what = f"no process of the {self._name} server can be started: {error.strerror}"
-            raise ServerLostError(what) from error
+            raise self._lost(what) from error
         if not isinstance(found, _Death):
             return found
         what = f"died ({found.signal.name})" if found.signal is not None else "died"
@@ -289,12 +302,21 @@ class IsolatedCalls:
             with self._lock:
                 if self._orders is orders:
                     self._forget()
-        raise ServerLostError(f"the {self._name} server does not start, or does not answer")
+        raise self._lost(f"the {self._name} server does not start, or does not answer")
+
+    def _lost(self, reason: str) -> ServerLostError:
+        logger.error("%s", reason)
+        return ServerLostError(
+            f"{self._failure}: {reason}. Remedy: try again later.",
+            code=self._code,
+            status=503,
+            retry_after_s=RETRY_AFTER_S,
+        )
 
     def _begin(self) -> socket.socket:
         """Start the server unless it is running; return its socket."""
         if self._closed:
-            raise ServerClosedError("the server is stopping")
+            raise ServerClosedError("the server is stopping", code="stopping", status=503)
         if self._server is not None and self._server.poll() is not None:
             logger.warning(
                 "the %s server ended (exit code %d)", self._name, self._server.returncode

@@ -23,7 +23,9 @@ from vsched.isolated.calls import (
 
 @pytest.fixture
 def calls() -> Iterator[IsolatedCalls]:
-    made = IsolatedCalls(shaky_server.__name__, b"setup and ", name="shaky")
+    made = IsolatedCalls(
+        shaky_server.__name__, b"setup and ", name="shaky", failure="it failed", code="failed"
+    )
     yield made
     made.close()
 
@@ -158,7 +160,9 @@ def test_calls_fail_when_there_is_no_file_descriptor(
 
 
 def test_calls_fail_when_no_server_starts() -> None:
-    calls = IsolatedCalls("tests.unit.isolated.no_such_module", b"", name="absent")
+    calls = IsolatedCalls(
+        "tests.unit.isolated.no_such_module", b"", name="absent", failure="it failed", code="failed"
+    )
     with pytest.raises(ServerLostError, match="the absent server does not start"):
         call(calls, "order")
     calls.close()

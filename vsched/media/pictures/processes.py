@@ -15,12 +15,7 @@ import msgspec
 
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.faultpoints import fault_point
-from vsched.isolated.calls import (
-    CallFailedError,
-    IsolatedCalls,
-    ServerClosedError,
-    ServerLostError,
-)
+from vsched.isolated.calls import CallFailedError, IsolatedCalls
 from vsched.media.decode import DecodeLimits, ImageHeader, has_native_header, inspect
 from vsched.media.embeddings import Embedding
 from vsched.media.measure import Measured
@@ -30,7 +25,6 @@ from vsched.worker.contract import ImageRecipe, Preprocessor
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 5
 LARGE_BYTES = 64 << 20
 """Memory from which an image gets its own process; a photograph of 12 megapixels needs as much."""
 SERVER_MODULE = "vsched.media.pictures.server"
@@ -83,7 +77,14 @@ class PictureProcesses:
     ) -> None:
         """Start the server that processes are forked from; `work` is a `PictureWork`."""
         self._limits = limits
-        self._calls = IsolatedCalls(SERVER_MODULE, work, name="image", descriptors=(arena_fd,))
+        self._calls = IsolatedCalls(
+            SERVER_MODULE,
+            work,
+            name="image",
+            failure="the image could not be processed",
+            code="image_processing_failed",
+            descriptors=(arena_fd,),
+        )
         self._deadline_s = deadline_s
         self._calls.start()
 
@@ -138,14 +139,6 @@ class PictureProcesses:
                 "Remedy: send another encoding of the image, or a smaller one.",
                 code="image_processing_failed",
             ) from None
-        except ServerLostError as error:
-            logger.error("%s", error)  # noqa: TRY400 - the traceback adds nothing
-            message = f"the image could not be processed: {error}. Remedy: try again later."
-            raise RequestFailed(
-                message, code="image_processing_failed", status=503, retry_after_s=RETRY_AFTER_S
-            ) from None
-        except ServerClosedError as error:
-            raise RequestFailed(str(error), code="stopping", status=503) from None
         _raise(outcome)
         return outcome
 
