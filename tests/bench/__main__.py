@@ -19,12 +19,14 @@ from tests.bench.samplers.table import samplers
 from tests.bench.servers import setup
 from tests.bench.servers.peers import PEERS
 from tests.bench.table.measure import table
+from tests.bench.timeline.measure import timeline
 from vsched.errors import VschedError
 
 MEASURED: Mapping[str, Callable[[argparse.Namespace, Console], None]] = {
     "compare": compare.compare,
     "table": table,
     "curve": curve,
+    "timeline": timeline,
     "growth": growth.growth,
     "regress": regress.regress,
     "scheduler": scheduler.scheduler,

@@ -29,15 +29,37 @@ IMAGES = ROOT / "docs" / "images"
 
 def numbers(text: str) -> list[int]:
     """Read positive numbers, by commas, each once and in order."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
+    found = _integers(text)
     if not found or min(found) < 1:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a list of positive numbers such as 1,8,32"
         )
     return sorted(set(found))
+
+
+def neighbours(text: str) -> list[int]:
+    """Read numbers of neighbours, by commas, each once and in order; 0 is a quiet machine."""
+    found = _integers(text)
+    if not found or min(found) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,1")
+    return sorted(set(found))
+
+
+def stretches(text: str) -> tuple[int, int, int]:
+    """Read the seconds before, beside and after the neighbours."""
+    found = _integers(text)
+    if len(found) != 3 or min(found) < 3:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not three numbers of seconds, each 3 or more, such as 10,20,15"
+        )
+    return found[0], found[1], found[2]
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        return []
 
 
 def among(names: Sequence[str]) -> Callable[[str], list[str]]:
@@ -142,6 +164,22 @@ def _curve(parser: argparse.ArgumentParser) -> None:
     add("--best", type=assignment, action="append", default=[], help="a setting of vsched")
 
 
+def _timeline(parser: argparse.ArgumentParser) -> None:
+    _sizes(parser)
+    parser.set_defaults(slots=32, context=2048, turns=1, idle_s=5.0, timeout_s=600.0)
+    add = parser.add_argument
+    add("--peers", type=Path, required=True, help="folder of `setup`")
+    add("--budget", type=_count, default=2048, help="of vLLM's steps, in tokens")
+    add("--checkpoint", choices=TABLED, default="mid25")
+    add("--sides", type=among(SIDES), default=["vsched", "vllm", "llamacpp", "openvino"])
+    add("--case", choices=("text", "image"), default="text")
+    add("--clients", type=_count, default=8)
+    add("--neighbours", type=_count, default=1, help="busy loops that come and go")
+    add("--seconds", type=stretches, default=(10, 20, 15), help="before, beside and after them")
+    add("--sessions", type=_count, help="requests that are drawn; more than a side can answer")
+    add("--best", type=assignment, action="append", default=[], help="as of `table`")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `python -m tests.bench`."""
     parser = argparse.ArgumentParser(
@@ -183,6 +221,14 @@ def make_parser() -> argparse.ArgumentParser:
         default=[],
         help="a setting of the sides of vsched that have any; MODEL: before it is for one model",
     )
+    table.add_argument(
+        "--neighbours",
+        type=neighbours,
+        default=[0],
+        help="busy loops beside every side while it is measured: 1, or 0,1 for both in turns",
+    )
+
+    _timeline(commands.add_parser("timeline", help="requests/s while neighbours come and go"))
 
     _curve(commands.add_parser("curve", help="requests and pauses by limits on a step"))
 

@@ -16,10 +16,11 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     """What makes two runs the same run.
 
     Attributes:
-        purpose: `compare`, `sweep`, `clients`, `prompt` or `regress`.
+        purpose: Command or part of one, such as `compare`, `sweep`, `table` or `timeline`.
         side: `vsched`, the name of the peer, or `before`.
         length: Tokens of the prompt as asked for, where prompts grow; else 0.
         budget: The peer's token budget; 0 where it has none of its own.
+        neighbours: Busy loops that run beside the server.
         settings: Everything else that the figures depend on.
     """
 
@@ -32,16 +33,22 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     settings: str
     length: int = 0
     budget: int = 0
+    neighbours: int = 0
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, what it gave, when, and by what version."""
+    """One run, what it gave, when, and by what version.
+
+    Attributes:
+        rates: Requests/s in each interval of a run over time.
+    """
 
     key: Key
     figures: Figures
     version: str
     taken: str
     load: float
+    rates: list[float] = []
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):

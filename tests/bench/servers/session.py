@@ -8,8 +8,9 @@ import functools
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 import uvloop
@@ -18,15 +19,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tests.bench.records import Key, Run, Started, Store
 from tests.bench.servers import processes
+from tests.bench.servers.neighbours import neighbours
 from tests.bench.servers.server import IDLE_CORES_MAX, Server, ServerError, Spec, serving
 from vsched.bench.load.cases import draw_text
 from vsched.bench.load.client import BenchClient
 from vsched.bench.load.figures import Figures
-from vsched.bench.load.generator import DrawnLoad, LoadPlan, draw, run
+from vsched.bench.load.generator import LoadPlan, draw, run
 from vsched.bench.report.machine import OtherLoad
 
 SETTLE_S = 1.0
 """Between a server's going on and its first request."""
+
+Drive = Callable[..., Coroutine[Any, Any, Figures]]
+"""Sends a load, given a client and `body`, and returns its figures."""
 
 
 def now() -> str:
@@ -60,7 +65,16 @@ class Session:
         self._timeout_s = timeout_s
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
-    def key(self, plan: LoadPlan, spec: Spec, *, purpose: str, repeat: int, length: int = 0) -> Key:
+    def key(
+        self,
+        plan: LoadPlan,
+        spec: Spec,
+        *,
+        purpose: str,
+        repeat: int,
+        length: int = 0,
+        neighbours: int = 0,
+    ) -> Key:
         """Return the key of a run."""
         return Key(
             purpose=purpose,
@@ -72,6 +86,7 @@ class Session:
             settings=self.settings,
             length=length,
             budget=spec.budget,
+            neighbours=neighbours,
         )
 
     def missing(
@@ -158,24 +173,23 @@ class Session:
         self,
         server: Server,
         others: Sequence[Server],
-        drawn: DrawnLoad,
-        advance: Callable[[], None],
+        drive: Drive,
+        beside: Sequence[int] = (),
     ) -> Figures:
-        """Run a plan on a server while the others have nothing to do."""
+        """Drive a load on a server while the others have nothing to do; `beside` are the neighbours' pids."""
         for other in others:
             other.pause()
         _let_go_on(server)
         server.check_alive()
         everyone = [server, *others]
-        watch = OtherLoad(lambda: [pid for one in everyone for pid in one.pids()])
+        watch = OtherLoad(lambda: [*beside, *(pid for one in everyone for pid in one.pids())])
         waiting = processes.busy_cores([pid for one in others for pid in one.pids()])
         client = BenchClient(server.spec.url, timeout_s=self._timeout_s)
-        work = run(client, drawn, server.spec.body, finished=advance)
-        figures = self._runner.run(work)
+        figures = self._runner.run(drive(client, body=server.spec.body))
         server.check_alive()  # what a server that is gone has failed says nothing about its speed
         result = msgspec.structs.replace(figures, others=watch.cores(), waiting=waiting())
         for text in result.errors:
-            self.console.print(f"{server.spec.side}, {drawn.plan.case}: {text}", markup=False)
+            self.console.print(f"{server.spec.side}, {figures.case}: {text}", markup=False)
         return result
 
     def take_turns(
@@ -197,11 +211,16 @@ class Session:
                 for server, key in pairs[:: -1 if keys[0].repeat % 2 else 1]:
                     others = [one for one in servers if one is not server]
                     long = f" of {key.length:,} tokens" if key.length else ""
-                    title = f"{key.case}{long} x {key.concurrency}, {key.repeat + 1}: {key.side}"
-                    task = progress.add_task(title, total=plan.requests)
-                    figures = self.measure(
-                        server, others, drawn, functools.partial(progress.advance, task)
+                    busy = f" beside {key.neighbours}" if key.neighbours else ""
+                    title = (
+                        f"{key.case}{long} x {key.concurrency}{busy}, {key.repeat + 1}: {key.side}"
                     )
+                    task = progress.add_task(title, total=plan.requests)
+                    drive = functools.partial(
+                        run, drawn=drawn, finished=functools.partial(progress.advance, task)
+                    )
+                    with neighbours(key.neighbours) as pids:
+                        figures = self.measure(server, others, drive, pids)
                     self.keep(key, server.spec, figures)
                     progress.remove_task(task)
                     progress.advance(total)

@@ -83,13 +83,18 @@ def work_of(
     options: argparse.Namespace, session: Session, model: str, spec: Spec, repeat: int
 ) -> Work:
     """Return what a side is asked in a round."""
-    plans = [
-        plan_for(model, case, clients, repeat)
+    # Quiet and beside neighbours alternate, so that both see the same machine.
+    cells = [
+        (plan_for(model, case, clients, repeat, neighbours), neighbours)
         for case in SIZES[model]
         if case in options.cases
         for clients in options.concurrency
+        for neighbours in options.neighbours[:: -1 if repeat % 2 else 1]
     ]
-    return {(session.key(plan, spec, purpose=PURPOSE, repeat=repeat),): plan for plan in plans}
+    return {
+        (session.key(plan, spec, purpose=PURPOSE, repeat=repeat, neighbours=neighbours),): plan
+        for plan, neighbours in cells
+    }
 
 
 def measure(found: Sequence[Turn], store: Store, console: Console) -> list[str]:

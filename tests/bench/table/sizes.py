@@ -72,13 +72,14 @@ def settings_of(options: argparse.Namespace, model: str) -> str:
     return " ".join(parts)
 
 
-def plan_for(model: str, case: str, clients: int, repeat: int) -> LoadPlan:
-    """Return what is sent for a cell in a round."""
+def plan_for(model: str, case: str, clients: int, repeat: int, neighbours: int = 0) -> LoadPlan:
+    """Return what is sent for a cell in a round; no prompt comes again beside other neighbours."""
     size = SIZES[model][case]
     load = argparse.Namespace(
         words=size.words, output_tokens=size.tokens, turns=1, sessions=sessions_at(size, clients)
     )
-    plan = plan_of(load, case, clients, seed=str(repeat), purpose=PURPOSE)
+    seed = f"{repeat} beside {neighbours}" if neighbours else str(repeat)
+    plan = plan_of(load, case, clients, seed=seed, purpose=PURPOSE)
     return dataclasses.replace(plan, warmup=WARMUP)
 
 
@@ -90,18 +91,19 @@ def rest_s(
     What a side took before is what it will take; what it has not done yet takes as long as another side's, and what
     nobody has done what its size says.
     """
-    mine: dict[tuple[str, str, str, int], float] = {}
-    anyone: dict[tuple[str, str, int], list[float]] = {}
+    mine: dict[tuple[str, str, str, int, int], float] = {}
+    anyone: dict[tuple[str, str, int, int], list[float]] = {}
     for run in runs:
         key, figures = run.key, run.figures
         seconds = figures.wall_s + WARMUP * figures.wall_s * key.concurrency / figures.requests
-        mine[key.side, key.checkpoint, key.case, key.concurrency] = seconds
-        anyone.setdefault((key.checkpoint, key.case, key.concurrency), []).append(seconds)
+        cell = (key.checkpoint, key.case, key.concurrency, key.neighbours)
+        mine[key.side, *cell] = seconds
+        anyone.setdefault(cell, []).append(seconds)
     started = {(one.side, one.checkpoint): one.answered_s for one in starts}
     total = 0.0
     for group in missing:
         for key in group:
-            cell = (key.checkpoint, key.case, key.concurrency)
+            cell = (key.checkpoint, key.case, key.concurrency, key.neighbours)
             seconds = SIZES[key.checkpoint][key.case].seconds.get(key.concurrency, START_S)
             if cell in anyone:
                 seconds = statistics.median(anyone[cell])

@@ -64,6 +64,14 @@ def test_numbers_refuse_what_is_none(text: str) -> None:
         options.numbers(text)
 
 
+def test_neighbours_are_numbers_and_none_is_one_of_them() -> None:
+    assert options.neighbours("1,0,1") == [0, 1]
+    assert parsed("table").neighbours == [0]
+    for text in ("", "-1", "a", "0,,1"):
+        with pytest.raises(argparse.ArgumentTypeError, match="list of numbers such as 0,1"):
+            options.neighbours(text)
+
+
 def test_cases_come_in_the_order_of_the_tables() -> None:
     assert options.cases("mixed,text") == ["text", "mixed"]
     with pytest.raises(argparse.ArgumentTypeError, match="nonsense"):

@@ -43,7 +43,7 @@ class OtherLoad:
 
     def _own_s(self) -> float:
         own = os.times()
-        return own.user + own.system + sum(map(_process_s, self._pids()))
+        return sum(own[:4]) + sum(map(_process_s, self._pids()))  # with children that have ended
 
     def cores(self) -> float:
         """Return the mean number of cores."""

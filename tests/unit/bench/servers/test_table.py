@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -133,6 +134,27 @@ def test_a_side_that_does_not_start_keeps_no_other_from_being_measured(
     assert "error" not in run_table(found)
 
 
+@pytest.mark.slow
+def test_table_measures_quiet_and_beside_neighbours_in_turns(
+    tmp_path: Path, servers: dict[str, Spec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+
+    @contextlib.contextmanager
+    def beside(count: int) -> Iterator[list[int]]:
+        begun.append(count)
+        yield []
+
+    monkeypatch.setattr(sessions, "neighbours", beside)
+    del servers["vsched-best"], servers["llamacpp"]
+    found = parsed(tmp_path, "--neighbours", "0,1", "--concurrency", "8")
+    run_table(found)
+    assert begun == [0, 1, 1, 0], "each comes first every other round"
+    page = (found.out / "table-mid25.md").read_text()
+    assert "| requests/s | kept of quiet |" in page
+    assert "| text x 8, beside 1 | vsched |" in page
+
+
 # --- sides ---
 
 
@@ -172,7 +194,7 @@ def test_all_peers_but_the_simple_one_are_sides() -> None:
 # --- how long it takes ---
 
 
-def key(side: str, clients: int = 1, repeat: int = 0) -> Key:
+def key(side: str, clients: int = 1, repeat: int = 0, neighbours: int = 0) -> Key:
     return Key(
         purpose=sizes.PURPOSE,
         side=side,
@@ -181,6 +203,7 @@ def key(side: str, clients: int = 1, repeat: int = 0) -> Key:
         repeat=repeat,
         checkpoint="mid25",
         settings="",
+        neighbours=neighbours,
     )
 
 
@@ -218,6 +241,8 @@ def test_the_rest_takes_as_long_as_it_took_before() -> None:
     own = 8 + 8 / 4  # four requests in eight seconds, and one that warms up
     known = sizes.rest_s([[key("a", repeat=1)]], runs, [started("a", 3)])
     assert known == own + 3
+    others = sizes.rest_s([[key("b", neighbours=1)]], [*runs, made(key("a"), 1)], [])
+    assert others == seconds[1] + sizes.START_S, "a quiet machine says nothing of a busy one"
     others = sizes.rest_s([[key("b")]], runs, [])
     assert others == own + sizes.START_S, "as long as with somebody else"
 
@@ -265,3 +290,28 @@ def test_a_cell_is_missed_by_the_best_peer_of_its_precision() -> None:
         "- text x 1, 8 bits: TPOT 1.11 (1.11 to 1.11) times that of openvino-int8",
     ]
     assert report.missed(sides_of(vsched_best=[2], vllm=[1]), "mid25") == "No cell misses the aim."
+
+
+def test_share_that_is_kept_beside_neighbours_is_of_the_same_round() -> None:
+    found = sides_of(vsched=[1.0, 2.0], vllm=[1.0, 1.0])
+    assert "kept of quiet" not in report.cells(found, "mid25")
+    for side, rates in (("vsched", (0.5, 0.8)), ("vllm", (0.3, 0.5))):
+        found[side] += [
+            made(key(side, repeat=index, neighbours=1), rate) for index, rate in enumerate(rates)
+        ]
+    lines = [line.split(" | ") for line in report.cells(found, "mid25").splitlines()[2:]]
+    kept = {(line[0].lstrip("| "), line[1]): line[3] for line in lines}
+    assert kept == {
+        ("text x 1", "vsched"): "-",
+        ("text x 1", "vllm"): "-",
+        ("text x 1, beside 1", "vsched"): "0.45 (0.40 to 0.50)",
+        ("text x 1, beside 1", "vllm"): "0.40 (0.30 to 0.50)",
+    }
+    said = report.missed(found, "mid25")
+    assert "- text x 1, beside 1: vsched keeps 0.45 (0.40 to 0.50) of its quiet requests/s" in said
+    assert "beside 1, 16 bits" not in said, "1.6 times vLLM in the same condition"
+
+
+def test_prompts_beside_neighbours_are_others_than_on_a_quiet_machine() -> None:
+    seeds = {sizes.plan_for("mid25", "text", 8, 0, count).seed for count in (0, 1, 2)}
+    assert len(seeds) == 3

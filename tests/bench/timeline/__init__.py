@@ -1,0 +1,1 @@
+"""Requests/s over time, while neighbours come for some seconds and go."""
