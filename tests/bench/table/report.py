@@ -161,7 +161,7 @@ def missed(by_side: dict[str, list[Run]], model: str) -> str:
     aims = [f"below {RATE_MIN} times the best peer's requests/s", "above its TPOT at 1 client"]
     if any(place.neighbours for place in places(by_side, model)):
         aims.append(f"below {KEPT_MIN} of our own quiet requests/s beside 1 neighbour")
-    return "\n".join([f"Missed, {', or '.join(aims)}:", "", *lines])
+    return "\n".join([f"Cells {', or '.join(aims)}:", "", *lines])
 
 
 def places(by_side: dict[str, list[Run]], model: str) -> Iterator[Place]:

@@ -135,7 +135,7 @@ def draw(by_side: Mapping[str, Sequence[Run]], seconds: Seconds, title: str, pat
     axes.axvspan(seconds[0], seconds[0] + seconds[1], color="grey", alpha=0.15)
     axes.set_title(title, size=9)
     axes.set_xlabel("s", size=8)
-    axes.set_ylabel("requests/s", size=8)
+    axes.set_ylabel(f"requests/s, mean of {WINDOW_S:g} s", size=8)
     axes.set_ylim(bottom=0)
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
