@@ -38,6 +38,13 @@ _FREE_FROM = 500
 """Descriptors are kept above this number while they are put in their places."""
 
 
+class Imports(msgspec.Struct, frozen=True):
+    """The first message: the modules to import, and environment variables to set before."""
+
+    modules: Sequence[str]
+    environment: dict[str, str]
+
+
 class ForkOrder(msgspec.Struct, frozen=True, kw_only=True):
     """One process to fork.
 
@@ -123,14 +130,24 @@ def _become(order: ForkOrder, descriptors: Sequence[int], channel: socket.socket
 
 
 def main() -> int:
-    """Import the modules that follow the number of the engine's socket, and fork what is ordered."""
+    """Import the modules of the command line, then those of the first message, and fork what is ordered.
+
+    The arguments are the number of the engine's socket, and modules that are known before the configuration is read.
+    """
     orders = socket.socket(fileno=int(sys.argv[1]))
     setproctitle(NAME)
     gc.disable()  # what imports make stays, so looking through it again and again takes a tenth of their time
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    line = orders.recv(BYTES_MAX)
+    if not line:
+        return 0  # no rank is to be forked
+    imports = msgspec.json.decode(line, type=Imports)
+    os.environ.update(imports.environment)
+    for name in imports.modules:
+        importlib.import_module(name)
     if len(list(_TASKS.iterdir())) > 1:
-        sys.stderr.write(f"{NAME}: one of {sys.argv[2:]} starts threads when it is imported\n")
+        sys.stderr.write(f"{NAME}: one of {imports.modules} starts threads when it is imported\n")
         return 1
     gc.collect()
     gc.freeze()  # a collection in a rank would copy its pages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
 from functools import partial
@@ -17,10 +18,11 @@ from vsched.terminal.options import ConfigOption, SetOption, load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from rich.console import Console
 
-    from vsched.aio.replicas.fork_server import ForkServer
+    from vsched.aio.replicas.fork_server import ForkServer, IdleForkServer
     from vsched.api.server import RunningServer
     from vsched.config import Config
 
@@ -59,9 +61,7 @@ def serve(
     assignments: SetOption = None,
 ) -> None:
     """Serve a checkpoint over OpenAI's HTTP interface. Ctrl-C drains; a second one stops at once."""
-    from rich.console import Console
-
-    from vsched.aio.replicas.early import early_fork_servers
+    from vsched.aio.replicas.fork_server import idle_fork_server
 
     overrides = [*(assignments or ())]
     if path:
@@ -76,10 +76,20 @@ def serve(
         overrides.append("record.resume=true")
     if ray:
         overrides.append(f"cluster.ray={ray}")
+    with idle_fork_server() as idle:  # first of all: its imports take longest of a start
+        _run(config, overrides, idle)
+
+
+def _run(config: Path | None, overrides: list[str], idle: IdleForkServer) -> None:
+    """Load the configuration and serve; on a terminal an error is raised, elsewhere logged."""
+    from rich.console import Console
+
+    from vsched.aio.replicas.early import early_fork_servers
+
     console = Console(stderr=True)
     try:
         settings = load(config, overrides).config
-        with early_fork_servers(settings) as begun:
+        with early_fork_servers(settings, idle) as begun:
             _serve(settings, console, begun)
     except VschedError as error:
         if console.is_terminal:
@@ -92,6 +102,8 @@ def serve(
 def _serve(settings: Config, console: Console, begun: Mapping[frozenset[str], ForkServer]) -> None:
     """Serve until a signal, and tell people how far it is: on a terminal in sentences, elsewhere in log lines."""
     started_s = time.monotonic()
+    # Imports leave little garbage, and looking for it takes a tenth of their time; `favour_event_loop` turns it on.
+    gc.disable()
     import uvloop
 
     from vsched.aio.environment import Environment, make_launcher

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from vsched.config import LoadedConfig, load_config
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from vsched.config import LoadedConfig
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file.", show_default=False)
@@ -31,6 +31,8 @@ PlotOption = Annotated[
 
 def load(config: Path | None, assignments: list[str] | None) -> LoadedConfig:
     """Load what the options `--config` and `--set` and the environment say."""
+    from vsched.config import load_config  # a fifth of a second
+
     return load_config(config, sets=assignments or (), environ=os.environ)
 
 

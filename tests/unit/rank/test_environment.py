@@ -6,7 +6,7 @@ import pytest
 
 from tests.machines import pretend_cores
 from vsched.aio.environment import local_launcher
-from vsched.aio.replicas.process import rank_environment
+from vsched.aio.replicas.rank_environment import rank_environment
 from vsched.config import load_config
 
 

@@ -19,24 +19,29 @@ from vsched.worker.registry import load_worker
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vsched.aio.replicas.fork_server import ForkServer
+    from vsched.aio.replicas.fork_server import ForkServer, IdleForkServer
     from vsched.config import Config
 
 
 @contextmanager
-def early_fork_servers(config: Config) -> Iterator[Mapping[frozenset[str], ForkServer]]:
+def early_fork_servers(
+    config: Config, idle: IdleForkServer | None = None
+) -> Iterator[Mapping[frozenset[str], ForkServer]]:
     """Begin the fork server of a configuration's ranks, for a launcher to take over; it is gone when the context ends.
 
-    None where ranks are no forks, or what they import cannot be told yet: what is wrong then the engine tells.
+    It begins as `idle`, which the caller ends. None if ranks are not forked, or their imports are not known yet; the
+    engine reports the reason.
     """
     servers: dict[frozenset[str], ForkServer] = {}
     with suppress(VschedError):
         modules = _modules(config)
         if modules:
             servers[modules] = make_fork_server(
-                modules, oversubscribed=placed(config).oversubscribed
+                modules, oversubscribed=placed(config).oversubscribed, idle=idle
             )
             servers[modules].begin()
+        elif idle is not None:
+            idle.close()
     try:
         yield servers
     finally:

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from vsched.fork_server import HELLO, ForkOrder
+from vsched.aio.replicas.rank_environment import rank_environment
+from vsched.fork_server import HELLO, ForkOrder, Imports
 
 logger = logging.getLogger(__name__)
 PRELOADED = ("vsched.transport.pulse", "vsched.transport.zmq_link", "vsched.worker.loading")
@@ -36,6 +37,45 @@ class ForkServerLostError(Exception):
     """The fork server died, or does not answer."""
 
 
+class IdleForkServer(NamedTuple):
+    """A fork server's process that has not been told what to import for the ranks of a plug-in."""
+
+    process: subprocess.Popen[bytes]
+    orders: socket.socket
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
+        self.orders.close()
+
+
+def start_idle(environment: Mapping[str, str]) -> IdleForkServer:
+    """Start the process of a fork server, which imports what every rank needs."""
+    orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    orders.setblocking(False)
+    with theirs:
+        number = theirs.fileno()
+        process = subprocess.Popen(  # noqa: S603 - the engine's own words
+            [sys.executable, "-m", "vsched.fork_server", str(number), *PRELOADED],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(number,),
+            env=environment,
+            start_new_session=True,  # a terminal's Ctrl-C is for the engine alone
+        )
+    return IdleForkServer(process, orders)
+
+
+@contextmanager
+def idle_fork_server() -> Iterator[IdleForkServer]:
+    """Start the process of a fork server before the configuration is known; it has ended when the context ends."""
+    idle = start_idle(rank_environment(1, oversubscribed=True))
+    try:
+        yield idle
+    finally:
+        idle.close()
+
+
 class ForkServer:
     """A process that has imported `modules`, and forks others; it ends with the engine, however that ends.
 
@@ -44,11 +84,15 @@ class ForkServer:
     first order on.
     """
 
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Prepare; it starts when a process is first asked for, or is begun."""
-        self._command = [sys.executable, "-m", "vsched.fork_server"]
-        self._modules = [*PRELOADED, *modules]
-        self._environment = environment
+    def __init__(
+        self,
+        modules: Sequence[str],
+        environment: Mapping[str, str],
+        idle: IdleForkServer | None = None,
+    ) -> None:
+        """Prepare; it starts when a process is first asked for, or is begun: as `idle`, the first time."""
+        self._imports = Imports(modules, dict(environment))
+        self._idle = idle
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
         self._stop_watching: Callable[[], None] | None = None
@@ -158,17 +202,10 @@ class ForkServer:
 
     def begin(self) -> None:
         """Start the process, which imports from now on."""
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._orders.setblocking(False)
-        with theirs:
-            number = theirs.fileno()
-            self._process = subprocess.Popen(  # noqa: S603 - the engine's own words
-                [*self._command, str(number), *self._modules],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(number,),
-                env=self._environment,
-                start_new_session=True,  # a terminal's Ctrl-C is for the engine alone
-            )
+        idle, self._idle = self._idle, None
+        self._process, self._orders = idle or start_idle(self._imports.environment)
+        with suppress(ConnectionError):  # it died: `open` finds out
+            self._orders.send(msgspec.json.encode(self._imports))
         self._imported = False
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:

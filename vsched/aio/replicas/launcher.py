@@ -18,8 +18,9 @@ import msgspec
 import zmq
 
 from vsched.aio.leader.link import LeaderEnd
-from vsched.aio.replicas.fork_server import ForkServer
-from vsched.aio.replicas.process import RANK_COMMAND, RankProcess, rank_environment
+from vsched.aio.replicas.fork_server import ForkServer, IdleForkServer
+from vsched.aio.replicas.process import RANK_COMMAND, RankProcess
+from vsched.aio.replicas.rank_environment import rank_environment
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
 from vsched.types import ModelInfo, stage_of
@@ -227,10 +228,13 @@ def at_home(
     return msgspec.structs.replace(spec, run_dir=run_dir, arena_fd=arena_fd, **changes)
 
 
-def make_fork_server(modules: frozenset[str], *, oversubscribed: bool) -> ForkServer:
-    """Return a fork server for ranks that import these; it has not started."""
+def make_fork_server(
+    modules: frozenset[str], *, oversubscribed: bool, idle: IdleForkServer | None = None
+) -> ForkServer:
+    """Return a fork server for ranks that import these, which begins as `idle`; otherwise it has not started."""
     # With one thread, or libraries would start others as they are imported; ranks set their own number.
-    return ForkServer(sorted(modules), rank_environment(1, oversubscribed=oversubscribed))
+    environment = rank_environment(1, oversubscribed=oversubscribed)
+    return ForkServer(sorted(modules), environment, idle)
 
 
 def forkable_modules(spec: RankSpec) -> frozenset[str]:

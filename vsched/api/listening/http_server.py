@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from vsched.api.connection import BoundedProtocol
 from vsched.config import Config
-from vsched.media.allocator import map_large_blocks
+from vsched.media.allocator import map_large_blocks, return_freed_memory
 from vsched.worker.capabilities import LeanPreprocessing
 from vsched.worker.registry import load_worker
 
@@ -69,5 +69,7 @@ def favour_event_loop() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return_freed_memory()
     map_large_blocks()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
