@@ -21,6 +21,7 @@ import msgspec
 from setproctitle import setproctitle
 
 from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory
+from vsched.fork_server import drop_code_pages
 from vsched.logs import configure_logging
 from vsched.transport.arena import Arena
 from vsched.transport.pulse import PulseThread
@@ -59,6 +60,7 @@ def run(spec: RankSpec) -> None:
                 _load(RankLoading(spec, arena, members))
             gc.collect()
             gc.freeze()  # what loading left behind lives for ever: no collection need look at it
+            drop_code_pages()  # mostly of the compiler, which loaded the kernels
             follow(members, spec.timeout_s)
         except Exception as error:
             for member in members:
