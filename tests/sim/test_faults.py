@@ -253,3 +253,40 @@ async def test_faults_of_whole_groups_are_refused(sim_engine: Engines) -> None:
     plan = FaultPlan(faults=(GroupOutage(group="generate"),))
     with pytest.raises(ConfigError, match=r"group_outage at 0 s: .*worker_crash"):
         sim_engine(faults=plan)
+
+
+@pytest.mark.sim
+async def test_slow_stretch_leaves_nothing_behind(sim_engine: Engines) -> None:
+    """A neighbour takes the cores for half a minute: no group and no request is lost, and chunks are what they were."""
+    stretch = Slowdown(
+        at_ns=5 * SECOND_NS, group="generate", duration_ns=30 * SECOND_NS, factor=5.0
+    )
+    base = small_config()
+    generate = msgspec.structs.replace(
+        base.generate, chunk_tokens=64, step_target_ms=8.0, step_target_ratio=1.5
+    )
+    config = small_config(generate=generate, front_door={"use": "deadline-shed"})
+    arrivals = [
+        Arrival(
+            at_ns=index * SECOND_NS // 5,
+            request_id=f"r{index}",
+            prompt=(Text(index, 90),),
+            output_tokens=12,
+        )
+        for index in range(190)
+    ]
+    chunks: list[int] = []
+
+    async with sim_engine(config, faults=FaultPlan(faults=(stretch,))) as engine:
+        assert engine.observer is not None
+        (group,) = engine.observer.kernel.generators
+        for first, last in ((0, 25), (25, 175), (175, 180), (180, 190)):
+            await engine.run(arrivals[first:last])
+            budget = group.step_times.start_step(64, decodes=2)
+            chunks.append(budget.tokens_at(0))
+        await engine.heal()
+    assert not losses(engine)
+    assert not ends(engine)
+    before, _, after, later = chunks
+    assert 8 < before < 64
+    assert min(after, later) >= before - generate.block_size, chunks

@@ -3,7 +3,9 @@
 A prompt token costs a part that is the same for all (its way through the layers) and a part that grows with the tokens
 before it (attention): at 16,000 tokens of context, 64 tokens took 30 times what they take at none. A limit in tokens
 alone therefore either starves short prompts or stalls decoders beside long ones. So both parts are fitted to what ranks
-report, by least squares that forget, and a chunk is cut to the time that is left in its step.
+report, by least squares that forget, and a chunk is cut to the time that is left in its step. The errors are relative
+to the time that was measured: else a large, slow chunk would outweigh a hundred small ones that come after it, and the
+chunks would stay small long after a neighbour has left the cores.
 
 What decodes alone take is seen in steps without prefill, and while requests wait there are none, though ever more
 decode. So it is kept together with how many they were, and each one more counts as a prompt token.
@@ -24,6 +26,11 @@ from vsched.kernel.request import RequestState
 
 FORGET = 0.9
 """What an observation still counts after the next one: about the last ten steps with prefill decide."""
+HELD_UP = 2.0
+"""A step of decodes alone that took more than so many times what it should was held up by something else, and counts
+as just that."""
+NOISE = 0.05
+"""Part of the time of a step below which the time of its prefill says nothing."""
 
 _UNPLANNED = (0, 0, 0.0)
 
@@ -86,13 +93,19 @@ class StepTimeModel:
     def _fit(self, busy_ns: int, decodes: int, tokens: int, pairs: float) -> None:
         if not tokens:
             if decodes:
-                part = (1 - FORGET) if self._known_ns else 1
+                part = 1.0
+                if self._known_ns:
+                    part = 1 - FORGET
+                    busy_ns = min(busy_ns, int(HELD_UP * self.decode_ns(decodes)))
                 self._known_decodes += (decodes - self._known_decodes) * part
                 self._known_ns += (busy_ns - self._known_ns) * part
             return
         known = min(decodes, self._known_decodes)
         count = tokens + decodes - known
         cost = max(busy_ns - self.decode_ns(known), 0.0)
+        # Between the time of the step, which bounds the noise, and that of its prefill, which is what is learned.
+        scale = math.sqrt(busy_ns * max(cost, NOISE * busy_ns))
+        count, pairs, cost = count / scale, pairs / scale, cost / scale
         new = (count * count, count * pairs, pairs * pairs, count * cost, pairs * cost)
         self._sums = tuple(FORGET * old + one for old, one in zip(self._sums, new, strict=True))  # type: ignore[assignment]
         self._costs = self._solve()

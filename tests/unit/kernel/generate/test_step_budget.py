@@ -173,3 +173,39 @@ def test_model_always_gives_something_whatever_it_was_told(
         tell(model, step, at, tokens, busy_ns, decodes=decodes)
     assert min(model.costs()) >= 0
     assert 16 <= model.start_step(2_048, decodes=DECODES).tokens_at(start) <= 2_048
+
+
+def serve(model: StepTimeModel, steps: range, *, slower: float = 1.0) -> list[int]:
+    """Run steps, each with the longest chunk that fits, and return the lengths of the chunks."""
+    chunks = []
+    for step in steps:
+        budget = model.start_step(2048, decodes=DECODES)
+        tokens = budget.tokens_at(0)
+        budget.take(0, tokens)
+        model.note(step, DECODES, budget)
+        true_ns = DECODE_NS + tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS
+        model.learn(step, int(true_ns * slower))
+        chunks.append(tokens)
+    return chunks
+
+
+@pytest.mark.parametrize("slower", [2.0, 5.0, 20.0])
+@pytest.mark.parametrize("steps", [1, 20, 300])
+def test_model_chunks_are_as_long_as_before_soon_after_a_slow_stretch(
+    slower: float, steps: int
+) -> None:
+    model = learned(40_000_000)
+    before = serve(model, range(100, 120))[-1]
+    serve(model, range(200, 200 + steps), slower=slower)
+    after = serve(model, range(600, 616))
+    assert after[-1] == pytest.approx(before, rel=0.1)
+
+
+@pytest.mark.parametrize("tokens", [0, 64])
+def test_model_is_hardly_moved_by_one_step_in_which_the_machine_stood_still(tokens: int) -> None:
+    """A suspended VM: one step took half a minute."""
+    model = learned(40_000_000)
+    before = model.start_step(100_000, decodes=DECODES).tokens_at(0)
+    tell(model, 100, 0, tokens, 30_000_000_000)
+    assert model.decode_ns(DECODES) == pytest.approx(DECODE_NS, rel=0.11)
+    assert model.start_step(100_000, decodes=DECODES).tokens_at(0) == pytest.approx(before, abs=32)
