@@ -96,12 +96,15 @@ def _listen(following: Following[RankLink], timeout_s: float) -> None:
     """Block until one of these logs that can have the next turn was heard."""
     awaited = following.awaited()
     if len(awaited) == 1:
-        heard = awaited[0].listen(timeout_s)
+        heard = awaited[0].listen(timeout_s) or awaited[0].listen(following.grace_s)
     else:
         # Most often something is there: decisions are ahead of steps.
         heard = _look(awaited)
         if not heard:
-            heard = wait_readable([member.link for member in awaited], following.left_s())
+            links = [member.link for member in awaited]
+            heard = wait_readable(links, following.left_s()) or wait_readable(
+                links, following.grace_s
+            )
             _look(awaited)
     if not heard:
         following.heard_nothing()

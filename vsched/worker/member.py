@@ -319,6 +319,8 @@ class Following(Generic[Link]):
 
     Attributes:
         over: One log has said stop.
+        grace_s: How long to listen once more when the timeout is over. After a stop of the whole machine it is over
+            before a living engine had a chance to speak.
     """
 
     def __init__(
@@ -327,6 +329,7 @@ class Following(Generic[Link]):
         self.over = False
         self._members = members
         self._timeout_s = timeout_s
+        self.grace_s = timeout_s / PULSES_PER_TIMEOUT
         self._now_ns = (host or RankHost()).now_ns
         self._turn = 0
 

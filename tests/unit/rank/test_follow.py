@@ -165,3 +165,38 @@ def test_follow_ends_when_a_leader_is_silent(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(GroupLostError, match=r"heard nothing from the engine for 60 s"):
         following.follow()
     assert following.done == [("encode", 1)]
+
+
+@pytest.mark.parametrize("logs", [1, 2])
+def test_follow_listens_once_more_after_the_timeout(
+    monkeypatch: pytest.MonkeyPatch, logs: int
+) -> None:
+    """The whole machine stood still: the time is over before an engine that lives could speak."""
+    following = Following(monkeypatch)
+    following.decide("generate", GenerateDecision(1))
+    following.decide("generate", Heartbeat())
+    following.decide("generate", Stop())
+    waits: list[float] = []
+
+    def wait(links: list[Link], timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        if len(waits) == 2:
+            return False
+        return following._wait(links, timeout_s)
+
+    monkeypatch.setattr(rank_module, "wait_readable", wait)
+    members = following.members
+    if logs == 1:
+        member = members["generate"]
+        listen = member.listen
+
+        def late(timeout_s: float) -> bool:
+            waits.append(timeout_s)
+            return False if len(waits) == 2 else bool(listen(timeout_s))
+
+        member.listen = late  # type: ignore[method-assign]
+        follow([member], 60.0)  # type: ignore[list-item]
+    else:
+        following.follow()
+    assert following.done == [("generate", 1)]
+    assert waits[2] == 15.0

@@ -31,6 +31,23 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     hooks_s: float | None = None
 
 
+class RunningClock:
+    """Time in which this process ran, for judging others: a stop of the whole machine is no silence of a rank.
+
+    A suspended VM, a frozen container or a starved engine wakes up before the ranks that stood still with it are heard.
+    """
+
+    def __init__(self) -> None:
+        self._looked_s = 0.0
+        self._ran_s = 0.0
+
+    def look(self, now_s: float, gap_max_s: float) -> float:
+        """Return the running time in seconds at `now_s`; a gap between two looks counts as `gap_max_s` at most."""
+        self._ran_s += min(max(now_s - self._looked_s, 0.0), gap_max_s)
+        self._looked_s = now_s
+        return self._ran_s
+
+
 class ProcessLiveness:
     """What is known of the rank processes; shared by the leaders of the same processes.
 
@@ -39,6 +56,7 @@ class ProcessLiveness:
 
     Attributes:
         turns: Orders the steps of all logs that these processes follow.
+        clock: The time by which they are judged.
         heard_s: When a rank's log follower was last heard.
         pulse_s: When anything of its process was.
         owing: Answers that a rank owes to all its leaders.
@@ -46,6 +64,7 @@ class ProcessLiveness:
 
     def __init__(self) -> None:
         self.turns = Turns()
+        self.clock = RunningClock()
         self.heard_s: dict[int, float] = {}
         self.pulse_s: dict[int, float] = {}
         self.owing: Counter[int] = Counter()

@@ -75,6 +75,9 @@ __all__ = ["Deadlines", "Leader", "ProcessLiveness"]
 EARLY = 0.9
 """A heartbeat goes out after this part of the interval: timers fire late, and what was sent has a way to go."""
 
+GAP_INTERVALS = 2
+"""Heartbeat intervals that count at most between two looks at the clock: what is longer, this process stood still."""
+
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
@@ -165,7 +168,7 @@ class Leader:
         """Append a decision to the log and send it to every rank."""
         self._run_hooks()
         self._hooks.stepped()
-        self._detector.expect(decision.step, self._loop.time())
+        self._detector.expect(decision.step, self._running_s())
         if isinstance(decision, EncodeDecision):
             decision = self._slices.begin(decision)
         self._append(decision)
@@ -179,7 +182,7 @@ class Leader:
             return
         for name in self._hooks.take_due(self._loop.time()):
             self._append(RunHook(name))
-            self._detector.expect(self._log.seq, self._loop.time(), hook=name)
+            self._detector.expect(self._log.seq, self._running_s(), hook=name)
 
     async def size(self, order: SizeKv) -> list[Sized]:
         """Have every rank carry out an order about its KV cache; return the votes of all, by rank.
@@ -206,7 +209,7 @@ class Leader:
         self._changes[self._log.seq + 1] = changed
         what = "add" if isinstance(entry, AddAdapter) else "remove"
         self._detector.expect(
-            self._log.seq + 1, self._loop.time(), hook=f"{what} adapter {entry.number}"
+            self._log.seq + 1, self._running_s(), hook=f"{what} adapter {entry.number}"
         )
         self._append(entry)
         return changed.complete
@@ -286,7 +289,7 @@ class Leader:
         if identity not in self._proved:
             logger.warning("%s: dropped a report of a peer that did not prove itself", self.name)
             return
-        self._liveness.hear(rank, self._loop.time(), follows=not pulse)
+        self._liveness.hear(rank, self._running_s(), follows=not pulse)
         if not pulse:
             self._on_report(rank, report)
 
@@ -351,9 +354,9 @@ class Leader:
                 )
                 self.lose(RanksDiffer(self._groups, rank, what))
                 return
-        now_s = self._loop.time()
         for rank in range(self._ranks):
-            self._liveness.hear(rank, now_s, follows=True)
+            self._liveness.hear(rank, self._running_s(), follows=True)
+        now_s = self._loop.time()
         self._hooks = HookTimes(first.hooks, now_s, override_s=self._deadlines.hooks_s)
         self._timer = self._loop.call_later(self._beat_s, self._tick)
         self.ready.set_result([self._ready[rank] for rank in range(self._ranks)])
@@ -368,7 +371,7 @@ class Leader:
         if answer.step != due.number:
             self.refuse(rank, f"sent the result of step {answer.step}, due was {due.number}")
             return
-        self._detector.answered(rank, self._loop.time())
+        self._detector.answered(rank, self._running_s())
         if self._ranks > 1:
             check = answer.check if isinstance(answer, StepCheck) else check_of(answer)
             other = self._checks.add(rank, answer.step, check)
@@ -401,7 +404,7 @@ class Leader:
         if rank or paused.layers < 1 or not expected:
             self.refuse(rank, f"paused in step {paused.step}, which is not encoded in time slices")
             return
-        self._detector.renew(paused.step, self._loop.time())
+        self._detector.renew(paused.step, self._running_s())
         layers = self._slices.go_on(paused)
         busy_s, limit_s = self._slices.busy_ns / 1e9, self._deadlines.step_s
         if busy_s > limit_s:
@@ -412,7 +415,7 @@ class Leader:
     def _take_beat(self, rank: int, seq: int) -> None:
         due = self._detector.due(rank)
         if due is not None and due.hook and due.number == seq:
-            self._detector.answered(rank, self._loop.time())
+            self._detector.answered(rank, self._running_s())
             if rank == 0:
                 self._hooks.done(due.hook, self._loop.time())
 
@@ -421,17 +424,22 @@ class Leader:
         if due is None or not due.hook or due.number != seq or seq not in self._changes:
             self.refuse(rank, "spoke of an adapter that it was not asked about")
             return
-        self._detector.answered(rank, self._loop.time())
+        self._detector.answered(rank, self._running_s())
         change = self._changes[seq]
         change.answer(rank, error)
         if change.complete.done():
             del self._changes[seq]
 
+    def _running_s(self) -> float:
+        """Return the time by which ranks are judged: only that in which this process ran."""
+        gap_max_s = GAP_INTERVALS * self._deadlines.heartbeat_s
+        return self._liveness.clock.look(self._loop.time(), gap_max_s)
+
     def _tick(self) -> None:
         if self._over:
             return
         now_s = self._loop.time()
-        failure = self._detector.failure(now_s)
+        failure = self._detector.failure(self._running_s())
         if failure is not None:
             self.lose(failure)
             return

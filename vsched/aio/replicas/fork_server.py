@@ -29,6 +29,7 @@ FORK_S = 10.0
 """How long it may do nothing until it is heard, once it has imported, and while it forks."""
 WORK_S = 120.0
 """Most seconds of a processor until it is heard: imports take 4, and a fork some thousandths."""
+_IDLE_PARTS = 4
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -162,13 +163,16 @@ class ForkServer:
         since another one would begin all over.
         """
         began_s = worked_s = self._worked_s()
+        idle = 0
         # Not cancelled and begun again, which could lose what was just heard.
         said = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(channel, len(HELLO)))
         try:
-            while not (await asyncio.wait({said}, timeout=idle_s))[0]:
+            # In parts: a stop of the whole machine, of any length, ends one part only.
+            while not (await asyncio.wait({said}, timeout=idle_s / _IDLE_PARTS))[0]:
                 before_s, worked_s = worked_s, self._worked_s()
-                if not before_s < worked_s < began_s + WORK_S:
-                    self._kill_silent(idle_s if worked_s == before_s else 0)
+                idle = idle + 1 if worked_s == before_s else 0
+                if idle == _IDLE_PARTS or worked_s >= began_s + WORK_S:
+                    self._kill_silent(idle_s if idle else 0)
             return said.result()
         finally:
             said.cancel()

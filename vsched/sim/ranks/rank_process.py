@@ -262,7 +262,10 @@ class SimulatedRank:
 
     async def _listen(self, following: Following[SimulatedLink]) -> None:
         awaited = following.awaited()
-        heard = await wait_readable([member.link.end for member in awaited], following.left_s())
+        ends = [member.link.end for member in awaited]
+        heard = await wait_readable(ends, following.left_s()) or await wait_readable(
+            ends, following.grace_s
+        )
         for member in awaited:
             member.listen(0)
         if not heard:

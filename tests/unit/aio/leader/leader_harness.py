@@ -88,7 +88,7 @@ class FakeLoop:
         while due := [t for t in self.timers if not t.cancelled and t.deadline_s <= until_s]:
             timer = min(due, key=lambda one: one.deadline_s)
             self.timers.remove(timer)
-            self.now_s = timer.deadline_s
+            self.now_s = max(timer.deadline_s, self.now_s)
             timer.call()  # type: ignore[operator]
         self.now_s = until_s
 

@@ -206,6 +206,24 @@ async def test_leader_gives_up_a_silent_rank(led_two: LeaderHarness) -> None:
     assert led.results == []
 
 
+@pytest.mark.parametrize("at_work", [False, True])
+async def test_leader_keeps_ranks_after_a_stop_of_the_whole_machine(
+    led: LeaderHarness, *, at_work: bool
+) -> None:
+    """The engine wakes up first: what the ranks did not say meanwhile is no silence. From then on it is."""
+    led.enter(0)
+    if at_work:
+        led.leader.decide(GenerateDecision(1))
+    led.advance(2.0)
+    led.loop.now_s += 3600.0
+    led.loop.advance(LIMITS.heartbeat_s)
+    led.pulse(0)
+    led.loop.advance(LIMITS.heartbeat_s)
+    assert led.lost == []
+    led.loop.advance(LIMITS.rank_timeout_s + 3 * LIMITS.heartbeat_s)
+    assert ("has not answered step 1" if at_work else "was silent") in led.lost[0]
+
+
 async def test_leader_rank_that_was_ready_long_before_the_others_is_not_silent(
     led_two: LeaderHarness,
 ) -> None:
