@@ -174,6 +174,7 @@ class Engine:
                 slow_calls_max=config.policies.slow_calls_max,
                 record=partial(environment.open_record, config),
                 now_ns=environment.now_ns,
+                queued_ns=environment.make_queue_clock(),
             )
             started.push_async_callback(shell.stop)
             media, tells_prompts = await loading

@@ -14,6 +14,7 @@ from vsched.aio.hosts.placement import PlacedLauncher, hosts_at, hosts_sought, r
 from vsched.aio.hosts.ray_calls import InstalledRay
 from vsched.aio.hosts.remote import Connect, Patience
 from vsched.aio.hosts.stream import WINDOW_BYTES
+from vsched.aio.policy_times import QueueClock
 from vsched.aio.replicas.fork_server import ForkServer
 from vsched.aio.replicas.launcher import Launcher, LocalLauncher
 from vsched.aio.replicas.process import RANK_COMMAND
@@ -118,6 +119,7 @@ class Environment:
         make_media: Returns what prepares requests, with threads and a network to fetch images from.
         open_record: Returns the record of a kernel, None to keep none.
         now_ns: The kernel's clock.
+        make_queue_clock: Asked once on the event loop's thread; returns the clock of its waits for a core, in ns.
     """
 
     make_launcher: Callable[[Config], Launcher] = make_launcher
@@ -125,3 +127,4 @@ class Environment:
     make_media: Callable[[Preprocessor, PixelStore, MediaSettings], MediaPipeline] = MediaPipeline
     open_record: Callable[[Config, Scheduler], Recorder | None] = open_recorder
     now_ns: Callable[[], int] = time.monotonic_ns
+    make_queue_clock: Callable[[], Callable[[], int]] = QueueClock

@@ -3,11 +3,16 @@
 The kernel has no clock, and a time must not change what it decides unless an event says so. So calls are timed from
 outside, and what comes of it is an event: a policy that is over its budget again and again is replaced by the default,
 in a record as well as in the server.
+
+Time in which the thread waited for a core does not count: on a busy machine, or under a control group's quota, a quick
+policy would be replaced for good because of a neighbour. Time in which a policy sleeps or waits for a file counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +24,27 @@ logger = logging.getLogger(__name__)
 LATEST_CALLS = 100
 """Slow calls count for as long as they are among so many."""
 Ask = Callable[[Any], Any]
+
+
+class QueueClock:
+    """The time in ns that the thread that made it, ready to run, has waited for a core.
+
+    It stands still if the kernel keeps no such statistics.
+    """
+
+    def __init__(self) -> None:
+        self._file = -1
+        with contextlib.suppress(OSError):
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __call__(self) -> int:
+        """Return it."""
+        return int(os.pread(self._file, 64, 0).split()[1]) if self._file >= 0 else 0
+
+    def __del__(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
 
 
 class _SeatTimes:
@@ -42,21 +68,27 @@ class PolicyTimes:
         slow_max: int,
         now_ns: Callable[[], int],
         handle: Callable[[Event], None],
+        queued_ns: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Replace a policy once more than `slow_max` of its latest calls took over `budget_ms`; 0: never."""
+        """Replace a policy once more than `slow_max` of its latest calls took over `budget_ms`; 0: never.
+
+        `queued_ns` is the clock of `QueueClock`.
+        """
         self._budget_ns = int(budget_ms * 1e6)
         self._slow_max = slow_max
         self._now_ns = now_ns
         self._handle = handle
+        self._queued_ns = queued_ns if budget_ms else lambda: 0
         self._seats: dict[str, _SeatTimes] = {}
 
     def watch(self, seat: str, ask: Ask) -> Ask:
         """Return what asks a policy and takes its time."""
         self._seats[seat] = times = _SeatTimes(self._slow_max)
-        now_ns, budget_ns = self._now_ns, self._budget_ns or 1 << 62
+        now_ns, queued_ns = self._now_ns, self._queued_ns
+        budget_ns = self._budget_ns or 1 << 62
 
         def timed(view: Any) -> Any:
-            started_ns = now_ns()
+            queued_before_ns, started_ns = queued_ns(), now_ns()
             try:
                 return ask(view)
             finally:
@@ -65,7 +97,10 @@ class PolicyTimes:
                 times.total_ns += took_ns
                 if took_ns > times.longest_ns:
                     times.longest_ns = took_ns
-                if took_ns > budget_ns:
+                if (
+                    took_ns > budget_ns
+                    and (took_ns := took_ns - queued_ns() + queued_before_ns) > budget_ns
+                ):
                     self._note_slow(seat, times, took_ns)
 
         return timed

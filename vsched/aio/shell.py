@@ -97,13 +97,14 @@ async def start_shell(
     slow_calls_max: int = 0,
     record: Callable[[Scheduler], Recorder | None] = lambda _kernel: None,
     now_ns: Callable[[], int] = time.monotonic_ns,
+    queued_ns: Callable[[], int] = lambda: 0,
 ) -> Shell:
     """Start all worker groups in parallel, wait until they are ready, and return the shell that serves with them.
 
     A policy of which more than `slow_calls_max` calls of the latest take over `call_budget_ms` is replaced; 0: none is.
     `limits` gives the kernel's limits for a number of KV blocks of the smallest generate group. `record` opens the
     record of a kernel, if there is to be one. `now_ns` is the kernel's clock; a simulation hands in its own. (An event
-    loop's clock may be as coarse as a millisecond.)
+    loop's clock may be as coarse as a millisecond.) `queued_ns` is that of `QueueClock`, for the times of policies.
 
     Blocks: up to the deadline for readiness.
 
@@ -122,7 +123,7 @@ async def start_shell(
             record=record(kernel),
             now_ns=now_ns,
         )
-        shell.time_policies(call_budget_ms, slow_calls_max)
+        shell.time_policies(call_budget_ms, slow_calls_max, queued_ns)
     except BaseException:
         await worker_groups.stop(grace_s=0)
         raise
@@ -183,10 +184,14 @@ class Shell:
         )
         return supervisor
 
-    def time_policies(self, budget_ms: float, slow_max: int) -> None:
+    def time_policies(self, budget_ms: float, slow_max: int, queued_ns: Callable[[], int]) -> None:
         """Time the calls of policies, and replace one of which too many take longer than the budget; 0: none."""
         self._policy_times = PolicyTimes(
-            budget_ms=budget_ms, slow_max=slow_max, now_ns=self._now_ns, handle=self.handle
+            budget_ms=budget_ms,
+            slow_max=slow_max,
+            now_ns=self._now_ns,
+            handle=self.handle,
+            queued_ns=queued_ns,
         )
         self._kernel.watch_policies(self._policy_times.watch)
 

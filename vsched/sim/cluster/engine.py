@@ -153,6 +153,7 @@ class SimEngine:
             make_media=media_of(self.world),
             open_record=self._open_record,
             now_ns=loop.now_ns,
+            make_queue_clock=lambda: lambda: 0,
         )
         self.engine = Engine(self.config, environment=environment)
         self.client = AsgiClient(create_app(self.engine, ApiSettings()))

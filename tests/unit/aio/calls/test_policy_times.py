@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.record.recorded import record_run
-from vsched.aio.policy_times import PolicyTimes
+from vsched.aio.policy_times import PolicyTimes, QueueClock
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Event, PolicyReplaced
 from vsched.policy import Admission, AdmissionPolicy, AdmissionView
@@ -35,7 +35,7 @@ class Clock:
     """A clock that each call of a policy moves on."""
 
     def __init__(self) -> None:
-        self.now_ns = 0
+        self.now_ns = self.queued_ns = 0
         self.heard: list[Event] = []
 
     def times(self, *, budget_ms: float, slow_max: int) -> PolicyTimes:
@@ -44,11 +44,13 @@ class Clock:
             slow_max=slow_max,
             now_ns=lambda: self.now_ns,
             handle=self.heard.append,
+            queued_ns=lambda: self.queued_ns,
         )
 
-    def ask(self, took_ms: int) -> Callable[[object], int]:
+    def ask(self, took_ms: int, queued_ms: int = 0) -> Callable[[object], int]:
         def ask(_: object) -> int:
             self.now_ns += took_ms * MS
+            self.queued_ns += queued_ms * MS
             return took_ms
 
         return ask
@@ -81,6 +83,21 @@ def test_slow_calls_that_are_rare_replace_nothing() -> None:
         ask("view")
     assert times.statistics()["s"]["slow"] == 12
     assert clock.heard == []
+
+
+@pytest.mark.parametrize(("queued_ms", "slow"), [(95, 0), (96, 0), (94, 1)])
+def test_waits_for_a_core_replace_nothing(queued_ms: int, slow: int) -> None:
+    """Beside a neighbour, quick policies are off their core for long; that is no fault of theirs."""
+    clock = Clock()
+    times = clock.times(budget_ms=5, slow_max=0)
+    times.watch("s", clock.ask(100, queued_ms))("view")
+    assert times.statistics()["s"]["slow"] == slow
+    assert len(clock.heard) == slow
+
+
+def test_queue_clock_never_goes_back() -> None:
+    clock = QueueClock()
+    assert 0 <= clock() <= clock()
 
 
 def test_no_budget_replaces_nothing() -> None:
