@@ -136,6 +136,16 @@ def test_one_step_that_was_held_up_does_not_end_drafts(at: int) -> None:
     assert policy.grant(asked) == policy.guess
 
 
+def test_drafts_pay_again_in_the_first_trial_after_a_slow_stretch() -> None:
+    """All steps with drafts were five times slower, then come some without drafts and one trial at full speed."""
+    policy, state = PromptLookup(), Trials()
+    told = steps(*[5000] * 40, drafted=4, accepted=1) + steps(*[1000] * 20, start=41)
+    told += steps(*[1100] * 4, drafted=4, accepted=1, start=61)
+    asked = view(last=TRIAL, drafted=16, accepted=4, state=state, measured=Measurements(steps=told))
+    assert policy.grant(asked) == policy.guess
+    assert state.failed == 0
+
+
 def test_drafts_are_tried_by_ever_fewer_requests_while_trials_fail() -> None:
     policy, state = ModelDrafts(), Trials()
     trial = policy.grant(view(state=state))

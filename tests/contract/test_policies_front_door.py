@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import msgspec
 import pytest
 
@@ -20,6 +22,7 @@ from vsched.policy import (
 from vsched.sim import SimulationOutcome, generate_workload, load_cost_model, simulate
 from vsched.sim.workload.requests import Arrival, Text, workload_of
 from vsched_policies.front_door import DeadlineShed, TokenBucket
+from vsched_policies.front_door.deadline_shed import busy_gap_ns
 from vsched_policies.front_door.token_bucket import TENANTS_MAX, Buckets
 
 MS = 1_000_000
@@ -90,6 +93,14 @@ def test_deadline_shed_looks_at_those_ahead() -> None:
     assert late(DeadlineShed(ttft_target_ms=None), waiting=999) == LetIn()
     away = DeadlineShed(ttft_target_ms=2000, wait_share=0.5, redirect_to="http://b")
     assert late(away, waiting=31) == Redirect("http://b")
+
+
+@pytest.mark.parametrize("slow_ms", [[500] * 40 + [100] * 17, [100] * 40 + [10_000] + [100] * 9])
+def test_deadline_shed_forgets_a_slow_stretch_and_ignores_one_stop(slow_ms: list[int]) -> None:
+    """First tokens come every 100 ms again, or always did but when the machine stood still."""
+    ended_ms = accumulate(slow_ms, initial=1000)
+    firsts = [first(one, 20_000) for one in ended_ms]
+    assert busy_gap_ns(firsts) == 100 * MS
 
 
 def test_deadline_shed_by_priority_counts_those_that_are_served_before() -> None:

@@ -19,6 +19,11 @@ from vsched.policy import (
     Shed,
 )
 
+GAPS_MAX = 17
+"""Times between first tokens that the estimate looks back at."""
+GAPS_MIN = 8
+"""With more of them than these, the longest is left out."""
+
 
 class DeadlineShed(FrontDoorPolicy, frozen=True, kw_only=True):
     """Sheds a request whose first token would come after its target, as first tokens have come lately.
@@ -69,12 +74,18 @@ class DeadlineShed(FrontDoorPolicy, frozen=True, kw_only=True):
 
 
 def busy_gap_ns(firsts: Sequence[FirstTokenTime]) -> float:
-    """Return the mean time from one first token to the next, where the next request was waiting all that time."""
+    """Return the mean time from one first token to the next, where the next request was waiting all that time.
+
+    Of the latest gaps only, and without the longest: after a slow stretch of the machine requests are soon let in as
+    before, and one stop of it sheds nobody.
+    """
     gaps = [
         this.ended_ns - last.ended_ns
         for last, this in pairwise(firsts)
         if this.ended_ns - this.ttft_ns <= last.ended_ns
-    ]
+    ][-GAPS_MAX:]
+    if len(gaps) > GAPS_MIN:
+        gaps.remove(max(gaps))
     return sum(gaps) / len(gaps) if gaps else 0.0
 
 
