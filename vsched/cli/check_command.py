@@ -91,6 +91,8 @@ def _facts(report: CheckpointReport) -> Iterator[tuple[str, str]]:
         yield "image", f"{size}: {told}"
     if report.placement:
         yield "stages", report.placement
+    threads = ", ".join(f"{count} in {stage}" for stage, count in report.threads.items())
+    yield "cores", f"{report.cores}; threads of a rank: {threads}"
     if report.processes:
         yield "HTTP", f"in {report.processes} processes beside the engine's"
     for stage, need in report.memory.items():

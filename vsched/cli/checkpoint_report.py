@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,6 +24,7 @@ from vsched.worker.capabilities import CheckpointDescriber, CheckpointDescriptio
 from vsched.worker.contract import Preprocessor
 from vsched.worker.memory import host_available
 from vsched.worker.registry import load_worker
+from vsched.worker.shares import cores_text
 
 IMAGE_SIZES = ((448, 448), (1024, 768), (1920, 1080))
 """Width and height of the images whose tokens are told."""
@@ -54,6 +56,8 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
         path: How it is computed: `fused`, `modules`, `generic`, or `refused`.
         problems: Why it cannot be served; empty where it can.
         placement: Where the stages run, and why; empty where nothing encodes images.
+        cores: The usable cores of this host, and where they come from.
+        threads: Threads of a rank of each stage on this host.
         processes: Those that serve HTTP beside the engine's.
         image_tokens: Tokens of an image by its size, or why it is refused.
     """
@@ -65,6 +69,8 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
     description: CheckpointDescription
     info: ModelInfo | None
     placement: str
+    cores: str
+    threads: dict[str, int]
     processes: int
     image_tokens: dict[str, int | str]
     memory: dict[str, StageMemory]
@@ -123,10 +129,19 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         description=description,
         info=info,
         placement=placement,
+        cores=cores_text(),
+        threads={stage: config.threads(stage) for stage in _stages(config)},
         processes=config.server.processes if config.server.processes > 1 else 0,
         image_tokens=images,
         memory=memory,
     )
+
+
+def _stages(config: Config) -> Iterator[Literal["encode", "generate"]]:
+    """Yield the stages that run."""
+    if config.encode.replicas:
+        yield "encode"
+    yield "generate"
 
 
 def _image_tokens(

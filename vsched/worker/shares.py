@@ -23,8 +23,21 @@ def usable_cores() -> int:
     and when the share of a period is used up all of them stand still until the next.
     """
     allowed = len(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    return allowed if quota is None else min(allowed, max(int(quota), 1))
+
+
+def cpu_quota() -> float | None:
+    """Return the CPUs that the narrowest control group of this process may use; None without a limit."""
     shares = (_cores_of(folder, newer=newer) for folder, newer in control_group_folders("cpu"))
-    return min([allowed, *(max(int(share), 1) for share in shares if share is not None)])
+    return min((share for share in shares if share is not None), default=None)
+
+
+def cores_text() -> str:
+    """Return the usable cores and where they come from, for people."""
+    allowed, quota = len(os.sched_getaffinity(0)), cpu_quota()
+    limit = "no quota" if quota is None else f"a quota of {quota:g} CPUs"
+    return f"{usable_cores()} usable: affinity to {allowed} of {os.cpu_count()}, {limit}"
 
 
 def _cores_of(folder: Path, *, newer: bool) -> float | None:

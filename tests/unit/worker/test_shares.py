@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tests.machines import pretend_cores
 from vsched.config import load_config
 from vsched.config.placement import placement_here
 from vsched.worker import memory
-from vsched.worker.shares import usable_cores
+from vsched.worker.shares import cores_text, usable_cores
 
 
 @pytest.fixture
@@ -40,6 +41,7 @@ def share_group(folder: Path, quota: str, period: str = "100000", *, older: bool
         ("none", "200000", 2),
         ("400000", "300000", 3),
         ("250000", "none", 2),
+        ("150000", "none", 1),
         ("50000", "none", 1),
         ("9900000", "none", 64),
         ("none", "none", 64),
@@ -61,6 +63,29 @@ def test_cores_are_those_of_the_narrowest_control_group(
 def test_cores_are_those_of_the_affinity_where_no_group_can_be_seen(groups: Path) -> None:
     assert not groups.exists()
     assert usable_cores() == 64
+
+
+def test_cores_text_names_affinity_and_quota(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert cores_text() == "64 usable: affinity to 64 of 64, no quota"
+    (groups.parent / "own").write_text("0::/\n")
+    share_group(groups, "150000")
+    assert cores_text() == "1 usable: affinity to 64 of 64, a quota of 1.5 CPUs"
+
+
+@pytest.mark.parametrize(
+    ("quota", "separate", "together"),
+    [("50000", 1, 1), ("150000", 1, 1), ("200000", 1, 2), ("400000", 2, 4)],
+)
+def test_threads_follow_from_the_quota(
+    groups: Path, quota: str, separate: int, together: int
+) -> None:
+    """The table in docs/deployment.md."""
+    (groups.parent / "own").write_text("0::/\n")
+    share_group(groups, quota)
+    for placement, threads in (("separate", separate), ("together", together)):
+        config = load_config(None, sets=[f"placement={placement}"], environ={}).config
+        assert config.threads("generate") == threads
 
 
 def test_cores_of_a_container_share_its_threads_and_choose_its_placement(
