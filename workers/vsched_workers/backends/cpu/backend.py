@@ -157,8 +157,8 @@ class CpuBackend(ReferenceBackend):
     def prepare_adapters(self) -> MakeSums:
         if self.dtype != torch.bfloat16:
             return TorchSums
-        low_rank.warm_up(self._threads)
-        kernel = functools.partial(KernelSums, self._threads, deterministic=self._deterministic)
+        low_rank.warm_up()
+        kernel = functools.partial(KernelSums, self._threads)
 
         def make(dtype: torch.dtype, device: torch.device) -> Sums:
             return kernel() if dtype == torch.bfloat16 else TorchSums(dtype, device)
@@ -196,7 +196,7 @@ class CpuBackend(ReferenceBackend):
         sampling.warm_up()
         # In deterministic mode chunks are rows of a kernel of their own.
         chooses = self.dtype == torch.bfloat16 and not self._deterministic
-        prefill = choose_prefill(self._threads) if chooses else prefill_by_gather
+        prefill = choose_prefill() if chooses else prefill_by_gather
         self._decode = NumbaDecode(self.dtype, self.kv_dtype, self._threads)
         self._attention = AttentionKernels(self._decode, prefill)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vsched_workers.backends.cpu.kernels.decode_attention import decode_queries
+from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.memory.sparse_runs import attended_contexts
 
@@ -23,13 +23,6 @@ TASKS_MIN = 4
 def shares_of(rows: int, kv_heads: int, threads: int) -> int:
     """Return the number of shares that the key heads of a row are cut into."""
     return kv_heads if threads > 1 and rows < TASKS_MIN * threads else 1
-
-
-def use_threads(threads: int) -> None:
-    """Have parallel kernels run on this number of threads."""
-    if threads > 1:
-        config: Any = numba.config
-        numba.set_num_threads(min(threads, config.NUMBA_NUM_THREADS))
 
 
 def kept_heads(kv_dtype: torch.dtype, *, slots: int) -> npt.NDArray[Any]:
@@ -47,14 +40,14 @@ class NumbaDecode:
         self._dtype = dtype
         self._kv_dtype = kv_dtype
         self._threads = threads
-        self._attend = decode_queries.serial if threads == 1 else decode_queries.parallel
-        use_threads(threads)
+        self._pool = pool_of(threads)
 
     def warm_up(self) -> None:
         """Compile now, so that the first request does not wait for it."""
         cached = kept_heads(self._kv_dtype, slots=2)
         query = np.zeros((1, 1, 2), dtype=np.float32)
-        self._attend(
+        decode_queries(
+            self._pool,
             query,
             cached,
             cached,
@@ -73,7 +66,8 @@ class NumbaDecode:
         keys, values = step.cache.arrays[layer]
         given: npt.NDArray[np.float32] = query.float().contiguous().numpy()
         out = np.empty(given.shape, dtype=np.float32)
-        self._attend(
+        decode_queries(
+            self._pool,
             given,
             keys,
             values,

@@ -27,15 +27,14 @@ from torch import nn
 from torch.nn import functional
 
 from vsched_workers.adapters.places import LayerPlace, carrier_of, held_places
-from vsched_workers.backends.cpu.decode_attention import use_threads
 from vsched_workers.backends.cpu.kernels import activation, norm
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_quick, gelu_tanh
-from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.kernels.norm import add_layer_norm
 from vsched_workers.backends.cpu.kernels.simd import LANES
-from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, product_of
+from vsched_workers.backends.cpu.language_layers import product_of
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
 from vsched_workers.backends.cpu.row_blocks import BlockSizes
+from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.reference.merged_layers import frozen, merged
 from vsched_workers.batching.paged_attention import PatchKernel
 from vsched_workers.families.encoder import ENCODERS, Encoder
@@ -47,7 +46,7 @@ TRIED_WITHIN = 1e-3
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
 
-ACTIVATIONS: Sequence[tuple[_Function, Threaded]] = (
+ACTIVATIONS: Sequence[tuple[_Function, Any]] = (
     (functional.gelu, gelu),
     (lambda rows: functional.gelu(rows, approximate="tanh"), gelu_tanh),
     (lambda rows: rows * torch.sigmoid(1.702 * rows), gelu_quick),
@@ -61,7 +60,7 @@ class MadeLayer:
 
     layer: Any
     make: Encoder
-    activation: Threaded
+    activation: Any
 
 
 def merge_encoders(model: nn.Module) -> list[MadeLayer]:
@@ -87,16 +86,15 @@ def fuse_encoders(
     """Replace what layers do whose linear layers are packed."""
     if not layers:
         return
-    use_threads(threads)
-    norm.warm_up_layer_norm(threads=threads)
+    norm.warm_up_layer_norm()
     for kernel in {id(each.activation): each.activation for each in layers}.values():
-        activation.warm_up(kernel, threads=threads)
+        activation.warm_up(kernel)
     kernels: dict[tuple[int, int], PatchKernel] = {}
     for each in layers:
         attention = getattr(each.layer, each.make.attention)
         heads = attention.heads, attention.head_dim
         if heads not in kernels:
-            kernels[heads] = choose_patches(threads, *heads, deterministic=deterministic)
+            kernels[heads] = choose_patches(*heads, deterministic=deterministic)
         each.layer.forward = FusedEncoderLayer(each, threads, kernels[heads])
 
 
@@ -125,7 +123,7 @@ class FusedEncoderLayer:
         """Take a layer whose linear layers are packed."""
         layer, make = made.layer, made.make
         self._made = made
-        self._threads = threads
+        self._pool = pool_of(threads)
         self._attend = attend
         self._activation = made.activation
         attention: MergedEncoderAttention = getattr(layer, make.attention)
@@ -153,7 +151,7 @@ class FusedEncoderLayer:
             block = rows[part]
             self._add_norm(block, self._output(attended[part]), self._scales_at[0], after, normed)
             inner = self._first(normed[: len(block)])
-            self._pick(self._activation, inner.numel())(inner.data_ptr(), 0, *inner.shape)
+            self._activation(self._pool, inner.data_ptr(), 0, *inner.shape)
             self._add_norm(block, self._second(inner), self._scales_at[1], before, None)
         return rows.view(hidden.shape)
 
@@ -213,7 +211,8 @@ class FusedEncoderLayer:
         out: torch.Tensor | None,
     ) -> None:
         """Add to rows, and write their norms if they are wanted."""
-        self._pick(add_layer_norm, rows.numel())(
+        add_layer_norm(
+            self._pool,
             rows.data_ptr(),
             0 if delta is None else delta.data_ptr(),
             scale_at,
@@ -224,11 +223,6 @@ class FusedEncoderLayer:
             0 if out is None else out.data_ptr(),
             len(rows),
         )
-
-    def _pick(self, kernel: Threaded, values: int) -> Any:
-        """Return the variant of a kernel that is faster for this number of values."""
-        many = self._threads > 1 and values >= PARALLEL_VALUES_MIN
-        return kernel.parallel if many else kernel.serial
 
 
 @dataclass(frozen=True)
@@ -244,7 +238,7 @@ class _LayerNorm:
         return cls(module.weight.data_ptr(), module.bias.data_ptr(), np.float32(module.eps))
 
 
-def _made_of(layers: Sequence[Any]) -> tuple[Encoder, Threaded] | None:
+def _made_of(layers: Sequence[Any]) -> tuple[Encoder, Any] | None:
     """Return the make of layers, and the kernel of their activation; None where they are of none that is known."""
     for make in ENCODERS if layers else ():
         if not all(type(each) is type(layers[0]) and _has_modules(each, make) for each in layers):
@@ -275,7 +269,7 @@ def _has_modules(layer: Any, make: Encoder) -> bool:
     )
 
 
-def _activation_of(module: nn.Module) -> Threaded | None:
+def _activation_of(module: nn.Module) -> Any:
     ramp = torch.linspace(-6, 6, 200)
     made = module(ramp)
     for function, kernel in ACTIVATIONS:

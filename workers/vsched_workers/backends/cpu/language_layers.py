@@ -13,6 +13,7 @@ transformers' own modules.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,9 +27,9 @@ from torch.nn import functional
 from vsched_workers.adapters.places import LayerPlace
 from vsched_workers.adapters.rows import AdapterPass
 from vsched_workers.backends.base import Product
-from vsched_workers.backends.cpu.decode_attention import kept_heads, shares_of, use_threads
+from vsched_workers.backends.cpu.decode_attention import kept_heads, shares_of
 from vsched_workers.backends.cpu.decode_step.angles import StepAngles, arrays_of, unrotated
-from vsched_workers.backends.cpu.decode_step.whole_step import Many, Traits, WholeStep, fits
+from vsched_workers.backends.cpu.decode_step.whole_step import Traits, WholeStep, fits
 from vsched_workers.backends.cpu.decoder_norms import Norm
 from vsched_workers.backends.cpu.kernels import (
     activation,
@@ -39,7 +40,6 @@ from vsched_workers.backends.cpu.kernels import (
     sampling,
 )
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_tanh, swiglu
-from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.kernels.decode_attention import decode, score_tag
 from vsched_workers.backends.cpu.kernels.norm import add_norm, add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.panel_attention import attend_rows
@@ -52,6 +52,7 @@ from vsched_workers.backends.cpu.kernels.rope import (
 from vsched_workers.backends.cpu.low_rank.places import layer_places
 from vsched_workers.backends.cpu.prefill_choice import choose_ruled_prefill
 from vsched_workers.backends.cpu.row_blocks import BlockSizes, RowBlock, StepRows
+from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.reference.merged_layers import CutFeedForward, MergedAttention
 from vsched_workers.backends.reference.packed_weights import PackedLinear, padded_rows
 from vsched_workers.backends.reference.rotary_angles import angles_of
@@ -65,16 +66,13 @@ if TYPE_CHECKING:
     from vsched_workers.families.decoder import AttentionKind, Decoder
     from vsched_workers.parallel.slicing import Cut
 
-PARALLEL_VALUES_MIN = 1 << 16
-"""Passes over fewer values run on one thread: waking the others takes longer."""
-
 DECODE_VALUES_MIN = 1 << 18
-"""The same for attention, in products of a query and a key."""
+"""Attention with fewer products of a query and a key runs on one thread: waking the others takes longer."""
 
 USUAL_BLOCK = 16
 """Kernels for blocks of this size are compiled at load, others by the profiling run."""
 
-GATED: Mapping[Activation, Threaded] = {
+GATED: Mapping[Activation, Any] = {
     Activation.SILU: swiglu,
     Activation.GELU: gelu,
     Activation.GELU_TANH: gelu_tanh,
@@ -195,22 +193,22 @@ class FusedLanguage:
         self._sizes = BlockSizes.of(model)
         self._whole_step: WholeStep | None = None
         self._rules_all = False
-        use_threads(threads)
+        self._pool = pool_of(threads)
         cached = kept_heads(kv_dtype, slots=1)
         self._kept = cached.dtype
-        norm.warm_up(threads=threads)
-        rope.warm_up(cached, threads=threads)
+        norm.warm_up()
+        rope.warm_up(cached)
         if not self._adds_plainly or self._norms_all_heads:
-            norm.warm_up_normed(threads=threads)
-        activation.warm_up(self._gated, threads=threads)
+            norm.warm_up_normed()
+        activation.warm_up(self._gated)
         sampling.warm_up_greedy()
         if deterministic:
-            panel_attention.warm_up(threads=threads)
+            panel_attention.warm_up()
             return
         head_dim = self._layers[0].attention.head_dim
-        self._prefill_by_rule, self._rules_all = choose_ruled_prefill(threads, head_dim)
+        self._prefill_by_rule, self._rules_all = choose_ruled_prefill(head_dim)
         tag = score_tag(head_dim, USUAL_BLOCK, self._kept)
-        decode_attention.warm_up(tag, cached, threads=threads)
+        decode_attention.warm_up(tag, cached)
         self._whole_step = self._make_whole_step(cached, tag)
 
     def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
@@ -304,14 +302,10 @@ class FusedLanguage:
     ) -> torch.Tensor:
         """Take decode rows through all layers in one call."""
         assert self._whole_step is not None, "`_is_whole` says so"
-        attention, count = self._layers[0].attention, len(hidden)
+        attention = self._layers[0].attention
         seen = int(step.contexts.sum()) * attention.heads * attention.head_dim
-        many = Many(
-            self._many(count * self._last.width, PARALLEL_VALUES_MIN),
-            self._many(count * self._whole_step.inner, PARALLEL_VALUES_MIN),
-            self._many(seen, DECODE_VALUES_MIN),
-        )
-        return self._whole_step(hidden, positions, step, many)
+        many = self._threads > 1 and seen >= DECODE_VALUES_MIN
+        return self._whole_step(hidden, positions, step, attends_together=many)
 
     def _prepare_attention(
         self, rows: StepRows, angles: Mapping[str, tuple[Bf16Array, Bf16Array]], step: PagedStep
@@ -320,7 +314,8 @@ class FusedLanguage:
         attention = self._layers[0].attention
         written = attention.heads + 2 * attention.kv_heads
         seen = int(step.contexts.sum()) * attention.heads * attention.head_dim
-        many = self._many(seen, DECODE_VALUES_MIN)
+        many = self._threads > 1 and seen >= DECODE_VALUES_MIN
+        pool = self._pool if many else 0
         kernel = attend_rows if self._deterministic else decode
         found = []
         for kind in self._kinds:
@@ -336,9 +331,9 @@ class FusedLanguage:
                     parts=_parts(rows, turned, step, self._threads),
                     rule=ScoreRule(attention.scaling, window, self._score_bound) if ruled else None,
                     room=room,
-                    decode=kernel.parallel if many else kernel.serial,
+                    decode=functools.partial(kernel, pool),
                     decode_threads=self._threads if many else 1,
-                    rope=self._pick(rope_prefill, room.numel()),
+                    rope=functools.partial(rope_prefill, self._pool),
                     tag=score_tag(attention.head_dim, step.cache.block_size, self._kept),
                 )
             )
@@ -428,8 +423,7 @@ class FusedLanguage:
             delta = layer.output(block.attended)
             self._add_norm_block(block, delta, layer.attended, layer.middle)
             gate, up = layer.gate(block.normed), layer.up(block.normed)
-            kernel = self._pick(self._gated, gate.numel())
-            kernel(gate.data_ptr(), up.data_ptr(), *gate.shape)
+            self._gated(self._pool, gate.data_ptr(), up.data_ptr(), *gate.shape)
             self._add_norm_block(block, layer.down(gate), layer.fed, following)
 
     def _tell_rows(self, rows: StepRows, block: RowBlock) -> None:
@@ -441,8 +435,9 @@ class FusedLanguage:
         """Norm the queries of each row, all heads at once, and the keys."""
         at = qkv.data_ptr()
         for each in layer.head_norms:
-            kernel = self._pick(norm_parts, len(qkv) * each.width)
-            kernel(at, qkv.shape[1] * qkv.itemsize, each.width, each.record, len(qkv))
+            norm_parts(
+                self._pool, at, qkv.shape[1] * qkv.itemsize, each.width, each.record, len(qkv)
+            )
             at += each.width * qkv.itemsize
 
     def _add_norm(self, rows: StepRows, norm: Norm) -> None:
@@ -454,8 +449,8 @@ class FusedLanguage:
     ) -> None:
         """Write the norms of a block's rows, to which `delta` is added before; `added` is the norm of that."""
         if not self._adds_plainly:
-            kernel = self._pick(add_normed, block.rows * norm.width)
-            kernel(
+            add_normed(
+                self._pool,
                 block.hidden_at,
                 0 if delta is None else delta.data_ptr(),
                 added.record,
@@ -466,8 +461,8 @@ class FusedLanguage:
                 block.rows,
             )
             return
-        kernel = self._pick(add_norm, block.rows * norm.width)
-        kernel(
+        add_norm(
+            self._pool,
             block.hidden_at,
             0 if delta is None else delta.data_ptr(),
             norm.weight_at,
@@ -476,13 +471,6 @@ class FusedLanguage:
             block.normed_at,
             block.rows,
         )
-
-    def _pick(self, kernel: Threaded, values: int) -> Any:
-        """Return the variant of a kernel that is faster for this number of values."""
-        return kernel.parallel if self._many(values, PARALLEL_VALUES_MIN) else kernel.serial
-
-    def _many(self, values: int, least: int) -> bool:
-        return self._threads > 1 and (values >= least or self._deterministic)
 
 
 def _parts(

@@ -18,6 +18,7 @@ from vsched_workers.backends.cpu.kernels.bf16 import BF16, LOG2_E
 from vsched_workers.backends.cpu.kernels.gemm import PANEL
 from vsched_workers.backends.cpu.kernels.simd import LANES
 from vsched_workers.backends.cpu.operand_choice import operand
+from vsched_workers.backends.cpu.threads import process_pool
 from vsched_workers.backends.cpu.tiles import attention
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
 from vsched_workers.batching.ruled_attention import ScoreRule
@@ -35,12 +36,12 @@ def fits(head_dim: int) -> bool:
     return head_dim % LANES == 0
 
 
-def warm_up(*, threads: int, tiles: bool = True) -> None:
+def warm_up(*, tiles: bool = True) -> None:
     """Compile the kernel that attends here, so that no request waits; without `tiles`, that of other processors."""
     if tiles and has_tiles():
-        attention.warm_up(threads=threads)
+        attention.warm_up()
     else:
-        kernel.warm_up(operand(), threads=threads)
+        kernel.warm_up(operand())
 
 
 def prefill(
@@ -91,20 +92,18 @@ def attend_patches(
     scaling: float,
     out: torch.Tensor,
     *,
-    parallel: bool | None = None,
     tiles: bool = True,
 ) -> None:
     """Attend within each of some sequences of one length, every row to all rows of its own.
 
     Shape: query, key, value [heads, sequences, rows, head dim]; `out`, which is written, is
-    [sequences, rows, heads, head dim]. `parallel` is whether all threads attend; None leaves that to the number of
-    scores. Without `tiles` a processor that has them does what others do. Heads must fit.
+    [sequences, rows, heads, head dim].  Without `tiles` a processor that has them does what others do. Heads must fit.
     """
     rows = query.shape[2]
     keys, values = (each.flatten(1, 2) for each in (key, value))
     slots = np.arange(rows)
     rule = ScoreRule(scaling)
-    _attend(query, keys, values, slots, rule, out, causal=False, parallel=parallel, tiles=tiles)
+    _attend(query, keys, values, slots, rule, out, causal=False, tiles=tiles)
 
 
 def _attend(
@@ -116,7 +115,6 @@ def _attend(
     out: torch.Tensor,
     *,
     causal: bool,
-    parallel: bool | None = None,
     tiles: bool = True,
 ) -> None:
     """Attend for queries [heads, sequences, rows, head dim] to keys and values [kv heads, slots, head dim].
@@ -138,10 +136,9 @@ def _attend(
         padded_dim = attention.padded_head(head_dim)
     packed = query.new_empty(len(keys) * sequences * padded_keys * 2 * padded_dim)
     scores = query.numel() // head_dim * padded_keys
-    if parallel is None:
-        parallel = torch.get_num_threads() > 1 and scores >= PARALLEL_SCORES_MIN
+    pool = process_pool()
     # Blocks that a sparse run computes: one for each thread.
-    enough = -(-torch.get_num_threads() // (heads * sequences))
+    enough = -(-pool.threads // (heads * sequences))
     arguments = kernel.PrefillArguments(
         query_at=query.data_ptr(),
         query_head_bytes=query.stride(0) * query.itemsize,
@@ -164,4 +161,4 @@ def _attend(
         out_at=out.data_ptr(),
         tag=BF16 if tiles else operand(),
     )
-    (attend.parallel if parallel else attend.serial)(arguments)
+    attend(pool.state_at if scores >= PARALLEL_SCORES_MIN else 0, arguments)

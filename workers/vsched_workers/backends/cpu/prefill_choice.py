@@ -33,17 +33,17 @@ class RuledPrefillKernel(Protocol):
         ...
 
 
-def choose_prefill(threads: int) -> PrefillKernel:
+def choose_prefill() -> PrefillKernel:
     """Return the kernel for the chunks of prompts."""
-    return prefill_attention.prefill if _custom_pays(threads) else tiled_attention.prefill
+    return prefill_attention.prefill if _custom_pays() else tiled_attention.prefill
 
 
-def choose_ruled_prefill(threads: int, head_dim: int) -> tuple[RuledPrefillKernel, bool]:
+def choose_ruled_prefill(head_dim: int) -> tuple[RuledPrefillKernel, bool]:
     """Return the kernel for the chunks of prompts by a rule, for heads of this size.
 
     And whether it is for all layers: otherwise for those with windows or bent scores.
     """
-    if _custom_pays(threads) and prefill_attention.fits(head_dim):
+    if _custom_pays() and prefill_attention.fits(head_dim):
         return prefill_attention.prefill_by_rule, True
     return _prefill_by_torch, False
 
@@ -59,31 +59,29 @@ def _prefill_by_torch(
     out.copy_(prefill_by_rule(query, step.cache.layers[layer], segment.slots(), rule))
 
 
-def choose_patches(
-    threads: int, heads: int, head_dim: int, *, deterministic: bool = False
-) -> PatchKernel:
+def choose_patches(heads: int, head_dim: int, *, deterministic: bool = False) -> PatchKernel:
     """Return the kernel for the patches of images; compile all that it needs for heads of this number and size.
 
     With `deterministic`, it is one whose result for a sequence does not depend on the others.
     """
     if deterministic:
-        prefill_attention.warm_up(threads=threads, tiles=False)
+        prefill_attention.warm_up(tiles=False)
         attend = prefill_attention.attend_patches
-        return functools.partial(attend, parallel=threads > 1, tiles=False)
-    if prefill_attention.fits(head_dim) and _custom_pays(threads):
+        return functools.partial(attend, tiles=False)
+    if prefill_attention.fits(head_dim) and _custom_pays():
         return prefill_attention.attend_patches
-    softmax.warm_up(threads=threads)
+    softmax.warm_up()
     tiled_attention.warm_up_patches(heads, head_dim)
     return tiled_attention.attend_patches
 
 
-def _custom_pays(threads: int) -> bool:
+def _custom_pays() -> bool:
     """Return whether the custom kernel attends for many rows of bfloat16 here, or oneDNN; compile the one that does.
 
     For chunks it leaves heads of odd sizes to oneDNN; the profiling run compiles for them.
     """
     if not operand_choice.attends_here():
-        softmax.warm_up(threads=threads)
+        softmax.warm_up()
         return False
-    prefill_attention.warm_up(threads=threads)
+    prefill_attention.warm_up()
     return True

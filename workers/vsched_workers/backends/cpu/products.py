@@ -19,13 +19,12 @@ import torch
 from torch.nn import functional
 
 from vsched.errors import ConfigError
-from vsched_workers.backends.cpu.decode_attention import use_threads
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
-from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, multiply
 from vsched_workers.backends.cpu.kernels.simd import LINE
 from vsched_workers.backends.cpu.operand_choice import operand, runs_here
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.cpu.tiles.kernel import HALF, block_rows, has_tiles, multiply_in_tiles
 from vsched_workers.backends.reference.packed_weights import (
     FEW_ROWS,
@@ -66,7 +65,7 @@ class PanelProduct:
         record: Half of its inputs, where the weight lies, its outputs, and where the bias lies.
     """
 
-    many_rows_kernel: Threaded | None = None
+    many_rows_kernel: Any = None
     many_rows_min = sys.maxsize
 
     def __init__(
@@ -98,13 +97,11 @@ class PanelProduct:
         if bias is not None:
             self._bias[: self._out] = bias
         self._bias_at = self._bias.data_ptr()
-        use_threads(threads)
-        self.kernel: Threaded = multiply_in_tiles if tiles else multiply
-        kernel = self.kernel.parallel if threads > 1 else self.kernel.serial
+        self.kernel: Any = multiply_in_tiles if tiles else multiply
         # By position: numba takes microseconds to sort out names.
         tag = BF16 if tiles else operand()
         self.tags: tuple[npt.NDArray[Any], ...] = (tag,)
-        self._multiply = functools.partial(kernel, threads, tag)
+        self._multiply = functools.partial(self.kernel, pool_of(threads), tag)
         self.record = (self._in // 2, address, self._out, self._bias_at)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from vsched_workers.backends.cpu.kernels.softmax import (
     OnlineSoftmax,
     softmax_tile,
 )
+from vsched_workers.backends.cpu.threads import process_pool
 from vsched_workers.backends.reference.packed_weights import packs
 from vsched_workers.batching.kv_cache import LayerKv
 from vsched_workers.memory.sparse_runs import pieces
@@ -83,8 +84,8 @@ class _TiledRows:
     def add(self, keys: torch.Tensor, values: torch.Tensor, seen: int, *, step: int = 0) -> None:
         """Attend to a tile [batch, keys, head dim]: the first row sees `seen` of it, each further one `step` more."""
         scores = _scaled_product(self._query, keys.contiguous().transpose(1, 2), self._factor)
-        many = torch.get_num_threads() > 1 and scores.numel() >= PARALLEL_SCORES_MIN
-        (softmax_tile.parallel if many else softmax_tile.serial)(
+        softmax_tile(
+            process_pool().state_at,
             scores.data_ptr(),
             scores.shape[2],
             seen,

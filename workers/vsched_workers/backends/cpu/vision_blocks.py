@@ -17,17 +17,16 @@ import torch
 from torch import nn
 
 from vsched_workers.adapters.places import LayerPlace, held_places
-from vsched_workers.backends.cpu.decode_attention import use_threads
 from vsched_workers.backends.cpu.decoder_norms import Norm
 from vsched_workers.backends.cpu.kernels import activation, norm, rope
 from vsched_workers.backends.cpu.kernels.activation import swiglu
-from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.kernels.norm import add_norm
 from vsched_workers.backends.cpu.kernels.rope import rope_patches
-from vsched_workers.backends.cpu.language_layers import PARALLEL_VALUES_MIN, product_of
+from vsched_workers.backends.cpu.language_layers import product_of
 from vsched_workers.backends.cpu.prefill_attention import fits
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
 from vsched_workers.backends.cpu.row_blocks import BlockSizes
+from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.batching.paged_attention import PatchKernel
 from vsched_workers.memory.sparse_runs import is_left_out
 from vsched_workers.parallel.slicing import Cut
@@ -36,23 +35,21 @@ from vsched_workers.parallel.slicing import Cut
 def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> bool:
     """Replace the blocks of a tower whose linear layers are packed; return whether they can be fused.
 
-    With `deterministic`, kernels run on all threads for any number of values: the code for one may round otherwise.
+    With `deterministic`, the result for an image does not depend on the others.
     """
     if not can_fuse(tower):
         return False
     if deterministic and not all(fits(block_head_dim(block)) for block in tower.blocks):
         return False
-    use_threads(threads)
-    norm.warm_up(threads=threads)
-    activation.warm_up(swiglu, threads=threads)
-    rope.warm_up_patches(threads=threads)
+    norm.warm_up()
+    activation.warm_up(swiglu)
+    rope.warm_up_patches()
     first = tower.blocks[0]
     attend = choose_patches(
-        threads, first.attn.num_heads, block_head_dim(first), deterministic=deterministic
+        first.attn.num_heads, block_head_dim(first), deterministic=deterministic
     )
-    least = 0 if deterministic else PARALLEL_VALUES_MIN
     for index, block in enumerate(tower.blocks):
-        tower.blocks[index] = FusedBlock(block, threads, attend, parallel_min=least)
+        tower.blocks[index] = FusedBlock(block, threads, attend)
     return True
 
 
@@ -90,13 +87,10 @@ class FusedBlock(nn.Module):
         block: Any,
         threads: int,
         attend: PatchKernel,
-        *,
-        parallel_min: int = PARALLEL_VALUES_MIN,
     ) -> None:
         super().__init__()
         self.block = block
-        self._threads = threads
-        self._parallel_min = parallel_min
+        self._pool = pool_of(threads)
         self._attend_within = attend
         self._sizes = BlockSizes.of(block)
         self._norms = Norm.of(block.norm1), Norm.of(block.norm2)
@@ -123,8 +117,7 @@ class FusedBlock(nn.Module):
             normed = torch.empty_like(rows)
             self._add_norm(rows, self._proj(attended[part]), self._norms[1], normed)
             gate, up = self._gate(normed), self._up(normed)
-            kernel = self._pick(swiglu, gate.numel())
-            kernel(gate.data_ptr(), up.data_ptr(), *gate.shape)
+            swiglu(self._pool, gate.data_ptr(), up.data_ptr(), *gate.shape)
             rows += self._down(gate)
         return hidden
 
@@ -157,14 +150,16 @@ class FusedBlock(nn.Module):
         # Both halves of a head are rotated by the same angles.
         cos, sin = (each[:, :half].float().contiguous().numpy() for each in angles)
         room = hidden.new_empty(3 * heads, count, 2 * half)
-        rotate = self._pick(rope_patches, room.numel())
         for part in self._sizes.parts(len(hidden)):
             rows = hidden[part]
             normed = torch.empty_like(rows)
             self._add_norm(rows, None, self._norms[0], normed)
             qkv = self._qkv(normed)
             start_at = qkv.data_ptr() - part.start * qkv.shape[1] * qkv.itemsize
-            rotate(start_at, part.start, part.start + len(rows), heads, cos, sin, room.data_ptr())
+            stop = part.start + len(rows)
+            rope_patches(
+                *(self._pool, start_at, part.start, stop, heads, cos, sin, room.data_ptr())
+            )
         query, key, value = room.split(heads)
         attended = hidden.new_empty(count, heads, 2 * half)
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
@@ -184,8 +179,8 @@ class FusedBlock(nn.Module):
     def _add_norm(
         self, rows: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: torch.Tensor
     ) -> None:
-        kernel = self._pick(add_norm, rows.numel())
-        kernel(
+        add_norm(
+            self._pool,
             rows.data_ptr(),
             0 if delta is None else delta.data_ptr(),
             norm.weight_at,
@@ -194,8 +189,3 @@ class FusedBlock(nn.Module):
             out.data_ptr(),
             len(rows),
         )
-
-    def _pick(self, kernel: Threaded, values: int) -> Any:
-        """Return the variant of a kernel that is faster for this number of values."""
-        many = self._threads > 1 and values >= self._parallel_min
-        return kernel.parallel if many else kernel.serial

@@ -12,7 +12,6 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.decode_attention import (
     NumbaDecode,
     kept_heads,
-    use_threads,
 )
 from vsched_workers.backends.cpu.decode_step import whole_step
 from vsched_workers.backends.cpu.kernels import (
@@ -26,7 +25,6 @@ from vsched_workers.backends.cpu.kernels import (
     softmax,
 )
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
-from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.language_layers import GATED, USUAL_BLOCK
 from vsched_workers.backends.cpu.low_rank import kernel as low_rank
 from vsched_workers.backends.cpu.operand_choice import attends_here, operand, runs_here
@@ -43,12 +41,9 @@ from vsched_workers.backends.cpu.vision_blocks import block_head_dim, can_fuse
 from vsched_workers.backends.reference.packed_weights import packs
 from vsched_workers.families.decoder import Decoder, head_dim
 from vsched_workers.quantized.model import HEAD_FORMAT
-from vsched_workers.quantized.schemes import FORMATS
 from vsched_workers.quantized.weights import QuantizedWeight
 
-_ACTIVATIONS = {
-    each.serial.py_func.__name__: each for each in (*GATED.values(), activation.gelu_quick)
-}
+_ACTIVATIONS = {each.py_func.__name__: each for each in (*GATED.values(), activation.gelu_quick)}
 _INPUTS = 64
 """Inputs of a weight to compile with."""
 
@@ -60,23 +55,20 @@ class Need(NamedTuple):
 
     Attributes:
         kernel: Which, by its name in `KERNELS`.
-        threads: 1, or 2 where the variant for all threads is needed, too.
         words: What it is compiled for.
     """
 
     kernel: str
-    threads: int
     words: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
         """What compiling takes of a core of 3 GHz, about: for the order, and for people who wait."""
-        return KERNELS[self.kernel].seconds * (1.0 if self.threads == 1 else 2.5)
+        return KERNELS[self.kernel].seconds
 
     def load(self) -> None:
         """Read it from disk, or compile it."""
-        use_threads(self.threads)
-        KERNELS[self.kernel].load(self.threads, *self.words)
+        KERNELS[self.kernel].load(*self.words)
 
 
 class _Kernel(NamedTuple):
@@ -84,10 +76,10 @@ class _Kernel(NamedTuple):
     seconds: float
 
 
-def needs(kernel: str, threads: int, *words: str) -> Need:
-    """Return the need of a kernel in a process with this number of threads."""
+def needs(kernel: str, *words: str) -> Need:
+    """Return the need of a kernel."""
     assert kernel in KERNELS, f"no kernel is called {kernel}"
-    return Need(kernel, min(threads, 2), words)
+    return Need(kernel, words)
 
 
 def language_needs(
@@ -103,91 +95,79 @@ def language_needs(
     `config` is that of the model, `decoder` its make where it is of one, and `kinds` are those of weights that its
     checkpoint has in fewer bits.
     """
-    threads, kept = settings.threads, _word(kv_dtype)
+    kept = _word(kv_dtype)
     made = [settings.weights, HEAD_FORMAT] if settings.quantizes else []
-    yield needs("sampler", 1)
+    yield needs("sampler")
     yield from _product_needs(settings, dtype, [*kinds, *made])
     if dtype == torch.bfloat16:
-        yield needs("greedy sampler", 1)
+        yield needs("greedy sampler")
         if not settings.deterministic:
-            yield from _many_rows_needs(threads, head_dim(config))
+            yield from _many_rows_needs(head_dim(config))
     if settings.adapters and dtype == torch.bfloat16:
-        yield needs("low rank", threads)
+        yield needs("low rank")
     if dtype != torch.bfloat16 or decoder is None or decoder.unfit(config):
-        yield needs("decode attention of modules", threads, kept)
+        yield needs("decode attention of modules", kept)
         return
-    yield needs("norm", threads)
-    yield needs("rope", threads, kept)
+    yield needs("norm")
+    yield needs("rope", kept)
     if not decoder.adds_plainly or decoder.norms_all_heads:
-        yield needs("norms of all kinds", threads)
-    yield needs("activation", threads, _name(GATED[decoder.activation(config)]))
+        yield needs("norms of all kinds")
+    yield needs("activation", _name(GATED[decoder.activation(config)]))
     if settings.deterministic:
-        yield needs("attention of panels", threads)
+        yield needs("attention of panels")
         return
     cached = kept_heads(kv_dtype, slots=1)
     tag = decode_attention.score_tag(head_dim(config), USUAL_BLOCK, cached.dtype)
-    yield needs("decode attention", threads, _operand_word(tag), kept)
+    yield needs("decode attention", _operand_word(tag), kept)
     if (runs_here() or made or kinds or not packs(dtype)) and settings.ranks == 1:
-        yield needs("decode step", 1, _operand_word(tag), kept)
-        # With several threads, too, small products run on one.
-        if makes_int8_rows(settings.activations, dtype):
-            for kind in dict.fromkeys([*kinds, *made[:1]]):
-                if kind in FORMATS:
-                    yield needs("product", 1, _word(dtype), kind, "int8")
-                    yield from _tiles_needs(settings, dtype, kind, threads=1)
-        if runs_here() and not made:
-            yield needs("product of panels", 1)
+        yield needs("decode step", _operand_word(tag), kept)
 
 
 def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Iterator[Need]:
     """Yield what a vision tower needs; None is one of any make, of which less is known."""
-    threads = settings.threads
     yield from _product_needs(settings, dtype, [settings.weights] if settings.quantizes else [])
     if dtype != torch.bfloat16:
         return
     if tower is not None and can_fuse(tower):
         size, deterministic = block_head_dim(tower.blocks[0]), settings.deterministic
-        yield from _many_rows_needs(threads, size, deterministic=deterministic)
-        yield needs("norm", threads)
-        yield needs("activation", threads, _name(activation.swiglu))
-        yield needs("rope of patches", threads)
+        yield from _many_rows_needs(size, deterministic=deterministic)
+        yield needs("norm")
+        yield needs("activation", _name(activation.swiglu))
+        yield needs("rope of patches")
     if settings.adapters:
-        yield needs("low rank", threads)
+        yield needs("low rank")
 
 
-def _many_rows_needs(threads: int, head_dim: int, *, deterministic: bool = False) -> Iterator[Need]:
+def _many_rows_needs(head_dim: int, *, deterministic: bool = False) -> Iterator[Need]:
     """Yield what attention of many rows of bfloat16 needs, those of a chunk or of an image; see `prefill_choice`."""
     if not attends_here() or not fits(head_dim):
-        yield needs("softmax", threads)
+        yield needs("softmax")
     if not attends_here():
         return
     if has_tiles() and not deterministic:
-        yield needs("attention in tiles", threads)
+        yield needs("attention in tiles")
     else:
-        yield needs("prefill attention", threads, _operand_word(operand()))
+        yield needs("prefill attention", _operand_word(operand()))
 
 
 def _product_needs(
     settings: WorkerSettings, dtype: torch.dtype, kinds: Sequence[str]
 ) -> Iterator[Need]:
     """Yield what products of rows of a type need, by weights of these kinds and by others."""
-    threads = settings.threads
     activations = "int8" if makes_int8_rows(settings.activations, dtype) else "float"
     for kind in dict.fromkeys(kinds):
-        yield needs("product", threads, _word(dtype), kind, activations)
-        yield from _tiles_needs(settings, dtype, kind, threads=threads)
+        yield needs("product", _word(dtype), kind, activations)
+        yield from _tiles_needs(settings, dtype, kind)
     # Beside quantised weights, those that are not have a product of the same kind, in float32 too.
     if not packs(dtype) and (kinds or dtype == torch.bfloat16):
-        yield needs("product", threads, _word(dtype), _word(dtype))
+        yield needs("product", _word(dtype), _word(dtype))
     if dtype == torch.bfloat16 and runs_here():
-        yield needs("product of panels", threads)
+        yield needs("product of panels")
 
 
-def _tiles_needs(
-    settings: WorkerSettings, dtype: torch.dtype, kind: str, *, threads: int
-) -> Iterator[Need]:
+def _tiles_needs(settings: WorkerSettings, dtype: torch.dtype, kind: str) -> Iterator[Need]:
     if widens_in_tiles(settings, dtype):
-        yield needs("product in tiles", threads, kind)
+        yield needs("product in tiles", kind)
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -198,42 +178,42 @@ def _operand_word(tag: npt.NDArray[Any]) -> str:
     return "bfloat16" if tag is BF16 else "float32"
 
 
-def _name(kernel: Threaded) -> str:
-    name: str = kernel.serial.py_func.__name__
+def _name(kernel: Any) -> str:
+    name: str = kernel.py_func.__name__
     return name
 
 
-def _load_rope(threads: int, kept: str) -> None:
-    rope.warm_up(kept_heads(getattr(torch, kept), slots=1), threads=threads)
+def _load_rope(kept: str) -> None:
+    rope.warm_up(kept_heads(getattr(torch, kept), slots=1))
 
 
-def _load_decode(threads: int, word: str, kept: str) -> None:
+def _load_decode(word: str, kept: str) -> None:
     cached = kept_heads(getattr(torch, kept), slots=1)
-    decode_attention.warm_up(_OPERANDS[word], cached, threads=threads)
+    decode_attention.warm_up(_OPERANDS[word], cached)
 
 
-def _load_step(_threads: int, of_scores: str, kept: str) -> None:
+def _load_step(of_scores: str, kept: str) -> None:
     cached = kept_heads(getattr(torch, kept), slots=1)
     whole_step.compile_for(_OPERANDS[of_scores], cached)
 
 
-def _load_decode_of_modules(threads: int, kept: str) -> None:
-    NumbaDecode(torch.float32, getattr(torch, kept), threads).warm_up()
+def _load_decode_of_modules(kept: str) -> None:
+    NumbaDecode(torch.float32, getattr(torch, kept), 1).warm_up()
 
 
-def _load_product(threads: int, rows: str, kind: str, activations: str = "float") -> None:
+def _load_product(rows: str, kind: str, activations: str = "float") -> None:
     dtype: torch.dtype = getattr(torch, rows)
     weight: QuantizedWeight | torch.Tensor = torch.zeros(1, _INPUTS, dtype=dtype)
     if kind in {"int8", "int4", "fp8"}:
         weight = _quantized_zeros(kind, dtype)
     int8_rows = activations == "int8"
-    product = QuantizedProduct(weight, None, threads=threads, int8_rows=int8_rows)
+    product = QuantizedProduct(weight, None, threads=1, int8_rows=int8_rows)
     product(torch.zeros(1, _INPUTS, dtype=dtype))
 
 
-def _load_tiles(threads: int, kind: str) -> None:
+def _load_tiles(kind: str) -> None:
     weight = _quantized_zeros(kind, torch.bfloat16)
-    product = QuantizedProduct(weight, None, threads=threads, tiles=True)
+    product = QuantizedProduct(weight, None, threads=1, tiles=True)
     product(torch.zeros(product.many_rows_min, _INPUTS).bfloat16())
 
 
@@ -251,33 +231,31 @@ def _quantized_zeros(kind: str, dtype: torch.dtype) -> QuantizedWeight:
     )
 
 
-def _load_panels(threads: int) -> None:
-    made = panel_product(torch.zeros(_INPUTS, _INPUTS).bfloat16(), None, threads=threads)
+def _load_panels() -> None:
+    made = panel_product(torch.zeros(_INPUTS, _INPUTS).bfloat16(), None, threads=1)
     if made is not None:
         made(torch.zeros(1, _INPUTS).bfloat16())
 
 
 KERNELS: Mapping[str, _Kernel] = {
-    "norm": _Kernel(lambda threads: norm.warm_up(threads=threads), 1.0),
-    "norms of all kinds": _Kernel(lambda threads: norm.warm_up_normed(threads=threads), 3.0),
-    "layer norm": _Kernel(lambda threads: norm.warm_up_layer_norm(threads=threads), 1.5),
-    "activation": _Kernel(
-        lambda threads, name: activation.warm_up(_ACTIVATIONS[name], threads=threads), 1.0
-    ),
+    "norm": _Kernel(lambda: norm.warm_up(), 1.0),
+    "norms of all kinds": _Kernel(lambda: norm.warm_up_normed(), 3.0),
+    "layer norm": _Kernel(lambda: norm.warm_up_layer_norm(), 1.5),
+    "activation": _Kernel(lambda name: activation.warm_up(_ACTIVATIONS[name]), 1.0),
     "rope": _Kernel(_load_rope, 3.0),
-    "rope of patches": _Kernel(lambda threads: rope.warm_up_patches(threads=threads), 1.5),
+    "rope of patches": _Kernel(lambda: rope.warm_up_patches(), 1.5),
     "decode attention": _Kernel(_load_decode, 15.0),
     "decode step": _Kernel(_load_step, 3.0),
     "decode attention of modules": _Kernel(_load_decode_of_modules, 11.0),
-    "attention of panels": _Kernel(lambda threads: panel_attention.warm_up(threads=threads), 6.0),
+    "attention of panels": _Kernel(lambda: panel_attention.warm_up(), 6.0),
     "prefill attention": _Kernel(
-        lambda threads, operand: prefill_attention.warm_up(_OPERANDS[operand], threads=threads), 6.0
+        lambda operand: prefill_attention.warm_up(_OPERANDS[operand]), 6.0
     ),
-    "attention in tiles": _Kernel(lambda threads: attention.warm_up(threads=threads), 6.0),
-    "softmax": _Kernel(lambda threads: softmax.warm_up(threads=threads), 1.0),
-    "greedy sampler": _Kernel(lambda _threads: sampling.warm_up_greedy(), 0.5),
-    "sampler": _Kernel(lambda _threads: sampling.warm_up(), 13.0),
-    "low rank": _Kernel(lambda threads: low_rank.warm_up(threads=threads), 3.0),
+    "attention in tiles": _Kernel(lambda: attention.warm_up(), 6.0),
+    "softmax": _Kernel(lambda: softmax.warm_up(), 1.0),
+    "greedy sampler": _Kernel(lambda: sampling.warm_up_greedy(), 0.5),
+    "sampler": _Kernel(lambda: sampling.warm_up(), 13.0),
+    "low rank": _Kernel(lambda: low_rank.warm_up(), 3.0),
     "product": _Kernel(_load_product, 5.0),
     "product of panels": _Kernel(_load_panels, 5.0),
     "product in tiles": _Kernel(_load_tiles, 2.0),

@@ -39,13 +39,14 @@ MODEL = np.dtype(
         ("adds_plainly", np.int64),
         ("norms_all_heads", np.int64),
         ("factor", np.float32),
-        ("threads", np.int64),
+        ("pool", np.int64),
     ]
 )
 """What the layers of a model have in common, an array of one record.
 
 `hidden`, `inner`, `queries` and `keys` are values of a row: of the hidden states, of the gate, and of all heads of
 queries and of keys. `adds_plainly`, `norms_all_heads` and `factor` (of what is added) are as in `Decoder`.
+`pool` is the address of the threads' state.
 """
 
 PANELS, WHOLE_NUMBERS, FLOATS = 0, 1, 2
@@ -111,8 +112,8 @@ NORMS = BEFORE_ATTENTION, AFTER_ATTENTION, BEFORE_FEED_FORWARD, AFTER_FEED_FORWA
 KERNELS = ADD_NORM, NORM_PARTS, ACTIVATION, DECODE = 0, 1, 2, 3
 """The kernels that are called beside those of products, by their places in the table of addresses."""
 
-MANY, MANY_MIN = 2, 4
-"""Columns of `Tables.multiply`: the first of kernels for many rows, and how many these are at least."""
+FEW, MANY, MANY_MIN = 0, 1, 2
+"""Columns of `Tables.multiply`: the kernels for few rows and for many, and how many rows are many."""
 
 ALONE_MAX = 1 << 18
 """A product of fewer weights, times passes, runs on one thread: to wake another takes as long as to multiply 2^17."""
@@ -121,9 +122,9 @@ _LONG, _SINGLE = numba.int64, numba.float32
 _NORMS = numba.typeof(np.empty(1, dtype=NORM))
 _BIAS = numba.typeof(np.empty(1, dtype=np.float32))
 
-CALL_ADD_NORM = KernelCall(_LONG, _LONG, _LONG, _LONG, _SINGLE, _LONG, _LONG)
-CALL_ADD_NORMED = KernelCall(_LONG, _LONG, _NORMS, _SINGLE, _NORMS, _LONG, _LONG, _LONG)
-CALL_NORM_PARTS = KernelCall(_LONG, _LONG, _LONG, _NORMS, _LONG)
+CALL_ADD_NORM = KernelCall(_LONG, _LONG, _LONG, _LONG, _LONG, _SINGLE, _LONG, _LONG)
+CALL_ADD_NORMED = KernelCall(_LONG, _LONG, _LONG, _NORMS, _SINGLE, _NORMS, _LONG, _LONG, _LONG)
+CALL_NORM_PARTS = KernelCall(_LONG, _LONG, _LONG, _LONG, _NORMS, _LONG)
 CALL_PANELS = KernelCall(_LONG, None, *[_LONG] * 7)
 CALL_WHOLE = KernelCall(
     *(_LONG, None, None, None, None, *[_LONG] * 4, numba.types.UniTuple(_LONG, 5)),
@@ -133,8 +134,9 @@ CALL_FLOATS = KernelCall(
     *(_LONG, None, None, None, *[_LONG] * 7, numba.types.UniTuple(_LONG, 3)),
     *(*[_LONG] * 3, _BIAS, _LONG, _SINGLE),
 )
-CALL_ACTIVATION = KernelCall(*[_LONG] * 4)
+CALL_ACTIVATION = KernelCall(*[_LONG] * 5)
 CALL_DECODE = KernelCall(
+    _LONG,
     _LONG,
     _LONG,
     numba.typeof(np.empty(1, dtype=HEADS)),
@@ -159,8 +161,7 @@ class Tables(NamedTuple):
     Attributes:
         model: `MODEL`, [1].
         products: `PRODUCT`, [layers, 5], in the order of `PRODUCTS`.
-        multiply: The addresses of their kernels, on one thread and on all, those for `MANY` rows behind them, and how
-            many are that, int64 [formats, 5].
+        multiply: The addresses of their kernels, for few rows and for many, and how many are many, int64 [formats, 3].
         of_panels: `PANEL_PRODUCT`: those of weights in bfloat16, on processors that multiply it.
         of_whole: `WHOLE_PRODUCT`: those of weights of 8 and 4 bits by rows of 8.
         of_floats: `FLOAT_PRODUCT`: those of weights that are widened.
@@ -192,6 +193,7 @@ class DecodeRows(NamedTuple):
         tables: Block tables, int32 [rows, blocks].
         contexts: Tokens that a row attends to, int32 [rows].
         shares: See `decode_attention.decode`.
+        pool: The state of the threads that attend; 0 for the calling one.
     """
 
     cos: npt.NDArray[np.uint16]
@@ -200,6 +202,7 @@ class DecodeRows(NamedTuple):
     tables: npt.NDArray[np.int32]
     contexts: npt.NDArray[np.int32]
     shares: int
+    pool: int
 
 
 class Places(NamedTuple):
@@ -244,32 +247,30 @@ def _product(tag: Any, tables: Tables, place: Any, rows_at: int, rows: int, out_
     """Multiply rows by one of a layer's products."""
     product = tables.products[place[0], place[1]]
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
-    # Those that widen run as Python runs them: the sums of rows that they begin with may differ in other code.
-    alone = product.kind != FLOATS and product.weights * passes < ALONE_MAX
     many = rows >= tables.multiply[product.kernel, MANY_MIN]
-    kernel = tables.multiply[product.kernel, (MANY if many else 0) + (0 if alone else 1)]
-    threads = 1 if alone else tables.model[0].threads
+    kernel = tables.multiply[product.kernel, MANY if many else FEW]
+    pool = 0 if product.weights * passes < ALONE_MAX else tables.model[0].pool
     if product.kind == PANELS:
-        _of_panels(kernel, threads, tag, tables.of_panels[product.place], rows_at, rows, out_at)
+        _of_panels(kernel, pool, tag, tables.of_panels[product.place], rows_at, rows, out_at)
     elif product.kind == WHOLE_NUMBERS:
-        _of_whole(kernel, threads, tag, tables.of_whole[product.place], rows_at, rows, out_at)
+        _of_whole(kernel, pool, tag, tables.of_whole[product.place], rows_at, rows, out_at)
     else:
-        _of_floats(kernel, threads, tag, tables.of_floats[product.place], rows_at, rows, out_at)
+        _of_floats(kernel, pool, tag, tables.of_floats[product.place], rows_at, rows, out_at)
 
 
 @compiled()
 def _of_panels(
-    kernel: int, threads: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
+    kernel: int, pool: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
 ) -> None:
     _multiply_panels(
-        kernel, threads, tag, rows_at, rows, product.pairs, product.weight_at,
+        kernel, pool, tag, rows_at, rows, product.pairs, product.weight_at,
         product.outputs, product.bias_at, out_at,
     )  # fmt: skip
 
 
 @compiled()
 def _of_whole(
-    kernel: int, threads: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
+    kernel: int, pool: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
 ) -> None:
     sizes = (
         product.panel_bytes,
@@ -279,19 +280,19 @@ def _of_whole(
         product.vectors,
     )
     _multiply_whole(
-        kernel, threads, tag, tag, tag, tag, rows_at, rows, product.given, product.weight_at, sizes,
+        kernel, pool, tag, tag, tag, tag, rows_at, rows, product.given, product.weight_at, sizes,
         product.scales_at, product.offsets_at, product.outputs, _bias_of(product), out_at,
     )  # fmt: skip
 
 
 @compiled()
 def _of_floats(
-    kernel: int, threads: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
+    kernel: int, pool: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
 ) -> None:
     sizes = product.block, product.group, product.scale_bytes
     many = 1 if rows > FEW_ROWS_MAX else 0
     _multiply_floats(
-        kernel, threads, tag, tag, tag, many, rows_at, rows, product.given, product.inputs,
+        kernel, pool, tag, tag, tag, many, rows_at, rows, product.given, product.inputs,
         product.weight_at, product.half_bytes, sizes, product.scales_at, product.offsets_at,
         product.outputs, _bias_of(product), out_at, product.centre,
     )  # fmt: skip
@@ -313,6 +314,7 @@ def _add(
     if model.adds_plainly:
         _add_norm(
             kernels[ADD_NORM],
+            model.pool,
             at.hidden,
             delta_at,
             norms[norm].weight_at,
@@ -324,6 +326,7 @@ def _add(
     else:
         _add_normed(
             kernels[ADD_NORM],
+            model.pool,
             at.hidden,
             delta_at,
             norms[added : added + 1],
@@ -342,11 +345,23 @@ def _norm_heads(kernels: Any, tables: Tables, layer: int, qkv_at: int, rows: int
     row_bytes = 2 * (model.queries + 2 * model.keys)
     norms, place = tables.head_norms, 2 * layer
     _norm_parts(
-        kernels[NORM_PARTS], qkv_at, row_bytes, model.queries, norms[place : place + 1], rows
+        kernels[NORM_PARTS],
+        model.pool,
+        qkv_at,
+        row_bytes,
+        model.queries,
+        norms[place : place + 1],
+        rows,
     )
     keys_at = qkv_at + 2 * model.queries
     _norm_parts(
-        kernels[NORM_PARTS], keys_at, row_bytes, model.keys, norms[place + 1 : place + 2], rows
+        kernels[NORM_PARTS],
+        model.pool,
+        keys_at,
+        row_bytes,
+        model.keys,
+        norms[place + 1 : place + 2],
+        rows,
     )
 
 
@@ -385,6 +400,7 @@ def run_layers(
         kind, place = tables.places[layer, 0], tables.places[layer, 1]
         _decode(
             kernels[DECODE],
+            rows.pool,
             at.wide,
             at.attended,
             tables.heads[layer : layer + 1],
@@ -404,6 +420,6 @@ def run_layers(
         )
         _product(tag, tables, (layer, GATE), at.normed, count, at.wide)
         _product(tag, tables, (layer, UP), at.normed, count, at.other)
-        _activate(kernels[ACTIVATION], at.wide, at.other, count, model.inner)
+        _activate(kernels[ACTIVATION], model.pool, at.wide, at.other, count, model.inner)
         _product(tag, tables, (layer, DOWN), at.wide, count, at.other)
         _add(kernels, tables, at, count, at.other, norm + AFTER_FEED_FORWARD, norm + len(NORMS))

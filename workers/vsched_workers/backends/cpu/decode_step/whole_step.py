@@ -35,7 +35,7 @@ from vsched_workers.backends.cpu.decode_step.kernel import (
 )
 from vsched_workers.backends.cpu.kernels import gemm
 from vsched_workers.backends.cpu.kernels.bf16 import BF16
-from vsched_workers.backends.cpu.kernels.compilation import KernelCall, Threaded
+from vsched_workers.backends.cpu.kernels.compilation import KernelCall
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import NORM, add_norm, add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.rope import HEADS
@@ -43,6 +43,7 @@ from vsched_workers.backends.cpu.products import PanelProduct
 from vsched_workers.backends.cpu.quantized import kernel as floats
 from vsched_workers.backends.cpu.quantized.integers import multiply_whole
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.cpu.tiles.kernel import multiply_in_tiles
 from vsched_workers.backends.reference.packed_weights import FEW_ROWS, PackedWeight
 
@@ -66,7 +67,7 @@ class Traits(NamedTuple):
         score_tag: The dtype tag that keys are scored in.
     """
 
-    activation: Threaded
+    activation: Any
     adds_plainly: bool
     norms_all_heads: bool
     factor: np.float32
@@ -75,18 +76,10 @@ class Traits(NamedTuple):
     score_tag: npt.NDArray[Any]
 
 
-class Many(NamedTuple):
-    """Which kernels run on all threads in a step: those of hidden states, of the gate, and of attention."""
-
-    hidden: bool
-    inner: bool
-    attention: bool
-
-
 class _Kind(NamedTuple):
     """A kind of products: its kernels, how these are called, and the records that say of what weight."""
 
-    kernels: tuple[Threaded, ...]
+    kernels: tuple[Any, ...]
     call: KernelCall
     record: np.dtype[Any]
 
@@ -115,6 +108,7 @@ class WholeStep:
     ) -> None:
         """Take layers (`language_layers`), which must outlive it, for which `fits` is true, and the last norm."""
         first, self._traits, self._angles = layers[0], traits, angles
+        self._pool = pool_of(traits.threads)
         attention = first.attention
         products = [own for layer in layers for each in _products(layer) if (own := _own(each))]
         self.rows_max = min(FEW_ROWS[-1], *(each.step_rows_max for each in products))
@@ -124,14 +118,14 @@ class WholeStep:
         inner = self.inner = first.gate.shape[0]
         model = (
             *(last.width, inner, self._queries, keys),
-            *(traits.adds_plainly, traits.norms_all_heads, traits.factor, traits.threads),
+            *(traits.adds_plainly, traits.norms_all_heads, traits.factor, self._pool),
         )
         norms = [
             norm for each in layers for norm in (each.norm, each.attended, each.middle, each.fed)
         ]
         self._tables = Tables(
             np.array([model], dtype=MODEL),
-            *_tables_of(products, len(layers), traits.threads),
+            *_tables_of(products, len(layers)),
             np.concatenate([each.record for each in (*norms, last)]),
             np.concatenate([norm.record for each in layers for norm in each.head_norms]),
             np.concatenate([each.heads for each in layers]),
@@ -140,7 +134,6 @@ class WholeStep:
         self._wide = max(self._queries + 2 * keys, inner)
         self._other = max(last.width, inner)
         self._addresses = _addresses(traits)
-        self._chosen: dict[Many, npt.NDArray[np.int64]] = {}
         compile_for(traits.score_tag, traits.kept)
 
     def __call__(
@@ -148,11 +141,13 @@ class WholeStep:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         step: PagedStep,
-        many: Many,
+        *,
+        attends_together: bool,
     ) -> torch.Tensor:
         """Return the norms of the hidden states that the last layer makes of rows.
 
         Shape: hidden [rows, hidden], which is overwritten; positions [4, 1, rows]; returns [rows, hidden].
+        `attends_together`: attention runs on all threads.
         """
         count = len(hidden)
         normed = torch.empty_like(hidden)
@@ -160,17 +155,18 @@ class WholeStep:
         room = hidden.new_empty(sum(widths))
         room_at = room.data_ptr()
         wide_at = room_at + 2 * widths[0]
-        threads = self._traits.threads if many.attention else 1
+        threads = self._traits.threads if attends_together else 1
         rows = DecodeRows(
             *self._angles(positions),
             step.slots.numpy(),
             step.tables,
             step.contexts,
             shares_of(count, self._kv_heads, threads),
+            self._pool if attends_together else 0,
         )
         at = Places(hidden.data_ptr(), normed.data_ptr(), room_at, wide_at, wide_at + 2 * widths[1])
         run_layers(
-            self._kernels(many),
+            self._addresses,
             BF16,
             self._traits.score_tag,
             self._tables,
@@ -181,14 +177,6 @@ class WholeStep:
             step.cache.block_size,
         )
         return normed
-
-    def _kernels(self, many: Many) -> npt.NDArray[np.int64]:
-        """Return the addresses of kernels, on one thread or on all."""
-        if many not in self._chosen:
-            parallel = many.hidden, many.hidden, many.inner, many.attention
-            found = [both[each] for both, each in zip(self._addresses, parallel, strict=True)]
-            self._chosen[many] = np.array(found)
-        return self._chosen[many]
 
 
 def fits(layers: Sequence[Any]) -> bool:
@@ -210,7 +198,7 @@ def compile_for(score_tag: npt.NDArray[Any], kept: npt.NDArray[Any]) -> None:
         score_tag,
         Tables(
             np.empty(0, dtype=MODEL),
-            *_tables_of([], 0, 1),
+            *_tables_of([], 0),
             norms,
             norms,
             np.empty(0, dtype=HEADS),
@@ -218,7 +206,7 @@ def compile_for(score_tag: npt.NDArray[Any], kept: npt.NDArray[Any]) -> None:
         ),
         DecodeRows(
             *(halves, halves, none, np.empty((0, 0), dtype=np.int32)),
-            *(np.empty(0, dtype=np.int32), 1),
+            *(np.empty(0, dtype=np.int32), 1, 0),
         ),
         Places(0, 0, 0, 0, 0),
         np.empty((0, 0), dtype=np.int64),
@@ -229,7 +217,7 @@ def compile_for(score_tag: npt.NDArray[Any], kept: npt.NDArray[Any]) -> None:
 
 
 def _tables_of(
-    products: Sequence[_Product], layers: int, threads: int
+    products: Sequence[_Product], layers: int
 ) -> tuple[_Table, _Table, _Table, _Table, _Table]:
     """Return the products of layers as `kernel.Tables` has them: what they are, their kernels, and of each kind all."""
     rows: list[tuple[int, ...]] = []
@@ -241,7 +229,7 @@ def _tables_of(
         called = (kind, product.kernel, product.many_rows_min, *(tag.dtype for tag in product.tags))
         if called not in formats:
             formats[called] = len(addresses)
-            addresses.append(_addresses_of(kind, product, threads))
+            addresses.append(_addresses_of(kind, product))
         weights = product.shape[0] * product.shape[1]
         rows.append((kind, len(records[kind]), formats[called], weights))
         records[kind].append(product.record)
@@ -250,42 +238,36 @@ def _tables_of(
     )
     return (
         np.array(rows, dtype=PRODUCT).reshape(layers, len(PRODUCTS)),
-        np.array(addresses, dtype=np.int64).reshape(-1, 5),
+        np.array(addresses, dtype=np.int64).reshape(-1, 3),
         of_panels,
         of_whole,
         of_floats,
     )
 
 
-def _addresses_of(kind: int, product: _Product, threads: int) -> tuple[int, ...]:
+def _addresses_of(kind: int, product: _Product) -> tuple[int, int, int]:
     """Return a product's row of `Tables.multiply`."""
-    few = _both(kind, product, product.kernel, threads)
+    call = _KINDS[kind].call
+    few = call.address_of(product.kernel, *product.tags)
     if product.many_rows_kernel is None or kind == FLOATS:
-        return *few, *few, product.many_rows_min
-    return *few, *_both(kind, product, product.many_rows_kernel, threads), product.many_rows_min
+        return few, few, product.many_rows_min
+    many = call.address_of(product.many_rows_kernel, *product.tags)
+    return few, many, product.many_rows_min
 
 
-def _both(kind: int, product: _Product, kernel: Threaded, threads: int) -> tuple[int, int]:
-    """Return the addresses of a kernel for one thread and for all, or twice for all where none runs alone."""
-    variants = kernel.needed(threads)
-    variants = variants[-1:] if kind == FLOATS else variants
-    found = [_KINDS[kind].call.address_of(each, *product.tags) for each in variants]
-    return found[0], found[-1]
-
-
-def _addresses(traits: Traits) -> list[tuple[int, ...]]:
-    """Return for each of `kernel.KERNELS` its addresses: for one thread, and, where there are more, for all."""
-
-    def of(call: Any, given: Threaded, *types: Any) -> tuple[int, ...]:
-        return tuple(call.address_of(each, *types) for each in given.needed(traits.threads))
-
+def _addresses(traits: Traits) -> npt.NDArray[np.int64]:
+    """Return the addresses of `kernel.KERNELS`."""
     kept = traits.kept
-    return [
-        of(CALL_ADD_NORM, add_norm) if traits.adds_plainly else of(CALL_ADD_NORMED, add_normed),
-        of(CALL_NORM_PARTS, norm_parts) if traits.norms_all_heads else (0, 0),
-        of(CALL_ACTIVATION, traits.activation),
-        of(CALL_DECODE, decode, kept, kept, traits.score_tag),
-    ]
+    return np.array(
+        [
+            CALL_ADD_NORM.address_of(add_norm)
+            if traits.adds_plainly
+            else CALL_ADD_NORMED.address_of(add_normed),
+            CALL_NORM_PARTS.address_of(norm_parts) if traits.norms_all_heads else 0,
+            CALL_ACTIVATION.address_of(traits.activation),
+            CALL_DECODE.address_of(decode, kept, kept, traits.score_tag),
+        ]
+    )
 
 
 def _products(layer: Any) -> tuple[Any, ...]:

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, exp, narrow, through_bf16, widen
-from vsched_workers.backends.cpu.kernels.compilation import Threaded, compiled, threaded
+from vsched_workers.backends.cpu.kernels.compilation import compiled
+from vsched_workers.backends.cpu.kernels.thread_pool import rows_together, spread
 
 _SILU_INPUT_MIN = np.float32(-87.0)
 """Below it silu is less than 1e-35, and its exponential more than a float32 holds."""
@@ -43,11 +43,26 @@ def _swiglu_row(gate_at: int, up_at: int, width: int) -> None:
         gate[index] = narrow(active * widen(up[index]))
 
 
-@threaded
-def swiglu(gate_at: int, up_at: int, rows: int, width: int) -> None:
-    """Replace rows of the gate by silu(gate) * up. Shape: gate, up [rows, width]."""
-    for row in numba.prange(rows):
+@compiled()
+def _swiglu_rows(first: int, stop: int, gate_at: int, up_at: int, width: int) -> None:
+    for row in range(first, stop):
         _swiglu_row(gate_at + 2 * row * width, up_at + 2 * row * width, width)
+
+
+@compiled()
+def swiglu(pool: int, gate_at: int, up_at: int, rows: int, width: int) -> None:
+    """Replace rows of the gate by silu(gate) * up. Shape: gate, up [rows, width]."""
+    spread(
+        pool,
+        rows,
+        rows_together(width),
+        _swiglu_rows,
+        (
+            gate_at,
+            up_at,
+            width,
+        ),
+    )
 
 
 _CLEAR = np.float32(16.0)
@@ -104,15 +119,30 @@ def _gelu_row(gate_at: int, up_at: int, width: int) -> None:
             gate[index] = narrow(_gelu(widen(gate[index])))
 
 
-@threaded
-def gelu(gate_at: int, up_at: int, rows: int, width: int) -> None:
+@compiled()
+def _gelu_rows(first: int, stop: int, gate_at: int, up_at: int, width: int) -> None:
+    for row in range(first, stop):
+        up_row_at = up_at + 2 * row * width if up_at else 0
+        _gelu_row(gate_at + 2 * row * width, up_row_at, width)
+
+
+@compiled()
+def gelu(pool: int, gate_at: int, up_at: int, rows: int, width: int) -> None:
     """Replace rows of the gate by those of the activation times `up`, or, where `up_at` is 0, by the activation alone.
 
     Shape: gate, up [rows, width].
     """
-    for row in numba.prange(rows):
-        up_row_at = up_at + 2 * row * width if up_at else 0
-        _gelu_row(gate_at + 2 * row * width, up_row_at, width)
+    spread(
+        pool,
+        rows,
+        rows_together(width),
+        _gelu_rows,
+        (
+            gate_at,
+            up_at,
+            width,
+        ),
+    )
 
 
 @compiled()
@@ -128,15 +158,30 @@ def _gelu_tanh_row(gate_at: int, up_at: int, width: int) -> None:
             gate[index] = narrow(_gelu_tanh(widen(gate[index])))
 
 
-@threaded
-def gelu_tanh(gate_at: int, up_at: int, rows: int, width: int) -> None:
+@compiled()
+def _gelu_tanh_rows(first: int, stop: int, gate_at: int, up_at: int, width: int) -> None:
+    for row in range(first, stop):
+        up_row_at = up_at + 2 * row * width if up_at else 0
+        _gelu_tanh_row(gate_at + 2 * row * width, up_row_at, width)
+
+
+@compiled()
+def gelu_tanh(pool: int, gate_at: int, up_at: int, rows: int, width: int) -> None:
     """Replace rows of the gate by those of the activation times `up`, or, where `up_at` is 0, by the activation alone.
 
     Shape: gate, up [rows, width].
     """
-    for row in numba.prange(rows):
-        up_row_at = up_at + 2 * row * width if up_at else 0
-        _gelu_tanh_row(gate_at + 2 * row * width, up_row_at, width)
+    spread(
+        pool,
+        rows,
+        rows_together(width),
+        _gelu_tanh_rows,
+        (
+            gate_at,
+            up_at,
+            width,
+        ),
+    )
 
 
 @compiled()
@@ -152,18 +197,32 @@ def _gelu_quick_row(gate_at: int, up_at: int, width: int) -> None:
             gate[index] = narrow(_gelu_quick(widen(gate[index])))
 
 
-@threaded
-def gelu_quick(gate_at: int, up_at: int, rows: int, width: int) -> None:
-    """Replace rows of the gate by those of the activation times `up`, or, where `up_at` is 0, by the activation alone.
-
-    Shape: gate, up [rows, width].
-    """
-    for row in numba.prange(rows):
+@compiled()
+def _gelu_quick_rows(first: int, stop: int, gate_at: int, up_at: int, width: int) -> None:
+    for row in range(first, stop):
         up_row_at = up_at + 2 * row * width if up_at else 0
         _gelu_quick_row(gate_at + 2 * row * width, up_row_at, width)
 
 
-def warm_up(kernel: Threaded, *, threads: int) -> None:
+@compiled()
+def gelu_quick(pool: int, gate_at: int, up_at: int, rows: int, width: int) -> None:
+    """Replace rows of the gate by those of the activation times `up`, or, where `up_at` is 0, by the activation alone.
+
+    Shape: gate, up [rows, width].
+    """
+    spread(
+        pool,
+        rows,
+        rows_together(width),
+        _gelu_quick_rows,
+        (
+            gate_at,
+            up_at,
+            width,
+        ),
+    )
+
+
+def warm_up(kernel: Any) -> None:
     """Compile a kernel now, so that the first request does not wait for it."""
-    for each in kernel.needed(threads):
-        each(0, 0, 0, 1)
+    kernel(0, 0, 0, 0, 1)

@@ -1,4 +1,4 @@
-"""How kernels are compiled: one source for one thread and for all, kept on disk."""
+"""How kernels are compiled, and called by their addresses."""
 
 # numba compiles these functions: to a type checker they are untyped.
 # mypy: disable-error-code="no-untyped-call"
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numba
 from numba.core import cgutils
@@ -43,35 +42,6 @@ def compiled(**given: Any) -> Callable[[Any], Any]:
         return dispatcher
 
     return compile_function
-
-
-class Threaded(NamedTuple):
-    """A kernel compiled twice from one source: for the calling thread, and for all threads.
-
-    Waking the other threads takes some microseconds, so a caller uses `parallel` for large inputs only.
-    """
-
-    serial: Any
-    parallel: Any
-
-    def needed(self, threads: int) -> Sequence[Any]:
-        """Return the variants that a process with this number of threads calls."""
-        return self if threads > 1 else self[:1]
-
-
-def threaded(function: Any) -> Threaded:
-    """Compile a kernel for one thread, where `numba.prange` is `range`, and for all threads.
-
-    The kernel reads an attribute of an argument for the first time where it is always read: not in a branch or a loop.
-    For all threads, numba remembers the length of `given.slots` where the attribute is read first, and takes it
-    wherever it is read later; if that place was not reached, the length is whatever lies there.
-    """
-    # What is kept on disk is told apart by the names of functions, not by the options they are compiled with.
-    twin = types.FunctionType(
-        function.__code__, function.__globals__, f"{function.__name__}_parallel"
-    )
-    twin.__qualname__, twin.__module__ = twin.__name__, function.__module__
-    return Threaded(compiled()(function), compiled(parallel=True)(twin))
 
 
 def emits(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:

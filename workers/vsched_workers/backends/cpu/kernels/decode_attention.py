@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32, bf16_array, narrow, widen
-from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
+from vsched_workers.backends.cpu.kernels.compilation import compiled
 from vsched_workers.backends.cpu.kernels.decode_attention_bf16 import COLUMNS, KEYS, attend_bf16
 from vsched_workers.backends.cpu.kernels.decode_attention_float import RowContext, attend_float
 from vsched_workers.backends.cpu.kernels.rope import (
@@ -31,6 +31,7 @@ from vsched_workers.backends.cpu.kernels.rope import (
     rope_head,
 )
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
 
 def score_tag(head_dim: int, block_size: int, kept: npt.DTypeLike = np.uint16) -> npt.NDArray[Any]:
@@ -134,8 +135,10 @@ def _decode_task(
             out[index] = narrow(summed[head, index])
 
 
-@threaded
-def decode(
+@compiled()
+def _decode_tasks(
+    begin: int,
+    stop: int,
     qkv_at: int,
     out_at: int,
     heads: Any,
@@ -146,34 +149,13 @@ def decode(
     contexts: Any,
     block_size: int,
     shares: int,
+    is_written: bool,
     tag: Any,
 ) -> None:
-    """Rotate the heads of decode rows, write keys and values into the cache, and attend.
-
-    Where rows are of different sequences, a task writes what it reads, in one parallel region. Rows of drafts follow
-    the rows that they see, which another thread may have, so there all is written before any row attends.
-
-    Args:
-        qkv_at: The merged product, bfloat16 [rows, heads + 2 * kv heads, head dim].
-        out_at: The attended rows, bfloat16 [rows, heads, head dim].
-        heads: The record of the layer's heads (`rope.heads_of`).
-        rows: The positions of the rows.
-        keys: The layer's keys, [slots, kv heads, places of a head]; `values` as well.
-        values: The layer's values.
-        tables: The block tables of the rows' sequences, int32 [rows, blocks].
-        contexts: The tokens that a row attends to, itself included, int32 [rows].
-        block_size: Slots of a block.
-        shares: Shares that the key heads of a row are cut into, which divide them; each is a task.
-        tag: The dtype tag that keys are scored in (`score_tag`).
-    """
-    count, kv_heads = len(rows.slots), keys.shape[1]
-    size = kv_heads // shares
+    """Attend for shares of rows; see `decode`."""
+    size = keys.shape[1] // shares
     window, softcap = heads[0].window, heads[0].softcap
-    is_written = _sees_another(rows, tables, contexts, block_size)
-    if is_written:
-        for row in range(count):
-            _write_row(qkv_at, heads[0], rows, row, keys, values, 0, kv_heads)
-    for task in numba.prange(count * shares):
+    for task in range(begin, stop):
         row, kv_first = task // shares, task % shares * size
         unseen = contexts[row] - window if 0 < window < contexts[row] else 0
         skipped = unseen // block_size
@@ -194,6 +176,62 @@ def decode(
 
 
 @compiled()
+def decode(
+    pool: int,
+    qkv_at: int,
+    out_at: int,
+    heads: Any,
+    rows: RopeRows,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    contexts: Any,
+    block_size: int,
+    shares: int,
+    tag: Any,
+) -> None:
+    """Rotate the heads of decode rows, write keys and values into the cache, and attend.
+
+    Where rows are of different sequences, a task writes what it reads, in one parallel region. Rows of drafts follow
+    the rows that they see, which another thread may have, so there all is written before any row attends.
+
+    Args:
+        pool: The state of the threads, 0 for the calling one.
+        qkv_at: The merged product, bfloat16 [rows, heads + 2 * kv heads, head dim].
+        out_at: The attended rows, bfloat16 [rows, heads, head dim].
+        heads: The record of the layer's heads (`rope.heads_of`).
+        rows: The positions of the rows.
+        keys: The layer's keys, [slots, kv heads, places of a head]; `values` as well.
+        values: The layer's values.
+        tables: The block tables of the rows' sequences, int32 [rows, blocks].
+        contexts: The tokens that a row attends to, itself included, int32 [rows].
+        block_size: Slots of a block.
+        shares: Shares that the key heads of a row are cut into, which divide them; each is a task.
+        tag: The dtype tag that keys are scored in (`score_tag`).
+    """
+    count, kv_heads = len(rows.slots), keys.shape[1]
+    is_written = _sees_another(rows, tables, contexts, block_size)
+    if is_written:
+        for row in range(count):
+            _write_row(qkv_at, heads[0], rows, row, keys, values, 0, kv_heads)
+    work = (
+        qkv_at,
+        out_at,
+        heads,
+        rows,
+        keys,
+        values,
+        tables,
+        contexts,
+        block_size,
+        shares,
+        is_written,
+        tag,
+    )
+    spread(pool, count * shares, 1, _decode_tasks, work)
+
+
+@compiled()
 def _attend_task(query: Any, row: int, context: RowContext, scaling: Any, out: Any) -> None:
     group, head_dim = query.shape[1] // context.keys.shape[1], query.shape[2]
     first, heads = context.kv_first * group, (context.kv_stop - context.kv_first) * group
@@ -208,8 +246,10 @@ def _attend_task(query: Any, row: int, context: RowContext, scaling: Any, out: A
             out[row, first + head, value] = summed[head, value]
 
 
-@threaded
-def decode_queries(
+@compiled()
+def _attend_tasks(
+    begin: int,
+    stop: int,
     query: Any,
     keys: Any,
     values: Any,
@@ -220,13 +260,9 @@ def decode_queries(
     shares: int,
     out: Any,
 ) -> None:
-    """Attend for query rows whose keys and values are in the cache already.
-
-    Shape: query, out float32 [rows, heads, head dim]; keys, values float32, bfloat16 or int8
-    [slots, kv heads, places of a head]; tables int32 [rows, blocks]; contexts int32 [rows]. `shares` as in `decode`.
-    """
+    """Attend for shares of rows; see `decode_queries`."""
     size = keys.shape[1] // shares
-    for task in numba.prange(query.shape[0] * shares):
+    for task in range(begin, stop):
         row, first = task // shares, task % shares * size
         context = RowContext(
             keys,
@@ -242,9 +278,30 @@ def decode_queries(
         _attend_task(query, row, context, scaling, out)
 
 
-def warm_up(tag: npt.NDArray[Any], cached: npt.NDArray[Any], *, threads: int) -> None:
+@compiled()
+def decode_queries(
+    pool: int,
+    query: Any,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    contexts: Any,
+    block_size: int,
+    scaling: Any,
+    shares: int,
+    out: Any,
+) -> None:
+    """Attend for query rows whose keys and values are in the cache already.
+
+    Shape: query, out float32 [rows, heads, head dim]; keys, values float32, bfloat16 or int8
+    [slots, kv heads, places of a head]; tables int32 [rows, blocks]; contexts int32 [rows]. `shares` as in `decode`.
+    """
+    given = query, keys, values, tables, contexts, block_size, scaling, shares, out
+    spread(pool, query.shape[0] * shares, 1, _attend_tasks, given)
+
+
+def warm_up(tag: npt.NDArray[Any], cached: npt.NDArray[Any]) -> None:
     """Compile `decode` for a dtype tag and such a cache, so that the first request does not wait for it."""
     heads = heads_of(1, 0, 0, 0.0, 1.0)
     tables, contexts = np.empty((0, 1), dtype=np.int32), np.empty(0, dtype=np.int32)
-    for kernel in decode.needed(threads):
-        kernel(0, 0, heads, no_rows(), cached, cached, tables, contexts, 1, 1, tag)
+    decode(0, 0, 0, heads, no_rows(), cached, cached, tables, contexts, 1, 1, tag)

@@ -31,7 +31,7 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import as_type_of, bf16_array, widen
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
 from vsched_workers.backends.cpu.kernels.simd import (
     BF16_PAIRS,
     BF16S,
@@ -46,6 +46,7 @@ from vsched_workers.backends.cpu.kernels.simd import (
     Loop,
     cases,
 )
+from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
 PANEL = 64
 """Outputs of a panel."""
@@ -53,6 +54,8 @@ PASS_ROWS = 6
 """Most rows of a pass: their sums, four vectors each, leave registers for four weights and one input."""
 OWN_ROWS_MAX = 16
 """Most rows that the calling thread reads by itself: to wake the others for that takes longer."""
+_TOGETHER_PRODUCTS = 1 << 17
+"""Products of a pass and panels that a thread takes at once: some 10 microseconds, or reading 256 KiB."""
 _PAIR_BYTES = PANEL * 2 * 2
 """Bytes of two neighbouring inputs in a panel."""
 _PREFETCHED_LINES = (0, 1, 2, 4)
@@ -242,6 +245,13 @@ def _multiply_panel(
 
 
 @compiled()
+def panels_together(rows: int, inputs: int) -> int:
+    """Return the number of panels that a thread multiplies at once, with rows of so many inputs."""
+    passes = (rows + PASS_ROWS - 1) // PASS_ROWS
+    return max(_TOGETHER_PRODUCTS // max(PANEL * inputs * passes, 1), 1)
+
+
+@compiled()
 def _multiply_panels(
     first: int,
     stop: int,
@@ -253,10 +263,11 @@ def _multiply_panels(
 ) -> None:
     """Multiply all rows with the panels `first` to `stop`; the padding of the last panel of all is left out."""
     out_bytes = 2 * outputs
+    last = (outputs - 1) // PANEL
     for panel in range(first, stop):
         panel_at = weight_at + panel * inputs.shape[1] * _PAIR_BYTES // 2
         column = panel * PANEL
-        has_next = panel + 1 < stop
+        has_next = panel < last
         at = out_at + 2 * column
         if column + PANEL <= outputs:
             _multiply_panel(inputs, panel_at, bias_at + 2 * column, at, out_bytes, has_next)
@@ -278,10 +289,16 @@ def read_row(row_at: int, inputs: Any) -> None:
         inputs[index] = as_type_of(inputs[0], widen(given[index]))
 
 
+@compiled()
+def _read_rows(first: int, stop: int, rows_at: int, inputs: Any) -> None:
+    for row in range(first, stop):
+        read_row(rows_at + row * inputs.shape[1] * 2, inputs[row])
+
+
 # Flat arguments: a step of a small model spends a few microseconds on a product, 2 to 5 % of which a record would be.
-@threaded
+@compiled()
 def multiply(
-    threads: int,
+    pool: int,
     tag: Any,
     rows_at: int,
     rows: int,
@@ -291,22 +308,16 @@ def multiply(
     bias_at: int,
     out_at: int,
 ) -> None:
-    """Multiply rows by a weight in panels, on `threads` threads, each of which has neighbouring panels.
+    """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
     Shape: rows [rows, 2 * pairs]; weight and bias as the head of this file says; out [rows, outputs].
     `tag` is the dtype tag of the operands.
     """
     inputs = np.empty((rows, 2 * pairs), dtype=tag.dtype)
-    if rows <= OWN_ROWS_MAX:
-        for row in range(rows):
-            read_row(rows_at + row * pairs * 4, inputs[row])
-    else:
-        for row in numba.prange(rows):
-            read_row(rows_at + row * pairs * 4, inputs[row])
+    spread(pool, rows, OWN_ROWS_MAX, _read_rows, (rows_at, inputs))
     panels = (outputs + PANEL - 1) // PANEL
-    for thread in numba.prange(threads):
-        first, stop = panels * thread // threads, panels * (thread + 1) // threads
-        _multiply_panels(first, stop, inputs, weight_at, outputs, bias_at, out_at)
+    given = inputs, weight_at, outputs, bias_at, out_at
+    spread(pool, panels, panels_together(rows, 2 * pairs), _multiply_panels, given)
 
 
 # --- what is timed to choose the operands (`operand_choice.py`) ---

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -27,7 +26,8 @@ from vsched_workers.backends.cpu.kernels.bf16 import (
     through_bf16,
     widen,
 )
-from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
+from vsched_workers.backends.cpu.kernels.compilation import compiled
+from vsched_workers.backends.cpu.kernels.thread_pool import rows_together, spread
 
 
 @compiled()
@@ -57,18 +57,52 @@ def _add_norm_row(
     _norm_row(hidden, bf16_array(weight_at, width), squares, eps, bf16_array(out_at, width))
 
 
-@threaded
+@compiled()
+def _add_norm_rows(
+    first: int,
+    stop: int,
+    hidden_at: int,
+    delta_at: int,
+    weight_at: int,
+    width: int,
+    eps: Any,
+    out_at: int,
+) -> None:
+    for row in range(first, stop):
+        skip = 2 * row * width
+        delta_row_at = delta_at + skip if delta_at else 0
+        _add_norm_row(hidden_at + skip, delta_row_at, weight_at, width, eps, out_at + skip)
+
+
+@compiled()
 def add_norm(
-    hidden_at: int, delta_at: int, weight_at: int, width: int, eps: Any, out_at: int, rows: int
+    pool: int,
+    hidden_at: int,
+    delta_at: int,
+    weight_at: int,
+    width: int,
+    eps: Any,
+    out_at: int,
+    rows: int,
 ) -> None:
     """Add `delta` to `hidden` in place and write the norms of the sums to `out`.
 
     Shape: hidden, delta, out [rows, width]; weight [width]. A `delta_at` of 0 adds nothing.
     """
-    for row in numba.prange(rows):
-        skip = 2 * row * width
-        delta_row_at = delta_at + skip if delta_at else 0
-        _add_norm_row(hidden_at + skip, delta_row_at, weight_at, width, eps, out_at + skip)
+    spread(
+        pool,
+        rows,
+        rows_together(width),
+        _add_norm_rows,
+        (
+            hidden_at,
+            delta_at,
+            weight_at,
+            width,
+            eps,
+            out_at,
+        ),
+    )
 
 
 NORM = np.dtype([("weight_at", np.int64), ("eps", np.float32), ("once", np.int64)])
@@ -104,8 +138,36 @@ def _add_row(hidden: Any, delta: Any, factor: Any) -> None:
             hidden[index] = narrow(widen(hidden[index]) + added)
 
 
-@threaded
+@compiled()
+def _add_normed_rows(
+    first: int,
+    stop: int,
+    hidden_at: int,
+    delta_at: int,
+    added_norm: Any,
+    factor: Any,
+    norm: Any,
+    width: int,
+    out_at: int,
+) -> None:
+    norms_added, norms_sums = added_norm[0].weight_at, norm[0].weight_at
+    for row in range(first, stop):
+        skip = 2 * row * width
+        hidden = bf16_array(hidden_at + skip, width)
+        if delta_at:
+            delta = bf16_array(delta_at + skip, width)
+            if norms_added:
+                _any_norm_row(delta, added_norm[0], delta)
+            _add_row(hidden, delta, factor)
+        if norms_sums:
+            _any_norm_row(hidden, norm[0], bf16_array(out_at + skip, width))
+        else:
+            copy(hidden_at + skip, out_at + skip, width)
+
+
+@compiled()
 def add_normed(
+    pool: int,
     hidden_at: int,
     delta_at: int,
     added_norm: Any,
@@ -120,27 +182,47 @@ def add_normed(
     Shape: hidden, delta, out [rows, width], of which `delta` is overwritten; the norms are `NORM`. A `delta_at` of 0
     adds nothing. Where there is no norm, rows are taken as they are.
     """
-    norms_added, norms_sums = added_norm[0].weight_at, norm[0].weight_at
-    for row in numba.prange(rows):
-        skip = 2 * row * width
-        hidden = bf16_array(hidden_at + skip, width)
-        if delta_at:
-            delta = bf16_array(delta_at + skip, width)
-            if norms_added:
-                _any_norm_row(delta, added_norm[0], delta)
-            _add_row(hidden, delta, factor)
-        if norms_sums:
-            _any_norm_row(hidden, norm[0], bf16_array(out_at + skip, width))
-        else:
-            copy(hidden_at + skip, out_at + skip, width)
+    spread(
+        pool,
+        rows,
+        rows_together(width),
+        _add_normed_rows,
+        (
+            hidden_at,
+            delta_at,
+            added_norm,
+            factor,
+            norm,
+            width,
+            out_at,
+        ),
+    )
 
 
-@threaded
-def norm_parts(rows_at: int, row_bytes: int, width: int, norm: Any, rows: int) -> None:
-    """Replace a part of each row, `width` values from its beginning, by its norm; rows are `row_bytes` apart."""
-    for row in numba.prange(rows):
+@compiled()
+def _norm_parts_rows(
+    first: int, stop: int, rows_at: int, row_bytes: int, width: int, norm: Any
+) -> None:
+    for row in range(first, stop):
         part = bf16_array(rows_at + row * row_bytes, width)
         _any_norm_row(part, norm[0], part)
+
+
+@compiled()
+def norm_parts(pool: int, rows_at: int, row_bytes: int, width: int, norm: Any, rows: int) -> None:
+    """Replace a part of each row, `width` values from its beginning, by its norm; rows are `row_bytes` apart."""
+    spread(
+        pool,
+        rows,
+        rows_together(width),
+        _norm_parts_rows,
+        (
+            rows_at,
+            row_bytes,
+            width,
+            norm,
+        ),
+    )
 
 
 @compiled()
@@ -174,8 +256,31 @@ def _layer_norm_row(hidden: Any, weight_at: int, bias_at: int, eps: Any, out: An
         out[index] = narrow(widen(weight[index]) * value + widen(bias[index]))
 
 
-@threaded
+@compiled()
+def _add_layer_norm_rows(
+    first: int,
+    stop: int,
+    hidden_at: int,
+    delta_at: int,
+    scale_at: int,
+    weight_at: int,
+    bias_at: int,
+    width: int,
+    eps: Any,
+    out_at: int,
+) -> None:
+    for row in range(first, stop):
+        skip = 2 * row * width
+        hidden = bf16_array(hidden_at + skip, width)
+        if delta_at:
+            _add_scaled(hidden, bf16_array(delta_at + skip, width), scale_at)
+        if out_at:
+            _layer_norm_row(hidden, weight_at, bias_at, eps, bf16_array(out_at + skip, width))
+
+
+@compiled()
 def add_layer_norm(
+    pool: int,
     hidden_at: int,
     delta_at: int,
     scale_at: int,
@@ -191,19 +296,27 @@ def add_layer_norm(
     Shape: hidden, delta, out [rows, width]; scale, weight, bias [width]. A `delta_at` of 0 adds nothing, a `scale_at`
     of 0 does not scale, and an `out_at` of 0 has no norms written.
     """
-    for row in numba.prange(rows):
-        skip = 2 * row * width
-        hidden = bf16_array(hidden_at + skip, width)
-        if delta_at:
-            _add_scaled(hidden, bf16_array(delta_at + skip, width), scale_at)
-        if out_at:
-            _layer_norm_row(hidden, weight_at, bias_at, eps, bf16_array(out_at + skip, width))
+    spread(
+        pool,
+        rows,
+        rows_together(width),
+        _add_layer_norm_rows,
+        (
+            hidden_at,
+            delta_at,
+            scale_at,
+            weight_at,
+            bias_at,
+            width,
+            eps,
+            out_at,
+        ),
+    )
 
 
-def warm_up(*, threads: int) -> None:
+def warm_up() -> None:
     """Compile what a language model needs, so that the first request does not wait for it."""
-    for kernel in add_norm.needed(threads):
-        kernel(0, 0, 0, 1, np.float32(1.0), 0, 0)
+    add_norm(0, 0, 0, 0, 1, np.float32(1.0), 0, 0)
 
 
 def norm_of(weight_at: int, eps: float, *, once: bool) -> npt.NDArray[Any]:
@@ -211,16 +324,13 @@ def norm_of(weight_at: int, eps: float, *, once: bool) -> npt.NDArray[Any]:
     return np.array([(weight_at, eps, int(once))], dtype=NORM)
 
 
-def warm_up_normed(*, threads: int) -> None:
+def warm_up_normed() -> None:
     """Compile what a language model with other norms than the usual ones needs."""
     none = norm_of(0, 0.0, once=False)
-    for kernel in add_normed.needed(threads):
-        kernel(0, 0, none, np.float32(1.0), none, 1, 0, 0)
-    for kernel in norm_parts.needed(threads):
-        kernel(0, 0, 1, none, 0)
+    add_normed(0, 0, 0, none, np.float32(1.0), none, 1, 0, 0)
+    norm_parts(0, 0, 0, 1, none, 0)
 
 
-def warm_up_layer_norm(*, threads: int) -> None:
+def warm_up_layer_norm() -> None:
     """Compile what a vision tower with layer norms needs."""
-    for kernel in add_layer_norm.needed(threads):
-        kernel(0, 0, 0, 0, 0, 1, np.float32(1.0), 0, 0)
+    add_layer_norm(0, 0, 0, 0, 0, 0, 1, np.float32(1.0), 0, 0)

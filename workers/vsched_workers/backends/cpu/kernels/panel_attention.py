@@ -34,11 +34,12 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E, bf16_array, exp2, larger, narrow
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
 from vsched_workers.backends.cpu.kernels.gemm import PASS_ROWS, Pass
 from vsched_workers.backends.cpu.kernels.prefill_attention import copy_pair, vectors_of
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, no_rows, rope_head
 from vsched_workers.backends.cpu.kernels.simd import LANES, LINE, LONG, InstructionWriter, cases
+from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
 KEYS = LANES
 """Keys of a panel."""
@@ -310,8 +311,51 @@ def _attend_run(
             out[index] = narrow(of_query[index] * share)
 
 
-@threaded
+@compiled()
+def _write_rows(
+    begin: int, stop: int, qkv_at: int, heads: Any, rows: RopeRows, keys: Any, values: Any
+) -> None:
+    for row in range(begin, stop):
+        _write_row(qkv_at, heads[0], rows, row, keys, values)
+
+
+@compiled()
+def _attend_runs(
+    begin: int,
+    stop: int,
+    runs: Any,
+    qkv_at: int,
+    out_at: int,
+    heads: Any,
+    rows: RopeRows,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    contexts: Any,
+    block_size: int,
+) -> None:
+    kv_heads = keys.shape[1]
+    for task in range(begin, stop):
+        first, behind = runs[task // kv_heads]
+        _attend_run(
+            qkv_at,
+            out_at,
+            heads[0],
+            rows,
+            first,
+            behind,
+            task % kv_heads,
+            keys,
+            values,
+            tables[first],
+            contexts[first],
+            block_size,
+        )
+
+
+@compiled()
 def attend_rows(
+    pool: int,
     qkv_at: int,
     out_at: int,
     heads: Any,
@@ -327,31 +371,15 @@ def attend_rows(
     A row may see the tokens of rows before it. The arguments are those of `decode_attention.decode`, but a row with a
     context of 0 does not attend; `block_size` is a multiple of 16, and so is the size of a head.
     """
-    for row in numba.prange(len(rows.slots)):
-        _write_row(qkv_at, heads[0], rows, row, keys, values)
+    spread(pool, len(rows.slots), 4, _write_rows, (qkv_at, heads, rows, keys, values))
     kv_heads = keys.shape[1]
     runs = _runs(tables, contexts, block_size, max(RUN_QUERIES * kv_heads // heads[0].queries, 1))
-    for task in numba.prange(len(runs) * kv_heads):
-        first, stop = runs[task // kv_heads]
-        _attend_run(
-            qkv_at,
-            out_at,
-            heads[0],
-            rows,
-            first,
-            stop,
-            task % kv_heads,
-            keys,
-            values,
-            tables[first],
-            contexts[first],
-            block_size,
-        )
+    given = runs, qkv_at, out_at, heads, rows, keys, values, tables, contexts, block_size
+    spread(pool, len(runs) * kv_heads, 1, _attend_runs, given)
 
 
-def warm_up(*, threads: int) -> None:
+def warm_up() -> None:
     """Compile `attend_rows`, so that the first request does not wait for it."""
     cached, heads = np.empty((1, 1, 2), dtype=np.uint16), heads_of(1, 0, 0, 0.0, 1.0)
     tables, contexts = np.empty((0, 1), dtype=np.int32), np.empty(0, dtype=np.int32)
-    for kernel in attend_rows.needed(threads):
-        kernel(0, 0, heads, no_rows(), cached, cached, tables, contexts, LANES)
+    attend_rows(0, 0, 0, heads, no_rows(), cached, cached, tables, contexts, LANES)

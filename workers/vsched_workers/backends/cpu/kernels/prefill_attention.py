@@ -40,7 +40,7 @@ from vsched_workers.backends.cpu.kernels.bf16 import (
     narrow,
     widen,
 )
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, Pass, read_row
 from vsched_workers.backends.cpu.kernels.simd import (
     LANES,
@@ -51,6 +51,7 @@ from vsched_workers.backends.cpu.kernels.simd import (
     cases,
     has_avx512,
 )
+from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
 BLOCK = 4 * PASS_ROWS
 """Rows that are computed at once: a panel is read for all of them, and their scores stay in the cache."""
@@ -373,13 +374,25 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
         write_attended(out_at, summed[row], totals[row])
 
 
-@threaded
-def attend(given: PrefillArguments) -> None:
-    """Attend as `given` says."""
-    for task in numba.prange(given.kv_heads * given.sequences * (given.padded_keys // PANEL)):
+@compiled()
+def _pack_panels(first: int, stop: int, given: PrefillArguments) -> None:
+    for task in range(first, stop):
         _pack_panel(given, task)
-    for task in numba.prange(given.heads * given.sequences * ((given.rows + BLOCK - 1) // BLOCK)):
+
+
+@compiled()
+def _attend_blocks(first: int, stop: int, given: PrefillArguments) -> None:
+    for task in range(first, stop):
         _attend_block(given, task)
+
+
+@compiled()
+def attend(pool: int, given: PrefillArguments) -> None:
+    """Attend as `given` says."""
+    pieces = given.kv_heads * given.sequences * (given.padded_keys // PANEL)
+    spread(pool, pieces, 4, _pack_panels, (given,))
+    blocks = given.heads * given.sequences * ((given.rows + BLOCK - 1) // BLOCK)
+    spread(pool, blocks, 1, _attend_blocks, (given,))
 
 
 def no_arguments(tag: npt.NDArray[Any] = BF16) -> PrefillArguments:
@@ -408,7 +421,6 @@ def no_arguments(tag: npt.NDArray[Any] = BF16) -> PrefillArguments:
     )
 
 
-def warm_up(tag: npt.NDArray[Any], *, threads: int) -> None:
+def warm_up(tag: npt.NDArray[Any]) -> None:
     """Compile for a dtype tag, so that the first request does not wait for it."""
-    for kernel in attend.needed(threads):
-        kernel(no_arguments(tag))
+    attend(0, no_arguments(tag))

@@ -33,7 +33,8 @@ from vsched_workers.backends.cpu.kernels.bf16 import (
     through_bf16,
     widen,
 )
-from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
+from vsched_workers.backends.cpu.kernels.compilation import compiled
+from vsched_workers.backends.cpu.kernels.thread_pool import rows_together, spread
 from vsched_workers.batching.kv_cache import LEVELS, SCALE_MIN
 
 Bf16Array = npt.NDArray[np.uint16]
@@ -216,8 +217,25 @@ def _rope_row(
         keep_head(to, values, rows.slots[row], head)
 
 
-@threaded
+@compiled()
+def _rope_rows(
+    first: int,
+    stop: int,
+    qkv_at: int,
+    out_at: int,
+    out_rows: int,
+    heads: Any,
+    rows: RopeRows,
+    keys: Any,
+    values: Any,
+) -> None:
+    for row in range(first, stop):
+        _rope_row(qkv_at, out_at, out_rows, heads[0], rows, row, keys, values)
+
+
+@compiled()
 def rope_prefill(
+    pool: int,
     qkv_at: int,
     out_at: int,
     out_rows: int,
@@ -231,8 +249,22 @@ def rope_prefill(
     Shape: qkv [rows, heads + 2 * kv heads, head dim]; out [heads + 2 * kv heads, out_rows, head dim], of which `out_at`
     is the place of the first of these rows; keys, values [slots, kv heads, places of a head]; `heads` as of `heads_of`.
     """
-    for row in numba.prange(len(rows.slots)):
-        _rope_row(qkv_at, out_at, out_rows, heads[0], rows, row, keys, values)
+    width = (heads[0].queries + 2 * keys.shape[1]) * 2 * rows.cos.shape[1]
+    spread(
+        pool,
+        len(rows.slots),
+        rows_together(width),
+        _rope_rows,
+        (
+            qkv_at,
+            out_at,
+            out_rows,
+            heads,
+            rows,
+            keys,
+            values,
+        ),
+    )
 
 
 @compiled()
@@ -253,17 +285,37 @@ def _rope_patch(qkv_at: int, row: int, heads: int, cos: Any, sin: Any, out_at: i
         copy(source_at, out_at + (head * rows + row) * size, 2 * half)
 
 
-@threaded
+@compiled()
+def _rope_patches_rows(
+    first: int, stop: int, qkv_at: int, begin: int, heads: int, cos: Any, sin: Any, out_at: int
+) -> None:
+    for row in range(first, stop):
+        _rope_patch(qkv_at, begin + row, heads, cos, sin, out_at)
+
+
+@compiled()
 def rope_patches(
-    qkv_at: int, first: int, stop: int, heads: int, cos: Any, sin: Any, out_at: int
+    pool: int, qkv_at: int, first: int, stop: int, heads: int, cos: Any, sin: Any, out_at: int
 ) -> None:
     """Write the heads of the rows `first` to `stop` of an image, whose queries and keys are rotated in float32.
 
     Shape: qkv [rows, 3 * heads, head dim], where `qkv_at` is the place that row 0 would have; cos, sin float32
     [rows, head dim / 2]; out [3 * heads, rows, head dim].
     """
-    for index in numba.prange(stop - first):
-        _rope_patch(qkv_at, first + index, heads, cos, sin, out_at)
+    spread(
+        pool,
+        stop - first,
+        rows_together(6 * heads * cos.shape[1]),
+        _rope_patches_rows,
+        (
+            qkv_at,
+            first,
+            heads,
+            cos,
+            sin,
+            out_at,
+        ),
+    )
 
 
 def no_rows() -> RopeRows:
@@ -272,14 +324,12 @@ def no_rows() -> RopeRows:
     return RopeRows(angles, angles, np.empty(0, dtype=np.int64))
 
 
-def warm_up(cached: npt.NDArray[Any], *, threads: int) -> None:
+def warm_up(cached: npt.NDArray[Any]) -> None:
     """Compile what a language model needs for such a cache, so that the first request does not wait for it."""
-    for kernel in rope_prefill.needed(threads):
-        kernel(0, 0, 0, heads_of(1, 0, 0, 0.0, 1.0), no_rows(), cached, cached)
+    rope_prefill(0, 0, 0, 0, heads_of(1, 0, 0, 0.0, 1.0), no_rows(), cached, cached)
 
 
-def warm_up_patches(*, threads: int) -> None:
+def warm_up_patches() -> None:
     """Compile what a vision tower needs."""
     angles = np.empty((0, 1), dtype=np.float32)
-    for kernel in rope_patches.needed(threads):
-        kernel(0, 0, 0, 1, angles, angles, 0)
+    rope_patches(0, 0, 0, 0, 1, angles, angles, 0)

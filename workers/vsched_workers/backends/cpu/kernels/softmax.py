@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, exp2, larger, narrow, widen
-from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
+from vsched_workers.backends.cpu.kernels.compilation import compiled
+from vsched_workers.backends.cpu.kernels.thread_pool import rows_together, spread
 
 SCORE_MIN = np.float32(-1e30)
 """Where the highest score of a row begins: finite, since the compiler may take infinities for impossible."""
@@ -68,13 +68,30 @@ def _softmax_row(scores_at: int, width: int, seen: int, online: OnlineSoftmax, r
             online.summed[row, index] *= fading
 
 
-@threaded
+@compiled()
+def _softmax_tile_rows(
+    first: int,
+    stop: int,
+    scores_at: int,
+    width: int,
+    seen: int,
+    step: int,
+    period: int,
+    online: OnlineSoftmax,
+) -> None:
+    for row in range(first, stop):
+        seen_by_row = min(seen + row % period * step, width)
+        _softmax_row(scores_at + 2 * row * width, width, seen_by_row, online, row)
+
+
+@compiled()
 def softmax_tile(
-    scores_at: int, width: int, seen: int, step: int, period: int, online: OnlineSoftmax
+    pool: int, scores_at: int, width: int, seen: int, step: int, period: int, online: OnlineSoftmax
 ) -> None:
     """Replace a tile of scores by weights and update the online softmax.
 
     Args:
+        pool: The state of the threads, 0 for the calling one.
         scores_at: Scores, bfloat16 [rows, width].
         width: Scores of a row.
         seen: Scores that the first row of each period sees; those behind it become 0.
@@ -82,14 +99,24 @@ def softmax_tile(
         period: Rows after which that rule begins anew.
         online: The online softmax of the rows.
     """
-    for row in numba.prange(len(online.highest)):
-        seen_by_row = min(seen + row % period * step, width)
-        _softmax_row(scores_at + 2 * row * width, width, seen_by_row, online, row)
+    spread(
+        pool,
+        len(online.highest),
+        rows_together(width),
+        _softmax_tile_rows,
+        (
+            scores_at,
+            width,
+            seen,
+            step,
+            period,
+            online,
+        ),
+    )
 
 
-def warm_up(*, threads: int) -> None:
+def warm_up() -> None:
     """Compile, so that the first request does not wait for it."""
     nothing = np.empty(0, dtype=np.float32)
     online = OnlineSoftmax(nothing, nothing, np.empty((0, 1), dtype=np.float32))
-    for kernel in softmax_tile.needed(threads):
-        kernel(0, 1, 1, 0, 1, online)
+    softmax_tile(0, 0, 1, 1, 0, 1, online)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array, narrow, widen
-from vsched_workers.backends.cpu.kernels.compilation import compiled, threaded
+from vsched_workers.backends.cpu.kernels.compilation import compiled
+from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
 RANKS = 4
 """Ranks are padded with zeros to a multiple of this: so many are summed up at once."""
@@ -98,8 +98,28 @@ def _add_row(row_at: int, inputs: int, made_at: int, parts: Any) -> None:
                 target[index] = narrow(total[index])
 
 
-@threaded
+@compiled()
+def _add_low_rank_rows(
+    first: int,
+    stop: int,
+    rows_at: int,
+    inputs: int,
+    made_at: int,
+    width: int,
+    order: Any,
+    owners: Any,
+    parts: Any,
+) -> None:
+    for place in range(first, stop):
+        row = order[place]
+        _add_row(
+            rows_at + 2 * row * inputs, inputs, made_at + 2 * row * width, parts[owners[place]]
+        )
+
+
+@compiled()
 def add_low_rank(
+    pool: int,
     rows_at: int,
     inputs: int,
     made_at: int,
@@ -113,15 +133,24 @@ def add_low_rank(
     Shape: rows bfloat16 [rows, inputs], made bfloat16 [rows, width]; order, owners int64 [n], the row and its adapter;
     parts `PART` [adapters, parts of the product].
     """
-    for place in numba.prange(len(order)):
-        row = order[place]
-        _add_row(
-            rows_at + 2 * row * inputs, inputs, made_at + 2 * row * width, parts[owners[place]]
-        )
+    spread(
+        pool,
+        len(order),
+        1,
+        _add_low_rank_rows,
+        (
+            rows_at,
+            inputs,
+            made_at,
+            width,
+            order,
+            owners,
+            parts,
+        ),
+    )
 
 
-def warm_up(*, threads: int) -> None:
+def warm_up() -> None:
     """Compile the kernel now, so that the first step with an adapter does not wait for it."""
     nobody: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-    for each in add_low_rank.needed(threads):
-        each(0, 0, 0, 0, nobody, nobody, np.zeros((1, 1), dtype=PART))
+    add_low_rank(0, 0, 0, 0, 0, nobody, nobody, np.zeros((1, 1), dtype=PART))

@@ -9,9 +9,9 @@ import torch
 
 from vsched_workers.adapters.rows import CallRows
 from vsched_workers.adapters.sums import Part, Room
-from vsched_workers.backends.cpu.decode_attention import use_threads
 from vsched_workers.backends.cpu.low_rank import kernel
 from vsched_workers.backends.cpu.low_rank.kernel import PART, RANKS, add_low_rank
+from vsched_workers.backends.cpu.threads import pool_of
 
 PARALLEL_VALUES_MIN = 1 << 18
 """Products of fewer values run on one thread: waking the others takes longer."""
@@ -20,10 +20,8 @@ PARALLEL_VALUES_MIN = 1 << 18
 class KernelSums:
     """By the compiled kernel; see `Sums`."""
 
-    def __init__(self, threads: int, *, deterministic: bool) -> None:
-        """Take the threads; with `deterministic`, all of them run for any number of rows, by one code."""
-        self._threads = threads
-        self._parallel_min = 0 if deterministic else PARALLEL_VALUES_MIN
+    def __init__(self, threads: int) -> None:
+        self._pool = pool_of(threads)
         self._parts: dict[int, Sequence[Part]] = {}
         self._table = np.zeros((0, 0), dtype=PART)
         self._values = 0
@@ -70,9 +68,9 @@ class KernelSums:
             known = owners < len(self._table)
             order, owners = order[known], owners[known]
         rows = rows.contiguous()
-        many = self._threads > 1 and len(order) * self._values >= self._parallel_min
-        add = add_low_rank.parallel if many else add_low_rank.serial
-        add(
+        many = len(order) * self._values >= PARALLEL_VALUES_MIN
+        add_low_rank(
+            self._pool if many else 0,
             rows.data_ptr(),
             rows.shape[1],
             made.data_ptr(),
@@ -83,7 +81,6 @@ class KernelSums:
         )
 
 
-def warm_up(threads: int) -> None:
+def warm_up() -> None:
     """Compile the kernel."""
-    use_threads(threads)
-    kernel.warm_up(threads=threads)
+    kernel.warm_up()

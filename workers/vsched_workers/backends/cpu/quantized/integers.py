@@ -30,7 +30,8 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
+from vsched_workers.backends.cpu.kernels.gemm import panels_together
 from vsched_workers.backends.cpu.kernels.simd import (
     BYTE,
     LANES,
@@ -42,6 +43,7 @@ from vsched_workers.backends.cpu.kernels.simd import (
     call_llvm,
     cases,
 )
+from vsched_workers.backends.cpu.kernels.thread_pool import spread
 from vsched_workers.backends.cpu.quantized.block_sums import (
     FLOATS,
     OUTPUTS,
@@ -57,6 +59,8 @@ _WIDE = OUTPUTS == LANES
 """Whether there are 32 registers of 512 bits, or 16 of 256."""
 PASS_ROWS = 6 if _WIDE else 4
 """Most rows of a pass."""
+_INT8_PANELS = 2
+"""A weight of 8 bits is read in half the time of one of bfloat16."""
 OWN_ROWS_MAX = 8
 """Most rows that every thread makes into 8 bits for itself: to wait for one another would take longer."""
 _TOGETHER = {1: 4, 2: 4 if _WIDE else 2, 3: 2, 4: 2, 5: 2, 6: 2}
@@ -369,7 +373,7 @@ def _multiply_panels(
     totals = np.empty((rows, PANEL), dtype=np.float32)
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
     share = (block_bytes // LINE + passes - 1) // passes
-    end_at = weight_at + stop * panel_bytes - _AHEAD
+    end_at = weight_at + (outputs + PANEL - 1) // PANEL * panel_bytes - _AHEAD
     for panel in range(first, stop):
         column = panel * PANEL
         totals[:] = bias[column : column + PANEL]
@@ -403,9 +407,20 @@ def _multiply_panels(
         )  # fmt: skip
 
 
-@threaded
+@compiled()
+def _round_rows(
+    first: int, stop: int, row_tag: Any, kind: Any, rows_at: int, given: int, taken: Any, facts: Any
+) -> None:
+    for row in range(first, stop):
+        _round_row(
+            row_tag, kind, rows_at + row * given * row_tag.itemsize, given,
+            taken[row].ctypes.data, facts[row].ctypes.data,
+        )  # fmt: skip
+
+
+@compiled()
 def multiply_whole(
-    threads: int,
+    pool: int,
     row_tag: Any,
     kind: Any,
     scale_kind: Any,
@@ -421,36 +436,20 @@ def multiply_whole(
     bias: Any,
     out_at: int,
 ) -> None:
-    """Multiply rows by a weight in panels, on `threads` threads, each of which has neighbouring panels.
+    """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
     Shape: rows [rows, given] and out [rows, outputs], of the type that `row_tag` says; bias float32 [padded outputs].
     `sizes` are bytes of a panel, blocks, blocks of a group, bytes of a panel's scales of a group, vectors of a
     panel.
     """
-    item = row_tag.itemsize
-    blocks = sizes[1]
-    row_bytes = blocks * ROW_BLOCK
-    own = rows <= OWN_ROWS_MAX
-    copies = threads if own else 1
-    taken = np.empty((copies, rows, row_bytes), dtype=np.int8)
-    facts = np.empty((copies, rows, 2 * blocks), dtype=np.float32)
-    if not own:
-        for row in numba.prange(rows):
-            _round_row(
-                row_tag, kind, rows_at + row * given * item, given,
-                taken[0, row].ctypes.data, facts[0, row].ctypes.data,
-            )  # fmt: skip
+    row_bytes = sizes[1] * ROW_BLOCK
+    taken = np.empty((rows, row_bytes), dtype=np.int8)
+    facts = np.empty((rows, 2 * sizes[1]), dtype=np.float32)
+    spread(pool, rows, OWN_ROWS_MAX, _round_rows, (row_tag, kind, rows_at, given, taken, facts))
     panels = (outputs + PANEL - 1) // PANEL
-    for thread in numba.prange(threads):
-        mine = np.int64(thread) if own else 0
-        if own:
-            for row in range(rows):
-                _round_row(
-                    row_tag, kind, rows_at + row * given * item, given,
-                    taken[mine, row].ctypes.data, facts[mine, row].ctypes.data,
-                )  # fmt: skip
-        _multiply_panels(
-            panels * thread // threads, panels * (thread + 1) // threads,
-            (row_tag, kind, scale_kind, tag), taken[mine].ctypes.data, row_bytes, facts[mine],
-            weight_at, sizes, scales_at, offsets_at, outputs, bias, out_at,
-        )  # fmt: skip
+    work = (
+        (row_tag, kind, scale_kind, tag), taken.ctypes.data, row_bytes, facts,
+        weight_at, sizes, scales_at, offsets_at, outputs, bias, out_at,
+    )  # fmt: skip
+    spread(pool, panels, panels_together(rows, given) * _INT8_PANELS, _multiply_panels, work)
+    taken[0, 0] = np.int8(0)  # its address is used above: it must live until here

@@ -41,7 +41,8 @@ import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array, narrow, widen
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
+from vsched_workers.backends.cpu.kernels.gemm import panels_together
 from vsched_workers.backends.cpu.kernels.simd import (
     BYTE,
     FLOATS,
@@ -54,6 +55,7 @@ from vsched_workers.backends.cpu.kernels.simd import (
     cases,
     has_avx512,
 )
+from vsched_workers.backends.cpu.kernels.thread_pool import rows_together, spread
 
 _WIDE = has_avx512()
 _VECTORS = 4 if _WIDE else 2
@@ -465,9 +467,69 @@ def write_rows(tag: Any, totals: Any, out_at: int, outputs: int, count: int) -> 
                 values[index] = narrow(totals[row, index])
 
 
-@threaded
+@compiled()
+def _read_rows(
+    first: int,
+    stop: int,
+    tag: Any,
+    rows_at: int,
+    given: int,
+    block: int,
+    taken: Any,
+    by_row: Any,
+) -> None:
+    rows_bytes = len(by_row) * _ROW_BYTES
+    for row in range(first, stop):
+        row_at = rows_at + row * given * tag.itemsize
+        parts_at = taken.ctypes.data + row * _ROW_BYTES
+        _read_row(tag, row_at, given, block, parts_at, rows_bytes, by_row[row])
+
+
+@compiled()
+def _multiply_panels(
+    first: int,
+    stop: int,
+    tags: Any,
+    many: int,
+    taken: Any,
+    inputs: int,
+    weight_at: int,
+    half_bytes: int,
+    sizes: Any,
+    scales_at: int,
+    offsets_at: int,
+    outputs: int,
+    bias: Any,
+    out_at: int,
+    sums: Any,
+    centre: float,
+) -> None:
+    """Multiply all rows with the panels `first` to `stop`."""
+    tag, kind, scale_kind = tags
+    rows, group, scale_bytes = taken.shape[1], sizes[1], sizes[2]
+    groups = (inputs + group - 1) // group
+    panel_bytes = inputs * PANEL * half_bytes // 2
+    totals = np.empty((rows, PANEL), dtype=np.float32)
+    widened = np.empty((BLOCK, PANEL), dtype=np.float32)
+    for panel in range(first, stop):
+        column = panel * PANEL
+        # A slice would be checked for its shape, and the text of that error takes seconds to compile.
+        for row in range(rows):
+            for index in range(PANEL):
+                totals[row, index] = bias[column + index]
+        scale = groups * panel * PANEL * scale_bytes
+        _multiply_panel(
+            kind, scale_kind, many, taken, inputs, weight_at + panel * panel_bytes, half_bytes,
+            sizes, scales_at + scale, offsets_at + scale if offsets_at else 0, sums, totals,
+            widened, centre,
+        )  # fmt: skip
+        count = min(PANEL, outputs - column)
+        write_rows(tag, totals, out_at + column * tag.itemsize, outputs, count)
+
+
+@compiled()
 def multiply(
-    threads: int,
+    pool: int,
     tag: Any,
     kind: Any,
     scale_kind: Any,
@@ -486,38 +548,22 @@ def multiply(
     out_at: int,
     centre: float,
 ) -> None:
-    """Multiply rows by a weight in panels, on `threads` threads, each of which has neighbouring panels.
+    """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
     Shape: rows [rows, given] and out [rows, outputs], of the type that `tag` says; `inputs` is `given`, padded; bias
     float32 [padded outputs]. `sizes` are inputs of a block and of a group, and bytes of a scale.
     """
-    block, group, scale_bytes = sizes
+    block = sizes[0]
     length = BLOCK // block * block
     taken = np.empty(((inputs + length - 1) // length, rows, BLOCK), dtype=np.float32)
     blocks = (inputs + block - 1) // block
     by_row = np.empty((rows, blocks), dtype=np.float32)
-    for row in numba.prange(rows):
-        row_at = rows_at + row * given * tag.itemsize
-        parts_at = taken.ctypes.data + row * _ROW_BYTES
-        _read_row(tag, row_at, given, block, parts_at, rows * _ROW_BYTES, by_row[row])
+    read = tag, rows_at, given, block, taken, by_row
+    spread(pool, rows, rows_together(inputs), _read_rows, read)
     sums = np.ascontiguousarray(by_row.T)
     panels = (outputs + PANEL - 1) // PANEL
-    groups = (inputs + group - 1) // group
-    panel_bytes = inputs * PANEL * half_bytes // 2
-    for thread in numba.prange(threads):
-        totals = np.empty((rows, PANEL), dtype=np.float32)
-        widened = np.empty((BLOCK, PANEL), dtype=np.float32)
-        for panel in range(panels * thread // threads, panels * (thread + 1) // threads):
-            column = panel * PANEL
-            # A slice would be checked for its shape, and the text of that error takes seconds to compile.
-            for row in range(rows):
-                for index in range(PANEL):
-                    totals[row, index] = bias[column + index]
-            scale = groups * panel * PANEL * scale_bytes
-            _multiply_panel(
-                kind, scale_kind, many, taken, inputs, weight_at + panel * panel_bytes, half_bytes,
-                sizes, scales_at + scale, offsets_at + scale if offsets_at else 0, sums, totals,
-                widened, centre,
-            )  # fmt: skip
-            count = min(PANEL, outputs - column)
-            write_rows(tag, totals, out_at + column * tag.itemsize, outputs, count)
+    work = (
+        (tag, kind, scale_kind), many, taken, inputs, weight_at, half_bytes, sizes, scales_at,
+        offsets_at, outputs, bias, out_at, sums, centre,
+    )  # fmt: skip
+    spread(pool, panels, panels_together(rows, inputs), _multiply_panels, work)

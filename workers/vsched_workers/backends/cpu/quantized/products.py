@@ -15,8 +15,6 @@ import torch
 from torch.nn import functional
 
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.cpu.decode_attention import use_threads
-from vsched_workers.backends.cpu.kernels.compilation import Threaded
 from vsched_workers.backends.cpu.quantized.block_sums import (
     PLAIN,
     ROW_BLOCK,
@@ -38,6 +36,7 @@ from vsched_workers.backends.cpu.quantized.kernel import (
     multiply,
 )
 from vsched_workers.backends.cpu.quantized.widened import ROWS_MIN, multiply_widened
+from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.cpu.tiles.kernel import block_rows, has_tiles
 from vsched_workers.backends.reference.packed_weights import FEW_ROWS, room_for_weights
 from vsched_workers.memory.sparse_runs import at_most, is_sparse
@@ -115,40 +114,39 @@ class QuantizedProduct:
             padded[:outputs] = bias
         self._bias, self._enough = padded.numpy(), threads * PANEL
         self._centre = np.float32(INT4_CENTRE if weight.kind == "int4" else 0)
-        use_threads(threads)
+        pool = pool_of(threads)
         half = self._scales.dtype == torch.float16
         tags = KINDS[weight.kind], HALF if half else SINGLE
-        self.kernel: Threaded
+        self.kernel: Any
         self.tags: tuple[npt.NDArray[Any], ...]
         self.record: tuple[Any, ...]
         self._multiply = (
-            self._whole_numbers(threads, tags)
+            self._whole_numbers(pool, tags)
             if fits and int8_rows
-            else self._floats(threads, tags, scaled=not unscaled)
+            else self._floats(pool, tags, scaled=not unscaled)
         )
         self._widened: Kernel | None = None
-        self.many_rows_kernel: Threaded | None = None
+        self.many_rows_kernel: Any = None
         self.many_rows_min = self.step_rows_max = sys.maxsize
         self.block_rows = FEW_ROWS[-1]
         if tiles and not unscaled:
-            self._widened = self._in_tiles(threads, tags)
+            self._widened = self._in_tiles(pool, tags)
             self.many_rows_kernel, self.many_rows_min = multiply_widened, ROWS_MIN
             self.block_rows = block_rows(*self.shape)
             if self.kernel is multiply:
                 self.step_rows_max = ROWS_MIN - 1
 
-    def _whole_numbers(self, threads: int, tags: Sequence[Any]) -> Kernel:
+    def _whole_numbers(self, pool: int, tags: Sequence[Any]) -> Kernel:
         """Return the kernel that makes rows into 8 bits."""
         self.kernel = multiply_whole
         sizes, addresses = self._sizes(ROW_BLOCK), self._addresses()
         self.tags = (OF_BF16, *tags, instructions())
         self.record = (self._given, addresses[0], *sizes, *addresses[1:], *self._results())
-        return self._by_blocks(multiply_whole, threads, tags, sizes)
+        return self._by_blocks(multiply_whole, pool, tags, sizes)
 
-    def _floats(self, threads: int, tags: Sequence[Any], *, scaled: bool) -> Kernel:
+    def _floats(self, pool: int, tags: Sequence[Any], *, scaled: bool) -> Kernel:
         """Return the kernel that widens weights."""
         self.kernel = multiply
-        kernel = multiply.parallel if threads > 1 else multiply.serial
         sizes = (_block_of(self._group), self._group, self._scales.itemsize if scaled else 0)
         half_bytes = 1 if self._kind == "int4" else 2 * self._panels.itemsize
         addresses = self._addresses()
@@ -160,31 +158,30 @@ class QuantizedProduct:
         )
 
         def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
-            kernel(
-                threads, row_tag, *tags, int(count > FEW_ROWS_MAX), rows_at, count, self._given,
+            multiply(
+                pool, row_tag, *tags, int(count > FEW_ROWS_MAX), rows_at, count, self._given,
                 self._inputs, addresses[0], half_bytes, sizes, addresses[1], addresses[2], outputs,
                 self._bias, result_at, self._centre,
             )  # fmt: skip
 
         return call
 
-    def _in_tiles(self, threads: int, tags: Sequence[Any]) -> Kernel:
+    def _in_tiles(self, pool: int, tags: Sequence[Any]) -> Kernel:
         """Return the kernel that widens weights for many rows of bfloat16, and multiplies in tiles."""
         assert has_tiles(), "a process asks for them first"
         unit = ROW_BLOCK if self._group % ROW_BLOCK == self._inputs % ROW_BLOCK == 0 else INPUTS
-        return self._by_blocks(multiply_widened, threads, tags, self._sizes(unit))
+        return self._by_blocks(multiply_widened, pool, tags, self._sizes(unit))
 
     def _by_blocks(
-        self, both: Threaded, threads: int, tags: Sequence[Any], sizes: tuple[int, ...]
+        self, kernel: Any, pool: int, tags: Sequence[Any], sizes: tuple[int, ...]
     ) -> Kernel:
         """Return a kernel that is told of the weight's blocks, which takes what is the same for any weight."""
-        kernel = both.parallel if threads > 1 else both.serial
         tag, addresses = instructions(), self._addresses()
 
         def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
             # By position: numba takes microseconds to sort out names.
             kernel(
-                threads, row_tag, *tags, tag, rows_at, count, self._given, addresses[0], sizes,
+                pool, row_tag, *tags, tag, rows_at, count, self._given, addresses[0], sizes,
                 addresses[1], addresses[2], outputs, self._bias, result_at,
             )  # fmt: skip
 

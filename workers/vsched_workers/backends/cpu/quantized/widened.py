@@ -28,7 +28,7 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32, bf16_array
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
 from vsched_workers.backends.cpu.kernels.simd import (
     FLOATS,
     LANES,
@@ -41,6 +41,7 @@ from vsched_workers.backends.cpu.kernels.simd import (
     call_llvm,
     cases,
 )
+from vsched_workers.backends.cpu.kernels.thread_pool import spread
 from vsched_workers.backends.cpu.quantized.kernel import (
     INT4_CENTRE,
     PANEL,
@@ -50,6 +51,7 @@ from vsched_workers.backends.cpu.quantized.kernel import (
 from vsched_workers.backends.cpu.tiles.kernel import (
     AHEAD_BYTES,
     HALF,
+    OWN_ROWS_MAX,
     PAIR_BYTES,
     PASS_BYTES,
     STEP_BYTES,
@@ -57,8 +59,9 @@ from vsched_workers.backends.cpu.tiles.kernel import (
     TILE_BYTES,
     TILE_ROWS,
     configure_tiles,
+    halves_together,
     laid_out_bytes,
-    lay_out_row,
+    lay_out_rows,
     multiply_half,
     next_line,
     parts_of,
@@ -215,6 +218,7 @@ def _multiply_panels(
     inputs = panel_bytes // PANEL * _weights_of_a_byte(kind[0])
     group = inputs // blocks * blocks_of_group
     groups = (blocks + blocks_of_group - 1) // blocks_of_group
+    configure_tiles(rows)
     parts = parts_of(rows, given, stop - first, 2)
     room = np.empty(max(parts.sums_bytes * parts.together, PASS_BYTES) + LINE, dtype=np.uint8)
     half_bytes = parts.size * STEP_BYTES
@@ -245,11 +249,12 @@ def _multiply_panels(
                 next_line(room) + kept * parts.sums_bytes + half * (parts.sums_bytes // 2),
                 start == 0, behind == parts.steps, 0, 0,
             )  # fmt: skip
+    release_tiles()
 
 
-@threaded
+@compiled()
 def multiply_widened(
-    threads: int,
+    pool: int,
     _row_tag: Any,
     kind: Any,
     scale_kind: Any,
@@ -265,20 +270,16 @@ def multiply_widened(
     bias: Any,
     out_at: int,
 ) -> None:
-    """Multiply rows by a weight in panels, on `threads` threads, each of which has neighbouring panels.
+    """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
     What it is given is what `integers.multiply_whole` is, but rows are bfloat16, and blocks may have any size.
     """
     taken = np.empty(laid_out_bytes(rows, given) + LINE, dtype=np.uint8)
-    for row in numba.prange(rows):
-        lay_out_row(rows_at + 2 * row * given, row, given, next_line(taken))
+    spread(pool, rows, OWN_ROWS_MAX, lay_out_rows, (rows_at, given, next_line(taken)))
     panels = (outputs + PANEL - 1) // PANEL
-    bias_at = bias.ctypes.data
-    for thread in numba.prange(threads):
-        configure_tiles(rows)
-        _multiply_panels(
-            panels * thread // threads, panels * (thread + 1) // threads, (kind, scale_kind), rows,
-            next_line(taken), given, weight_at, sizes, scales_at, offsets_at, outputs,
-            bias_at, out_at,
-        )  # fmt: skip
-        release_tiles()
+    work = (
+        (kind, scale_kind), rows, next_line(taken), given, weight_at, sizes, scales_at, offsets_at,
+        outputs, bias.ctypes.data, out_at,
+    )  # fmt: skip
+    spread(pool, panels, halves_together(rows, given, panels, 2), _multiply_panels, work)
+    taken[0] = np.uint8(0)  # its address is used above: it must live until here

@@ -28,7 +28,7 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
 from vsched_workers.backends.cpu.kernels.prefill_attention import (
     PrefillArguments,
     bend,
@@ -51,6 +51,7 @@ from vsched_workers.backends.cpu.kernels.simd import (
     call_llvm,
 )
 from vsched_workers.backends.cpu.kernels.softmax import SCORE_MIN
+from vsched_workers.backends.cpu.kernels.thread_pool import spread
 from vsched_workers.backends.cpu.tiles.kernel import (
     HALF,
     PAIR_BYTES,
@@ -271,16 +272,27 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
     room[0] = np.uint8(0)  # its address is used above: it must live until here
 
 
-@threaded
-def attend_in_tiles(given: PrefillArguments) -> None:
-    """Attend as `given` says."""
-    for task in numba.prange(given.kv_heads * given.sequences * (given.padded_keys // HALF)):
+@compiled()
+def _pack_halfs(first: int, stop: int, given: PrefillArguments) -> None:
+    for task in range(first, stop):
         _pack_half(given, task)
-    for task in numba.prange(given.heads * given.sequences * ((given.rows + BLOCK - 1) // BLOCK)):
+
+
+@compiled()
+def _attend_blocks(first: int, stop: int, given: PrefillArguments) -> None:
+    for task in range(first, stop):
         _attend_block(given, task)
 
 
-def warm_up(*, threads: int) -> None:
+@compiled()
+def attend_in_tiles(pool: int, given: PrefillArguments) -> None:
+    """Attend as `given` says."""
+    pieces = given.kv_heads * given.sequences * (given.padded_keys // HALF)
+    spread(pool, pieces, 4, _pack_halfs, (given,))
+    blocks = given.heads * given.sequences * ((given.rows + BLOCK - 1) // BLOCK)
+    spread(pool, blocks, 1, _attend_blocks, (given,))
+
+
+def warm_up() -> None:
     """Compile, so that the first request does not wait for it."""
-    for kernel in attend_in_tiles.needed(threads):
-        kernel(no_arguments())
+    attend_in_tiles(0, no_arguments())

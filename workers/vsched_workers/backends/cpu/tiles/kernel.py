@@ -47,7 +47,7 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, threaded
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
 from vsched_workers.backends.cpu.kernels.simd import (
     BF16S,
     BYTE,
@@ -62,6 +62,7 @@ from vsched_workers.backends.cpu.kernels.simd import (
     cases,
     has_amx,
 )
+from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ BLOCK_ROWS_MIN, BLOCK_ROWS_MAX = 256, 1024
 _BLOCK_BYTES = 1 << 23
 """Bytes of what is multiplied and what comes of it, for as many rows as are worth multiplying at once."""
 OWN_ROWS_MAX = TILE_ROWS
-"""Most rows that every thread lays out for itself: to wait for one another would take longer."""
+"""Most rows that the calling thread lays out by itself: to wake the others would take longer."""
 TOGETHER = 2
 """Tiles of rows that are multiplied together."""
 AHEAD_BYTES = 1 << 12
@@ -96,6 +97,10 @@ _PART_STEPS = 64
 """Most steps of a part that several passes go over: its weights and the next ones stay in the second cache."""
 _PARTS_BYTES = 1 << 20
 """Bytes of sums that are kept from one part of the inputs to the next."""
+_TOGETHER_WEIGHTS = 1 << 17
+"""Weights that a thread multiplies few rows by at once: reading 256 KiB."""
+_CLAIMS = 16
+"""Into how many claims a weight is cut at least, where sums of many rows are kept: rows are read once for each."""
 _STEP_LINES = STEP_BYTES // LINE
 _FETCHED_LINES = (2, 4, 8, 16, _STEP_LINES)
 """How many lines of weights can be fetched with a step of two tiles of rows; the most are all that it has."""
@@ -475,6 +480,15 @@ def parts_of(rows: int, inputs: int, pieces: int, halves: int) -> Parts:
 
 
 @compiled()
+def halves_together(rows: int, inputs: int, pieces: int, halves: int) -> int:
+    """Return the number of pieces, each of so many halves of panels, that a thread multiplies at once."""
+    parts = parts_of(rows, inputs, pieces, halves)
+    if parts.number > 1:
+        return max(min(parts.together, pieces // _CLAIMS), 1)
+    return max(_TOGETHER_WEIGHTS // (halves * HALF * max(inputs, 1)), 1)
+
+
+@compiled()
 def turn_of(turn: int, pieces: int, parts: Parts) -> Any:
     """Return the number of a piece, of the part of the inputs whose turn it is, and of its sums among those kept."""
     group = turn // (parts.together * parts.number)
@@ -497,6 +511,7 @@ def _multiply_panels(
     out_at: int,
 ) -> None:
     """Multiply all rows, which are laid out, with the halves of panels `first` to `stop`."""
+    configure_tiles(rows)
     half_bytes, whole = pairs * PAIR_BYTES, 2 * pairs // STEP_INPUTS
     first_at = weight_at + first * half_bytes
     parts = parts_of(rows, 2 * pairs, stop - first, 1)
@@ -520,11 +535,19 @@ def _multiply_panels(
             next_line(room) + kept * parts.sums_bytes, start == 0, behind == parts.steps,
             fetches_itself(turn, rows), next_at,
         )  # fmt: skip
+    release_tiles()
 
 
-@threaded
+@compiled()
+def lay_out_rows(first: int, stop: int, rows_at: int, inputs: int, tiles_at: int) -> None:
+    """Write the rows `first` to `stop` to their places in the tiles of rows."""
+    for row in range(first, stop):
+        lay_out_row(rows_at + 2 * row * inputs, row, inputs, tiles_at)
+
+
+@compiled()
 def multiply_in_tiles(
-    threads: int,
+    pool: int,
     tag: Any,
     rows_at: int,
     rows: int,
@@ -534,25 +557,13 @@ def multiply_in_tiles(
     bias_at: int,
     out_at: int,
 ) -> None:
-    """Multiply rows by a weight in halves of panels, on `threads` threads, each of which has neighbouring panels.
+    """Multiply rows by a weight in halves of panels, on the threads of a pool (`thread_pool.spread`).
 
     What it is given is what `gemm.multiply` is.
     """
-    row_bytes = laid_out_bytes(rows, 2 * pairs) + LINE
-    own = rows <= OWN_ROWS_MAX
-    taken = np.empty((threads if own else 1, row_bytes), dtype=np.uint8)
-    if not own:
-        for row in numba.prange(rows):
-            lay_out_row(rows_at + row * pairs * 4, row, 2 * pairs, next_line(taken[0]))
+    taken = np.empty(laid_out_bytes(rows, 2 * pairs) + LINE, dtype=np.uint8)
+    spread(pool, rows, OWN_ROWS_MAX, lay_out_rows, (rows_at, 2 * pairs, next_line(taken)))
     halves = (outputs + HALF - 1) // HALF
-    for thread in numba.prange(threads):
-        mine = taken[np.int64(thread) if own else 0]
-        if own:
-            for row in range(rows):
-                lay_out_row(rows_at + row * pairs * 4, row, 2 * pairs, next_line(mine))
-        configure_tiles(rows)
-        _multiply_panels(
-            halves * thread // threads, halves * (thread + 1) // threads, tag, rows,
-            next_line(mine), pairs, weight_at, outputs, bias_at, out_at,
-        )  # fmt: skip
-        release_tiles()
+    work = tag, rows, next_line(taken), pairs, weight_at, outputs, bias_at, out_at
+    spread(pool, halves, halves_together(rows, 2 * pairs, halves, 1), _multiply_panels, work)
+    taken[0] = np.uint8(0)  # its address is used above: it must live until here

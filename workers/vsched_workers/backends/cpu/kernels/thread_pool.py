@@ -1,0 +1,327 @@
+"""The threads of a rank: they share out the pieces of a kernel, whoever is free taking the next.
+
+A kernel hands `spread` a function and a number of pieces. Every thread has a range of them, of the same pieces in every
+call, so that it finds its weights in its own cache; when its range is used up it takes pieces from the end of another
+thread's. So a thread that another program has put off its core delays the piece that it holds and nothing else, and
+results do not depend on which thread computed them. The caller is thread 0.
+
+Pieces are claimed with compare-and-swap. A range is one word, which holds the number of the call (its *epoch*) besides
+the first and the last unclaimed unit, so a thread that comes late finds another epoch there and claims nothing.
+
+    word = epoch << 32 | first << 16 | stop        a unit is `grain` pieces
+
+A thread that waits looks for some microseconds, and then sleeps in the kernel (futex). While the caller sleeps its core
+is free, and the system moves the thread it waits for there.
+
+Source: Chase and Lev, "Dynamic Circular Work-Stealing Deque" (SPAA 2005), for owner and thief at two ends; Drepper,
+"Futexes Are Tricky" (2011), for going to sleep.
+"""
+
+# numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
+# mypy: disable-error-code="untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numba
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils
+
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
+
+LINE = 64
+"""Bytes of a line of the cache."""
+EPOCH_AT, SLEEPERS_AT, DONE_AT, WAITING_AT, BUSY_AT, ACTIVE_AT, STOP_AT = (
+    LINE * place for place in range(7)
+)
+"""Where words of the state lie, each in a line of its own: bytes from its beginning."""
+CALL_AT, GIVEN_AT, PIECES_AT, GRAIN_AT, UNITS_AT, SHARES_AT = (
+    LINE * 7 + 8 * place for place in range(6)
+)
+"""The call under way."""
+SPIN_AT = LINE * 8
+"""Nanoseconds that a thread looks before it sleeps."""
+CALLS_AT, WALL_AT, JOIN_AT = (LINE * 9 + 8 * place for place in range(3))
+"""What was measured: calls on several threads, nanoseconds that they took, and nanoseconds at their ends."""
+THREADS_AT = LINE * 10
+THREAD_BYTES = 2 * LINE
+RANGE, BUSY_NS = 0, LINE
+"""A thread's words, from its own beginning."""
+UNITS_MAX = 1 << 12
+"""Most units of a call."""
+_TOGETHER_VALUES = 1 << 15
+"""Values that an elementwise kernel takes at once: some 20 microseconds, several times what waking a thread takes."""
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 202)
+_FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # both for threads of one process
+_LONG, _WORD = ir.IntType(64), ir.IntType(32)
+
+
+def _at(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _LONG.as_pointer())
+
+
+@emits(numba.intp, numba.intp)
+def load(builder: Any, address: Any) -> Any:
+    """Return the word at an address, as it is now."""
+    return builder.load_atomic(_at(builder, address), ordering="seq_cst", align=8)
+
+
+@emits(numba.void, numba.intp, numba.intp)
+def store(builder: Any, address: Any, value: Any) -> None:
+    """Write a word that other threads read."""
+    builder.store_atomic(value, _at(builder, address), ordering="seq_cst", align=8)
+
+
+@emits(numba.intp, numba.intp, numba.intp)
+def add(builder: Any, address: Any, value: Any) -> Any:
+    """Add to a word; returns what it was before."""
+    return builder.atomic_rmw("add", _at(builder, address), value, ordering="seq_cst")
+
+
+@emits(numba.boolean, numba.intp, numba.intp, numba.intp)
+def swap(builder: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Replace a word if it is what is expected; returns whether it was."""
+    found = builder.cmpxchg(_at(builder, address), expected, value, ordering="seq_cst")
+    return builder.extract_value(found, 1)
+
+
+@emits(numba.void)
+def _pause(builder: Any) -> None:
+    """Let the other thread of this core go first for a moment."""
+    if platform.machine() == "x86_64":
+        name = "llvm.x86.sse2.pause"
+        declared = ir.FunctionType(ir.VoidType(), [])
+        builder.call(
+            builder.module.globals.get(name) or ir.Function(builder.module, declared, name), []
+        )
+
+
+def _futex(builder: Any, address: Any, operation: int, value: Any) -> None:
+    name, declared = "syscall", ir.FunctionType(_LONG, [_LONG], var_arg=True)
+    call = builder.module.globals.get(name) or ir.Function(builder.module, declared, name)
+    nothing = ir.Constant(_LONG, 0)
+    number, code = ir.Constant(_LONG, _FUTEX), ir.Constant(_LONG, operation)
+    builder.call(call, [number, address, code, value, nothing, nothing, nothing])
+
+
+@emits(numba.void, numba.intp, numba.intp)
+def _sleep_while(builder: Any, address: Any, value: Any) -> None:
+    """Sleep until somebody wakes those who sleep here, unless the word's lower half has changed already."""
+    _futex(builder, address, _FUTEX_WAIT, value)
+
+
+@emits(numba.void, numba.intp, numba.intp)
+def wake(builder: Any, address: Any, count: Any) -> None:
+    """Wake some of the threads that sleep at an address."""
+    _futex(builder, address, _FUTEX_WAKE, count)
+
+
+@emits(numba.intp)
+def now_ns(builder: Any) -> Any:
+    """Return the monotonic clock, nanoseconds."""
+    name = "clock_gettime"
+    kind = ir.ArrayType(_LONG, 2)
+    declared = ir.FunctionType(_WORD, [_WORD, kind.as_pointer()])
+    call = builder.module.globals.get(name) or ir.Function(builder.module, declared, name)
+    time = cgutils.alloca_once(builder, kind)
+    builder.call(call, [ir.Constant(_WORD, 1), time])
+    found = builder.load(time)
+    seconds, rest = builder.extract_value(found, 0), builder.extract_value(found, 1)
+    return builder.add(builder.mul(seconds, ir.Constant(_LONG, 10**9)), rest)
+
+
+_PIECES = ir.FunctionType(ir.VoidType(), [_LONG, _LONG, _LONG])
+
+
+def _closing(context: Any, function: Any, given: Any) -> Any:
+    """Return the addresses of a function that takes a range of pieces, and of its other arguments."""
+    of_function = function.get_call_type(context, (numba.intp, numba.intp, *given.types), {})
+
+    def close(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        overload = function.dispatcher.overloads[of_function.args]
+        context.add_linking_libs([overload.library])
+        module = builder.module
+        call = ir.Function(module, _PIECES, module.get_unique_name("pieces"))
+        call.linkage = "internal"
+        # One copy of its code, whoever calls it: others may round otherwise.
+        call.attributes.add("noinline")
+        kept = cgutils.alloca_once_value(builder, values[1])
+        inner = ir.IRBuilder(call.append_basic_block("entry"))
+        all_given = inner.load(inner.inttoptr(call.args[0], values[1].type.as_pointer()))
+        each = [inner.extract_value(all_given, place) for place in range(len(given.types))]
+        context.call_internal_no_propagate(
+            inner, overload.fndesc, of_function, [call.args[1], call.args[2], *each]
+        )
+        inner.ret_void()
+        found = [builder.ptrtoint(each, _LONG) for each in (call, kept)]
+        return context.make_tuple(builder, numba.types.UniTuple(numba.intp, 2), found)
+
+    return numba.types.UniTuple(numba.intp, 2)(function, given), close
+
+
+_close: Any = numba.extending.intrinsic(_closing)
+
+
+@emits(numba.void, *[numba.intp] * 4)
+def _call(builder: Any, function: Any, given: Any, first: Any, stop: Any) -> None:
+    builder.call(builder.inttoptr(function, _PIECES.as_pointer()), [given, first, stop])
+
+
+@compiled()
+def _claim(range_at: int, epoch: int, from_end: bool) -> int:
+    """Return a unit of a range, or -1 when there is none left, or another call is under way."""
+    while True:
+        word = load(range_at)
+        first, stop = (word >> 16) & 0xFFFF, word & 0xFFFF
+        if word >> 32 != epoch or first >= stop:
+            return -1
+        if swap(range_at, word, word - 1 if from_end else word + (1 << 16)):
+            return stop - 1 if from_end else first
+
+
+@compiled()
+def _take_part(state: int, me: int, epoch: int) -> int:
+    """Compute units of a call, first of the own range, until all are claimed; returns how many these were."""
+    count = 0
+    shares = load(state + SHARES_AT)
+    for step in range(shares + 1):
+        other = me if step == 0 else (me + step) % shares
+        range_at = state + THREADS_AT + other * THREAD_BYTES + RANGE
+        while True:
+            unit = _claim(range_at, epoch, step > 0)
+            if unit < 0:
+                break
+            grain, pieces = load(state + GRAIN_AT), load(state + PIECES_AT)
+            first = unit * grain
+            _call(load(state + CALL_AT), load(state + GIVEN_AT), first, min(first + grain, pieces))
+            count += 1
+    return count
+
+
+@compiled()
+def run(state: int, call: int, given: int, pieces: int, grain: int) -> None:
+    """Compute all pieces on the threads that are in use."""
+    grain = max(grain, (pieces + UNITS_MAX - 1) // UNITS_MAX)
+    units = (pieces + grain - 1) // grain
+    shares = min(load(state + ACTIVE_AT), units)
+    if shares < 2 or not swap(state + BUSY_AT, 0, 1):
+        _call(call, given, 0, pieces)
+        return
+    begun_ns = now_ns()
+    store(state + CALL_AT, call)
+    store(state + GIVEN_AT, given)
+    store(state + PIECES_AT, pieces)
+    store(state + GRAIN_AT, grain)
+    store(state + UNITS_AT, units)
+    store(state + SHARES_AT, shares)
+    store(state + DONE_AT, 0)
+    epoch = (load(state + EPOCH_AT) + 1) & 0x7FFFFFFF
+    for thread in range(shares):
+        first, stop = units * thread // shares, units * (thread + 1) // shares
+        word = (epoch << 32) | (first << 16) | stop
+        store(state + THREADS_AT + thread * THREAD_BYTES + RANGE, word)
+    store(state + EPOCH_AT, epoch)
+    if load(state + SLEEPERS_AT):
+        wake(state + EPOCH_AT, shares - 1)
+    count = _take_part(state, 0, epoch)
+    own_ns = now_ns()
+    add(state + DONE_AT, count)
+    if load(state + DONE_AT) < units:
+        _join(state, units, own_ns)
+    ended_ns = now_ns()
+    store(state + CALLS_AT, load(state + CALLS_AT) + 1)
+    store(state + WALL_AT, load(state + WALL_AT) + ended_ns - begun_ns)
+    store(state + JOIN_AT, load(state + JOIN_AT) + ended_ns - own_ns)
+    store(state + BUSY_AT, 0)
+
+
+@compiled()
+def _join(state: int, units: int, since_ns: int) -> None:
+    """Wait until all units are computed."""
+    until_ns = since_ns + load(state + SPIN_AT)
+    while load(state + DONE_AT) < units:
+        for _ in range(16):
+            _pause()
+        if now_ns() >= until_ns:
+            store(state + WAITING_AT, 1)
+            while True:
+                done = load(state + DONE_AT)
+                if done >= units:
+                    break
+                _sleep_while(state + DONE_AT, done)
+            store(state + WAITING_AT, 0)
+            return
+
+
+@compiled()
+def _next_epoch(state: int, me: int, seen: int) -> int:
+    """Wait for the next call that this thread takes part in; returns its epoch, or -1 when there will be none."""
+    until_ns = now_ns() + load(state + SPIN_AT)
+    while True:
+        for _ in range(16):
+            epoch = load(state + EPOCH_AT)
+            if epoch != seen:
+                return epoch
+            _pause()
+        if load(state + STOP_AT):
+            return -1
+        active = load(state + ACTIVE_AT)
+        if active <= me:
+            _sleep_while(state + ACTIVE_AT, active)
+        elif now_ns() >= until_ns:
+            add(state + SLEEPERS_AT, 1)
+            if not load(state + STOP_AT):
+                _sleep_while(state + EPOCH_AT, seen)
+            add(state + SLEEPERS_AT, -1)
+            until_ns = now_ns() + load(state + SPIN_AT)
+
+
+@compiled()
+def work(state: int, me: int) -> None:
+    """Take part in all calls, as one of the other threads, until the pool is told to stop."""
+    epoch = load(state + EPOCH_AT)
+    while True:
+        epoch = _next_epoch(state, me, epoch)
+        if epoch < 0:
+            return
+        count = _take_part(state, me, epoch)
+        if count:
+            units = load(state + UNITS_AT)
+            if add(state + DONE_AT, count) + count >= units and load(state + WAITING_AT):
+                wake(state + DONE_AT, 1)
+
+
+@compiled()
+def use(state: int, threads: int) -> None:
+    """Have this number of threads take part from the next call on."""
+    store(state + ACTIVE_AT, threads)
+    wake(state + ACTIVE_AT, threads)
+
+
+@numba.njit(
+    nogil=True, error_model="numpy"
+)  # compiled into each kernel, which is what is kept on disk
+def spread(state: int, pieces: int, grain: int, function: Any, given: Any) -> None:
+    """Have a function compute all pieces: on the threads of a pool, or on this one where `state` is 0.
+
+    Args:
+        state: The address of the pool's state.
+        pieces: How many there are.
+        grain: Pieces that are claimed at once: some 10 microseconds or more.
+        function: Takes the first piece, the one behind the last, and then what is given.
+        given: A tuple.
+    """
+    call, at = _close(function, given)
+    if state == 0 or pieces <= grain:
+        _call(call, at, 0, pieces)
+    else:
+        run(state, call, at, pieces, grain)
+
+
+@compiled()
+def rows_together(width: int) -> int:
+    """Return the number of rows of `width` values that an elementwise kernel takes at once."""
+    return max(_TOGETHER_VALUES // max(width, 1), 1)

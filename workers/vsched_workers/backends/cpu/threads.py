@@ -1,0 +1,81 @@
+"""The pool of threads of a process, which its kernels share."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from vsched_workers.backends.cpu.kernels import thread_pool as layout
+from vsched_workers.backends.cpu.kernels.thread_pool import work
+
+SPIN_NS = 100_000
+"""How long a thread looks for work before it sleeps: longer than from one product to the next."""
+THREADS_MAX = 512
+
+
+class ThreadPool:
+    """Threads that take part in every kernel which is given the address of their state.
+
+    Attributes:
+        state_at: Where the state lies (`kernels/thread_pool.py`).
+        threads: Threads that there are, the calling one included.
+    """
+
+    def __init__(self) -> None:
+        """Have one thread, the calling one."""
+        size = layout.THREADS_AT + THREADS_MAX * layout.THREAD_BYTES
+        room = np.zeros(size + layout.LINE, dtype=np.uint8)
+        skipped = -room.ctypes.data % layout.LINE
+        self._words: Any = room[skipped : skipped + size].view(np.int64)
+        self.state_at: int = room.ctypes.data + skipped
+        self.threads = 1
+        self._set(layout.ACTIVE_AT, 1)
+        self._set(layout.SPIN_AT, SPIN_NS)
+
+    @property
+    def active(self) -> int:
+        """The number of threads in use."""
+        return self._get(layout.ACTIVE_AT)
+
+    def use(self, threads: int) -> None:
+        """Compute with this number of threads from the next kernel on; those that are missing are started."""
+        assert 1 <= threads <= THREADS_MAX, f"from 1 to {THREADS_MAX} threads"
+        for number in range(self.threads, threads):
+            thread = threading.Thread(
+                target=work, args=(self.state_at, number), name=f"kernels-{number}", daemon=True
+            )
+            thread.start()
+        self.threads = max(self.threads, threads)
+        layout.use(self.state_at, threads)
+
+    def measured(self) -> tuple[int, int, int]:
+        """Return calls on several threads, and nanoseconds that they took, and of these at their ends, waiting."""
+        return tuple(map(self._get, (layout.CALLS_AT, layout.WALL_AT, layout.JOIN_AT)))  # type: ignore[return-value]
+
+    def _get(self, at: int) -> int:
+        return int(self._words[at // 8])
+
+    def _set(self, at: int, value: int) -> None:
+        self._words[at // 8] = value
+
+
+_POOL: list[ThreadPool] = []
+
+
+def process_pool() -> ThreadPool:
+    """Return the pool of this process."""
+    if not _POOL:
+        _POOL.append(ThreadPool())
+    return _POOL[0]
+
+
+def pool_of(threads: int) -> int:
+    """Return the address of the state of the pool, which has at least so many threads; 0 for one thread."""
+    if threads == 1:
+        return 0
+    pool = process_pool()
+    if pool.threads < threads:
+        pool.use(threads)
+    return pool.state_at
