@@ -28,6 +28,7 @@ from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.prefill_attention import BLOCK
 from vsched_workers.backends.cpu.kernels.softmax import SCORE_MIN, OnlineSoftmax, softmax_tile
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
+from vsched_workers.backends.cpu.threads import process_pool
 from vsched_workers.backends.cpu.tiles import attention
 from vsched_workers.backends.cuda.backend import CudaBackend
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
@@ -356,12 +357,12 @@ def test_what_a_sparse_run_leaves_out_is_no_nonsense(operand: Operand) -> None:
 @needs_tiles
 def test_tiles_are_compiled_once_whatever_is_faster_without_them() -> None:
     """The first chunk of a prompt waits for no compiler, and nothing is timed."""
-    attention.warm_up(threads=1)
-    compiled = len(attention.attend_in_tiles.serial.overloads)
+    attention.warm_up()
+    compiled = len(attention.attend_in_tiles.overloads)
     patches = torch.randn(1, 1, 8, 16).bfloat16()
     attend = with_operand(None, prefill_attention.attend_patches)
     attend(patches, patches, patches, 1.0, torch.empty(1, 8, 1, 16).bfloat16())
-    assert len(attention.attend_in_tiles.serial.overloads) == compiled
+    assert len(attention.attend_in_tiles.overloads) == compiled
 
 
 @needs_tiles
@@ -453,13 +454,9 @@ def test_custom_prefill_gives_a_row_the_same_however_its_prompt_is_cut(
         for count in (heads, kv_heads, kv_heads)
     )
     use_operand(monkeypatch, operand)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        whole = _in_chunks(query, keys, values, [length], block_size=16)
-        cut = _in_chunks(query, keys, values, [1, 62, 1, 70, 66], block_size=5)
-    finally:
-        torch.set_num_threads(before)
+    process_pool().use(threads)
+    whole = _in_chunks(query, keys, values, [length], block_size=16)
+    cut = _in_chunks(query, keys, values, [1, 62, 1, 70, 66], block_size=5)
     assert torch.equal(whole, cut)
 
 

@@ -11,7 +11,6 @@ pytest.importorskip("numba")
 
 import numpy as np
 
-from vsched_workers.backends.cpu.decode_attention import use_threads
 from vsched_workers.backends.cpu.kernels import decode_attention, simd
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.decode_attention import attend_widened, decode, score_tag
@@ -19,6 +18,7 @@ from vsched_workers.backends.cpu.kernels.decode_attention_bf16 import attend_bf1
 from vsched_workers.backends.cpu.kernels.decode_attention_float import RowContext
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+from vsched_workers.backends.cpu.threads import pool_of
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +116,7 @@ class Rows(NamedTuple):
 
     def attend(
         self,
-        kernel: Any,
+        pool: int,
         tag: Any,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -124,7 +124,8 @@ class Rows(NamedTuple):
     ) -> torch.Tensor:
         """Return what is attended; what is left out is no number."""
         out = torch.full((len(self.qkv), HEADS, HEAD_DIM), NAN).bfloat16()
-        kernel(
+        decode(
+            pool,
             self.qkv.data_ptr(),
             out.data_ptr(),
             heads_of(HEADS, 0, 0, 0.0, 0.125),
@@ -140,7 +141,7 @@ class Rows(NamedTuple):
         return out
 
 
-def _decode(kernel: Any, tag: Any, contexts: list[int], shares: int) -> list[torch.Tensor]:
+def _decode(pool: int, tag: Any, contexts: list[int], shares: int) -> list[torch.Tensor]:
     """Decode a row of each of some sequences; return what is attended, and the keys and values that were written.
 
     All else in the cache and in the result is no number.
@@ -157,7 +158,7 @@ def _decode(kernel: Any, tag: Any, contexts: list[int], shares: int) -> list[tor
         for cached in (keys, values):
             cached[slots] = torch.randn(length - 1, KV_HEADS, HEAD_DIM).bfloat16()
     rows = Rows.draw(tables, np.array(contexts, dtype=np.int32))
-    out = rows.attend(kernel, tag, keys, values, shares)
+    out = rows.attend(pool, tag, keys, values, shares)
     return [out, keys[rows.slots], values[rows.slots]]
 
 
@@ -166,11 +167,10 @@ def _decode(kernel: Any, tag: Any, contexts: list[int], shares: int) -> list[tor
 def test_decode_writes_keys_and_attends_on_all_threads_as_on_one(
     tag: Any, contexts: list[int]
 ) -> None:
-    use_threads(2)
-    wanted = _decode(decode.serial, tag, contexts, 1)
+    wanted = _decode(0, tag, contexts, 1)
     assert all(each.isfinite().all() for each in wanted)
     for shares in (1, 2):
-        found = _decode(decode.parallel, tag, contexts, shares)
+        found = _decode(pool_of(2), tag, contexts, shares)
         assert torch.equal(found[1], wanted[1])
         assert torch.equal(found[2], wanted[2])
         torch.testing.assert_close(found[0], wanted[0], rtol=0.01, atol=0.01)
@@ -179,7 +179,6 @@ def test_decode_writes_keys_and_attends_on_all_threads_as_on_one(
 @pytest.mark.parametrize("tag", TAGS)
 def test_rows_of_one_sequence_see_each_other_on_all_threads(tag: Any) -> None:
     """Drafts: each row attends to those before it, which another thread may have, as if it came a step later."""
-    use_threads(2)
     torch.manual_seed(3)
     contexts = np.array([30, *range(393, 406), 7], dtype=np.int32)
     count, blocks = len(contexts), 26
@@ -189,16 +188,16 @@ def test_rows_of_one_sequence_see_each_other_on_all_threads(tag: Any) -> None:
     for cached in kept:
         cached[rows.slots] = NAN
 
-    def attend(kernel: Any, some: list[slice], shares: int) -> list[torch.Tensor]:
+    def attend(pool: int, some: list[slice], shares: int) -> list[torch.Tensor]:
         keys, values = (cached.clone() for cached in kept)
-        out = [rows.part(part).attend(kernel, tag, keys, values, shares) for part in some]
+        out = [rows.part(part).attend(pool, tag, keys, values, shares) for part in some]
         return [torch.cat(out), keys, values]
 
-    wanted = attend(decode.serial, [slice(row, row + 1) for row in range(count)], 1)
+    wanted = attend(0, [slice(row, row + 1) for row in range(count)], 1)
     assert all(each.isfinite().all() for each in wanted)
     for _ in range(20):  # a race may be won
         for shares in (1, 2):
-            found = attend(decode.parallel, [slice(count)], shares)
+            found = attend(pool_of(2), [slice(count)], shares)
             assert torch.equal(found[1], wanted[1])
             assert torch.equal(found[2], wanted[2])
             torch.testing.assert_close(found[0], wanted[0], rtol=0.01, atol=0.01)

@@ -13,10 +13,10 @@ pytest.importorskip("numba")
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.backends.cpu.decode_attention import use_threads
 from vsched_workers.backends.cpu.kernels.panel_attention import RUN_QUERIES, attend_rows
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+from vsched_workers.backends.cpu.threads import pool_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,7 +53,6 @@ class Layer:
         self, *parts: tuple[int, int, int], parallel: bool = False, asked: Sequence[int] = ()
     ) -> None:
         """Attend for the rows `first` to `stop` of each sequence, all at once, or only for those of some places."""
-        kernel = attend_rows.parallel if parallel else attend_rows.serial
         places = [(each, place) for each, first, stop in parts for place in range(first, stop)]
         qkv = torch.stack([self.qkv[each][place] for each, place in places])
         out = torch.zeros(len(places), self.heads, self.head_dim).bfloat16()
@@ -67,7 +66,8 @@ class Layer:
         slots = np.array(
             [self.tables[each][place // size] * size + place % size for each, place in places]
         )
-        kernel(
+        attend_rows(
+            pool_of(2) if parallel else 0,
             qkv.data_ptr(),
             out.data_ptr(),
             self.record,
@@ -151,7 +151,6 @@ def test_a_row_is_the_same_however_rows_come(group: int, head_dim: int, block_si
 
 
 def test_a_row_is_the_same_however_rows_come_on_all_threads() -> None:
-    use_threads(2)
     layer, other = (Layer(2, 64, 16, [100, 60]) for _ in range(2))
     layer.attend((0, 0, 100), (1, 0, 60), parallel=True)
     for row in range(100):

@@ -72,7 +72,8 @@ def test_decode_reads_the_blocks_of_its_window_alone(
     qkv = draw(rows, HEADS + 2 * KV_HEADS, HEAD_DIM, seed=4)
     cos, sin = (make(rows, HEAD_DIM // 2).bfloat16() for make in (torch.ones, torch.zeros))
     out = torch.full((rows, HEADS, HEAD_DIM), torch.nan).bfloat16()
-    decode.serial(
+    decode(
+        0,
         qkv.data_ptr(),
         out.data_ptr(),
         heads_of(HEADS, 0, 0, 0.0, SCALING, softcap=softcap, window=window),
@@ -165,7 +166,8 @@ def test_add_normed_equals_the_modules(kind: NormWeights, factor: float, normed:
     plus = norm_written_out(delta, weights[0], kind) if added.record_at else delta
     wanted = hidden + plus * factor
     out = torch.empty_like(hidden)
-    add_normed.serial(
+    add_normed(
+        0,
         hidden.data_ptr(),
         delta.data_ptr(),
         added.record,
@@ -184,7 +186,7 @@ def test_norm_parts_equals_the_modules_and_leaves_the_rest(kind: NormWeights) ->
     rows = draw(5, 50)
     before, weight = rows.clone(), draw(32, seed=1)
     norm = Norm.of(SimpleNamespace(weight=weight, variance_epsilon=1e-6), kind)
-    norm_parts.serial(rows.data_ptr() + 2 * 8, 2 * 50, 32, norm.record, 5)
+    norm_parts(0, rows.data_ptr() + 2 * 8, 2 * 50, 32, norm.record, 5)
     mostly_equal(rows[:, 8:40], norm_written_out(before[:, 8:40], weight, kind))
     assert torch.equal(rows[:, :8], before[:, :8])
     assert torch.equal(rows[:, 40:], before[:, 40:])
@@ -197,7 +199,8 @@ def test_add_layer_norm_equals_the_modules(scaled: bool) -> None:
     scale, weight, bias = (draw(width, seed=seed) for seed in (2, 3, 4))
     wanted = hidden + (scale * delta if scaled else delta)
     out = torch.empty_like(hidden)
-    add_layer_norm.serial(
+    add_layer_norm(
+        0,
         hidden.data_ptr(),
         delta.data_ptr(),
         scale.data_ptr() if scaled else 0,
@@ -230,7 +233,7 @@ def test_gelu_equals_the_modules(
     rows[0, :6] = torch.tensor([0.0, -0.0, 300.0, -300.0, 17.0, -17.0])
     active = function(rows.float()).bfloat16()
     wanted = active * up if gated else active
-    kernel.serial(rows.data_ptr(), up.data_ptr() if gated else 0, 7, 64)
+    kernel(0, rows.data_ptr(), up.data_ptr() if gated else 0, 7, 64)
     clear = wanted.abs() > 1e-3  # torch takes the difference of two numbers that are nearly equal
     assert (rows == wanted)[clear].float().mean() > 0.95
     torch.testing.assert_close(rows, wanted, rtol=0.01, atol=1e-6)
