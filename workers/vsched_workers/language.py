@@ -274,7 +274,8 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
             tells = tells_prompts(batch)
             wanted = np.arange(len(token_ids)) if tells else rows
             layers, head = (tells and self._apart) or (self._layers, self._head)
-            with self.adapted(batch):
+            computing = self._backend.computing("generate", len(token_ids))
+            with self.adapted(batch), computing:
                 hidden = layers(token_ids, positions, step, self._images(batch), wanted)
             logits_of = functools.partial(self._logits_of, head)
             told: list[PromptLogprobs] = []

@@ -126,6 +126,7 @@ class VisionWorker(AdaptedWorker):
         self._memory = group.memory(backend.memory)
         self._weights_bytes = weights_bytes
         self._sliced: SlicedRun | None = None
+        self._batches = 0
         if self.pauses:
             from vsched_workers.batching.sliced_run import SlicedRun  # wants greenlet
 
@@ -165,6 +166,10 @@ class VisionWorker(AdaptedWorker):
         Raises:
             DeviceOutOfMemory: When the device's memory ran out; the batch may be retried in parts.
         """
+        with self._backend.computing("encode", sum(job.tokens for job in jobs)):
+            self._encode_all(jobs, embeddings)
+
+    def _encode_all(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         with self._group.together():
             for part in self._calls(sorted(jobs, key=lambda job: job.adapter)):
                 self._encode(part, embeddings)
@@ -181,7 +186,8 @@ class VisionWorker(AdaptedWorker):
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Take the jobs, for `advance` to encode."""
         assert self._sliced is not None, "`pauses` says so"
-        self._sliced.begin(lambda: self.encode(jobs, embeddings))
+        self._batches += 1
+        self._sliced.begin(lambda: self._encode_all(jobs, embeddings))
 
     def advance(self, layers: int) -> bool:
         """Encode `layers` more blocks, 0 for the rest; return whether that was all.
@@ -190,7 +196,8 @@ class VisionWorker(AdaptedWorker):
             DeviceOutOfMemory: As `encode`.
         """
         assert self._sliced is not None, "`pauses` says so"
-        return self._sliced.advance(layers)
+        with self._backend.computing(("layers", self._batches), layers):
+            return self._sliced.advance(layers)
 
     def _calls(self, jobs: Sequence[EncodeJob]) -> Iterator[Sequence[EncodeJob]]:
         start = tokens = 0

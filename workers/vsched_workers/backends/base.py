@@ -8,7 +8,7 @@ adds attention kernels, captured decode steps and copies that overlap with compu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -127,6 +127,10 @@ class Backend(ABC):
         self.device = settings.device
         self.memory = memory
         self.collectives = collectives
+
+    def computing(self, kind: Hashable, rows: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return the context that a step of this kind is computed in."""
+        return nullcontext()
 
     # --- products and layers ---
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,6 +35,7 @@ from vsched_workers.backends.cpu.quantized.products import (
     widens_in_tiles,
 )
 from vsched_workers.backends.cpu.row_sampler import draw_compiled
+from vsched_workers.backends.cpu.threads import pool_of, process_pool
 from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
@@ -83,6 +84,12 @@ class CpuBackend(ReferenceBackend):
             self._make_product, self._make_head = quantizer.linear, quantizer.head
         self._attention: AttentionKernels | None = None
         self._decode: NumbaDecode | None = None
+        pool_of(settings.threads)
+        if not settings.threads_fixed and settings.ranks == 1:
+            process_pool().adapt(torch_threads=torch.get_num_threads())
+
+    def computing(self, kind: Hashable, rows: int) -> AbstractContextManager[None]:
+        return process_pool().computing(kind, rows)
 
     def prepare_language(
         self, model: nn.Module, head: torch.Tensor, decoder: Decoder

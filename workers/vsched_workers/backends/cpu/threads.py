@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 from vsched_workers.backends.cpu.kernels import thread_pool as layout
 from vsched_workers.backends.cpu.kernels.thread_pool import work
+from vsched_workers.backends.cpu.thread_choice import ThreadChoice
 
 SPIN_NS = 100_000
 """How long a thread looks for work before it sleeps: longer than from one product to the next."""
@@ -31,13 +36,15 @@ class ThreadPool:
         self._words: Any = room[skipped : skipped + size].view(np.int64)
         self.state_at: int = room.ctypes.data + skipped
         self.threads = 1
+        self._choice: ThreadChoice | None = None
+        self._torch_threads = 1
         self._set(layout.ACTIVE_AT, 1)
         self._set(layout.SPIN_AT, SPIN_NS)
 
     @property
     def active(self) -> int:
-        """The number of threads in use."""
-        return self._get(layout.ACTIVE_AT)
+        """The number of threads in use, that of a trial aside."""
+        return self._get(layout.ACTIVE_AT) if self._choice is None else self._choice.threads
 
     def use(self, threads: int) -> None:
         """Compute with this number of threads from the next kernel on; those that are missing are started."""
@@ -49,6 +56,26 @@ class ThreadPool:
             thread.start()
         self.threads = max(self.threads, threads)
         layout.use(self.state_at, threads)
+
+    def adapt(self, *, torch_threads: int) -> None:
+        """Lower the number of threads from now on while fewer are faster; torch has at most `torch_threads`."""
+        if self.threads > 1:
+            self._choice, self._torch_threads = ThreadChoice(self.threads), torch_threads
+
+    @contextmanager
+    def computing(self, kind: Hashable, rows: int) -> Iterator[None]:
+        """Measure a step, and run it on as many threads as is best so far; `kind` tells steps apart."""
+        choice = self._choice
+        if choice is None:
+            yield
+            return
+        threads = choice.next_threads
+        if threads != self._get(layout.ACTIVE_AT):
+            layout.use(self.state_at, threads)
+            torch.set_num_threads(min(threads, self._torch_threads))
+        begun_s = time.perf_counter()
+        yield
+        choice.add(kind, rows, time.perf_counter() - begun_s)
 
     def measured(self) -> tuple[int, int, int]:
         """Return calls on several threads, and nanoseconds that they took, and of these at their ends, waiting."""

@@ -1,0 +1,202 @@
+"""How many threads compute: fewer while that is faster, more again when it is.
+
+Beside another program that keeps a core busy, a thread of ours waits for its turn, and one thread less can be faster.
+What is measured are steps. A *trial* runs some steps with the present number of threads and some with another, in
+turns, and compares the time that a row takes. One is made
+
+- with fewer threads, when threads were put off their cores (involuntary context switches);
+- with more, when cores were idle (`/proc/stat`), or from time to time where nothing tells.
+
+The other number is taken when it is 5 % faster, so that noise does not change it back and forth. Results do not depend
+on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+FASTER = 0.95
+"""The largest ratio of times with which another number of threads is taken."""
+PREEMPTIONS_MIN = 20.0
+"""Involuntary context switches, per second of steps, from which on fewer threads are tried."""
+IDLE_MIN = 0.4
+"""Idle cores from which on more threads are tried."""
+RETRY_S, RETRY_MAX_S = 0.5, 8.0
+"""How long after a trial the next one is made; twice as long after each that changed nothing."""
+TURN_S = 0.015
+"""The shortest turn of a trial: some time slices of the system."""
+SIDE_S, SIDE_STEPS, SIDE_LONG_S = 0.06, 3, 0.3
+"""What each side of a trial takes at least: this long, and so many steps, or the longer time."""
+TRIAL_S = 2.0
+"""How long a trial waits for steps that can be compared."""
+ROWS_ALIKE = 64
+"""From this number of rows on the time of a step counts by the row; below, steps of equal rows are compared."""
+
+
+def preemptions() -> int:
+    """Return the involuntary context switches of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+class IdleCores:
+    """Tells how many of the cores that this process may use were idle since it was asked last."""
+
+    def __init__(self) -> None:
+        self._idle_s = self._read()
+        self._at_s = time.monotonic()
+
+    def __call__(self) -> float:
+        """Return idle cores; infinity where the system does not tell."""
+        idle_s, now_s = self._read(), time.monotonic()
+        passed_s = now_s - self._at_s
+        found = (idle_s - self._idle_s) / passed_s if passed_s > 0 else 0.0
+        self._idle_s, self._at_s = idle_s, now_s
+        return found if idle_s > 0 else math.inf
+
+    @staticmethod
+    def _read() -> float:
+        """Return idle seconds of these cores since the system started; 0 where it does not tell."""
+        names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        try:
+            with open("/proc/stat", encoding="ascii") as file:
+                lines = [line.split() for line in file if line.startswith("cpu")]
+        except OSError:
+            return 0.0
+        ticks = sum(int(words[4]) for words in lines if words[0] in names and len(words) > 4)
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class _Side:
+    """What was measured with one number of threads: seconds of steps by their kind, and how many these were."""
+
+    seconds: dict[Hashable, list[float]] = field(default_factory=lambda: defaultdict(list))
+    total_s: float = 0.0
+    steps: int = 0
+
+    def add(self, kind: Hashable, cost_s: float, seconds: float) -> None:
+        self.seconds[kind].append(cost_s)
+        self.total_s += seconds
+        self.steps += 1
+
+    @property
+    def is_enough(self) -> bool:
+        return self.total_s >= SIDE_S and (self.steps >= SIDE_STEPS or self.total_s >= SIDE_LONG_S)
+
+
+class _Trial:
+    """Steps with two numbers of threads, in turns."""
+
+    def __init__(self, present: int, other: int) -> None:
+        self.numbers = present, other
+        self._sides = _Side(), _Side()
+        self._turn = 1
+        self._turn_s = 0.0
+
+    @property
+    def threads(self) -> int:
+        """The number whose turn it is."""
+        return self.numbers[self._turn]
+
+    def add(self, kind: Hashable, cost_s: float, seconds: float) -> float | None:
+        """Take a step's time; return the ratio of times, the other number's to the present one's, once it is known."""
+        self._sides[self._turn].add(kind, cost_s, seconds)
+        self._turn_s += seconds
+        if self._turn_s >= TURN_S:
+            self._turn, self._turn_s = 1 - self._turn, 0.0
+        if not all(side.is_enough for side in self._sides):
+            return None
+        ratio = self._ratio()
+        if ratio is None and sum(side.total_s for side in self._sides) >= TRIAL_S:
+            return 1.0
+        return ratio
+
+    def _ratio(self) -> float | None:
+        """Return the ratio over the kinds of steps that both sides have; None where they have none."""
+        present, other = (side.seconds for side in self._sides)
+        weights = {kind: min(len(present[kind]), len(other[kind])) for kind in [*present]}
+        both = {kind: weight for kind, weight in weights.items() if weight}
+        if not both:
+            return None
+        means = [
+            sum(costs) / len(costs) * weight
+            for side in (other, present)
+            for kind, weight in both.items()
+            for costs in [side[kind]]
+        ]
+        half = len(both)
+        return sum(means[:half]) / sum(means[half:])
+
+
+class ThreadChoice:
+    """Chooses the number of threads, step by step.
+
+    Attributes:
+        threads: The number that is best as far as is known.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+        preemptions: Callable[[], int] = preemptions,
+        idle_cores: Callable[[], float] | None = None,
+    ) -> None:
+        """Begin with all threads, `most`; the rest tells the time, and of other programs."""
+        self.threads = self._most = most
+        self._now_s, self._preemptions = now_s, preemptions
+        self._idle_cores = idle_cores or IdleCores()
+        self._trial: _Trial | None = None
+        self._retry_s = {-1: RETRY_S, 1: RETRY_S}
+        self._last_s = now_s()
+        self._seen = preemptions()
+        self._rate = 0.0
+
+    @property
+    def next_threads(self) -> int:
+        """The number for the next step."""
+        return self.threads if self._trial is None else self._trial.threads
+
+    def add(self, kind: Hashable, rows: int, seconds: float) -> None:
+        """Take the time of a step: its kind and rows, and how long it took with `next_threads`."""
+        seen = self._preemptions()
+        share = min(seconds / 0.2, 1.0)
+        self._rate += (max(seen - self._seen, 0) / max(seconds, 1e-6) - self._rate) * share
+        self._seen = seen
+        alike = (kind, min(rows, ROWS_ALIKE))
+        cost_s = seconds / max(rows, ROWS_ALIKE)
+        if self._trial is None:
+            self._begin()
+            return
+        ratio = self._trial.add(alike, cost_s, seconds)
+        if ratio is not None:
+            self._end(self._trial, ratio)
+
+    def _begin(self) -> None:
+        """Begin a trial if there is a reason for one."""
+        passed_s = self._now_s() - self._last_s
+        step = max(self.threads // 8, 1)
+        if self.threads < self._most and passed_s >= self._retry_s[1]:
+            if self._idle_cores() >= IDLE_MIN:
+                self._trial = _Trial(self.threads, min(self.threads + step, self._most))
+                return
+            self._last_s += RETRY_S
+        if self.threads > 1 and self._rate >= PREEMPTIONS_MIN and passed_s >= self._retry_s[-1]:
+            self._trial = _Trial(self.threads, max(self.threads - step, 1))
+
+    def _end(self, trial: _Trial, ratio: float) -> None:
+        present, other = trial.numbers
+        direction = 1 if other > present else -1
+        if ratio < FASTER:
+            self.threads = other
+            self._retry_s = {-1: RETRY_S, 1: RETRY_S}
+        else:
+            self._retry_s[direction] = min(2 * self._retry_s[direction], RETRY_MAX_S)
+        self._trial, self._last_s = None, self._now_s()
