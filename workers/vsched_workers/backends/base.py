@@ -128,7 +128,7 @@ class Backend(ABC):
         self.memory = memory
         self.collectives = collectives
 
-    def computing(self, kind: Hashable, rows: int) -> AbstractContextManager[None]:  # noqa: ARG002
+    def computing(self, kind: Hashable, rows: int) -> AbstractContextManager[None]:
         """Return the context that a step of this kind is computed in."""
         return nullcontext()
 

@@ -18,8 +18,6 @@ from vsched_workers.backends.cpu import operand_choice, products
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.operand_choice import operand, runs_here
 from vsched_workers.backends.cpu.products import (
-    BF16_ROWS_MAX,
-    INPUTS_MAX,
     PanelProduct,
     panel_product,
 )
@@ -78,8 +76,8 @@ def test_panel_product_is_the_product_for_any_number_of_rows(
     for bias in (None, torch.randn(outputs).bfloat16()):
         weight = torch.randn(outputs, inputs).bfloat16()
         packed = _packed(weight, bias, threads)
-        assert packed.custom_rows_max >= BF16_ROWS_MAX
-        for count in (*range(20), 23, 24, 25, 31, 36, 100, BF16_ROWS_MAX, 257):
+        assert packed.custom is not None
+        for count in (*range(20), 23, 24, 25, 31, 36, 100, 128, 257):
             rows = torch.randn(count, inputs).bfloat16()
             found = packed(rows)
             assert found.shape == (count, outputs)
@@ -92,8 +90,8 @@ def test_panel_product_gives_a_row_the_same_among_any_others() -> None:
     """What a request is answered does not depend, to the bit, on how many decode beside it."""
     torch.manual_seed(1)
     packed = _packed(torch.randn(128, 544).bfloat16(), torch.randn(128).bfloat16())
-    assert packed.custom_rows_max >= BF16_ROWS_MAX
-    rows = torch.randn(BF16_ROWS_MAX, 544).bfloat16()
+    assert packed.custom is not None
+    rows = torch.randn(128, 544).bfloat16()
     whole = packed(rows)
     for count in (1, 2, 5, 7, 13, 40):
         assert torch.equal(packed(rows[:count]), whole[:count])
@@ -104,14 +102,13 @@ def test_panel_product_takes_rows_that_do_not_lie_together() -> None:
     weight = torch.randn(64, 32).bfloat16()
     rows = torch.randn(3, 5, 64).bfloat16()[..., ::2]
     packed = _packed(weight)
-    assert packed.custom_rows_max >= BF16_ROWS_MAX
+    assert packed.custom is not None
     found = packed(rows)
     assert found.shape == (3, 5, 64)
     assert torch.allclose(found.double(), _wanted(rows, weight, None), atol=1e-3, rtol=2**-8)
 
 
-def test_packed_weight_leaves_whole_blocks_to_what_is_faster(chosen: Operand) -> None:
-    """Pairs are as fast as oneDNN with many rows; float32, where it is faster at all, is so with any number."""
+def test_packed_weight_multiplies_blocks_of_about_the_same_size() -> None:
     weight = torch.randn(64, 32).bfloat16()
     packed = _packed(weight)
     seen: list[int] = []
@@ -127,14 +124,11 @@ def test_packed_weight_leaves_whole_blocks_to_what_is_faster(chosen: Operand) ->
     block = FEW_ROWS[-1]
     rows = torch.randn(block + 5, 32).bfloat16()
     assert torch.allclose(packed(rows).double(), _wanted(rows, weight, None), atol=1e-3, rtol=2**-8)
-    assert seen == ([5] if chosen is BF16 else [160, 101]), "the latter are of about the same size"
-    most = packed.custom_rows_max
-    assert padded_rows(block + 5, custom=most) == block + 5
-    rest = BF16_ROWS_MAX + 1
-    assert padded_rows(block + rest, custom=most) == block + (160 if chosen is BF16 else rest)
+    assert seen == [160, 101]
+    assert padded_rows(block + 129, custom=packed.custom_rows_max) == block + 129
 
 
-@pytest.mark.parametrize("shape", [(40, 32), (64, 33), (64, INPUTS_MAX + 32)])
+@pytest.mark.parametrize("shape", [(40, 32), (64, 33), (13, 32)])
 def test_weights_of_other_shapes_are_left_to_onednn(shape: tuple[int, int]) -> None:
     packed = _packed(torch.randn(*shape).bfloat16())
     assert packed.custom_rows_max == 0
@@ -142,35 +136,18 @@ def test_weights_of_other_shapes_are_left_to_onednn(shape: tuple[int, int]) -> N
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(120, 32), (344, 34), (1015, 6)])
-def test_last_panel_is_filled_up_where_we_lay_the_weight_out(
-    shape: tuple[int, int], threads: int, chosen: Operand
-) -> None:
+def test_last_panel_is_filled_up(shape: tuple[int, int], threads: int) -> None:
     """Few towers have layers of whole panels. What fills the last one up is neither written nor read."""
     outputs, inputs = shape
     weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16()
     packed = _packed(weight, bias, threads)
-    assert (packed.custom_rows_max > 0) is (chosen is FLOAT32)
-    if chosen is FLOAT32:
-        assert packed.size_bytes == -(-outputs // 64) * 64 * inputs * 2
+    assert packed.size_bytes == -(-outputs // 64) * 64 * inputs * 2
     for count in (1, 7, 300):
         rows = torch.randn(count, inputs).bfloat16()
         found = packed(rows)
         assert found.shape == (count, outputs)
         wanted = _wanted(rows, weight, bias)
         assert torch.allclose(found.double(), wanted, atol=1e-3, rtol=2**-8)
-
-
-def test_weight_that_lies_otherwise_is_left_to_onednn(
-    chosen: Operand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A release of oneDNN may pack in another way: what is not found where it is read is not read."""
-    weight = torch.randn(192, 64).bfloat16()
-    assert panel_product(weight, None, threads=1) is not None
-    reorder = torch.ops.mkldnn._reorder_linear_weight
-    other = weight.clone()
-    other[-1, -1] += 1
-    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda _: reorder(other))
-    assert (panel_product(weight, None, threads=1) is None) is (chosen is BF16)
 
 
 def test_processors_without_the_instruction_are_left_to_onednn(

@@ -1,25 +1,21 @@
 """Products of rows and a weight that lies in panels, as `kernels/gemm.py` reads it.
 
-With AMX, any number of rows is multiplied in tiles (`tiles/kernel.py`). Without, oneDNN takes over from some number
-of bfloat16 rows on. So there is one copy of the weight, which oneDNN has packed, and the kernel reads it there. Where
-float32 is faster, oneDNN is not needed, and the weight is packed here. Where oneDNN has no product of bfloat16 at all,
-all rows are multiplied by `quantized/products.py`.
+With AMX, rows are multiplied in tiles (`tiles/kernel.py`). Where oneDNN has no product of bfloat16 at all, all rows are
+multiplied by `quantized/products.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import sys
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn import functional
 
 from vsched.errors import ConfigError
-from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
+from vsched_workers.backends.cpu.kernels.bf16 import BF16
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, multiply
 from vsched_workers.backends.cpu.kernels.simd import LINE
 from vsched_workers.backends.cpu.operand_choice import operand, runs_here
@@ -35,27 +31,16 @@ from vsched_workers.backends.reference.packed_weights import (
 from vsched_workers.memory.sparse_runs import at_most, is_sparse
 from vsched_workers.quantized.weights import QuantizedWeight
 
-INPUTS_MAX = 4096
-"""Two panels of more inputs do not fit into the second cache, which the next one is fetched into."""
-
-BF16_ROWS_MAX = 128
-"""Most rows that are multiplied as bfloat16: with 256, which leave the cache between two panels, oneDNN is as fast."""
-
 PADDING_SHARE_MAX = 1 / 8
 """The largest share of a weight that may be padding of its last panel, or half: it is multiplied as the rest is."""
-
-COMPARED_PAIRS = 64
-"""Pairs of inputs at each end of a panel by which its layout is told."""
 
 
 class PanelProduct:
     """The product by a weight [out, in] in panels; a row's result does not depend on the other rows.
 
     Attributes:
-        rows_max: Most rows that it is worth using for.
-        step_rows_max: Most rows of a step that is one call: as many.
+        step_rows_max: Most rows of a step that is one call: any number.
         block_rows: Most rows that it is worth using for at once.
-        packed: The weight as oneDNN packs it, for more rows than that.
         size_bytes: Bytes of the padded weight: to whole panels, or with tiles to halves.
         shape: Its outputs and inputs.
         kernel: What multiplies, `gemm.multiply` or, in tiles, `multiply_in_tiles`.
@@ -66,7 +51,7 @@ class PanelProduct:
     """
 
     many_rows_kernel: Any = None
-    many_rows_min = sys.maxsize
+    many_rows_min = step_rows_max = sys.maxsize
 
     def __init__(
         self,
@@ -76,16 +61,13 @@ class PanelProduct:
         bias: torch.Tensor | None,
         threads: int,
         *,
-        rows_max: int = sys.maxsize,
         tiles: bool = False,
     ) -> None:
         """Take a weight of this shape, whose panels lie at an address in memory of `panels`.
 
         With `tiles` it is multiplied in tiles, and halves of panels lie there.
         """
-        self.rows_max = self.step_rows_max = rows_max
         self.block_rows = block_rows(*shape) if tiles else FEW_ROWS[-1]
-        self.packed = None if rows_max == sys.maxsize else panels
         self._panels = panels
         self._address = address
         self.shape = shape
@@ -133,24 +115,16 @@ def panel_product(
     """Return the product by a weight, of which it holds a copy.
 
     `int8_rows` and `tiles` are as `QuantizedProduct` has them; bfloat16 is multiplied in tiles wherever there are any.
-    None where it does not pay, or the weight is too large, or does not lie in panels once it is packed.
+    None where it does not pay.
     """
     if isinstance(weight, QuantizedWeight) or not packs(weight.dtype):
         return QuantizedProduct(weight, bias, threads=threads, int8_rows=int8_rows, tiles=tiles)
     outputs, inputs = weight.shape
     in_tiles = has_tiles()
-    if inputs % 2 or not runs_here() or (inputs > INPUTS_MAX and not in_tiles):
+    width = HALF if in_tiles else PANEL
+    if inputs % 2 or not runs_here() or -outputs % width > PADDING_SHARE_MAX * outputs:
         return None
-    if in_tiles or operand() is FLOAT32:
-        width = HALF if in_tiles else PANEL
-        if -outputs % width > PADDING_SHARE_MAX * outputs:
-            return None
-        packed = _pack(weight, width)
-        return PanelProduct(*packed, weight.shape, bias, threads, tiles=in_tiles)
-    found = _pack_with_onednn(weight)
-    if found is None:
-        return None
-    return PanelProduct(*found, weight.shape, bias, threads, rows_max=BF16_ROWS_MAX)
+    return PanelProduct(*_pack(weight, width), weight.shape, bias, threads, tiles=in_tiles)
 
 
 def deterministic_product(
@@ -186,42 +160,3 @@ def _pack(weight: torch.Tensor, width: int = PANEL) -> tuple[torch.Tensor, int]:
     address = panels.data_ptr()
     assert not address % LINE, "it begins at a line"
     return panels, address
-
-
-def _pack_with_onednn(weight: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """Return a weight as oneDNN packs it and the address of its panels; None if it does not lie in such."""
-    operations: Any = torch.ops.mkldnn
-    if weight.shape[0] % PANEL:
-        return None
-    packed = operations._reorder_linear_weight(weight)  # noqa: SLF001  # torch offers it under this name only
-    if operations._nbytes(packed) != weight.nbytes:  # noqa: SLF001
-        return None
-    address: int = operations.data_ptr(packed)
-    if address % LINE:
-        return None
-    return (packed, address) if _lies_in_panels(address, weight) else None
-
-
-def _lies_in_panels(address: int, weight: torch.Tensor) -> bool:
-    """Compare the ends of some panels with what they should hold.
-
-    oneDNN does not document its layout. Every weight is compared, since one of equal values would tell nothing for
-    others of its shape.
-    """
-    outputs, inputs = weight.shape
-    pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint16))
-    found = np.ctypeslib.as_array(pointer, (outputs // PANEL, inputs // 2, PANEL, 2))
-    last = len(found) - 1
-    ends = slice(0, COMPARED_PAIRS), slice(-COMPARED_PAIRS, None)
-    return all(
-        np.array_equal(found[at, pairs], _panel(weight, at)[pairs])
-        for at in {0, last // 2, last}
-        for pairs in ends
-    )
-
-
-def _panel(weight: torch.Tensor, index: int) -> npt.NDArray[np.uint16]:
-    """Return one panel of a weight, [in / 2, PANEL, 2]."""
-    rows = weight[index * PANEL : (index + 1) * PANEL].detach()
-    pairs: npt.NDArray[np.uint16] = rows.view(torch.uint16).numpy().reshape(PANEL, -1, 2)
-    return pairs.transpose(1, 0, 2)

@@ -51,17 +51,13 @@ class CustomProduct(Protocol):
     """A product that takes any number of rows.
 
     Attributes:
-        rows_max: Most rows that it is worth using for.
         many_rows_min: Fewest rows that it has another kernel for.
         block_rows: Most rows that it is worth using for at once.
-        packed: The weight as oneDNN packs it, for more rows than that; None where there are never more.
         size_bytes: Bytes of the weight.
     """
 
-    rows_max: int
     many_rows_min: int
     block_rows: int
-    packed: torch.Tensor | None
     size_bytes: int
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -132,8 +128,7 @@ class PackedWeight:
             self._packed = operations._reorder_linear_weight(weight)  # noqa: SLF001
             self.custom_rows_max, self.size_bytes = 0, weight.nbytes
         else:
-            self._packed = self.custom.packed
-            self.custom_rows_max, self.size_bytes = self.custom.rows_max, self.custom.size_bytes
+            self.custom_rows_max, self.size_bytes = sys.maxsize, self.custom.size_bytes
         self._type = weight.dtype
         self._sizes = sizes
         self.block_rows = sizes[-1] if self.custom is None else self.custom.block_rows

@@ -13,7 +13,7 @@ from tests.workers.backends.cpu.test_quantized_products import drawn, weight_of
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.cpu.kernels.simd import LINE
-from vsched_workers.backends.cpu.products import INPUTS_MAX, PanelProduct, panel_product
+from vsched_workers.backends.cpu.products import PanelProduct, panel_product
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, widens_in_tiles
 from vsched_workers.backends.cpu.quantized.widened import ROWS_MIN
 from vsched_workers.backends.cpu.tiles.kernel import (
@@ -44,7 +44,7 @@ SHAPES = [
     pytest.param((200, 98), id="a rest, and an end of half a panel"),
     pytest.param((120, 2), id="no whole step"),
     pytest.param((700, 1176), id="many panels"),
-    pytest.param((64, INPUTS_MAX + 64), id="many inputs"),
+    pytest.param((64, 4096 + 64), id="many inputs"),
 ]
 COUNTS = (
     0,

@@ -56,10 +56,8 @@ class QuantizedProduct:
     But for one thing: with tiles, many rows have another kernel than few.
 
     Attributes:
-        rows_max: Most rows that it is worth using for: any number.
         step_rows_max: Most rows of a step that is one call.
         block_rows: Most rows that it is worth using for at once.
-        packed: No weight for more rows than that.
         size_bytes: Bytes of the padded weight, its scales included.
         kernel: What multiplies few rows: `multiply_whole`, or `multiply` of `kernel.py`.
         many_rows_kernel: What multiplies `many_rows_min` and more of bfloat16: `multiply_widened`, or None.
@@ -68,9 +66,6 @@ class QuantizedProduct:
         record: What it is told of the weight, one by one, with the bias as its address.
         has_order: Whether inputs are put in another order first.
     """
-
-    rows_max: int = sys.maxsize
-    packed: torch.Tensor | None = None
 
     def __init__(
         self,
