@@ -13,8 +13,6 @@ import uvloop
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
-# The most threads that a kernel can have. One would hide what happens when two work on the same rows.
-os.environ.setdefault("NUMBA_NUM_THREADS", "2")
 # Two workers of pytest have all cores at work: a thread that waits by looking would take one from the others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Where there is no GPU, Triton's kernels run in its interpreter; it is chosen when Triton is imported.

@@ -28,7 +28,7 @@ from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.prefill_attention import BLOCK
 from vsched_workers.backends.cpu.kernels.softmax import SCORE_MIN, OnlineSoftmax, softmax_tile
 from vsched_workers.backends.cpu.prefill_choice import choose_patches
-from vsched_workers.backends.cpu.threads import process_pool
+from vsched_workers.backends.cpu.threads import pool_of, process_pool
 from vsched_workers.backends.cpu.tiles import attention
 from vsched_workers.backends.cuda.backend import CudaBackend
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
@@ -378,11 +378,13 @@ def test_what_a_row_does_not_see_weighs_nothing_in_tiles() -> None:
     assert not found[:-1].any()
 
 
-@pytest.mark.parametrize("kernel", softmax_tile)
-def test_softmax_tile_keeps_an_online_softmax(kernel: Any) -> None:
+@pytest.mark.parametrize(
+    ("threads", "periods"), [(1, 3), pytest.param(2, 400, marks=pytest.mark.slow)]
+)
+def test_softmax_tile_keeps_an_online_softmax(threads: int, periods: int) -> None:
     """Two tiles whose highest scores rise, far apart and close, causal and whole; the unseen weighs nothing."""
     period, width, dim = 5, 40, 3
-    rows = 3 * period
+    rows = periods * period
     chance = torch.Generator().manual_seed(3)
     tiles = [(torch.randn(rows, width, generator=chance) * 9 + lift).bfloat16() for lift in (0, 30)]
     values = torch.randn(2, width, dim, generator=chance).bfloat16()
@@ -394,7 +396,7 @@ def test_softmax_tile_keeps_an_online_softmax(kernel: Any) -> None:
     for tile, value, (first, more) in zip(tiles, values, ((1, 1), (33, 0)), strict=True):
         weights = tile.clone()
         online = OnlineSoftmax(highest, total, summed)
-        kernel(weights.data_ptr(), width, first, more, period, online)
+        softmax_tile(pool_of(threads), weights.data_ptr(), width, first, more, period, online)
         summed += (weights.float() @ value.float()).numpy()
     scores = torch.cat(
         [t.double().masked_fill(~m, -torch.inf) for t, m in zip(tiles, masks, strict=True)], 1
@@ -503,7 +505,7 @@ def test_choose_prefill_takes_the_custom_or_the_tiled_kernel_for_bfloat16_on_the
     monkeypatch.setattr(operand_choice, "packs", lambda _: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is tiled_attention.prefill
-    assert choose_patches(1, 2, 20) is tiled_attention.attend_patches
+    assert choose_patches(2, 20) is tiled_attention.attend_patches
     assert choose_prefill(WorkerSettings(), torch.float32) is prefill_by_gather
     assert isinstance(choose_backend(WorkerSettings(device="cuda:0"), torch.bfloat16), CudaBackend)
     assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather
@@ -516,5 +518,5 @@ def test_custom_prefill_is_chosen_where_it_pays_or_onednn_has_no_product(
     monkeypatch.setattr(operand_choice, "runs_here", lambda: has_product)
     monkeypatch.setattr(operand_choice, "packs", lambda _: has_product)
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_attention.prefill
-    assert choose_patches(1, 2, 16) is prefill_attention.attend_patches
+    assert choose_patches(2, 16) is prefill_attention.attend_patches
     assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather

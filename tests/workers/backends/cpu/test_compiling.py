@@ -27,7 +27,7 @@ from vsched_workers.checkpoint.random_init import make_checkpoint
 from vsched_workers.families.decoder import Decoder
 from vsched_workers.quantized.model import HEAD_FORMAT
 
-GREEDY, NORM = needs("greedy sampler", 1), needs("norm", 1)
+GREEDY, NORM = needs("greedy sampler"), needs("norm")
 LEFT = """
 import sys
 from numba.core import event
@@ -109,8 +109,8 @@ def test_each_kernel_is_compiled_once_and_its_progress_is_told(
     assert [share for _, share in told] == [0.0, pytest.approx(1 / 3), 1.0]
     assert told[0][0].startswith("compiling 2 kernels for this processor, once, about 1 s")
     assert compile_ahead(wanted, quiet) == 0
-    assert compile_ahead([needs("norm", 2)], quiet) == 1
-    assert processes.asked[1:] == [[needs("norm", 2)]]
+    assert compile_ahead([needs("low rank")], quiet) == 1
+    assert processes.asked[1:] == [[needs("low rank")]]
 
 
 def test_a_kernel_that_was_not_compiled_is_tried_again(
@@ -133,7 +133,7 @@ def test_nothing_is_compiled_ahead_where_it_cannot_be_kept(
 
 
 def test_expected_time_is_that_of_the_longest_or_of_all_shared_out() -> None:
-    sampler, attention = needs("sampler", 1), needs("decode attention", 1, "float32", "bfloat16")
+    sampler, attention = needs("sampler"), needs("decode attention", "float32", "bfloat16")
     assert expected_s([sampler, NORM], 2) == sampler.seconds
     total = sampler.seconds + attention.seconds
     assert expected_s([sampler, attention], 1) == total
@@ -159,7 +159,7 @@ def test_needs_follow_settings() -> None:
 def test_tiles_are_needed_where_weights_are_widened_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever this processor has: of each kind of weights, for one thread and for all."""
+    """Whatever this processor has: of each kind of weights."""
     monkeypatch.setattr(quantized_products, "has_tiles", lambda: True)
     config = SimpleNamespace(head_dim=64, hidden_act="silu")
 
@@ -171,9 +171,8 @@ def test_tiles_are_needed_where_weights_are_widened_for_them(
         ]
         return {each for each in wanted if each.kernel == "product in tiles"}
 
-    both = {needs("product in tiles", 2, kind) for kind in ("int4", "fp8", HEAD_FORMAT)}
-    assert of() == both | {needs("product in tiles", 1, "int4")}
-    assert of(activations="float") == both
+    both = {needs("product in tiles", kind) for kind in ("int4", "fp8", HEAD_FORMAT)}
+    assert of() == of(activations="float") == both
     assert of(activations="int8") == of(torch.float32) == of(deterministic=True) == set()
 
 
@@ -201,7 +200,6 @@ def test_attention_of_many_rows_is_needed_as_it_is_chosen(monkeypatch: pytest.Mo
 def test_a_step_in_one_call_is_needed_where_products_are_our_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And with several threads the kernels of whole numbers for one thread, too: small products run on that."""
     config, dtype = SimpleNamespace(head_dim=64, hidden_act="silu"), torch.bfloat16
 
     def of(kinds: Sequence[str] = (), **given: Any) -> set[Need]:
@@ -211,15 +209,15 @@ def test_a_step_in_one_call_is_needed_where_products_are_our_own(
     def has_step(kinds: Sequence[str] = (), **given: Any) -> bool:
         return "decode step" in {each.kernel for each in of(kinds, **given)}
 
-    alone = needs("product", 1, "bfloat16", "int4", "int8")
-    assert alone in of(weights="int4", threads=2, activations="int8")
-    assert alone in of(["int4"], threads=2, activations="int8")
-    assert alone not in of(weights="int4", threads=2, activations="float")
+    whole = needs("product", "bfloat16", "int4", "int8")
+    assert whole in of(weights="int4", activations="int8")
+    assert whole in of(["int4"], activations="int8")
+    assert whole not in of(weights="int4", activations="float")
     for has_dot, has_onednn in ((True, True), (False, True), (False, False)):
         monkeypatch.setattr(needs_module, "runs_here", lambda has_dot=has_dot: has_dot)
         monkeypatch.setattr(needs_module, "packs", lambda _, has=has_onednn: has)
         assert has_step() == (has_dot or not has_onednn)
-        assert (needs("product of panels", 1) in of(threads=2)) == has_dot
+        assert (needs("product of panels") in of()) == has_dot
         for given in ({"weights": "int8"}, {"kinds": ["fp8"]}):
             assert has_step(**given)
             assert not has_step(**given, deterministic=True)

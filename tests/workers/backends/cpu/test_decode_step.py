@@ -272,11 +272,10 @@ def test_products_of_rows_in_another_order_do_not_fit(kind: str, fit: bool) -> N
 @needs_own
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
-def test_one_call_has_the_bits_of_many_where_all_kernels_are_parallel(
+def test_one_call_has_the_bits_of_many_where_attention_runs_on_all_threads(
     threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And where float32 is multiplied faster, and weights are packed by ourselves."""
-    monkeypatch.setattr(language_layers, "PARALLEL_VALUES_MIN", 0)
     monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
     monkeypatch.setattr(products, "operand", lambda: FLOAT32)
     monkeypatch.setattr(products, "has_tiles", lambda: False)

@@ -27,6 +27,7 @@ from vsched_workers.backends.cpu.kernels.sampling import argmax
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.operand_choice import runs_here
 from vsched_workers.backends.cpu.quantized.kernel import INPUTS, PANEL
+from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
 from vsched_workers.backends.cpu.vision_blocks import FusedBlock
 from vsched_workers.backends.reference.module_layers import ModuleLayers
@@ -40,6 +41,8 @@ from vsched_workers.backends.reference.rotary_angles import AxesAngles
 
 Stages = Callable[..., Stage]
 EPS = 1e-6
+ROWS = [(1, 5), pytest.param(2, 3000, marks=pytest.mark.slow)]
+"""Threads, and rows that are enough for each to get some."""
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -58,19 +61,23 @@ def rotated(head: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return head * torch.cat([cos, cos], dim=-1) + half * torch.cat([sin, sin], dim=-1)
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [add_norm.serial, pytest.param(add_norm.parallel, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("threads", "rows"), ROWS)
 @pytest.mark.parametrize("width", [16, 40, 257])
 @pytest.mark.parametrize("adds", ["adds", "adds nothing"])
-def test_add_norm_equals_the_modules(kernel: Any, width: int, adds: str) -> None:
-    hidden, delta, weight = draw(5, width), draw(5, width, seed=1), draw(width, seed=2)
+def test_add_norm_equals_the_modules(threads: int, rows: int, width: int, adds: str) -> None:
+    hidden, delta, weight = draw(rows, width), draw(rows, width, seed=1), draw(width, seed=2)
     wanted = hidden + delta if adds == "adds" else hidden.clone()
     out = torch.empty_like(hidden)
     delta_at = delta.data_ptr() if adds == "adds" else 0
-    kernel(
-        hidden.data_ptr(), delta_at, weight.data_ptr(), width, np.float32(EPS), out.data_ptr(), 5
+    add_norm(
+        pool_of(threads),
+        hidden.data_ptr(),
+        delta_at,
+        weight.data_ptr(),
+        width,
+        np.float32(EPS),
+        out.data_ptr(),
+        rows,
     )
     assert torch.equal(hidden, wanted)
     # The order of a sum may move a number over the edge between two.
@@ -78,16 +85,13 @@ def test_add_norm_equals_the_modules(kernel: Any, width: int, adds: str) -> None
     torch.testing.assert_close(out, normed(wanted, weight), rtol=0.01, atol=0.0)
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [swiglu.serial, pytest.param(swiglu.parallel, marks=pytest.mark.slow)],
-)
-def test_swiglu_equals_the_modules(kernel: Any) -> None:
+@pytest.mark.parametrize(("threads", "rows"), ROWS)
+def test_swiglu_equals_the_modules(threads: int, rows: int) -> None:
     """Far from zero the exponential neither overflows nor yields what is no number."""
-    gate, up = draw(7, 37) * 40, draw(7, 37, seed=1)
+    gate, up = draw(rows, 37) * 40, draw(rows, 37, seed=1)
     gate[0, :4] = torch.tensor([0.0, -0.0, 3e38, -3e38])
     wanted = functional.silu(gate) * up
-    kernel(gate.data_ptr(), up.data_ptr(), 7, 37)
+    swiglu(pool_of(threads), gate.data_ptr(), up.data_ptr(), rows, 37)
     assert (gate == wanted).float().mean() > 0.97
     torch.testing.assert_close(gate, wanted, rtol=0.01, atol=1e-6)
 
@@ -108,19 +112,18 @@ def test_argmax_takes_the_first_of_the_largest() -> None:
 
 
 @pytest.mark.parametrize("has_norms", [True, False])
-@pytest.mark.parametrize(
-    "kernel", [rope_prefill.serial, pytest.param(rope_prefill.parallel, marks=pytest.mark.slow)]
-)
-def test_rope_equals_the_modules(kernel: Any, has_norms: bool) -> None:
+@pytest.mark.parametrize(("threads", "rows"), ROWS)
+def test_rope_equals_the_modules(threads: int, rows: int, has_norms: bool) -> None:
     """Heads are normed and rotated as by the modules, and keys and values are where the cache has them."""
-    rows, heads, kv_heads, dim = 5, 4, 2, 16
+    heads, kv_heads, dim = 4, 2, 16
     qkv, cos, sin = draw(rows, (heads + 2 * kv_heads) * dim), draw(rows, 8), draw(rows, 8, seed=1)
     weights = [draw(dim, seed=seed) for seed in (2, 3)]
     norms = [weight.data_ptr() if has_norms else 0 for weight in weights]
-    keys, values = (torch.zeros(20, kv_heads, dim, dtype=torch.bfloat16) for _ in range(2))
+    keys, values = (torch.zeros(4 * rows, kv_heads, dim, dtype=torch.bfloat16) for _ in range(2))
     room = torch.zeros(heads + 2 * kv_heads, rows + 3, dim, dtype=torch.bfloat16)
-    slots = np.array([3, 19, 0, 7, 8])
-    kernel(
+    slots = np.random.default_rng(0).permutation(4 * rows)[:rows]
+    rope_prefill(
+        pool_of(threads),
         qkv.data_ptr(),
         room[:, 2:].data_ptr(),
         rows + 3,

@@ -55,7 +55,7 @@ def test_decode_over_int8_equals_attention_written_out(
 
 
 @pytest.mark.parametrize(
-    "attend", [prefill_by_gather, tiled_attention.prefill, choose_ruled_prefill(1, 16)[0]]
+    "attend", [prefill_by_gather, tiled_attention.prefill, choose_ruled_prefill(16)[0]]
 )
 @pytest.mark.parametrize(("first", "rows"), [(0, 9), (31, 6), (36, 1)])
 def test_prefill_over_int8_equals_that_over_the_dequantised_cache(
@@ -102,7 +102,7 @@ def test_kernels_keep_heads_as_torch_does(dim: int) -> None:
     kept = [to_int8(qkv[:, heads + first : heads + first + kv_heads]) for first in (0, kv_heads)]
     room = torch.zeros(heads + 2 * kv_heads, rows, dim, dtype=torch.bfloat16)
     caches = [np.zeros((48, kv_heads, dim + 2), dtype=np.int8) for _ in range(4)]
-    rope_prefill.serial(qkv.data_ptr(), room.data_ptr(), rows, record, turned, *caches[:2])
+    rope_prefill(0, qkv.data_ptr(), room.data_ptr(), rows, record, turned, *caches[:2])
     for cached, wanted in zip(caches[:2], kept, strict=True):
         assert (cached[slots] == wanted.numpy()).all()
     assert torch.equal(room[:heads], qkv[:, :heads].transpose(0, 1))
@@ -114,7 +114,7 @@ def test_kernels_keep_heads_as_torch_does(dim: int) -> None:
     contexts = (slots % 4 + 1).astype(np.int32)
     tag = np.zeros(1, dtype=np.float32)
     arguments = (record, turned, *caches[2:], tables, contexts, 4, 1, tag)
-    decode.serial(qkv.data_ptr(), out.data_ptr(), *arguments)
+    decode(0, qkv.data_ptr(), out.data_ptr(), *arguments)
     for cached, wanted in zip(caches[2:], kept, strict=True):
         assert (cached[slots] == wanted.numpy()).all()
 

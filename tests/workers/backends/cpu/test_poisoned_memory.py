@@ -87,8 +87,7 @@ def test_answers_do_not_depend_on_what_was_never_written(
 ) -> None:
     """Not on KV blocks, nor on scratch, in chunks of any size, by the kernels of every path."""
     monkeypatch.setattr(driver, "BLOCK_SIZE", block_size)
-    # Kernels run on all threads for any number of values.
-    monkeypatch.setattr(language_layers, "PARALLEL_VALUES_MIN", 0)
+    # Attention runs on all threads for any number of values.
     monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
     settings = WorkerSettings(threads=threads, deterministic=deterministic)
     stage = Stage.load(

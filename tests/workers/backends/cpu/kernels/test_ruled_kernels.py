@@ -133,10 +133,10 @@ def test_prefill_by_rule_is_that_of_torch(
 
 
 def test_plain_layers_attend_by_the_same_kernel_where_it_is_the_fastest() -> None:
-    ruled, plain_too = choose_ruled_prefill(1, HEAD_DIM)
+    ruled, plain_too = choose_ruled_prefill(HEAD_DIM)
     assert plain_too is attends_here()
     assert (ruled is prefill_attention.prefill_by_rule) is plain_too
-    assert choose_ruled_prefill(1, HEAD_DIM + 4)[1] is False, "no whole vectors"
+    assert choose_ruled_prefill(HEAD_DIM + 4)[1] is False, "no whole vectors"
 
 
 def norm_written_out(rows: torch.Tensor, weight: torch.Tensor, kind: NormWeights) -> torch.Tensor:
