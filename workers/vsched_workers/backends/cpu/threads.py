@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 
@@ -36,6 +38,7 @@ class ThreadPool:
         self._words: Any = room[skipped : skipped + size].view(np.int64)
         self.state_at: int = room.ctypes.data + skipped
         self.threads = 1
+        self._others: list[threading.Thread] = []
         self._choice: ThreadChoice | None = None
         self._torch_threads = 1
         self._set(layout.ACTIVE_AT, 1)
@@ -49,13 +52,23 @@ class ThreadPool:
     def use(self, threads: int) -> None:
         """Compute with this number of threads from the next kernel on; those that are missing are started."""
         assert 1 <= threads <= THREADS_MAX, f"from 1 to {THREADS_MAX} threads"
+        if threads > self.threads:
+            work.compile((numba.intp, numba.intp))  # here: each thread would wait for the compiler
         for number in range(self.threads, threads):
             thread = threading.Thread(
                 target=work, args=(self.state_at, number), name=f"kernels-{number}", daemon=True
             )
             thread.start()
+            self._others.append(thread)
         self.threads = max(self.threads, threads)
         layout.use(self.state_at, threads)
+
+    def stop(self) -> None:
+        """End the other threads: their code and the state must not be freed while they run."""
+        for thread in self._others:
+            while thread.is_alive():
+                layout.stop(self.state_at)
+                thread.join(0.01)
 
     def adapt(self, *, torch_threads: int) -> None:
         """Lower the number of threads from now on while fewer are faster; torch has at most `torch_threads`."""
@@ -95,6 +108,7 @@ def process_pool() -> ThreadPool:
     """Return the pool of this process."""
     if not _POOL:
         _POOL.append(ThreadPool())
+        atexit.register(_POOL[0].stop)
     return _POOL[0]
 
 

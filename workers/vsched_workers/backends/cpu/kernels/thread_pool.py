@@ -18,7 +18,7 @@ Source: Chase and Lev, "Dynamic Circular Work-Stealing Deque" (SPAA 2005), for o
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
-# mypy: disable-error-code="untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="untyped-decorator,no-untyped-call,no-any-return"
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ _TOGETHER_VALUES = 1 << 15
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 202)
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # both for threads of one process
+_ALL = 0x7FFFFFFF
+"""Wakes all threads that sleep at an address."""
 _LONG, _WORD = ir.IntType(64), ir.IntType(32)
 
 
@@ -260,29 +262,27 @@ def _join(state: int, units: int, since_ns: int) -> None:
 def _next_epoch(state: int, me: int, seen: int) -> int:
     """Wait for the next call that this thread takes part in; returns its epoch, or -1 when there will be none."""
     until_ns = now_ns() + load(state + SPIN_AT)
-    while True:
+    while not load(state + STOP_AT):
         for _ in range(16):
             epoch = load(state + EPOCH_AT)
             if epoch != seen:
                 return epoch
             _pause()
-        if load(state + STOP_AT):
-            return -1
         active = load(state + ACTIVE_AT)
         if active <= me:
             _sleep_while(state + ACTIVE_AT, active)
         elif now_ns() >= until_ns:
             add(state + SLEEPERS_AT, 1)
-            if not load(state + STOP_AT):
-                _sleep_while(state + EPOCH_AT, seen)
+            _sleep_while(state + EPOCH_AT, seen)
             add(state + SLEEPERS_AT, -1)
             until_ns = now_ns() + load(state + SPIN_AT)
+    return -1
 
 
 @compiled()
 def work(state: int, me: int) -> None:
     """Take part in all calls, as one of the other threads, until the pool is told to stop."""
-    epoch = load(state + EPOCH_AT)
+    epoch = -1
     while True:
         epoch = _next_epoch(state, me, epoch)
         if epoch < 0:
@@ -298,7 +298,16 @@ def work(state: int, me: int) -> None:
 def use(state: int, threads: int) -> None:
     """Have this number of threads take part from the next call on."""
     store(state + ACTIVE_AT, threads)
-    wake(state + ACTIVE_AT, threads)
+    # All: some that are still not needed may sleep here before those that are.
+    wake(state + ACTIVE_AT, _ALL)
+
+
+@compiled()
+def stop(state: int) -> None:
+    """Have all other threads return from `work`; one that is about to sleep may miss it, and must be told again."""
+    store(state + STOP_AT, 1)
+    use(state, 1)
+    wake(state + EPOCH_AT, _ALL)
 
 
 @numba.njit(

@@ -1,0 +1,287 @@
+"""The pool of threads: every piece is computed once, whoever comes late, calls beside, or changes the threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from tests.patience import PATIENCE_S, wait_until
+from tests.workers.backends.cpu.test_quantized_products import weight_of
+from vsched_workers.backends.cpu.kernels import thread_pool as layout
+from vsched_workers.backends.cpu.kernels.thread_pool import UNITS_MAX, add, load, now_ns, spread
+from vsched_workers.backends.cpu.products import panel_product
+from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.cpu.threads import ThreadPool, process_pool
+
+pytestmark = pytest.mark.slow  # kernels are compiled
+
+GRAIN = 7
+SIZES = [0, 1, GRAIN - 1, GRAIN, GRAIN + 1, 2 * GRAIN, 1000, UNITS_MAX * GRAIN + 1, 70_000]
+PATIENCE_NS = int(PATIENCE_S * 1e9)
+
+
+@numba.njit(nogil=True)
+def _count(first: int, stop: int, counts_at: int) -> None:
+    for piece in range(first, stop):
+        add(counts_at + 8 * piece, 1)
+
+
+@numba.njit(nogil=True)
+def count(state: int, pieces: int, grain: int, counts_at: int, calls: int) -> None:
+    """Count how often each piece is computed in some calls, one after the other."""
+    for _ in range(calls):
+        spread(state, pieces, grain, _count, (counts_at,))
+
+
+@numba.njit(nogil=True)
+def _meet(first: int, stop: int, met_at: int, wanted: int) -> None:
+    until_ns = now_ns() + PATIENCE_NS
+    for _ in range(first, stop):
+        add(met_at, 1)
+        while load(met_at) < wanted and now_ns() < until_ns:
+            pass
+        if load(met_at) < wanted:
+            add(met_at + 8, 1)
+
+
+@numba.njit(nogil=True)
+def meet(state: int, threads: int, met_at: int) -> None:
+    """Compute pieces that each wait for all others: every thread has to hold one at once."""
+    spread(state, threads, 1, _meet, (met_at, threads))
+
+
+def counted(state: int, pieces: int, *, grain: int = GRAIN, calls: int = 1) -> npt.NDArray[Any]:
+    found = np.zeros(pieces, dtype=np.int64)
+    count(state, pieces, grain, found.ctypes.data, calls)
+    return found
+
+
+def all_meet(pool: ThreadPool, threads: int) -> bool:
+    met = np.zeros(2, dtype=np.int64)
+    meet(pool.state_at, threads, met.ctypes.data)
+    return met.tolist() == [threads, 0]
+
+
+def cpu_ns(pool: ThreadPool) -> list[int]:
+    """Return the CPU time of each thread that the pool has started."""
+    clocks = [time.pthread_getcpuclockid(each.ident) for each in pool._others if each.ident]
+    return [time.clock_gettime_ns(clock) for clock in clocks]
+
+
+def wait_until_asleep(pool: ThreadPool, first: int = 1) -> None:
+    """Wait until the threads from this number on take no time."""
+
+    def sleep() -> bool:
+        before = cpu_ns(pool)[first - 1 :]
+        time.sleep(0.02)
+        return cpu_ns(pool)[first - 1 :] == before
+
+    wait_until(sleep, "the threads sleep")
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPool]:
+    made = ThreadPool()
+    yield made
+    made.stop()
+    assert not any(each.is_alive() for each in made._others)
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2, 3, 5])
+def test_every_piece_is_computed_once(threads: int, pool: ThreadPool) -> None:
+    if threads:
+        pool.use(threads)
+    for pieces in SIZES:
+        found = counted(pool.state_at if threads else 0, pieces, calls=3)
+        assert (found == 3).all(), pieces
+    assert (counted(pool.state_at, 70_000, grain=1) == 1).all()
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_thousands_of_calls_in_a_row_compute_every_piece_once(
+    threads: int, pool: ThreadPool
+) -> None:
+    """Threads that come late find another call, and take nothing of it for the one that they were to join."""
+    pool.use(threads)
+    for pieces, grain in ((2, 1), (5, 1), (64, 3)):
+        assert (counted(pool.state_at, pieces, grain=grain, calls=5000) == 5000).all()
+
+
+def test_the_number_of_threads_changes_between_calls(pool: ThreadPool) -> None:
+    chance = np.random.default_rng(0)
+    for _ in range(500):
+        pool.use(int(chance.integers(1, 6)))
+        pieces = int(chance.integers(1, 300))
+        assert (counted(pool.state_at, pieces, grain=2, calls=3) == 3).all()
+
+
+def test_the_number_of_threads_changes_within_a_call(pool: ThreadPool) -> None:
+    found = np.zeros(100, dtype=np.int64)
+    caller = threading.Thread(target=count, args=(pool.state_at, 100, 1, found.ctypes.data, 20_000))
+    pool.use(4)
+    caller.start()
+    while caller.is_alive():
+        for threads in (1, 4, 2, 3):
+            pool.use(threads)
+    assert (found == 20_000).all()
+
+
+def test_a_caller_that_finds_the_pool_busy_computes_alone(pool: ThreadPool) -> None:
+    pool.use(3)
+    found = [np.zeros(100, dtype=np.int64) for _ in range(3)]
+    callers = [
+        threading.Thread(target=count, args=(pool.state_at, 100, 1, each.ctypes.data, 3000))
+        for each in found
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert all((each == 3000).all() for each in found)
+    assert pool._get(layout.BUSY_AT) == 0
+
+
+def test_a_thread_that_never_comes_delays_nothing(pool: ThreadPool) -> None:
+    """Its pieces are taken by the others."""
+    pool.use(2)
+    layout.use(pool.state_at, 5)
+    assert (counted(pool.state_at, 1000, calls=500) == 500).all()
+    assert pool.measured()[0] == 500
+
+
+def test_calls_are_told_apart_where_their_numbers_begin_again(pool: ThreadPool) -> None:
+    pool._set(layout.EPOCH_AT, 0x7FFFFFFF - 20)
+    pool.use(3)
+    assert (counted(pool.state_at, 100, calls=100) == 100).all()
+    assert pool._get(layout.EPOCH_AT) == 79
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+def test_all_threads_take_part_when_they_are_used_again(before: int, pool: ThreadPool) -> None:
+    pool.use(5)
+    assert all_meet(pool, 5)
+    for threads in (2, 3, 5):
+        pool.use(before)
+        wait_until_asleep(pool)
+        pool.use(threads)
+        assert all_meet(pool, threads)
+
+
+def test_a_thread_that_is_used_again_is_woken_though_others_went_to_sleep_before_it(
+    pool: ThreadPool,
+) -> None:
+    pool._set(layout.SPIN_AT, PATIENCE_NS)  # threads in use do not sleep
+    pool.use(5)
+    assert all_meet(pool, 5)
+    for threads in (4, 3, 2, 1):
+        pool._set(layout.ACTIVE_AT, threads)
+        wait_until_asleep(pool, threads)
+    pool.use(2)
+    assert all_meet(pool, 2)
+
+
+def test_threads_sleep_after_a_while_and_are_woken_by_the_next_call(pool: ThreadPool) -> None:
+    pool.use(3)
+    for _ in range(5):
+        assert (counted(pool.state_at, 1000) == 1).all()
+        wait_until_asleep(pool)
+        assert pool._get(layout.SLEEPERS_AT) == 2
+        assert all_meet(pool, 3)
+
+
+def test_a_caller_that_waits_long_sleeps_and_is_woken(pool: ThreadPool) -> None:
+    pool.use(2)
+    pool._set(layout.SPIN_AT, 0)
+    assert (counted(pool.state_at, 20, grain=1, calls=5000) == 5000).all()
+
+
+def test_stopped_threads_end_whether_they_sleep_or_look_and_the_caller_computes_alone(
+    pool: ThreadPool,
+) -> None:
+    pool.use(4)
+    pool.use(2)
+    assert (counted(pool.state_at, 1000) == 1).all()
+    pool.stop()
+    assert not any(each.is_alive() for each in pool._others)
+    assert (counted(pool.state_at, 1000) == 1).all()
+
+
+LEAVES = """
+import sys, threading
+import numpy as np
+from vsched_workers.backends.cpu.kernels.activation import swiglu
+from vsched_workers.backends.cpu.threads import process_pool
+pool = process_pool()
+pool.use(3)
+gate, up = np.zeros((2, 20000, 37), dtype=np.uint16)
+def call(times):
+    for _ in range(times):
+        swiglu(pool.state_at, gate.ctypes.data, up.ctypes.data, *gate.shape)
+call(20)
+how = sys.argv[1]
+if how == "calling":
+    threading.Thread(target=call, args=(10**9,), daemon=True).start()
+elif how == "exit":
+    sys.exit(3)
+elif how == "error":
+    raise ValueError("an error")
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("exit", 3), ("error", 1), ("calling", 0)])
+def test_a_process_with_a_pool_ends_as_any_other(how: str, code: int) -> None:
+    """Also while another thread calls kernels."""
+    left = subprocess.run(
+        [sys.executable, "-c", LEAVES, how],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert left.returncode == code, left.stderr
+    assert ("ValueError: an error" in left.stderr) == (how == "error")
+
+
+def _panels(threads: int) -> Any:
+    weight = torch.randn(1000, 544, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return panel_product(weight, None, threads=threads)
+
+
+def _whole_numbers(threads: int) -> Any:
+    return QuantizedProduct(weight_of("int4 32", 1000, 544), None, threads=threads, int8_rows=True)
+
+
+def _widened(threads: int) -> Any:
+    return QuantizedProduct(weight_of("int8", 1000, 544), None, threads=threads)
+
+
+@pytest.mark.parametrize("make", [_panels, _whole_numbers, _widened])
+def test_products_have_the_same_bits_on_any_number_of_threads(make: Callable[[int], Any]) -> None:
+    alone, product = make(1), make(3)
+    if alone is None:
+        pytest.skip("oneDNN multiplies all rows on this processor")
+    pool = process_pool()
+    try:
+        for rows in (1, 3, 16, 100, 300):
+            given = torch.randn(rows, 544, generator=torch.Generator().manual_seed(rows)).bfloat16()
+            wanted = alone(given)
+            for threads in (1, 2, 3, 2, 1, 3):
+                pool.use(threads)
+                assert torch.equal(product(given), wanted)
+    finally:
+        pool.use(pool.threads)
