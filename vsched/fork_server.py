@@ -8,7 +8,7 @@ The rank is the engine's own child by a detour: the process that forks it ends a
 to the nearest ancestor that adopts orphans, which the engine does for this moment (`vsched.aio.replicas.fork_server`).
 
 What is forked has one thread, and locks that another one held would be locked for ever. So this process starts no
-thread: no ZeroMQ context, no pool of OpenMP, no device (CUDA cannot be used after a fork).
+thread: no ZeroMQ context, no pool of threads, no device (CUDA cannot be used after a fork).
 """
 
 from __future__ import annotations

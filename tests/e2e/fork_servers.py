@@ -25,7 +25,7 @@ class SharedForkServer(fork_server.ForkServer):
 @contextmanager
 def one_fork_server() -> Iterator[None]:
     """Let all engines have one fork server, which has imported what most tests need."""
-    environment = rank_environment.rank_environment(1, oversubscribed=True)
+    environment = rank_environment.rank_environment(1)
     shared = SharedForkServer(forkable_everywhere(), environment)
     asyncio.run(shared.import_all())
     with pytest.MonkeyPatch.context() as patch:

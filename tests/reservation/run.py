@@ -22,7 +22,7 @@ def run(
     words = [checkpoint, *(str(each) for each in (tokens, batches, seed, blocks))]
     done = subprocess.run(
         [sys.executable, "-m", "tests.reservation.measure", *words],
-        env=rank_environment(1, oversubscribed=True),
+        env=rank_environment(1),
         stdout=subprocess.PIPE,
         check=True,
         timeout=timeout_s,

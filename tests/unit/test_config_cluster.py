@@ -88,6 +88,3 @@ def test_cluster_shares_cores_out_among_those_that_start_there(
     config = load_config(None, sets=sets, environ={}).config
     assert (config.processes_on("local"), config.processes_on("far")) == (here, there)
     assert config.threads("generate") == 12 // max(here, 1)
-    assert not config.oversubscribed
-    more = load_config(None, sets=[*sets, "generate.threads=13"], environ={}).config
-    assert more.oversubscribed == bool(here)

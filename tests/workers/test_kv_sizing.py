@@ -115,7 +115,7 @@ for frugal in (True, True, False):
 def in_process(script: str, *arguments: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
-        env=rank_environment(threads=1, oversubscribed=True),
+        env=rank_environment(threads=1),
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

@@ -35,9 +35,8 @@ def local_launcher(
     begun: Mapping[frozenset[str], ForkServer] | None = None,
 ) -> LocalLauncher:
     """Return what starts ranks as processes of this host; see `LocalLauncher`."""
-    return LocalLauncher(
-        oversubscribed=config.oversubscribed, command=command, forked=forked, begun=begun
-    )
+    del config  # `Environment.make_launcher` gives it
+    return LocalLauncher(command=command, forked=forked, begun=begun)
 
 
 def make_launcher(

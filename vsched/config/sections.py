@@ -400,16 +400,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def processes_on(self, host: str) -> int:
         """Return the processes of ranks that start on a host, as long as none is lost."""
-        return sum(self._processes_on(host).values())
-
-    def _processes_on(self, host: str) -> dict[Literal["encode", "generate"], int]:
-        """Return them by stage; those that serve both stages count as `generate`."""
-        found: dict[Literal["encode", "generate"], int] = {
-            "generate": self._starts("generate", self.generate, host)
-        }
+        count = self._starts("generate", self.generate, host)
         if self.placement != "together":
-            found["encode"] = self._starts("encode", self.encode, host)
-        return found
+            count += self._starts("encode", self.encode, host)
+        return count
 
     @property
     def on_ray(self) -> dict[tuple[str, int], dict[str, float]]:
@@ -473,15 +467,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             media=msgspec.structs.replace(self.media, images_max=0),
             encode=msgspec.structs.replace(self.encode, replicas=0),
         )
-
-    @property
-    def oversubscribed(self) -> bool:
-        """Whether the ranks of this host compute with more threads, all together, than there are cores."""
-        here = self._processes_on(OWN_HOST)
-        threads: dict[str, int] = {stage: self.threads(stage) for stage in ("encode", "generate")}
-        if self.placement == "together":
-            threads["generate"] = max(threads.values())
-        return sum(count * threads[stage] for stage, count in here.items()) > usable_cores()
 
     @property
     def _ranks(self) -> tuple[int, int]:

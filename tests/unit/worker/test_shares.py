@@ -98,5 +98,4 @@ def test_cores_of_a_container_share_its_threads_and_choose_its_placement(
         file.truncate(1 << 30)
     config = load_config(None, sets=[f"model.path={tmp_path}"], environ={}).config
     assert (config.threads("encode"), config.threads("generate")) == (1, 1)
-    assert not config.oversubscribed
     assert placement_here(config).placement == "together"

@@ -121,7 +121,7 @@ def test_a_sparse_reservation_is_what_whole_batches_take(
     """The same peak, but for pieces that lie otherwise in the heap, which the reservation has room for."""
     done = subprocess.run(
         [sys.executable, "-c", ENCODES, str(checkpoints(size)), dtype],
-        env=rank_environment(threads=1, oversubscribed=True),
+        env=rank_environment(threads=1),
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from vsched.aio.replicas.launcher import make_fork_server, modules_of
-from vsched.config.placement import placed
 from vsched.errors import VschedError
 from vsched.worker.capabilities import LeanPreprocessing
 from vsched.worker.registry import load_worker
@@ -36,9 +35,7 @@ def early_fork_servers(
     with suppress(VschedError):
         modules = _modules(config)
         if modules:
-            servers[modules] = make_fork_server(
-                modules, oversubscribed=placed(config).oversubscribed, idle=idle
-            )
+            servers[modules] = make_fork_server(modules, idle=idle)
             servers[modules].begin()
         elif idle is not None:
             idle.close()

@@ -70,7 +70,7 @@ def start_idle(environment: Mapping[str, str]) -> IdleForkServer:
 @contextmanager
 def idle_fork_server() -> Iterator[IdleForkServer]:
     """Start the process of a fork server before the configuration is known; it has ended when the context ends."""
-    idle = start_idle(rank_environment(1, oversubscribed=True))
+    idle = start_idle(rank_environment(1))
     try:
         yield idle
     finally:

@@ -106,22 +106,19 @@ class LocalLauncher:
         self,
         run_dir: str = "",
         *,
-        oversubscribed: bool = True,
         command: Sequence[str] = RANK_COMMAND,
         forked: bool = True,
         begun: Mapping[frozenset[str], ForkServer] | None = None,
     ) -> None:
         """Prepare; without a folder, one is made in the directory for temporary files.
 
-        `oversubscribed`: the ranks have more threads than there are cores. `command` are the arguments with which
-        the interpreter becomes a rank. Without `forked`, each rank is a new process. `begun` are fork servers by what
-        they import, which this launcher takes over.
+        `command` are the arguments with which the interpreter becomes a rank. Without `forked`, each rank is a new
+        process. `begun` are fork servers by what they import, which this launcher takes over.
 
         Raises:
             ConfigError: When the path of that would be too long for a socket's address.
         """
         self.run_dir = run_dir or make_socket_folder()
-        self.oversubscribed = oversubscribed
         self._command = command
         self._forked = forked
         self._fork_servers = dict(begun or {})
@@ -150,7 +147,7 @@ class LocalLauncher:
         """Start a process that has been told everything."""
         return RankProcess(
             spec,
-            environment=rank_environment(threads, oversubscribed=self.oversubscribed),
+            environment=rank_environment(threads),
             on_exit=on_exit,
             command=self._command,
             fork_server=self._fork_server(forkable_modules(spec)) if self._forked else None,
@@ -159,9 +156,7 @@ class LocalLauncher:
     def _fork_server(self, modules: frozenset[str]) -> ForkServer | None:
         """Return the one that has imported these; None where that is nothing."""
         if modules and modules not in self._fork_servers:
-            self._fork_servers[modules] = make_fork_server(
-                modules, oversubscribed=self.oversubscribed
-            )
+            self._fork_servers[modules] = make_fork_server(modules)
         return self._fork_servers.get(modules)
 
     def close(self) -> None:
@@ -228,12 +223,10 @@ def at_home(
     return msgspec.structs.replace(spec, run_dir=run_dir, arena_fd=arena_fd, **changes)
 
 
-def make_fork_server(
-    modules: frozenset[str], *, oversubscribed: bool, idle: IdleForkServer | None = None
-) -> ForkServer:
+def make_fork_server(modules: frozenset[str], *, idle: IdleForkServer | None = None) -> ForkServer:
     """Return a fork server for ranks that import these, which begins as `idle`; otherwise it has not started."""
     # With one thread, or libraries would start others as they are imported; ranks set their own number.
-    environment = rank_environment(1, oversubscribed=oversubscribed)
+    environment = rank_environment(1)
     return ForkServer(sorted(modules), environment, idle)
 
 

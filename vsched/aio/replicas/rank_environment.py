@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 
-SPIN_COUNT, SPIN_COUNT_OVERSUBSCRIBED = 50_000, 2_000
-"""How many turns a thread looks before it sleeps while it waits for the others of its rank.
+SPIN_COUNT = 1_000
+"""Turns that a thread of OpenMP spins before it sleeps, some 20 microseconds.
 
-About a millisecond where each thread has a core: the next product comes sooner, and being woken for it takes longer.
-Where ranks have more threads than there are cores, about as long as being woken takes: more would take the cores from a
-rank that works (docs/performance.md, "Waiting").
+Only torch's own operations run on these threads. The kernels have a pool of their own, and threads of OpenMP that spin
+longer would take its cores (docs/performance.md, "Waiting threads").
 """
 
 RANK_ENVIRONMENT = {
@@ -27,12 +26,10 @@ RANK_ENVIRONMENT = {
 }
 
 
-def rank_environment(threads: int, *, oversubscribed: bool) -> dict[str, str]:
+def rank_environment(threads: int) -> dict[str, str]:
     """Return the environment of a rank that computes with `threads` threads.
 
-    `oversubscribed`: all ranks together have more threads than there are cores. What the environment of the engine
-    says of waiting goes first.
+    A `GOMP_SPINCOUNT` in the environment of the engine is kept.
     """
-    turns = SPIN_COUNT_OVERSUBSCRIBED if oversubscribed else SPIN_COUNT
     own = {**RANK_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
-    return {"GOMP_SPINCOUNT": str(turns), **os.environ, **own}
+    return {"GOMP_SPINCOUNT": str(SPIN_COUNT), **os.environ, **own}

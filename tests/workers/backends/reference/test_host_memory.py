@@ -137,7 +137,7 @@ def test_host_memory_promises_where_that_can_be_relied_on(case: str, touched: bo
     """What is reserved counts at once; its pages come with use, and the heap's go back when sizes are known."""
     done = subprocess.run(
         [sys.executable, "-c", PROMISES, case],
-        env=rank_environment(1, oversubscribed=True),
+        env=rank_environment(1),
         stdout=subprocess.PIPE,
         text=True,
         timeout=PATIENCE_S,
@@ -176,7 +176,7 @@ def test_host_memory_maps_pieces_that_are_not_to_leave_holes() -> None:
     """They go back whole in spite of small objects that stay; afterwards the heap keeps what is between them again."""
     done = subprocess.run(
         [sys.executable, "-c", LITTER_AND_PIECES],
-        env=rank_environment(1, oversubscribed=True),
+        env=rank_environment(1),
         stdout=subprocess.PIPE,
         text=True,
         timeout=PATIENCE_S,
