@@ -517,7 +517,6 @@ class WorkerSettings:
 
     device: str = "cpu"
     threads: int = 1
-    threads_fixed: bool = False
     attention: str = "auto"
     encode_tokens_max: int = 0
     slots: int = 0

@@ -1,0 +1,120 @@
+"""The choice of how many threads compute, on a simulated machine: its clock, its neighbours, its noise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("numba")
+
+from vsched_workers.backends.cpu.thread_choice import RETRY_MAX_S, RETRY_S, IdleCores, ThreadChoice
+
+
+class Machine:
+    """Cores, of which other programs keep some busy, and a rank that runs steps."""
+
+    def __init__(self, cores: int, *, noise: float = 0.0) -> None:
+        self.cores, self.neighbours = cores, 0
+        self.now_s = 0.0
+        self.preempted = 0.0
+        self.fewer = 0.0
+        """The share of seconds that were computed with fewer threads than there are cores."""
+        self._noise = random.Random(7)
+        self._spread = noise
+        self.choice = ThreadChoice(
+            cores,
+            now_s=lambda: self.now_s,
+            preemptions=lambda: int(self.preempted),
+            idle_cores=self._idle_cores,
+        )
+
+    def _idle_cores(self) -> float:
+        return max(self.cores - self.choice.threads - self.neighbours, 0)
+
+    def speed(self, threads: int) -> float:
+        """Return rows a second: a thread without a core of its own holds up all others."""
+        short = threads + self.neighbours - self.cores
+        return 100.0 * (threads if short <= 0 else 0.3 * threads)
+
+    def run(
+        self, seconds: float, rows: Callable[[], int] = lambda: 4, kind: str = "generate"
+    ) -> None:
+        """Run steps for so long."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            threads, count = self.choice.next_threads, rows()
+            taken_s = count / self.speed(threads)
+            taken_s *= 1 + self._spread * self._noise.uniform(-1, 1)
+            self.now_s += taken_s
+            if threads + self.neighbours > self.cores:
+                self.preempted += 100 * taken_s
+            self.choice.add(kind, count, taken_s)
+
+
+@pytest.mark.parametrize("cores", [2, 4])
+def test_one_thread_less_beside_a_neighbour_and_all_again_without(cores: int) -> None:
+    machine = Machine(cores)
+    machine.run(3.0)
+    assert machine.choice.threads == cores
+    machine.neighbours = 1
+    machine.run(2.0)
+    assert machine.choice.threads == cores - 1
+    machine.run(30.0)
+    assert machine.choice.threads == cores - 1
+    machine.neighbours = 0
+    machine.run(1.5)
+    assert machine.choice.threads == cores
+
+
+def test_steps_of_any_size_are_compared_by_the_row() -> None:
+    sizes = random.Random(3)
+    machine = Machine(2, noise=0.1)
+    machine.neighbours = 1
+    machine.run(20.0, lambda: sizes.choice([64, 200, 1000]))
+    assert machine.choice.threads == 1
+
+
+def test_noise_changes_nothing() -> None:
+    machine = Machine(2, noise=0.3)
+    machine.preempted = 1e9  # a trial is made as often as it may be
+    for _ in range(100):
+        machine.preempted += 1000
+        machine.run(0.5)
+        assert machine.choice.threads == 2
+
+
+def test_trials_that_change_nothing_become_rare() -> None:
+    """A quota or other ranks keep cores idle that more threads cannot use."""
+    machine = Machine(2)
+    machine.neighbours = 1
+    machine.run(2.0)
+    machine.choice._idle_cores = lambda: 1.0
+    together = 0
+    for _ in range(1000):
+        machine.run(0.04)
+        together += machine.choice.next_threads == 2
+    assert machine.choice.threads == 1
+    assert together < 1000 * 0.3 / RETRY_MAX_S + 100 * RETRY_S
+
+
+def test_steps_that_cannot_be_compared_change_nothing() -> None:
+    count = iter(range(10_000))
+    machine = Machine(2)
+    machine.neighbours = 1
+    for _ in range(500):
+        machine.run(0.01, kind=f"images {next(count)}")
+    assert machine.choice.threads == 2
+
+
+def test_idle_cores_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other cores of a host may be idle as long as they like; a system without the file does not tell."""
+    found = IdleCores()()
+    assert found >= 0
+    monkeypatch.setattr("builtins.open", _nothing)
+    assert IdleCores()() == float("inf")
+
+
+def _nothing(*_: object, **__: object) -> None:
+    raise OSError
