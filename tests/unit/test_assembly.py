@@ -96,6 +96,23 @@ def test_replicas_take_the_devices_behind_each_other(device: str, first_devices:
     assert [role.settings.device for role in roles] == first_devices
 
 
+@pytest.mark.parametrize(
+    ("sets", "fixed"),
+    [
+        ((), [False, False]),
+        (("generate.threads=2",), [False, True]),
+        (("encode.threads=1",), [True, False]),
+    ],
+)
+def test_threads_are_fixed_where_the_configuration_sets_them(
+    sets: tuple[str, ...], fixed: list[bool]
+) -> None:
+    config = config_of("placement=separate", *sets)
+    plans = worker_group_plans(config, INFO, resolve_policies(config))
+    roles = [plan.encode or plan.generate for plan in plans]
+    assert [role.settings.threads_fixed for role in roles if role is not None] == fixed
+
+
 def test_batch_cap_of_encoders_is_shared_by_replicas() -> None:
     """Batch 8 over 2 replicas is 4, for the ranks and for the kernel."""
     config = config_of("encode.replicas=2", "encode.admission.max_items=8")

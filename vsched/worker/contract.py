@@ -498,6 +498,9 @@ class WorkerSettings:
     """How a rank runs its model.
 
     Attributes:
+        threads: Threads that the process computes with on a CPU, at most.
+        threads_fixed: Whether it always computes with all of them. Otherwise a worker may use fewer while other
+            programs keep the cores busy; its results must not depend on the number.
         encode_tokens_max: Cap on the tokens of one encode batch; 0 for none.
         slots: Most sequences that run at a time; 0 for an encoder.
         state_snapshots: Places for states beside those of the slots, for a model that keeps one.
@@ -517,6 +520,7 @@ class WorkerSettings:
 
     device: str = "cpu"
     threads: int = 1
+    threads_fixed: bool = True
     attention: str = "auto"
     encode_tokens_max: int = 0
     slots: int = 0
