@@ -9,7 +9,14 @@ import pytest
 
 pytest.importorskip("numba")
 
-from vsched_workers.backends.cpu.thread_choice import RETRY_MAX_S, RETRY_S, IdleCores, ThreadChoice
+from vsched_workers.backends.cpu.thread_choice import (
+    RETRY_MAX_S,
+    RETRY_S,
+    SLICE_S,
+    IdleCores,
+    ThreadChoice,
+    waited_s,
+)
 
 
 class Machine:
@@ -18,15 +25,13 @@ class Machine:
     def __init__(self, cores: int, *, noise: float = 0.0) -> None:
         self.cores, self.neighbours = cores, 0
         self.now_s = 0.0
-        self.preempted = 0.0
-        self.fewer = 0.0
-        """The share of seconds that were computed with fewer threads than there are cores."""
+        self.waited_s = 0.0
         self._noise = random.Random(7)
         self._spread = noise
         self.choice = ThreadChoice(
             cores,
             now_s=lambda: self.now_s,
-            preemptions=lambda: int(self.preempted),
+            waited_s=lambda: self.waited_s,
             idle_cores=self._idle_cores,
         )
 
@@ -49,7 +54,7 @@ class Machine:
             taken_s *= 1 + self._spread * self._noise.uniform(-1, 1)
             self.now_s += taken_s
             if threads + self.neighbours > self.cores:
-                self.preempted += 100 * taken_s
+                self.waited_s += 0.5 * taken_s
             self.choice.add(kind, count, taken_s)
 
 
@@ -78,9 +83,8 @@ def test_steps_of_any_size_are_compared_by_the_row() -> None:
 
 def test_noise_changes_nothing() -> None:
     machine = Machine(2, noise=0.3)
-    machine.preempted = 1e9  # a trial is made as often as it may be
     for _ in range(100):
-        machine.preempted += 1000
+        machine.waited_s += 1  # a trial is made as often as it may be
         machine.run(0.5)
         assert machine.choice.threads == 2
 
@@ -114,6 +118,14 @@ def test_idle_cores_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -
     assert found >= 0
     monkeypatch.setattr("builtins.open", _nothing)
     assert IdleCores()() == float("inf")
+
+
+def test_waiting_is_told_by_context_switches_where_the_system_keeps_no_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert waited_s() >= 0
+    monkeypatch.setattr("builtins.open", _nothing)
+    assert waited_s() % SLICE_S == pytest.approx(0, abs=1e-6) or waited_s() >= SLICE_S
 
 
 def _nothing(*_: object, **__: object) -> None:

@@ -4,7 +4,7 @@ Beside another program that keeps a core busy, a thread of ours waits for its tu
 What is measured are steps. A *trial* runs some steps with the present number of threads and some with another, in
 turns, and compares the time that a row takes. One is made
 
-- with fewer threads, when threads were put off their cores (involuntary context switches);
+- with fewer threads, when threads were ready and had no core (`/proc/PID/task/TID/schedstat`);
 - with more, when cores were idle (`/proc/stat`), or from time to time where nothing tells.
 
 The other number is taken when it is 5 % faster, so that noise does not change it back and forth. Results do not depend
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
@@ -23,8 +24,12 @@ from dataclasses import dataclass, field
 
 FASTER = 0.95
 """The largest ratio of times with which another number of threads is taken."""
-PREEMPTIONS_MIN = 20.0
-"""Involuntary context switches, per second of steps, from which on fewer threads are tried."""
+WAITED_MIN = 0.15
+"""The share of time without a core, of all threads together, from which on fewer threads are tried."""
+SLICE_S = 0.003
+"""A time slice of the system, about: what an involuntary context switch costs, where nothing else is told."""
+SAMPLE_S = 0.1
+"""Seconds of steps over which that share is taken."""
 IDLE_MIN = 0.4
 """Idle cores from which on more threads are tried."""
 RETRY_S, RETRY_MAX_S = 0.5, 8.0
@@ -39,9 +44,19 @@ ROWS_ALIKE = 64
 """From this number of rows on the time of a step counts by the row; below, steps of equal rows are compared."""
 
 
-def preemptions() -> int:
-    """Return the involuntary context switches of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+def waited_s() -> float:
+    """Return the seconds that threads of this process were ready to run and had no core, so far.
+
+    Source: Documentation/scheduler/sched-stats.rst of Linux.
+    """
+    total_ns = 0
+    for thread in threading.enumerate():
+        try:
+            with open(f"/proc/self/task/{thread.native_id}/schedstat", encoding="ascii") as file:
+                total_ns += int(file.read().split()[1])
+        except (OSError, IndexError):
+            return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw * SLICE_S
+    return total_ns / 1e9
 
 
 class IdleCores:
@@ -146,18 +161,20 @@ class ThreadChoice:
         most: int,
         *,
         now_s: Callable[[], float] = time.monotonic,
-        preemptions: Callable[[], int] = preemptions,
+        waited_s: Callable[[], float] = waited_s,
         idle_cores: Callable[[], float] | None = None,
     ) -> None:
         """Begin with all threads, `most`; the rest tells the time, and of other programs."""
         self.threads = self._most = most
-        self._now_s, self._preemptions = now_s, preemptions
+        self._now_s, self._waited_s = now_s, waited_s
         self._idle_cores = idle_cores or IdleCores()
         self._trial: _Trial | None = None
         self._retry_s = {-1: RETRY_S, 1: RETRY_S}
         self._last_s = now_s()
-        self._seen = preemptions()
-        self._rate = 0.0
+        self._seen_s = waited_s()
+        self._sampled_s = 0.0
+        self._share = 0.0
+        """The share of the last steps' time that threads had no core."""
 
     @property
     def next_threads(self) -> int:
@@ -166,10 +183,11 @@ class ThreadChoice:
 
     def add(self, kind: Hashable, rows: int, seconds: float) -> None:
         """Take the time of a step: its kind and rows, and how long it took with `next_threads`."""
-        seen = self._preemptions()
-        share = min(seconds / 0.2, 1.0)
-        self._rate += (max(seen - self._seen, 0) / max(seconds, 1e-6) - self._rate) * share
-        self._seen = seen
+        self._sampled_s += seconds
+        if self._sampled_s >= SAMPLE_S:
+            seen_s = self._waited_s()
+            self._share = (seen_s - self._seen_s) / self._sampled_s
+            self._seen_s, self._sampled_s = seen_s, 0.0
         alike = (kind, min(rows, ROWS_ALIKE))
         cost_s = seconds / max(rows, ROWS_ALIKE)
         if self._trial is None:
@@ -188,7 +206,7 @@ class ThreadChoice:
                 self._trial = _Trial(self.threads, min(self.threads + step, self._most))
                 return
             self._last_s += RETRY_S
-        if self.threads > 1 and self._rate >= PREEMPTIONS_MIN and passed_s >= self._retry_s[-1]:
+        if self.threads > 1 and self._share >= WAITED_MIN and passed_s >= self._retry_s[-1]:
             self._trial = _Trial(self.threads, max(self.threads - step, 1))
 
     def _end(self, trial: _Trial, ratio: float) -> None:
