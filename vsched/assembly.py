@@ -351,7 +351,7 @@ def _encode_role(config: Config, policies: ConfiguredPolicies, replica: int) -> 
         settings=WorkerSettings(
             device=device,
             threads=config.threads("encode"),
-            threads_fixed=section.threads is not None,
+            threads_fixed=bool(config.threads_fixed_by("encode")),
             deterministic=config.model.deterministic,
             promises=config.generate.kv_pages == "on_use",
             **section.quantization,
@@ -373,7 +373,7 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
         settings=WorkerSettings(
             device=rank_device(section.device, replica * section.tensor_parallel),
             threads=config.threads("generate"),
-            threads_fixed=section.threads is not None,
+            threads_fixed=bool(config.threads_fixed_by("generate")),
             attention=section.attention,
             slots=section.slots,
             state_snapshots=state_snapshots(config, info),

@@ -140,16 +140,24 @@ class Sized(msgspec.Struct, frozen=True, tag=True):
     memory: RankMemory
 
 
+class ThreadsInUse(msgspec.Struct, frozen=True, tag=True):
+    """A rank's process computes with `active` of its `total` threads; sent on each change."""
+
+    active: int
+    total: int
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """A rank can take work. `memory` is its part of the memory table, in bytes by name.
 
     `hooks` are the worker's periodic works and their intervals in seconds; see
-    `vsched.worker.capabilities.PeriodicWork`.
+    `vsched.worker.capabilities.PeriodicWork`. `threads` is None if the worker does not say; see `UsesThreads` there.
     """
 
     kv_blocks: int
     memory: dict[str, int]
     hooks: dict[str, float] = {}
+    threads: ThreadsInUse | None = None
 
 
 class SlotLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -260,6 +268,7 @@ RankReport = (
     | StepCheck
     | Pulse
     | Beat
+    | ThreadsInUse
     | AdapterChanged
     | RankFailed
 )

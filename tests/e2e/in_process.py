@@ -23,7 +23,15 @@ from vsched.config import Config, resolve_policies
 from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo
-from vsched.wire import EncodeResult, FollowerLog, GenerateResult, LeaderLog, Paused, Ready
+from vsched.wire import (
+    EncodeResult,
+    FollowerLog,
+    GenerateResult,
+    LeaderLog,
+    Paused,
+    Ready,
+    ThreadsInUse,
+)
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
 from vsched_workers.plugin import plugin
@@ -117,4 +125,7 @@ class InProcessRanks(WorkerGroup):
         return []
 
     def memory(self) -> dict[str, dict[int, dict[str, int]]]:
+        return {}
+
+    def threads(self) -> dict[int, ThreadsInUse]:
         return {}

@@ -37,6 +37,32 @@ def test_config_threads_default_to_the_share_of_a_rank(
 
 
 @pytest.mark.parametrize(
+    ("sets", "encode", "generate"),
+    [
+        (["placement=separate"], "", ""),
+        (["placement=separate", "generate.threads=2"], "", "generate.threads"),
+        # One process has the threads of both stages.
+        (["placement=together"], "", ""),
+        (["placement=together", "encode.threads=1"], "encode.threads", "encode.threads"),
+        (
+            ["placement=together", "encode.replicas=0", "encode.threads=1"],
+            "encode.threads",
+            "",
+        ),
+        (["generate.tensor_parallel=2"], "", "generate.tensor_parallel"),
+        (["generate.tensor_parallel=2", "generate.threads=1"], "", "generate.threads"),
+        (["encode.device=cuda", "encode.threads=1"], "encode.device", ""),
+    ],
+)
+def test_config_names_the_setting_that_fixes_the_threads(
+    sets: list[str], encode: str, generate: str
+) -> None:
+    config = load_config(None, sets=sets, environ={}).config
+    found = (config.threads_fixed_by("encode"), config.threads_fixed_by("generate"))
+    assert found == (encode, generate)
+
+
+@pytest.mark.parametrize(
     ("sets", "expected"),
     [
         (

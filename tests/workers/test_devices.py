@@ -1,16 +1,19 @@
-"""A device that is not there is refused in a sentence, with the key to change."""
+"""Devices that are not there are refused with the key to change; workers report the threads of a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vsched.errors import ConfigError
+from vsched.worker.capabilities import UsesThreads
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.choice import check_device
+from vsched_workers.backends.choice import check_device, threads_here
+from vsched_workers.backends.cpu import threads
 from vsched_workers.plugin import plugin
 
 
@@ -70,3 +73,28 @@ def test_load_looks_at_the_device_first(
     load = {"encode": plugin.load_encoder, "generate": plugin.load_generator}[stage]
     with pytest.raises(ConfigError, match=f"{stage}.device: this build of torch"):
         load(info, WorkerSettings(device="cuda:0"), lambda _label, _fraction: None)
+
+
+@pytest.mark.parametrize("stage", ["encode", "generate"])
+@pytest.mark.parametrize("attention", ["auto", "exact"])
+def test_workers_tell_the_threads_of_their_process(
+    checkpoints: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    attention: str,
+) -> None:
+    """With kernels these are threads in use of the pool, which may be fewer; else torch's, which do not change."""
+    monkeypatch.setattr(threads, "_POOL", [])
+    info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
+    load = {"encode": plugin.load_encoder, "generate": plugin.load_generator}[stage]
+    settings = WorkerSettings(attention=attention, threads=2)
+    worker = load(info, settings, lambda _label, _fraction: None)
+    assert isinstance(worker, UsesThreads)
+    assert worker.threads_here() == 2
+    threads.process_pool().use(1)
+    assert worker.threads_here() == (1 if attention == "auto" else 2)
+
+
+def test_workers_on_a_gpu_tell_of_no_threads() -> None:
+    backend = SimpleNamespace(device="cuda:1", settings=WorkerSettings(threads=2), compiles=True)
+    assert threads_here(backend) == 0  # type: ignore[arg-type]

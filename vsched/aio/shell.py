@@ -467,7 +467,7 @@ class Shell:
         return [group.row(statistics.get(group.stage, {})) for group in self._groups.values()]
 
     def statistics(self) -> dict[str, Any]:
-        """Return the kernel's counters and the ranks' memory; what is being prepared counts as waiting."""
+        """Return the kernel's counters, the ranks' memory and threads; what is being prepared counts as waiting."""
         kernel = self._kernel.statistics()
         ids = self._streams.request_ids(LIVE_SHOWN_MAX)
         live = [{"request_id": one, "state": self._kernel.explain(one)} for one in ids]
@@ -477,6 +477,7 @@ class Shell:
             **kernel,
             "waiting": kernel["waiting"] + len(self.preparations),
             "ranks": self._worker_groups.memory(),
+            "threads": self._worker_groups.threads(),
             "policy_calls": self._policy_times.statistics(),
             "busy_ms": self._groups.busy_ms(),
             "live": live,

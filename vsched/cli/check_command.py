@@ -91,14 +91,22 @@ def _facts(report: CheckpointReport) -> Iterator[tuple[str, str]]:
         yield "image", f"{size}: {told}"
     if report.placement:
         yield "stages", report.placement
-    threads = ", ".join(f"{count} in {stage}" for stage, count in report.threads.items())
-    yield "cores", f"{report.cores}; threads of a rank: {threads}"
+    yield "cores", report.cores
+    for stage, count in report.threads.items():
+        yield "threads", f"{stage} rank: {_threads(count, report.threads_fixed_by[stage])}"
     if report.processes:
         yield "HTTP", f"in {report.processes} processes beside the engine's"
     for stage, need in report.memory.items():
         yield f"{stage} rank", _memory(need, info)
     for thing in report.unsupported:
         yield "not supported", thing
+
+
+def _threads(count: int, fixed_by: str) -> str:
+    if count == 1:
+        return "1 thread"
+    why = f"fixed by {fixed_by}" if fixed_by else "adapts to other programs' load"
+    return f"{count} threads ({why})"
 
 
 def _parameters(description: CheckpointDescription) -> str:

@@ -57,7 +57,8 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
         problems: Why it cannot be served; empty where it can.
         placement: Where the stages run, and why; empty where nothing encodes images.
         cores: The usable cores of this host, and where they come from.
-        threads: Threads of a rank of each stage on this host.
+        threads: Threads that a rank of each stage starts with on this host.
+        threads_fixed_by: The setting that fixes the number, by stage; empty where a rank adapts it.
         processes: Those that serve HTTP beside the engine's.
         image_tokens: Tokens of an image by its size, or why it is refused.
     """
@@ -71,6 +72,7 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
     placement: str
     cores: str
     threads: dict[str, int]
+    threads_fixed_by: dict[str, str]
     processes: int
     image_tokens: dict[str, int | str]
     memory: dict[str, StageMemory]
@@ -131,6 +133,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         placement=placement,
         cores=cores_text(),
         threads={stage: config.threads(stage) for stage in _stages(config)},
+        threads_fixed_by={stage: config.threads_fixed_by(stage) for stage in _stages(config)},
         processes=config.server.processes if config.server.processes > 1 else 0,
         image_tokens=images,
         memory=memory,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -68,13 +68,22 @@ def profile(
         console.print(ledger.render_phases(), markup=False, highlight=False, soft_wrap=True)
     if out is not None:
         figures = ledger.as_dict() if ledger is not None else {}
-        write_json(out, {"kv_tokens": sized.tokens, "error": str(sized.error or ""), **figures})
+        error = str(sized.error or "")
+        write_json(
+            out, {"kv_tokens": sized.tokens, "error": error, "threads": sized.threads, **figures}
+        )
         console.print(f"JSON: {out}")
     if sized.error is not None:
         raise sized.error
     assert ledger is not None, "an engine that started has a ledger"
     spent_s = time.monotonic() - started_s
     console.print(f"\n{sized.tokens} tokens of KV cache, found in {spent_s:.1f} s\n")
+    for group, ranks in sized.threads.items():
+        for rank, threads in ranks.items():
+            used = f"{threads['active']} of {threads['total']} threads"
+            console.print(f"{group} rank {rank} computes with {used}", highlight=False)
+    if sized.threads:
+        console.print()
     console.print(ledger.render(), markup=False, highlight=False)
     for pool, total in ledger.totals.items():
         _draw_bar(console, pool, total, ledger.of_pool(pool))
@@ -94,10 +103,11 @@ def _calibrate(settings: Config, console: Console, seconds: float, out: Path | N
 
 
 class _SizedMemory(NamedTuple):
-    """What came of sizing: the ledger, if it came so far, and the KV cache or the error."""
+    """Result of sizing: the ledger, if it came so far, and the KV cache and the ranks' threads, or the error."""
 
     ledger: Ledger | None
     tokens: int = 0
+    threads: Mapping[str, Mapping[str, Mapping[str, int]]] = {}
     error: VschedError | None = None
 
 
@@ -110,8 +120,9 @@ async def _size(settings: Config, console: Console) -> _SizedMemory:
         engine = Engine(settings, on_progress=report)
         try:
             async with engine:
-                blocks = engine.statistics()["generate"]["blocks_total"]
-                return _SizedMemory(engine.ledger, blocks * settings.generate.block_size)
+                statistics = engine.statistics()
+                tokens = statistics["generate"]["blocks_total"] * settings.generate.block_size
+                return _SizedMemory(engine.ledger, tokens, statistics["threads"])
         except VschedError as error:
             return _SizedMemory(engine.ledger, error=error)
 

@@ -444,6 +444,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         processes = self.processes_on(OWN_HOST)
         return given or default_threads(usable_cores(), processes=processes)
 
+    def threads_fixed_by(self, stage: Literal["encode", "generate"]) -> str:
+        """Return the setting that fixes the number of threads of a stage's ranks; empty if ranks may use fewer.
+
+        Stages in one process share its threads. Ranks that share a model do not adapt: each would wait for the slowest.
+        """
+        stages = {"encode": self.encode, "generate": self.generate}
+        section = stages[stage]
+        if not section.on_cpu:
+            return f"{stage}.device"
+        shared = self.placement == "together" and self.encode.replicas > 0
+        for name in stages if shared else (stage,):
+            if stages[name].threads is not None:
+                return f"{name}.threads"
+        return f"{stage}.tensor_parallel" if section.tensor_parallel > 1 else ""
+
     def memory_limit(self, stage: str) -> int | None:
         """Return the limit on the memory of a rank for a stage, in bytes; 0 for none, None where its host says."""
         section = self.encode if stage == "encode" else self.generate

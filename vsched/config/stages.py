@@ -65,8 +65,9 @@ class StageConfig(Section, frozen=True, kw_only=True):
     threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Threads that a rank computes with; by default the machine's, shared out among the processes "
-            "of all ranks, at least 1."
+            description="Threads that a rank computes with, always. By default the cores of the machine, shared out "
+            "among the processes of all ranks, at least 1; a rank then uses fewer while other programs keep the cores "
+            "busy."
         ),
     ] = None
     memory_limit: Annotated[

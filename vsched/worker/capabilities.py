@@ -161,6 +161,15 @@ class CountsKernels(Protocol):
 
 
 @runtime_checkable
+class UsesThreads(Protocol):
+    """A worker that computes on a CPU, and may change the number of threads while it runs."""
+
+    def threads_here(self) -> int:
+        """Return the number of threads that this process computes with now; 0 if it computes on another device."""
+        ...
+
+
+@runtime_checkable
 class ServesAdapters(Protocol):
     """A worker that adds adapters to its layers, and takes them away, between two steps of its log.
 

@@ -202,7 +202,7 @@ class RankLoading(Generic[Link]):
         self.orders = None
         for member, report in zip(self._members, self._ready, strict=True):
             member.executor.begin()
-            member.report(report)
+            member.report_ready(report)
 
 
 def _load_draft(plugin: WorkerPlugin, role: GenerateRole, progress: Progress) -> DraftWorker | None:

@@ -42,20 +42,23 @@ from vsched.wire import (
     Paused,
     RankFailed,
     RankReport,
+    Ready,
     RemoveAdapter,
     RunHook,
     SizeKv,
     StepCheck,
     Stop,
+    ThreadsInUse,
     check_of,
     encode_report,
 )
-from vsched.worker.capabilities import CountsKernels, PeriodicWork, ServesAdapters
+from vsched.worker.capabilities import CountsKernels, PeriodicWork, ServesAdapters, UsesThreads
 from vsched.worker.contract import EncodeWorker, GenerateWorker, WorkerPlugin
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.memory import KV_REMEDY, memory_errors, status_bytes
 from vsched.worker.registry import load_worker
+from vsched.worker.shares import threads_of
 from vsched.worker.spec import RankSpec
 
 logger = logging.getLogger(__name__)
@@ -112,6 +115,7 @@ class StageExecutor:
         self._periodic = worker if isinstance(worker, PeriodicWork) else None
         self._serving = worker if isinstance(worker, ServesAdapters) else None
         self._counting = worker if isinstance(worker, CountsKernels) else None
+        self._threaded = worker if isinstance(worker, UsesThreads) else None
         self._kernels: Mapping[str, int] = {}
         self._kernels_late = 0
         self.adapters: set[int] = set()
@@ -133,6 +137,10 @@ class StageExecutor:
             self._kernels_late = late.total()
             logger.warning("requests have waited for kernels: %s", ", ".join(sorted(late)))
         return self._kernels_late
+
+    def threads_here(self) -> int:
+        """Return the number of threads that the process computes with now; 0 if its worker does not say."""
+        return 0 if self._threaded is None else self._threaded.threads_here()
 
     def wanted(self) -> list[str]:
         """Return the periodic work that the worker asks for."""
@@ -173,7 +181,7 @@ class NotLoaded(StageExecutor):
     """Stands where a rank has not loaded its model yet."""
 
     def __init__(self) -> None:
-        self._periodic = self._serving = self._counting = None
+        self._periodic = self._serving = self._counting = self._threaded = None
         self.adapters = set()
 
     def carry_out(self, entry: LogEntry) -> None:
@@ -237,7 +245,9 @@ class Member(Generic[Link]):
         self.executor: StageExecutor = NotLoaded()
         self.entry: LogEntry | None = None
         self.heard_ns: int | None = None
+        self._spec = spec
         self._rank = spec.rank
+        self._threads = 0
         self._busy_ns = 0
         self._host = host or RankHost()
         self.report(Hello(spec.rank, spec.secret))
@@ -249,6 +259,24 @@ class Member(Generic[Link]):
     def progress(self, what: str, fraction: float) -> None:
         """Report progress of loading."""
         self.report(Loading(what, fraction))
+
+    def report_ready(self, report: Ready) -> None:
+        """Report that this rank can take work, and the number of threads that it begins with."""
+        self.report(msgspec.structs.replace(report, threads=self._changed_threads()))
+
+    def _report_threads(self) -> None:
+        """Report the number of threads if it has changed."""
+        threads = self._changed_threads()
+        if threads is not None:
+            self.report(threads)
+
+    def _changed_threads(self) -> ThreadsInUse | None:
+        """Return the number of threads that the process computes with; None if it was reported."""
+        threads = self.executor.threads_here()
+        if threads == self._threads:
+            return None
+        self._threads = threads
+        return ThreadsInUse(threads, threads_of(self._spec))
 
     def fail(self, error: Exception) -> None:
         """Report why this rank stops."""
@@ -287,6 +315,7 @@ class Member(Generic[Link]):
             case AddAdapter() | RemoveAdapter():
                 error = self.executor.change_adapters(entry)
                 self.report(AdapterChanged(self.log.seq, error))
+        self._report_threads()
         # A step can take longer than the timeout: what came meanwhile was heard, only not read.
         self.heard_ns = self._host.now_ns()
         return True

@@ -34,7 +34,12 @@ from vsched_workers.adapters.serving import (
     served_adapters,
 )
 from vsched_workers.backends.base import Backend, CapturedSteps, Product, RunnableLanguage
-from vsched_workers.backends.choice import check_quantized, choose_backend, torch_threads
+from vsched_workers.backends.choice import (
+    check_quantized,
+    choose_backend,
+    threads_here,
+    torch_threads,
+)
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.module_layers import RuledHead
 from vsched_workers.backends.reference.whole_model import (
@@ -173,6 +178,10 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
     def kernels_here(self) -> Mapping[str, int]:
         """Return the compiled kernels of this process; see `CountsKernels`."""
         return self._backend.kernels_here()
+
+    def threads_here(self) -> int:
+        """Return the number of threads that this process computes with now; see `UsesThreads`."""
+        return threads_here(self._backend)
 
     def abort(self) -> None:
         """Fail the collectives of the group, for a failure outside of this worker."""

@@ -22,7 +22,7 @@ from vsched_workers.adapters.serving import (
     served_adapters,
 )
 from vsched_workers.backends.base import Backend
-from vsched_workers.backends.choice import choose_backend, torch_threads
+from vsched_workers.backends.choice import choose_backend, threads_here, torch_threads
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.batching.device_copies import fetched
@@ -151,6 +151,10 @@ class VisionWorker(AdaptedWorker):
     def kernels_here(self) -> Mapping[str, int]:
         """Return the compiled kernels of this process; see `CountsKernels`."""
         return self._backend.kernels_here()
+
+    def threads_here(self) -> int:
+        """Return the number of threads that this process computes with now; see `UsesThreads`."""
+        return threads_here(self._backend)
 
     def abort(self) -> None:
         """Fail the collectives of the group, for a failure outside of this worker."""

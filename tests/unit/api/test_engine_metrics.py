@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
+import msgspec
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.api.fakes import Client, FakeEngine
 from vsched.api import ApiSettings, create_app
-from vsched.sim.cluster import SimEngine
+from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.ranks.symbolic_workers import SymbolicGenerator
 
 BODY = {"prompt": "1 2 3", "max_tokens": 4, "ignore_eos": True}
 GROUP = {"group": "generate"}
@@ -68,6 +72,37 @@ def test_metrics_count_with_labels() -> None:
     memory = after["vsched_rank_memory_bytes"].samples
     assert all(set(one.labels) == {"group", "rank", "kind"} for one in memory)
     assert not any("generate" in name or "length" in name for name in after)
+
+
+async def observed_threads(numbers: list[int]) -> list[Any]:
+    """Return what metrics, statistics and groups show of a rank at each number of threads, with a request between."""
+    small = small_config()
+    config = small_config(generate=msgspec.structs.replace(small.generate, threads=2))
+    seen: list[Any] = []
+    async with SimEngine(config) as engine:
+        while True:
+            found = families((await engine.client.request("GET", "/metrics")).body)
+            rank = {**GROUP, "rank": "0"}
+            values = [value(found[f"vsched_rank_threads{end}"], **rank) for end in ("", "_max")]
+            statistics = json.loads((await engine.client.request("GET", "/admin/statistics")).body)
+            groups = json.loads((await engine.client.request("GET", "/admin/replicas")).body)
+            (row,) = [one for one in groups["groups"] if one["name"] == "generate"]
+            seen.append((*values, statistics["threads"]["generate"], row["ranks"][0]["threads"]))
+            if len(numbers) == 1:
+                return seen
+            numbers.pop(0)
+            await engine.client.request("POST", "/v1/completions", json=BODY)
+
+
+def test_metrics_and_statistics_have_the_threads_of_each_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As soon as it serves, and after the step in which the number changed."""
+    numbers = [2, 1, 2]
+    monkeypatch.setattr(SymbolicGenerator, "threads_here", lambda _: numbers[0])
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        seen = runner.run(observed_threads(numbers))
+    assert seen == [(now, 2, {"0": {"active": now, "total": 2}}, now) for now in (2, 1, 2)]
 
 
 async def test_metrics_tell_what_groups_were_lost_of() -> None:

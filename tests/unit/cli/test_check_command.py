@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.machines import pretend_cores
 from vsched.cli import app, main
 from vsched.errors import CheckpointError
 
@@ -71,6 +72,39 @@ def test_check_tells_all_of_a_checkpoint_that_can_be_served() -> None:
     assert "KV 1.0 KiB a token, 4.0 MiB a full context; limit 1.00 GiB: KV for" in generate
     (parameters,) = [line for line in lines if line.startswith("parameters")]
     assert "in bfloat16; 1 file," in parameters
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        (
+            ["encode.threads=3"],
+            [
+                "encode rank: 3 threads (fixed by encode.threads)",
+                "generate rank: 8 threads (adapts to other programs' load)",
+            ],
+        ),
+        (
+            ["generate.threads=1", "generate.tensor_parallel=2"],
+            ["encode rank: 5 threads (adapts to other programs' load)", "generate rank: 1 thread"],
+        ),
+        (
+            ["generate.tensor_parallel=2", "encode.replicas=0"],
+            ["generate rank: 8 threads (fixed by generate.tensor_parallel)"],
+        ),
+    ],
+)
+def test_check_tells_the_threads_of_each_stage(
+    sets: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With which a rank starts, and whether it may use fewer."""
+    pretend_cores(monkeypatch, 16)
+    words = [word for one in ("placement=separate", *sets) for word in ("--set", one)]
+    _, output = check(DEMO, *words)
+    lines = [" ".join(line.split()) for line in output.splitlines()]
+    assert [line for line in lines if line.startswith("threads")] == [
+        f"threads {line}" for line in expected
+    ]
 
 
 def test_check_tells_of_processes_beside_the_engine_s() -> None:

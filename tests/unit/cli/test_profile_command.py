@@ -1,4 +1,4 @@
-"""`vsched profile` where no size fits: the phases up to there are printed and written before the error."""
+"""`vsched profile`: its output for an engine that started, and for one whose KV cache fits in no size."""
 
 from __future__ import annotations
 
@@ -15,6 +15,25 @@ from vsched.errors import DeviceOutOfMemory
 from vsched.memory import Ledger, group_ledger
 
 DEMO = "workers/demo-model"
+
+
+def test_profile_tells_the_threads_of_each_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in use once everything is loaded, which are fewer beside another program."""
+    view = msgspec.structs.replace(memory_view(), attempts=[attempted("build", 1_000)])
+    ledger = group_ledger(view, view.attempts[-1])
+    threads = {"generate": {"0": {"active": 1, "total": 2}}}
+
+    async def size(*_: object) -> profile_command._SizedMemory:
+        return profile_command._SizedMemory(ledger, tokens=64, threads=threads)
+
+    monkeypatch.setattr(profile_command, "_size", size)
+    main.import_commands()
+    out = tmp_path / "ledger.json"
+    done = CliRunner().invoke(app, ["profile", DEMO, "--json", str(out)], catch_exceptions=False)
+    assert "generate rank 0 computes with 1 of 2 threads\n" in done.output
+    assert json.loads(out.read_text())["threads"] == threads
 
 
 def failed_ledger() -> Ledger:

@@ -65,6 +65,9 @@ class Noting:
     def kernels_late(self) -> int:
         return 0
 
+    def threads_here(self) -> int:
+        return 0
+
 
 class Following:
     """Two members of one process; `late` holds what the links have not delivered yet."""

@@ -23,13 +23,16 @@ from vsched.wire import (
     LogEntry,
     Paused,
     RankReport,
+    Ready,
     RemoveAdapter,
     RunHook,
     SizeKv,
     StepCheck,
+    ThreadsInUse,
     decode_report,
 )
 from vsched.worker import member as members
+from vsched.worker.contract import WorkerSettings
 from vsched.worker.member import Following, Member, RankHost
 
 
@@ -55,6 +58,7 @@ class StageExecutor:
 
     def __init__(self, *said: tuple[int, EncodeResult | Paused | None]) -> None:
         self.now_ns = 0
+        self.threads = 0
         self.hooks: list[str] = []
         self._said = deque(said)
         self.order: list[str] = []
@@ -67,6 +71,9 @@ class StageExecutor:
 
     def kernels_late(self) -> int:
         return len(self.hooks)
+
+    def threads_here(self) -> int:
+        return self.threads
 
     def look_ahead(self) -> None:
         self.order.append("looks ahead")
@@ -134,6 +141,45 @@ def test_member_answers_heartbeats_and_hooks_by_their_place_in_the_log() -> None
     assert side.hooks == ["balance"]
     beats = [Beat(seq, {"resident": 5}, late) for seq, late in ((1, 0), (2, 1), (3, 1))]
     assert member.link.sent == [Hello(0, "sesame"), *beats]
+
+
+def test_member_reports_its_threads_when_their_number_changes() -> None:
+    """After the result of the step that came before, so that it waits for nothing."""
+    side = StageExecutor(*((1, EncodeResult(step, None, 0)) for step in (1, 2, 3)))
+    member, log = member_of(side), LeaderLog()
+    settings = WorkerSettings(threads=4)
+    member._spec = SimpleNamespace(  # type: ignore[assignment]
+        encode=SimpleNamespace(settings=settings), generate=None
+    )
+    side.threads = 4
+    member.report_ready(Ready(8, {}))
+    for step, threads in ((1, 4), (2, 3), (3, 3)):
+        side.threads = threads
+        hear(member, log, EncodeDecision(step, []))
+        assert member.carry_out()
+    side.threads = 4
+    hear(member, log, Heartbeat())
+    assert member.carry_out()
+    assert [type(one).__name__ for one in member.link.sent[1:]] == [
+        *("Ready", "EncodeResult", "EncodeResult", "ThreadsInUse"),
+        *("EncodeResult", "Beat", "ThreadsInUse"),
+    ]
+    reports = [one for one in member.link.sent if isinstance(one, Ready | ThreadsInUse)]
+    ready = Ready(8, {}, threads=ThreadsInUse(4, 4))
+    assert reports == [ready, ThreadsInUse(3, 4), ThreadsInUse(4, 4)]
+
+
+class ThreadedWorker:
+    """A worker that computes with two threads."""
+
+    def threads_here(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(("worker", "threads"), [(ThreadedWorker(), 2), (object(), 0)])
+def test_executor_asks_the_worker_for_its_threads(worker: object, threads: int) -> None:
+    side = members.StageExecutor(worker)  # type: ignore[arg-type]
+    assert side.threads_here() == threads
 
 
 class CompilingWorker:

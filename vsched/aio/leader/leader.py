@@ -66,6 +66,7 @@ from vsched.wire import (
     SizeKv,
     StepCheck,
     Stop,
+    ThreadsInUse,
     check_of,
     undamaged_report,
 )
@@ -106,6 +107,7 @@ class Leader:
     """Leads the ranks of one group.
 
     `on_result` gets each step's result once; `on_lost` is called once, with the failure, when the group cannot go on.
+    `on_threads` gets a rank's number of threads when it changes.
 
     Attributes:
         memory: What each rank last said of its memory, in bytes by name.
@@ -124,6 +126,7 @@ class Leader:
         deadlines: Deadlines,
         on_result: Callable[[GenerateResult | EncodeResult], None],
         on_lost: Callable[[GroupFailure], None],
+        on_threads: Callable[[int, ThreadsInUse], None],
         on_progress: Callable[[str, float], None],
         liveness: ProcessLiveness | None = None,
     ) -> None:
@@ -143,6 +146,7 @@ class Leader:
         self._deadlines = deadlines
         self._on_result = on_result
         self._on_lost = on_lost
+        self._on_threads = on_threads
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
         self._liveness = liveness or ProcessLiveness()
@@ -303,6 +307,8 @@ class Leader:
                 self.memory[rank] = {**self.memory.get(rank, {}), **memory}
                 self.kernels_late[rank] = late
                 self._take_beat(rank, seq)
+            case ThreadsInUse():
+                self._on_threads(rank, report)
             case AdapterChanged(seq, error):
                 self._take_change(rank, seq, error)
             case RankFailed():
@@ -340,6 +346,8 @@ class Leader:
     def _take_ready(self, rank: int, report: Ready) -> None:
         self.memory[rank] = report.memory
         self._ready[rank] = report
+        if report.threads is not None:
+            self._on_threads(rank, report.threads)
         if len(self._ready) == self._ranks and not self.ready.done():
             self._begin()
 

@@ -58,7 +58,7 @@ class ServedGroup:
         """Return what an operator sees; `figures` are the kernel's numbers of this group's stage."""
         worker_group, loss = self.supervisor.worker_group, self.supervisor.last_loss
         memory = worker_group.memory().get(self.name, {})
-        late = worker_group.kernels_late(self.name)
+        late, threads = worker_group.kernels_late(self.name), worker_group.threads()
         return {
             "name": self.name,
             "stage": self.stage,
@@ -69,6 +69,7 @@ class ServedGroup:
                     "pid": pid,
                     "memory": dict(memory.get(rank, {})),
                     "kernels_late": late.get(rank, 0),
+                    "threads": threads[rank].active if rank in threads else None,
                 }
                 for rank, pid in enumerate(worker_group.pids)
             ],

@@ -19,11 +19,12 @@ import msgspec
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.leader.leader import Deadlines, Leader, ProcessLiveness
 from vsched.aio.replicas.launcher import Host, LaunchedRank, Launcher
+from vsched.aio.replicas.rank_threads import RankThreads
 from vsched.errors import DeviceOutOfMemory, startup_error
 from vsched.failures import GroupFailure, HostLost, NotReady, ProcessExited
 from vsched.transport.arena import Arena
 from vsched.types import stage_of
-from vsched.wire import EncodeResult, GenerateResult, Ready
+from vsched.wire import EncodeResult, GenerateResult, Ready, ThreadsInUse
 from vsched.worker.shares import threads_of
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
@@ -78,6 +79,7 @@ class WorkerGroup:
         self._events = events
         self._sizing = sizing
         self._leaders: dict[str, Leader] = {}
+        self._threads_in_use = RankThreads(groups)
         self._processes: list[LaunchedRank] = []
         self._failure: GroupFailure | None = None
         self._up = False
@@ -105,6 +107,7 @@ class WorkerGroup:
         host = self._host = self._launcher.place(
             self.groups, self._arena, self._lose_host, self._events.on_rows_lost
         )
+        self._threads_in_use = RankThreads(self.groups)
         self._leaders = {name: self._lead(host, name, secret, liveness) for name in self.groups}
         self._processes = []
         # One by one: should a later one fail, `stop` ends the others.
@@ -183,6 +186,7 @@ class WorkerGroup:
         finally:
             for leader in self._leaders.values():
                 leader.close()
+            self._threads_in_use.close()
             self._close_host()
             self._stopping = False
 
@@ -205,6 +209,10 @@ class WorkerGroup:
         leader = self._leaders.get(group)
         return dict(leader.kernels_late) if leader else {}
 
+    def threads(self) -> dict[int, ThreadsInUse]:
+        """Return the number of threads that each rank computes with; without ranks that do not report it."""
+        return dict(self._threads_in_use.in_use)
+
     def heartbeats(self, group: str) -> dict[str, int]:
         """Return how many heartbeats this incarnation was sent, and how many it was not though they were due."""
         leader = self._leaders.get(group)
@@ -220,6 +228,7 @@ class WorkerGroup:
             deadlines=self._deadlines,
             on_result=lambda result: self._events.on_result(group, result),
             on_lost=self._lose,
+            on_threads=self._threads_in_use.take,
             on_progress=partial(self._progress, group),
             liveness=liveness,
         )

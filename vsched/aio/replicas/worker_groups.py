@@ -128,6 +128,17 @@ class WorkerGroups:
             for group, ranks in worker_group.memory().items()
         }
 
+    def threads(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Return the number of threads that ranks compute with, and have, by group and rank."""
+        return {
+            group: {
+                str(rank): {"active": threads.active, "total": threads.total}
+                for rank, threads in worker_group.threads().items()
+            }
+            for worker_group in self._all
+            for group in worker_group.groups
+        }
+
 
 def smallest_cache(reports: Reports) -> int:
     """Return the KV blocks of the smallest generate group; 0 where there is none among them."""

@@ -130,6 +130,7 @@ class EngineCollector(Collector):
         yield from _policy_calls(statistics)
         yield from _generate_groups(_at(statistics, "generate.groups") or {})
         yield from _rank_memory(statistics.get("ranks", {}))
+        yield from _rank_threads(statistics.get("threads", {}))
         yield from _all_groups(self._groups())
         yield from _all_adapters(self._adapters())
 
@@ -189,6 +190,22 @@ def _rank_memory(ranks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iter
             for kind, size in memory.items():
                 family.add_metric((group, rank, kind), size)
     yield family
+
+
+def _rank_threads(ranks: Mapping[str, Mapping[str, Mapping[str, int]]]) -> Iterator[Metric]:
+    active = GaugeMetricFamily(
+        "vsched_rank_threads",
+        "Threads that it computes with now: fewer while other programs keep the cores busy.",
+        labels=("group", "rank"),
+    )
+    total = GaugeMetricFamily(
+        "vsched_rank_threads_max", "Threads that it has.", labels=("group", "rank")
+    )
+    for group, members in ranks.items():
+        for rank, threads in members.items():
+            active.add_metric((group, rank), threads["active"])
+            total.add_metric((group, rank), threads["total"])
+    yield from (active, total)
 
 
 def _all_groups(rows: list[dict[str, Any]]) -> Iterator[Metric]:

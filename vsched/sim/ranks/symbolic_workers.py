@@ -92,6 +92,7 @@ class SymbolicEncoder(StandInEncoder):
         super().__init__(process.memory, weights_bytes=WEIGHTS_BYTES)
         self._world = world
         self._process = process
+        self._threads = settings.threads
         self._writes = settings.rank == 0
         self._jobs: Sequence[EncodeJob] = ()
         self._left = 0
@@ -125,6 +126,10 @@ class SymbolicEncoder(StandInEncoder):
             return False
         self._finish(self._jobs, self._embeddings)
         return True
+
+    def threads_here(self) -> int:
+        """Return the number of threads, which never changes."""
+        return self._threads
 
     def _need_memory(self) -> None:
         if not self._process.has_memory("encode", "step"):
@@ -192,6 +197,7 @@ class SymbolicGenerator(StandInGenerator):
         self._snapshots: dict[int, int] = {}
         self._world = world
         self._process = process
+        self._threads = settings.threads
         self._who = f"rank {settings.rank}"
         self._root = root
         self._adapters: set[int] = set()
@@ -201,6 +207,10 @@ class SymbolicGenerator(StandInGenerator):
         self._blocks: npt.NDArray[np.uint64] = np.zeros((0, 1), np.uint64)
         self._places = self._blocks
         self._block_bytes = 0
+
+    def threads_here(self) -> int:
+        """Return the number of threads, which never changes."""
+        return self._threads
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         """Allocate a KV cache."""

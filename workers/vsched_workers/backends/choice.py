@@ -53,6 +53,17 @@ def torch_threads(settings: WorkerSettings) -> int:
     return 1 if settings.deterministic else settings.threads
 
 
+def threads_here(backend: Backend) -> int:
+    """Return the number of threads that this process computes with now, as `UsesThreads` does."""
+    if backend.device != "cpu":
+        return 0
+    if not backend.compiles:  # its operations are torch's, whose threads do not change
+        return backend.settings.threads
+    from vsched_workers.backends.cpu.threads import process_pool  # needs numba
+
+    return process_pool().active
+
+
 def choose_backend(settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str = "auto") -> Backend:
     """Return the backend for a device, a type of weights and the attention that the configuration asks for.
 

@@ -21,6 +21,7 @@ from vsched.wire import (
     Pulse,
     RankReport,
     Ready,
+    ThreadsInUse,
     encode_report,
 )
 
@@ -109,6 +110,7 @@ class LeaderHarness:
         self.results: list[GenerateResult | EncodeResult] = []
         self.lost: list[str] = []
         self.progress: list[tuple[str, float]] = []
+        self.threads: list[tuple[int, ThreadsInUse]] = []
         self.loop = loop or FakeLoop()
         self.ranks = ranks
         monkeypatch.setattr(asyncio, "get_running_loop", lambda: self.loop)
@@ -120,6 +122,7 @@ class LeaderHarness:
             deadlines=limits,
             on_result=self.results.append,
             on_lost=lambda failure: self.lost.append(str(failure)),
+            on_threads=lambda rank, threads: self.threads.append((rank, threads)),
             on_progress=lambda what, fraction: self.progress.append((what, fraction)),
             liveness=liveness,
         )

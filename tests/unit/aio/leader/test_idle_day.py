@@ -118,6 +118,7 @@ def test_idle_group_lives_for_a_day(wires: Wires) -> None:
             deadlines=LIMITS,
             on_result=print,
             on_lost=lambda failure: lost.append(str(failure)),
+            on_threads=print,
             on_progress=lambda *_: None,
         )
         ranks = [RankBeside(wires, rank) for rank in range(2)]

@@ -112,6 +112,7 @@ def test_leader_needs_a_secret() -> None:
             deadlines=LIMITS,
             on_result=print,
             on_lost=print,
+            on_threads=print,
             on_progress=print,
         )
 
@@ -430,6 +431,7 @@ async def test_leader_over_a_real_link(tmp_path: Path) -> None:
         deadlines=LIMITS,
         on_result=arrived.set_result,
         on_lost=lambda failure: lost.append(str(failure)),
+        on_threads=print,
         on_progress=lambda *_: None,
     )
     rank = context.socket(zmq.DEALER)

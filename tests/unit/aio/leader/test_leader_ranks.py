@@ -26,6 +26,7 @@ from vsched.wire import (
     Sized,
     SizeKv,
     StepCheck,
+    ThreadsInUse,
     check_of,
     encode_report,
 )
@@ -190,6 +191,16 @@ async def test_leader_hears_nothing_but_life_from_a_pulse(led: LeaderHarness) ->
         led.link.on_frame(pulse_identity(0), encode_report(report))
     assert (led.results, led.lost) == ([], [])
     assert led.leader.memory[0] == {"kv": 0}
+
+
+async def test_leader_passes_the_threads_of_each_rank_on(led: LeaderHarness) -> None:
+    """Whatever else is due: a report of threads answers nothing."""
+    led.leader.decide(GenerateDecision(1))
+    led.hear(0, Ready(10, {}, threads=ThreadsInUse(2, 2)))
+    led.hear(1, ThreadsInUse(1, 2))
+    assert led.threads == [(0, ThreadsInUse(2, 2)), (1, ThreadsInUse(1, 2))]
+    led.hear(0, result(1))
+    assert ([one.step for one in led.results], led.lost) == ([1], [])
 
 
 async def test_leader_ignores_a_pulse_without_the_secret(led: LeaderHarness) -> None:

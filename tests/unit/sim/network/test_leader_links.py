@@ -51,6 +51,7 @@ class Group:
             deadlines=LIMITS,
             on_result=lambda result: self.results.append(result.step),
             on_lost=lambda failure: self.lost.append((current().time(), str(failure))),
+            on_threads=print,
             on_progress=lambda *_: None,
         )
 
