@@ -484,7 +484,8 @@ def halves_together(rows: int, inputs: int, pieces: int, halves: int) -> int:
     """Return the number of pieces, each of so many halves of panels, that a thread multiplies at once."""
     parts = parts_of(rows, inputs, pieces, halves)
     if parts.number > 1:
-        return max(min(parts.together, pieces // _CLAIMS), 1)
+        together: int = max(min(parts.together, pieces // _CLAIMS), 1)
+        return together
     return max(_TOGETHER_WEIGHTS // (halves * HALF * max(inputs, 1)), 1)
 
 
