@@ -10,7 +10,7 @@ from vsched.kernel import prefix_hashes, request_moves
 from vsched.probes import observed
 from vsched.sim.cluster.scenario import draw_scenario, run_scenario
 
-SEEDS = (9, 19, 29, 39, 49, 1009, 1029)
+SEEDS = (9, 19, 29, 39, 49, 289, 1009, 1029)
 
 
 def test_requests_keep_to_their_adapters_while_groups_are_lost_and_adapters_change() -> None:
