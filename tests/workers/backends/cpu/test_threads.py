@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("numba")
 
+from tests.workers import driver
 from tests.workers.backends.cpu.test_poisoned_memory import QUESTIONS, answers
 from tests.workers.driver import Driver, Stage
 from vsched.worker.contract import WorkerSettings
@@ -33,6 +34,7 @@ def test_answers_have_the_same_bits_with_any_number_of_threads(
     checkpoints: Callable[[str], Path], deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens, their log probabilities and images, in chunks and in steps of one call."""
+    monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
     monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
     settings = WorkerSettings(threads=3, deterministic=deterministic)
     stage = Stage.load(
