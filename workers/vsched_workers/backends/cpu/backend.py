@@ -85,7 +85,7 @@ class CpuBackend(ReferenceBackend):
         self._attention: AttentionKernels | None = None
         self._decode: NumbaDecode | None = None
         pool_of(settings.threads)
-        if not settings.threads_fixed and settings.ranks == 1:
+        if not settings.threads_fixed:
             process_pool().adapt(torch_threads=torch.get_num_threads())
 
     def computing(self, kind: Hashable, rows: int) -> AbstractContextManager[None]:

@@ -32,7 +32,7 @@ class ThreadPool:
 
     def __init__(self) -> None:
         """Have one thread, the calling one."""
-        size = layout.THREADS_AT + THREADS_MAX * layout.THREAD_BYTES
+        size = layout.RANGES_AT + THREADS_MAX * layout.LINE
         room = np.zeros(size + layout.LINE, dtype=np.uint8)
         skipped = -room.ctypes.data % layout.LINE
         self._words: Any = room[skipped : skipped + size].view(np.int64)
@@ -89,10 +89,6 @@ class ThreadPool:
         begun_s = time.perf_counter()
         yield
         choice.add(kind, rows, time.perf_counter() - begun_s)
-
-    def measured(self) -> tuple[int, int, int]:
-        """Return calls on several threads, and nanoseconds that they took, and of these at their ends, waiting."""
-        return tuple(map(self._get, (layout.CALLS_AT, layout.WALL_AT, layout.JOIN_AT)))  # type: ignore[return-value]
 
     def _get(self, at: int) -> int:
         return int(self._words[at // 8])

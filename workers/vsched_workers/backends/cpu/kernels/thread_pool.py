@@ -43,12 +43,8 @@ CALL_AT, GIVEN_AT, PIECES_AT, GRAIN_AT, UNITS_AT, SHARES_AT = (
 """The call under way."""
 SPIN_AT = LINE * 8
 """Nanoseconds that a thread looks before it sleeps."""
-CALLS_AT, WALL_AT, JOIN_AT = (LINE * 9 + 8 * place for place in range(3))
-"""What was measured: calls on several threads, nanoseconds that they took, and nanoseconds at their ends."""
-THREADS_AT = LINE * 10
-THREAD_BYTES = 2 * LINE
-RANGE, BUSY_NS = 0, LINE
-"""A thread's words, from its own beginning."""
+RANGES_AT = LINE * 9
+"""The ranges of the threads, each in a line of its own."""
 UNITS_MAX = 1 << 12
 """Most units of a call."""
 _TOGETHER_VALUES = 1 << 15
@@ -191,7 +187,7 @@ def _take_part(state: int, me: int, epoch: int) -> int:
     shares = load(state + SHARES_AT)
     for step in range(shares + 1):
         other = me if step == 0 else (me + step) % shares
-        range_at = state + THREADS_AT + other * THREAD_BYTES + RANGE
+        range_at = state + RANGES_AT + other * LINE
         while True:
             unit = _claim(range_at, epoch, step > 0)
             if unit < 0:
@@ -212,7 +208,6 @@ def run(state: int, call: int, given: int, pieces: int, grain: int) -> None:
     if shares < 2 or not swap(state + BUSY_AT, 0, 1):
         _call(call, given, 0, pieces)
         return
-    begun_ns = now_ns()
     store(state + CALL_AT, call)
     store(state + GIVEN_AT, given)
     store(state + PIECES_AT, pieces)
@@ -224,26 +219,21 @@ def run(state: int, call: int, given: int, pieces: int, grain: int) -> None:
     for thread in range(shares):
         first, stop = units * thread // shares, units * (thread + 1) // shares
         word = (epoch << 32) | (first << 16) | stop
-        store(state + THREADS_AT + thread * THREAD_BYTES + RANGE, word)
+        store(state + RANGES_AT + thread * LINE, word)
     store(state + EPOCH_AT, epoch)
     if load(state + SLEEPERS_AT):
         wake(state + EPOCH_AT, shares - 1)
     count = _take_part(state, 0, epoch)
-    own_ns = now_ns()
     add(state + DONE_AT, count)
     if load(state + DONE_AT) < units:
-        _join(state, units, own_ns)
-    ended_ns = now_ns()
-    store(state + CALLS_AT, load(state + CALLS_AT) + 1)
-    store(state + WALL_AT, load(state + WALL_AT) + ended_ns - begun_ns)
-    store(state + JOIN_AT, load(state + JOIN_AT) + ended_ns - own_ns)
+        _join(state, units)
     store(state + BUSY_AT, 0)
 
 
 @compiled()
-def _join(state: int, units: int, since_ns: int) -> None:
+def _join(state: int, units: int) -> None:
     """Wait until all units are computed."""
-    until_ns = since_ns + load(state + SPIN_AT)
+    until_ns = now_ns() + load(state + SPIN_AT)
     while load(state + DONE_AT) < units:
         for _ in range(16):
             _pause()
