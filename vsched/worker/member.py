@@ -184,7 +184,7 @@ class NotLoaded(StageExecutor):
         self._periodic = self._serving = self._counting = self._threaded = None
         self.adapters = set()
 
-    def carry_out(self, entry: LogEntry) -> None:
+    def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult | Paused | None:
         """Refuse a decision."""
         raise RankDesync(f"heard {type(entry).__name__} before the model was loaded")
 

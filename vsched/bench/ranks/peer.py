@@ -20,7 +20,7 @@ from vsched.kernel.decisions import GenerateDecision
 from vsched.rank import follow
 from vsched.transport.zmq_link import RankLink
 from vsched.wire import GenerateResult, LogEntry
-from vsched.worker.member import Member
+from vsched.worker.member import Member, NotLoaded
 from vsched.worker.spec import RankSpec
 
 SECRET = "measured"  # noqa: S105 - nobody else knows the address
@@ -32,16 +32,8 @@ def stamp(received_ns: int) -> bytes:
     return received_ns.to_bytes(8, "little")
 
 
-class Clock:
+class Clock(NotLoaded):
     """The side of a rank that computes nothing."""
-
-    def hooks(self) -> dict[str, float]:
-        """There are none."""
-        return {}
-
-    def wanted(self) -> list[str]:
-        """There are none."""
-        return []
 
     def carry_out(self, entry: LogEntry) -> GenerateResult:
         """Say when the entry was accepted and decoded."""
@@ -49,15 +41,12 @@ class Clock:
         assert isinstance(entry, GenerateDecision)
         return GenerateResult(entry.step, stamp(received_ns), b"", [], [], 0)
 
-    def look_ahead(self) -> None:
-        """A next decision needs nothing."""
-
 
 def follow_log(address: str) -> None:
     """Follow a decision log as a rank does, checks included."""
     spec = cast("RankSpec", SimpleNamespace(rank=0, secret=SECRET))
     member = Member(spec, RankLink(address, 0))
-    member.executor = Clock()  # type: ignore[assignment]
+    member.executor = Clock()
     follow([member], SILENCE_S)
     member.link.close()
 
