@@ -97,7 +97,7 @@ def attend_patches(
     """Attend within each of some sequences of one length, every row to all rows of its own.
 
     Shape: query, key, value [heads, sequences, rows, head dim]; `out`, which is written, is
-    [sequences, rows, heads, head dim].  Without `tiles` a processor that has them does what others do. Heads must fit.
+    [sequences, rows, heads, head dim]. Without `tiles` a processor that has them does what others do. Heads must fit.
     """
     rows = query.shape[2]
     keys, values = (each.flatten(1, 2) for each in (key, value))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import statistics
 import threading
 import time
 from collections import defaultdict
@@ -135,18 +136,12 @@ class _Trial:
     def _ratio(self) -> float | None:
         """Return the ratio over the kinds of steps that both sides have; None where they have none."""
         present, other = (side.seconds for side in self._sides)
-        weights = {kind: min(len(present[kind]), len(other[kind])) for kind in [*present]}
-        both = {kind: weight for kind, weight in weights.items() if weight}
-        if not both:
-            return None
-        means = [
-            sum(costs) / len(costs) * weight
-            for side in (other, present)
-            for kind, weight in both.items()
-            for costs in [side[kind]]
-        ]
-        half = len(both)
-        return sum(means[:half]) / sum(means[half:])
+        present_s = other_s = 0.0
+        for kind in present.keys() & other.keys():
+            weight = min(len(present[kind]), len(other[kind]))
+            present_s += weight * statistics.fmean(present[kind])
+            other_s += weight * statistics.fmean(other[kind])
+        return other_s / present_s if present_s else None
 
 
 class ThreadChoice:

@@ -57,8 +57,6 @@ WINDOW_ROWS = (16, 32, 64)
 WINDOWS = (16, 8, 4, 2, 1)
 IMAGE_ROWS = (64, 128, 256)
 IMAGE_KEYS, IMAGE_KEYS_PART = 1024, 256
-PARALLEL_SCORES_MIN = 1 << 14
-"""Waking threads takes as long as this number of scores."""
 _LOG2_E = 1 / math.log(2)
 
 

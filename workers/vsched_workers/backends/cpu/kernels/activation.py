@@ -52,17 +52,8 @@ def _swiglu_rows(first: int, stop: int, gate_at: int, up_at: int, width: int) ->
 @compiled()
 def swiglu(pool: int, gate_at: int, up_at: int, rows: int, width: int) -> None:
     """Replace rows of the gate by silu(gate) * up. Shape: gate, up [rows, width]."""
-    spread(
-        pool,
-        rows,
-        rows_together(width),
-        _swiglu_rows,
-        (
-            gate_at,
-            up_at,
-            width,
-        ),
-    )
+    given = gate_at, up_at, width
+    spread(pool, rows, rows_together(width), _swiglu_rows, given)
 
 
 _CLEAR = np.float32(16.0)
@@ -132,17 +123,8 @@ def gelu(pool: int, gate_at: int, up_at: int, rows: int, width: int) -> None:
 
     Shape: gate, up [rows, width].
     """
-    spread(
-        pool,
-        rows,
-        rows_together(width),
-        _gelu_rows,
-        (
-            gate_at,
-            up_at,
-            width,
-        ),
-    )
+    given = gate_at, up_at, width
+    spread(pool, rows, rows_together(width), _gelu_rows, given)
 
 
 @compiled()
@@ -171,17 +153,8 @@ def gelu_tanh(pool: int, gate_at: int, up_at: int, rows: int, width: int) -> Non
 
     Shape: gate, up [rows, width].
     """
-    spread(
-        pool,
-        rows,
-        rows_together(width),
-        _gelu_tanh_rows,
-        (
-            gate_at,
-            up_at,
-            width,
-        ),
-    )
+    given = gate_at, up_at, width
+    spread(pool, rows, rows_together(width), _gelu_tanh_rows, given)
 
 
 @compiled()
@@ -210,17 +183,8 @@ def gelu_quick(pool: int, gate_at: int, up_at: int, rows: int, width: int) -> No
 
     Shape: gate, up [rows, width].
     """
-    spread(
-        pool,
-        rows,
-        rows_together(width),
-        _gelu_quick_rows,
-        (
-            gate_at,
-            up_at,
-            width,
-        ),
-    )
+    given = gate_at, up_at, width
+    spread(pool, rows, rows_together(width), _gelu_quick_rows, given)
 
 
 def warm_up(kernel: Any) -> None:

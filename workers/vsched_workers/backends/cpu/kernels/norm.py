@@ -89,20 +89,8 @@ def add_norm(
 
     Shape: hidden, delta, out [rows, width]; weight [width]. A `delta_at` of 0 adds nothing.
     """
-    spread(
-        pool,
-        rows,
-        rows_together(width),
-        _add_norm_rows,
-        (
-            hidden_at,
-            delta_at,
-            weight_at,
-            width,
-            eps,
-            out_at,
-        ),
-    )
+    given = hidden_at, delta_at, weight_at, width, eps, out_at
+    spread(pool, rows, rows_together(width), _add_norm_rows, given)
 
 
 NORM = np.dtype([("weight_at", np.int64), ("eps", np.float32), ("once", np.int64)])
@@ -182,21 +170,8 @@ def add_normed(
     Shape: hidden, delta, out [rows, width], of which `delta` is overwritten; the norms are `NORM`. A `delta_at` of 0
     adds nothing. Where there is no norm, rows are taken as they are.
     """
-    spread(
-        pool,
-        rows,
-        rows_together(width),
-        _add_normed_rows,
-        (
-            hidden_at,
-            delta_at,
-            added_norm,
-            factor,
-            norm,
-            width,
-            out_at,
-        ),
-    )
+    given = hidden_at, delta_at, added_norm, factor, norm, width, out_at
+    spread(pool, rows, rows_together(width), _add_normed_rows, given)
 
 
 @compiled()
@@ -211,18 +186,8 @@ def _norm_parts_rows(
 @compiled()
 def norm_parts(pool: int, rows_at: int, row_bytes: int, width: int, norm: Any, rows: int) -> None:
     """Replace a part of each row, `width` values from its beginning, by its norm; rows are `row_bytes` apart."""
-    spread(
-        pool,
-        rows,
-        rows_together(width),
-        _norm_parts_rows,
-        (
-            rows_at,
-            row_bytes,
-            width,
-            norm,
-        ),
-    )
+    given = rows_at, row_bytes, width, norm
+    spread(pool, rows, rows_together(width), _norm_parts_rows, given)
 
 
 @compiled()
@@ -296,22 +261,8 @@ def add_layer_norm(
     Shape: hidden, delta, out [rows, width]; scale, weight, bias [width]. A `delta_at` of 0 adds nothing, a `scale_at`
     of 0 does not scale, and an `out_at` of 0 has no norms written.
     """
-    spread(
-        pool,
-        rows,
-        rows_together(width),
-        _add_layer_norm_rows,
-        (
-            hidden_at,
-            delta_at,
-            scale_at,
-            weight_at,
-            bias_at,
-            width,
-            eps,
-            out_at,
-        ),
-    )
+    given = hidden_at, delta_at, scale_at, weight_at, bias_at, width, eps, out_at
+    spread(pool, rows, rows_together(width), _add_layer_norm_rows, given)
 
 
 def warm_up() -> None:

@@ -250,21 +250,8 @@ def rope_prefill(
     is the place of the first of these rows; keys, values [slots, kv heads, places of a head]; `heads` as of `heads_of`.
     """
     width = (heads[0].queries + 2 * keys.shape[1]) * 2 * rows.cos.shape[1]
-    spread(
-        pool,
-        len(rows.slots),
-        rows_together(width),
-        _rope_rows,
-        (
-            qkv_at,
-            out_at,
-            out_rows,
-            heads,
-            rows,
-            keys,
-            values,
-        ),
-    )
+    given = qkv_at, out_at, out_rows, heads, rows, keys, values
+    spread(pool, len(rows.slots), rows_together(width), _rope_rows, given)
 
 
 @compiled()
@@ -302,20 +289,8 @@ def rope_patches(
     Shape: qkv [rows, 3 * heads, head dim], where `qkv_at` is the place that row 0 would have; cos, sin float32
     [rows, head dim / 2]; out [3 * heads, rows, head dim].
     """
-    spread(
-        pool,
-        stop - first,
-        rows_together(6 * heads * cos.shape[1]),
-        _rope_patches_rows,
-        (
-            qkv_at,
-            first,
-            heads,
-            cos,
-            sin,
-            out_at,
-        ),
-    )
+    given = qkv_at, first, heads, cos, sin, out_at
+    spread(pool, stop - first, rows_together(6 * heads * cos.shape[1]), _rope_patches_rows, given)
 
 
 def no_rows() -> RopeRows:

@@ -99,20 +99,8 @@ def softmax_tile(
         period: Rows after which that rule begins anew.
         online: The online softmax of the rows.
     """
-    spread(
-        pool,
-        len(online.highest),
-        rows_together(width),
-        _softmax_tile_rows,
-        (
-            scores_at,
-            width,
-            seen,
-            step,
-            period,
-            online,
-        ),
-    )
+    given = scores_at, width, seen, step, period, online
+    spread(pool, len(online.highest), rows_together(width), _softmax_tile_rows, given)
 
 
 def warm_up() -> None:

@@ -133,21 +133,8 @@ def add_low_rank(
     Shape: rows bfloat16 [rows, inputs], made bfloat16 [rows, width]; order, owners int64 [n], the row and its adapter;
     parts `PART` [adapters, parts of the product].
     """
-    spread(
-        pool,
-        len(order),
-        1,
-        _add_low_rank_rows,
-        (
-            rows_at,
-            inputs,
-            made_at,
-            width,
-            order,
-            owners,
-            parts,
-        ),
-    )
+    given = rows_at, inputs, made_at, width, order, owners, parts
+    spread(pool, len(order), 1, _add_low_rank_rows, given)
 
 
 def warm_up() -> None:
