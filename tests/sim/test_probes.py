@@ -17,6 +17,8 @@ from vsched.sim.cluster.scenario import FIRST_PRESSED, draw_scenario, run_scenar
 from vsched.sim.cluster.swarm import swarm
 
 REACHING = (
+    249,
+    289,
     413,
     827,
     16,
