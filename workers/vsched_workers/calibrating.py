@@ -1,8 +1,8 @@
-"""Runs texts and images through a model, and writes what the inputs of its linear layers were.
+"""Calibration: run texts and images through a model and record the inputs of its linear layers.
 
-The workers run as they serve, with transformers' modules, which are watched: each prompt is prefilled alone. A file of
-texts is what people use elsewhere for that; its lines follow one another until a prompt is full. Each image is in a
-prompt of its own, with a line of the texts after it.
+The workers run as in serving, on transformers' modules with forward hooks; each prompt is prefilled alone. The texts
+are a file of lines, as for other calibration tools: consecutive lines are joined until a prompt is full. Each image has
+a prompt of its own, followed by one line of the texts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NONE = np.empty(0, dtype=np.int32)
 
 
 class _CalibrationPrompt(NamedTuple):
-    """A prompt, its images, and their rows, uint8 [images, rows, bytes]: a page is an image."""
+    """A prompt, its images, and their embedding rows, uint8 [images, rows, bytes]: one page per image."""
 
     tokens: Sequence[int]
     items: Sequence[ItemPlace]
@@ -61,10 +61,10 @@ def calibrate(
     texts: Sequence[str],
     images: Sequence[Image.Image],
 ) -> int:
-    """Run lines of text, and RGB images, and write the file; return the layers of it.
+    """Calibrate on lines of text and RGB images, and write the file; return its number of layers.
 
     Raises:
-        CheckpointError, ConfigError: When the model cannot be loaded, takes no images, or there is nothing to run.
+        CheckpointError, ConfigError: When the model cannot be loaded, takes no images, or there is no input.
     """
     if images and not info.takes_images:
         raise ConfigError(
@@ -107,7 +107,7 @@ def calibrate(
 
 
 def _filled(preprocessor: Preprocessor, texts: Sequence[str], limit: int) -> Iterator[list[int]]:
-    """Yield prompts of at most so many tokens: lines one after the other, of a long one the beginning."""
+    """Yield prompts of at most `limit` tokens, of consecutive lines; longer lines are cut."""
     prompt: list[int] = []
     for line in texts:
         tokens = preprocessor.tokenize(line, images=False)[:limit]
@@ -130,7 +130,7 @@ def _with_image(
     image: Image.Image,
     text: str,
 ) -> _CalibrationPrompt:
-    """Encode an image; return the prompt that asks about it."""
+    """Encode an image; return a prompt that contains it."""
     content = [{"type": "image"}, {"type": "text", "text": text}]
     rendered = preprocessor.render([{"role": "user", "content": content}])
     plan = preprocessor.plan_image(*image.size)
@@ -144,7 +144,7 @@ def _with_image(
 
 
 def _prefill(generator: LanguageWorker, number: int, prompt: _CalibrationPrompt) -> None:
-    """Run one prompt in one step."""
+    """Prefill one prompt in one step."""
     count = len(prompt.tokens)
     sequence = SequenceState(
         number=number,
@@ -176,7 +176,7 @@ def _prefill(generator: LanguageWorker, number: int, prompt: _CalibrationPrompt)
 
 
 class _SeenInputs:
-    """The sums of squares of what inputs of layers were, float64 [in], and of how many rows."""
+    """Sums of squares of the inputs of layers, float64 [in], and the number of rows that were added."""
 
     def __init__(self, inputs: dict[str, int]) -> None:
         self._sums = {
@@ -190,7 +190,7 @@ class _SeenInputs:
         self._rows[name] += len(rows)
 
     def means(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Return the mean squares; those of a layer that was not used are zero, and all count the same then."""
+        """Return mean squares; those of an unused layer are zero, so all its input channels have equal weight."""
         return {
             name: (total / max(self._rows[name], 1)).float().numpy()
             for name, total in self._sums.items()
@@ -199,7 +199,7 @@ class _SeenInputs:
 
 @contextmanager
 def _watched(module: Any) -> Iterator[_SeenInputs]:
-    """Watch the inputs of the linear layers of a module that are quantised on loading, until the context ends."""
+    """Record the inputs of a module's linear layers that are quantized on loading, until the context ends."""
     head = head_of(module)
     linears: dict[str, Any] = {
         name: child

@@ -1,4 +1,4 @@
-"""Compiling what the model of a checkpoint needs, before it is loaded: from its configuration alone."""
+"""Compilation of a model's kernels before it is loaded, from the checkpoint's configuration alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vsched_workers.quantized.schemes import scheme_of
 def compile_language(
     info: ModelInfo, settings: WorkerSettings, backend: Backend, progress: Progress
 ) -> int:
-    """Compile what a language model needs; return how many kernels were not there yet."""
+    """Compile the kernels of a language model; return the number of kernels that were not cached yet."""
     family: Any = language_family(info.family, info.path, settings)
     if family is None:
         config = read_config(checkpoint_directory(info.path), info.family).get_text_config()
@@ -37,7 +37,7 @@ def compile_language(
 def compile_kernels(
     info: ModelInfo, settings: WorkerSettings, progress: Progress, *, stage: str
 ) -> int:
-    """Compile what the ranks of a stage need; see `vsched.worker.capabilities.CompilesKernels`."""
+    """Compile the kernels of a stage's ranks; see `vsched.worker.capabilities.CompilesKernels`."""
     dtype: torch.dtype = getattr(torch, info.dtype)
     if stage == "generate":
         backend = choose_backend(settings, dtype, info.kv_dtype)

@@ -1,4 +1,4 @@
-"""The generate worker: the language model alone, one packed row a step over a paged KV cache."""
+"""The generate worker: the language model alone, one packed batch per step over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -105,18 +105,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A language model that is ready to run, and what its worker must know of it.
+    """A language model that is ready to run, with the properties that its worker needs.
 
     Attributes:
-        kv: What each layer keeps of a token on this rank.
+        kv: Shape of each layer's keys and values per token on this rank.
         heads: Query heads of this rank.
-        positions: Positions of a prompt, int64 [3, tokens], and the delta of what follows it.
-        first_layers: Runs only so many layers (of each kind) while its context is open; None where all must run.
+        positions: Compute the positions of a prompt, int64 [3, tokens], and the delta of the positions after it.
+        first_layers: Context manager that runs only the first n layers of each kind; None if all layers must run.
         shares_head: Whether this rank computes the logits of a part of the vocabulary only.
         captures: Whether decode steps may be captured.
-        states: What layers keep of a sequence besides keys and values; None where they keep nothing.
-        mutual: Tells the spans of a sequence whose positions see each other; None where each sees those before it.
-        adaptable: Tells where adapters go in it.
+        states: Recurrent states of the layers; None if they keep only keys and values.
+        mutual: Return the spans of a sequence with bidirectional attention; None if attention is causal throughout.
+        adaptable: Return the layers that LoRA adapters can be applied to.
     """
 
     module: nn.Module
@@ -146,9 +146,10 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
         snapshots: int = 0,
         adapters: ServedAdapters | None = None,
     ) -> None:
-        """Take the model; `slots` and `snapshots` are how many states are kept, where its layers keep one.
+        """Take the model.
 
-        `adapters` are those that requests may name; None where they may name none.
+        `slots` and `snapshots` are the numbers of recurrent states to keep, for models with such layers. `adapters` are
+        those that requests may name; None without adapters.
         """
         super().__init__(adapters)
         self._info = info
@@ -172,7 +173,7 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
         return self._language.runnable.weights_bytes
 
     def device_memory(self) -> DeviceMemory:
-        """Return the memory of the device that it runs on."""
+        """Return the memory of the device that the worker runs on."""
         return self._memory
 
     def kernels_here(self) -> Mapping[str, int]:
@@ -180,15 +181,15 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
         return self._backend.kernels_here()
 
     def threads_here(self) -> int:
-        """Return the number of threads that this process computes with now; see `UsesThreads`."""
+        """Return the number of threads that this process computes with at present; see `UsesThreads`."""
         return threads_here(self._backend)
 
     def abort(self) -> None:
-        """Fail the collectives of the group, for a failure outside of this worker."""
+        """Fail the collectives of the group, because of a failure outside of this worker."""
         self._group.abort()
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
-        """Allocate a KV cache of this many blocks, and states for all slots; older ones are dropped first.
+        """Allocate a KV cache of `blocks` blocks, and states for all slots; drop older ones first.
 
         Raises:
             DeviceOutOfMemory: When it does not fit.
@@ -217,13 +218,13 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
             self._balance.reset()
 
     def drop_graphs(self) -> None:
-        """Forget captured steps: they point into the KV cache."""
+        """Drop captured steps: they point into the KV cache."""
         if self._captured is not None:
             self._captured.drop()
             self._captured = None
 
     def drop_kv(self) -> None:
-        """Forget the KV cache and the attention kernels that read it."""
+        """Drop the KV cache and the attention kernels that read it."""
         self.drop_graphs()
         self._cache = self._swap_area = None
         self._attention = None
@@ -232,12 +233,12 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
 
     @property
     def frugal(self) -> bool:
-        """Whether a layer takes no more than the one before it gave back, but for what a heap scatters."""
+        """Whether each layer reuses the memory of the layer before it, apart from heap fragmentation."""
         return self._backend.layers_reuse_memory and self._language.first_layers is not None
 
     @contextmanager
     def first_layers(self, count: int) -> Iterator[None]:
-        """Run only the first `count` layers of each kind, and those sparsely, until the context ends."""
+        """Run only the first `count` layers of each kind, and only sparse runs of these, until the context ends."""
         assert self._language.first_layers is not None, "frugal says so"
         try:
             with (
@@ -304,19 +305,19 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
     def _logits_of(self, head: Product, hidden: torch.Tensor, rows: int) -> torch.Tensor:
         """Return the logits of hidden states, [rows, vocabulary], the same ones on every rank."""
         logits = head(hidden)[:rows]
-        # Every rank samples, from the same logits, and so draws the same token.
+        # Every rank samples from the same logits, and so draws the same token.
         return self._group.all_gather(logits) if self._language.shares_head else logits
 
     def hooks(self) -> Mapping[str, float]:
-        """Return the collective work that is due now and then: balancing experts, where ranks share any."""
+        """Return the periodic collective work: balancing experts, if ranks share experts."""
         return {} if self._balance is None else {BALANCE: INTERVAL_S}
 
     def wanted_hooks(self) -> Sequence[str]:
-        """Return what should be done soon."""
+        """Return the collective work that is due."""
         return [BALANCE] if self._balance is not None and self._balance.wanted() else []
 
     def run_hook(self, name: str) -> None:
-        """Balance the experts; every rank does at the same step.
+        """Balance the experts; every rank does so at the same step.
 
         Raises:
             DeviceOutOfMemory: When the device's memory ran out.
@@ -340,28 +341,28 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
     def _logits(
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep
     ) -> torch.Tensor:
-        """Run a step that yields a token a row; returns logits [rows, vocabulary]."""
+        """Run a step with one token per row; return logits [rows, vocabulary]."""
         wanted = np.arange(len(token_ids))
         return self._head(self._layers(token_ids, positions, step, None, wanted))
 
 
 def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> LanguageWorker:
-    """Load the language model alone: by the path of its family, or by the one for any other architecture.
+    """Load the language model alone, on its family's path or on the generic path.
 
     Raises:
-        CheckpointError: When weights are missing or a file is corrupt, or the architecture cannot run.
-        ConfigError: When the attention that the configuration asks for cannot run here.
+        CheckpointError: When weights are missing, a file is corrupt, or the architecture cannot run.
+        ConfigError: When the configured attention kernel cannot run here.
     """
     torch.set_num_threads(torch_threads(settings))
     dtype: torch.dtype = getattr(torch, info.dtype)
     backend = choose_backend(settings, dtype, info.kv_dtype)
     family = language_family(info.family, info.path, settings)
     if settings.ranks > 1 and family is not None and not family.language_sharing.sizes:
-        family = None  # only its plan tells how to share it
+        family = None  # only the generic path can use a tensor-parallel plan
     compile_language(info, settings, backend, progress)
     load = _load_any if family is None else functools.partial(_load_family, family)
     loading = typed_out_of_memory("loading the language model", remedy=stage_remedy("generate"))
-    # What packing frees would stay in the heap, as much as the weights again, and the KV cache would go without it.
+    # Memory that packing frees would stay in the heap, another size of the weights that the KV cache would lack.
     with loading, backend.without_holes():
         language, group = load(info, settings, backend, progress)
         adapters = served_adapters(
@@ -394,7 +395,7 @@ def _load_family(
     ranks, rank = settings.ranks, settings.rank
     own = isinstance(family, OwnQwen25Vl)
     if not own:
-        paged_attention.register()  # transformers looks it up while it builds
+        paged_attention.register()  # transformers looks it up while it builds the model
     with torch.device("meta"):
         model: Any = family.build_language(info.path, paged_attention.NAME)
     if own:
@@ -454,11 +455,11 @@ def family_language(
     config: Any = None,
     ranks: int = 1,
 ) -> LanguageModel:
-    """Return a family's model, which has its weights, ready to run.
+    """Return a family's model, with its weights, ready to run.
 
-    `head` is the output projection, or this rank's part of the vocabulary of it; `config` is the configuration where
-    that of the checkpoint is of more than this model; `info` tells this rank's share of the KV cache. `adaptable` tells
-    where adapters go, given what computes the layers.
+    `head` is the output projection, or this rank's part of its vocabulary. `config` is the text configuration if the
+    checkpoint's configuration describes more than this model. `info` has this rank's share of the KV cache. `adaptable`
+    returns the layers that adapters can be applied to, given the runnable layers.
     """
     config = config or family.model_config(info.path)
     text = config.get_text_config()
@@ -500,12 +501,12 @@ def _cut_layers(model: Any, kinds: Sequence[AttentionKind], count: int) -> Itera
 
 
 def build_any(info: ModelInfo, share: Callable[[Any], None] | None = None) -> Any:
-    """Return a model of an architecture that has no path of its own, without weights, on the meta device.
+    """Return a model for the generic path, without weights, on the meta device.
 
-    `share` leaves a rank its share of it, where there are several.
+    `share` reduces it to one rank's share under tensor parallelism.
 
     Raises:
-        CheckpointError: When it cannot run, as far as can be seen without weights.
+        CheckpointError: When it cannot run, as far as that can be determined without weights.
     """
     build = build_without_tower if info.takes_images else build_whole
     built = build(info.path, info.family, getattr(torch, info.dtype))
@@ -516,7 +517,7 @@ def build_any(info: ModelInfo, share: Callable[[Any], None] | None = None) -> An
 def _load_any(
     info: ModelInfo, settings: WorkerSettings, backend: Backend, progress: Progress
 ) -> tuple[LanguageModel, RankGroup]:
-    """Load a model of an architecture that has no path of its own."""
+    """Load a model on the generic path."""
     backend = _generic_backend(info, settings, backend)
     paged_attention.register()
     if scheme_of(read_json(checkpoint_directory(info.path), "config.json")) is not None:
@@ -582,7 +583,7 @@ def _generic_backend(
     """Return the backend of the generic path.
 
     Raises:
-        ConfigError: When that path cannot do what is asked for.
+        ConfigError: When the generic path does not support the configuration.
     """
     what, or_one_rank = (
         f"model_type {info.family!r} has no path of its own, and the generic one",

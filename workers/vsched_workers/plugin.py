@@ -1,6 +1,6 @@
-"""The object that the entry-point group `vsched.workers` names.
+"""The plug-in object that the entry-point group `vsched.workers` refers to.
 
-Torch and transformers are imported by the methods that need them: listing plug-ins and inspecting a checkpoint are
+Torch and transformers are imported by the methods that need them, so listing plug-ins and inspecting a checkpoint are
 quick.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 TRAINED = Path(__file__).parents[1] / "demo-model"
-"""The trained checkpoint: beside the package in the repository; a wheel has none."""
+"""The trained checkpoint, next to the package in the repository; wheels do not contain it."""
 
 RANK_MODULES = (
     "vsched_workers.backends.cpu.backend",
@@ -41,13 +41,13 @@ RANK_MODULES = (
     "vsched_workers.memory.worst_case",
     "vsched_workers.vision",
 )
-"""What the ranks of a CPU import, whatever the family."""
+"""Modules that all CPU ranks import."""
 
 OWN_MODULES = (
     "vsched_workers.families.modules.language",
     "vsched_workers.families.modules.vision",
 )
-"""What they import beside that where a family has modules of its own, in place of transformers'."""
+"""Modules that CPU ranks import in addition, for a family with modules of its own in place of transformers'."""
 
 
 class TransformersPlugin:
@@ -69,14 +69,14 @@ class TransformersPlugin:
         check_parallel(info, stage=stage, ranks=ranks)
 
     def forgo_models(self, path: str) -> None:
-        """Hide torch from transformers, but where torchvision processes the images of the checkpoint."""
+        """Hide torch from transformers, unless torchvision processes the checkpoint's images."""
         from vsched_workers.checkpoint.files import checkpoint_directory
         from vsched_workers.checkpoint.images.library import forgo_torch
 
         forgo_torch(checkpoint_directory(path))
 
     def forkable_modules(self, info: ModelInfo, device: str) -> Sequence[str]:
-        """Return what ranks on a CPU import; nothing elsewhere, for CUDA cannot be used after a fork."""
+        """Return the modules that CPU ranks import; none for CUDA, which cannot be used after a fork."""
         if device != "cpu":
             return ()
         from vsched_workers.families import FAMILIES, OwnQwen25Vl, language_family
@@ -99,29 +99,29 @@ class TransformersPlugin:
     def compile_kernels(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress, *, stage: str
     ) -> int:
-        """Compile what the ranks of a stage need, and keep it on disk; return how many kernels were not there."""
+        """Compile the kernels of a stage's ranks and cache them on disk; return the number that was not cached yet."""
         from vsched_workers.compiling import compile_kernels
 
         return compile_kernels(info, settings, progress, stage=stage)
 
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
-        """Load tokenizer, template and image processor, clamped to `info.item_tokens_max`."""
+        """Load tokenizer, chat template and image processor, clamped to `info.item_tokens_max`."""
         from vsched_workers.checkpoint.preprocess import load_preprocessor
 
         return load_preprocessor(info)
 
     def load_grammars(self, info: ModelInfo) -> Grammars | None:
-        """Return what compiles grammars over the tokens of a checkpoint."""
+        """Return the grammar compiler for a checkpoint's vocabulary."""
         from vsched_workers.checkpoint.preprocess.grammars import load_grammars
 
         return load_grammars(info)
 
     def tells_prompts(self, info: ModelInfo, *, ranks: int) -> bool:
-        """Return that prompts can be told of, of every model: no path needs the logits of all rows at once."""
+        """Return True: all models support prompt log-probabilities, as no path needs the logits of all rows at once."""
         return True
 
     def keep_adapter(self, info: ModelInfo, path: str, kept: str, *, rank_max: int) -> AdapterFacts:
-        """Copy an adapter, and check the copy by its headers."""
+        """Copy an adapter, and check the copy's headers."""
         from vsched_workers.adapters.files import adapter_ranks, copy_adapter, names_language
         from vsched_workers.families import FAMILIES
 
@@ -132,16 +132,16 @@ class TransformersPlugin:
         if family is not None:
             encodes = any(name.startswith(tuple(family.vision_prefixes)) for name in ranks)
         else:
-            # Without the model it is not known what its parts are called; a rank that has none of it adds nothing.
+            # Without the model, the names of its parts are unknown; ranks without adapted layers ignore it.
             encodes = info.takes_images and not all(map(names_language, ranks))
         return AdapterFacts(rank=max(ranks.values()), changes_encoder=encodes)
 
     def verifies_drafts(self, info: ModelInfo, *, device: str) -> bool:
-        """Return whether steps can run drafts: on a CPU, but for models that keep a state."""
+        """Return whether steps can verify draft tokens: on a CPU, except for recurrent models."""
         return device.startswith("cpu") and not info.state_bytes
 
     def swaps_kv(self, info: ModelInfo, *, device: str) -> bool:
-        """Return whether KV blocks can be swapped to host memory: all that a sequence has is in them."""
+        """Return whether KV blocks can be swapped to host memory: not for models with a recurrent state."""
         del device
         return not info.state_bytes
 
@@ -180,13 +180,13 @@ class TransformersPlugin:
         return worst_batches(info, items=items, tokens=tokens, pixels_max=pixels_max)
 
     def sample_arrays(self, info: ModelInfo, plan: ImagePlan) -> Arrays:
-        """Return the arrays of an image of one of the worst batches, once."""
+        """Return the arrays of an image of one of the worst batches; each can be taken once."""
         return self._samples.pop(plan, {})
 
     def sampler(
         self, logits: npt.NDArray[np.float32], *, dtype: str = "bfloat16"
     ) -> Callable[[Sequence[tuple[int, SequenceState]]], npt.NDArray[np.int32]]:
-        """Return what chooses a token for each row of these logits, on one thread of the host."""
+        """Return a sampler for these logits, which runs on one thread of the host."""
         import torch
 
         from vsched_workers.backends.choice import choose_backend
@@ -204,7 +204,7 @@ class TransformersPlugin:
         return choose
 
     def checkpoint_sizes(self) -> Mapping[str, str]:
-        """Return the sizes that `make_checkpoint` knows, each with a line of what it is."""
+        """Return the names of the sizes for `make_checkpoint`, with a one-line summary each."""
         from vsched_workers.checkpoint.random_init import SIZES
 
         return {name: size.summary for name, size in SIZES.items()}
@@ -218,13 +218,13 @@ class TransformersPlugin:
         return make_checkpoint(path, size, dtype=dtype, seed=seed)
 
     def describe(self, path: str) -> CheckpointDescription:
-        """Tell what a checkpoint is from its files, also one that cannot be served."""
+        """Describe a checkpoint from its files, even one that cannot be served."""
         from vsched_workers.checkpoint.description import describe_checkpoint
 
         return describe_checkpoint(path)
 
     def check_built(self, info: ModelInfo) -> None:
-        """Refuse what can only be told of a model that is built, without its weights."""
+        """Check the model that is built from a checkpoint, without its weights."""
         from vsched_workers.families import FAMILIES
 
         if info.family not in FAMILIES:
@@ -233,7 +233,7 @@ class TransformersPlugin:
             from vsched_workers.batching import paged_attention
             from vsched_workers.language import build_any
 
-            logging.set_verbosity_error()  # what it warns of is told as the reason
+            logging.set_verbosity_error()  # its warnings are part of the error that follows
             paged_attention.register()
             build_any(info)
 
@@ -247,13 +247,13 @@ class TransformersPlugin:
         texts: Sequence[str],
         images: Sequence[Image.Image],
     ) -> int:
-        """Run texts and images and write what inputs of layers were; return the layers of it."""
+        """Run calibration texts and images, and write the statistics of layer inputs; return the number of layers."""
         from vsched_workers.calibrating import calibrate
 
         return calibrate(info, settings, Path(file), progress, texts=texts, images=images)
 
     def check_calibration(self, info: ModelInfo, file: str, *, stage: str) -> None:
-        """Check a calibration file by the headers of the checkpoint."""
+        """Check a calibration file against the headers of the checkpoint."""
         from vsched_workers.checkpoint.files import checkpoint_directory
         from vsched_workers.quantized.calibration import Part, check_calibration
 
@@ -261,7 +261,7 @@ class TransformersPlugin:
         check_calibration(file, checkpoint_directory(info.path), part)
 
     def check_conversion(self, path: str, *, dtype: str) -> None:
-        """Check that a GGUF file can be converted here, and written to this path."""
+        """Check that a GGUF file can be converted here and written to this path."""
         from vsched_workers.checkpoint.gguf import check_conversion
 
         check_conversion(path, dtype=dtype)
@@ -275,11 +275,11 @@ class TransformersPlugin:
         return convert_gguf(file, path, dtype=dtype, progress=progress, keeps_levels=keeps_levels)
 
     def trained_checkpoint(self) -> str:
-        """Return the folder of the trained checkpoint, empty where there is none."""
+        """Return the folder of the trained checkpoint, or an empty string if there is none."""
         return str(TRAINED) if (TRAINED / "model.safetensors").is_file() else ""
 
     def exam_tasks(self) -> Sequence[str]:
-        """Return the tasks that the checkpoint was trained for."""
+        """Return the tasks that the demo model was trained for."""
         from demo_training.samples import TASKS
 
         return TASKS

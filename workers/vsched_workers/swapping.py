@@ -1,4 +1,4 @@
-"""A worker whose KV blocks can be swapped to host memory."""
+"""Swapping of KV blocks to host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vsched_workers.parallel.rank_group import RankGroup
 
 
 class SwappingWorker:
-    """What a worker with a KV cache needs to swap; who derives from it has the rest, and drops `_swap_area` with it."""
+    """Mixin of workers whose KV blocks can be swapped; a subclass drops `_swap_area` with `_cache`."""
 
     _backend: Backend
     _group: RankGroup
@@ -20,10 +20,10 @@ class SwappingWorker:
     _swap_area: SwapArea | None = None
 
     def build_swap(self, blocks: int) -> None:
-        """Set host memory aside for so many blocks of the KV cache that stands.
+        """Allocate host memory for `blocks` blocks of the present KV cache.
 
         Raises:
-            DeviceOutOfMemory: When the host has not as much.
+            DeviceOutOfMemory: When the host has too little memory.
         """
         assert self._cache is not None, "build_kv comes before"
         setting = typed_out_of_memory("setting host memory aside", remedy=SWAP_REMEDY)

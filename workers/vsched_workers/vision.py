@@ -1,4 +1,4 @@
-"""The encode worker: the vision tower alone, writing embedding rows into arena pages."""
+"""The encode worker: the vision tower alone, which writes embedding rows into arena pages."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 
 class Tower(Protocol):
-    """What computes the rows of images.
+    """A runnable vision tower.
 
     Attributes:
-        batches: Whether it takes several images in one call.
-        module: What has its layers.
+        batches: Whether it takes several images per call.
+        module: The module that contains its layers.
     """
 
     batches: bool
@@ -58,21 +58,21 @@ class Tower(Protocol):
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """What it computes one after the other, in pieces of about equal length, as far as that is known."""
+        """Layers or blocks that run in sequence and take about the same time each, as far as known."""
         ...
 
     def __call__(self, jobs: Sequence[EncodeJob], /) -> torch.Tensor:
-        """Return the rows of the jobs one after the other, [tokens, levels * hidden], on any device."""
+        """Return the embedding rows of all jobs, concatenated, [tokens, levels * hidden], on any device."""
         ...
 
 
 class FamilyTower:
-    """The tower of a family with a path of its own: all images in one call."""
+    """The tower of a supported family: all images in one call."""
 
     batches = True
 
     def __init__(self, family: Family, module: Any, backend: Backend, temporal: int) -> None:
-        """Take the module, which the backend has prepared, and the slices of time that its patches have."""
+        """Take the module, which the backend has prepared, and its temporal patch size."""
         self._family, self._backend = family, backend
         self._temporal = temporal
         self.module: nn.Module = module
@@ -88,18 +88,17 @@ class FamilyTower:
 
 
 class TowerOfAny:
-    """The tower of any other architecture: one image a call, for shapes may differ, and so may what they mean."""
+    """The tower of the generic path: one image per call, as shapes and their meaning may differ between images."""
 
     batches = False
 
     def __init__(self, tower: AnyTower) -> None:
-        """Take the tower."""
         self._tower = tower
         self.module = tower.model
         self.layers = tower.layers
 
     def __call__(self, jobs: Sequence[EncodeJob], /) -> torch.Tensor:
-        """Return the rows of the only job."""
+        """Return the embedding rows of the single job."""
         (job,) = jobs
         return self._tower({**job.arrays, **unpack_metadata(job.metadata)})
 
@@ -116,7 +115,7 @@ class VisionWorker(AdaptedWorker):
         group: RankGroup,
         adapters: ServedAdapters | None = None,
     ) -> None:
-        """Take the tower; the backend has prepared it. `adapters` are those that images may name; None for none."""
+        """Take the tower, which the backend has prepared; `adapters` are the adapters that images may name, or None."""
         super().__init__(adapters)
         self._info = info
         self._tower = tower
@@ -128,7 +127,7 @@ class VisionWorker(AdaptedWorker):
         self._sliced: SlicedRun | None = None
         self._batches = 0
         if self.pauses:
-            from vsched_workers.batching.sliced_run import SlicedRun  # wants greenlet
+            from vsched_workers.batching.sliced_run import SlicedRun  # requires greenlet
 
             self._sliced = SlicedRun()
             for layer in tower.layers[1:]:
@@ -136,7 +135,7 @@ class VisionWorker(AdaptedWorker):
 
     @property
     def module(self) -> nn.Module:
-        """What has its layers."""
+        """The module that contains its layers."""
         return self._tower.module
 
     @property
@@ -145,7 +144,7 @@ class VisionWorker(AdaptedWorker):
         return self._weights_bytes
 
     def device_memory(self) -> DeviceMemory:
-        """Return the memory of the device that it runs on."""
+        """Return the memory of the device that the worker runs on."""
         return self._memory
 
     def kernels_here(self) -> Mapping[str, int]:
@@ -153,19 +152,19 @@ class VisionWorker(AdaptedWorker):
         return self._backend.kernels_here()
 
     def threads_here(self) -> int:
-        """Return the number of threads that this process computes with now; see `UsesThreads`."""
+        """Return the number of threads that this process computes with at present; see `UsesThreads`."""
         return threads_here(self._backend)
 
     def abort(self) -> None:
-        """Fail the collectives of the group, for a failure outside of this worker."""
+        """Fail the collectives of the group, because of a failure outside of this worker."""
         self._group.abort()
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-        """Encode the jobs and write their rows; one call of the tower where it takes several, within the token cap.
+        """Encode the jobs and write their embedding rows.
 
-        Images of different adapters are different calls: they have too many rows to gain by sharing one.
-
-        Of several ranks, all have the rows in the end, and the first writes them.
+        Towers that batch images get as many per call as the token cap allows. Images of different adapters are in
+        different calls: an image has too many rows to gain by sharing one. All ranks compute all rows, and rank 0
+        writes them.
 
         Raises:
             DeviceOutOfMemory: When the device's memory ran out; the batch may be retried in parts.
@@ -179,22 +178,22 @@ class VisionWorker(AdaptedWorker):
                 self._encode(part, embeddings)
 
     def sparsely(self) -> AbstractContextManager[None]:
-        """Show what batches take with a part of their work, until the context ends."""
+        """Run only a part of each batch's work, with its full memory, until the context ends."""
         return self._backend.sparsely()
 
     @property
     def pauses(self) -> bool:
-        """Whether it pauses between layers: only where the call of a layer returns when its work is done."""
+        """Whether encoding pauses between layers: only if a layer's call returns after its work is done."""
         return self._backend.synchronous and len(self._tower.layers) > 1
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-        """Take the jobs, for `advance` to encode."""
+        """Start encoding jobs; `advance` does the work."""
         assert self._sliced is not None, "`pauses` says so"
         self._batches += 1
         self._sliced.begin(lambda: self._encode_all(jobs, embeddings))
 
     def advance(self, layers: int) -> bool:
-        """Encode `layers` more blocks, 0 for the rest; return whether that was all.
+        """Encode `layers` more layers, or the rest if 0; return whether the batch is complete.
 
         Raises:
             DeviceOutOfMemory: As `encode`.
@@ -268,7 +267,7 @@ def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
     cuts = slice_module(tower, sharing, ranks=settings.ranks, rank=settings.rank)
     check_groups(cuts, settings, stage="encode")
     backend.compile_tower(tower, progress)
-    # Holes that loading left would hide what batches need, until something else lies there.
+    # Holes in the heap from loading would hide the memory that batches need, until they are filled.
     with backend.without_holes():
         fill_module(
             tower,
@@ -307,7 +306,7 @@ def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
 
 
 def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> VisionWorker:
-    """Load the tower of an architecture that has no path of its own."""
+    """Load a vision tower on the generic path."""
     assert settings.ranks == 1, "such a tower is not shared"
     dtype: torch.dtype = getattr(torch, info.dtype)
     backend = choose_backend(settings, dtype)

@@ -1,1 +1,1 @@
-"""LoRA adapters as PEFT writes them, applied to rows of different adapters in one pass."""
+"""LoRA adapters in PEFT's format, applied to rows of different adapters in one pass."""

@@ -1,7 +1,7 @@
-"""Reads an adapter as PEFT writes it: adapter_config.json and adapter_model.safetensors.
+"""Reading of LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-What would change the answer and is not carried out here is refused, never ignored: an adapter that is applied in part
-answers like no model that anybody trained.
+Unsupported features that would change the output are refused, never ignored: a partly applied adapter behaves like no
+model that was ever trained.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 FILES = {CONFIG_FILE: 1 << 20, WEIGHTS_FILE: 4 << 30}
-"""What an adapter consists of, and the most bytes of each."""
+"""The files of an adapter, and the maximum bytes of each."""
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 EXACT: Mapping[str, tuple[Any, ...]] = {
@@ -32,7 +32,7 @@ EXACT: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "init_lora_weights": (True, False, "gaussian", None),
 }
-"""Fields with the values that are served. Other initialisations change the weights of the base model as well."""
+"""Fields with their supported values. Other initializations change the weights of the base model as well."""
 
 HARMLESS = frozenset(
     {
@@ -42,19 +42,19 @@ HARMLESS = frozenset(
             "use_rslora",
             "alpha_pattern",
             "rank_pattern",
-        ),  # read, or in the tensors
+        ),  # read, or implied by the tensors
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # likewise
         *("lora_dropout", "inference_mode", "ensure_weight_tying", "loftq_config", "eva_config"),
         *("corda_config", "lora_ga_config", "runtime_config", "megatron_core", "qalora_group_size"),
         *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version"),
     }
 )
-"""Fields that may have any value: those that are read here, and those of training."""
+"""Fields that may have any value: fields that are read here, and training options."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankPair:
-    """What an adapter adds to one linear layer: `scaling * up @ down`.
+    """The LoRA matrices of one linear layer, which add `scaling * up @ down`.
 
     Attributes:
         down: lora_A, [rank, inputs], on the CPU, as in the file.
@@ -87,7 +87,7 @@ def read_adapter(directory: Path, *, rank_max: int) -> Adapter:
     """Read an adapter.
 
     Raises:
-        CheckpointError: When a file is missing or damaged, or it asks for what is not served; the message says what.
+        CheckpointError: When a file is missing or damaged, or the adapter has an unsupported feature.
     """
     config = _read_config(directory)
     pairs = {}
@@ -100,7 +100,7 @@ def read_adapter(directory: Path, *, rank_max: int) -> Adapter:
 
 
 def adapter_ranks(directory: Path, *, rank_max: int) -> dict[str, int]:
-    """Return the rank of each module that an adapter changes, from its headers: without torch, and without weights.
+    """Return the rank of each module that an adapter changes, from its headers: without torch or weights.
 
     Raises:
         CheckpointError: As `read_adapter`.
@@ -117,7 +117,7 @@ def adapter_ranks(directory: Path, *, rank_max: int) -> dict[str, int]:
 
 
 def names_language(module: str) -> bool:
-    """Return whether a module of a vision-language model is of its language part, as far as its name tells."""
+    """Return whether a module of a vision-language model belongs to its language model, judging by its name."""
     return bool({"language_model", "text_model"} & {*module.split(".")})
 
 
@@ -178,7 +178,7 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
 def _check(config: Mapping[str, Any]) -> None:
     for field, value in config.items():
         served = EXACT.get(field)
-        # What is neither served nor harmless is off while it is empty.
+        # Unsupported fields may be present if they are empty.
         if value not in served if served else value and field not in HARMLESS:
             wanted = repr(served[0]) if served else "left out"
             raise CheckpointError(
@@ -219,7 +219,7 @@ def _modules(file: Any) -> dict[str, tuple[str, str]]:
 
 
 def _rank_of(file: Any, module: str, sides: tuple[str, str], rank_max: int) -> int:
-    """Return the rank that the tensors of a module have."""
+    """Return the rank of a module's tensors."""
     down, up = (list(file.get_slice(name).get_shape()) for name in sides)
     if len(down) != 2 or len(up) != 2 or down[0] != up[1] or not down[0]:
         raise CheckpointError(
@@ -241,7 +241,7 @@ def _rank_of(file: Any, module: str, sides: tuple[str, str], rank_max: int) -> i
 
 @contextmanager
 def _reading(directory: Path, framework: str) -> Iterator[Any]:
-    """Open the weights; whatever goes wrong is an error that names the file and none of the host's directories."""
+    """Open the weights; errors name the file, but no directory of the host."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -257,7 +257,7 @@ def _reading(directory: Path, framework: str) -> Iterator[Any]:
 
 
 def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return alpha over the rank that the tensors have; PEFT's first pattern that fits the end of the name wins."""
+    """Return alpha over the tensors' rank; PEFT's first pattern that matches the end of the name wins."""
     alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern") or {}
     try:
         for pattern, value in patterns.items():

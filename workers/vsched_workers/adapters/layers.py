@@ -1,10 +1,11 @@
-"""Adds adapters to a module and removes them while it runs, and runs passes over rows of different adapters.
+"""Adding LoRA adapters to a module and removing them while it runs, and passes over rows of different adapters.
 
-The base product is computed once for all rows; what each adapter adds is computed for its rows alone (`sums.py`). Where
-a part goes is told by places (`places.py`): without adapters the module is as it was, and nothing is paid.
+The base product is computed once for all rows; the contribution of each adapter is computed for its rows alone
+(`sums.py`). `places.py` maps the layers of an adapter to products. Without adapters the module is unchanged, at no
+cost.
 
-A pass says its rows first. A layer that is called with another number fails, and so does a pass that calls a layer not
-at all: half an adapter would answer like no model that anybody trained.
+The rows of a pass are set before it. A layer that is called with another number of rows fails, and so does a pass that
+skips a layer: a partly applied adapter behaves like no model that was ever trained.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from vsched_workers.adapters.sums import MakeSums, Part, Room, Sums, TorchSums
 
 
 class AdaptedModule:
-    """A module to which adapters are added and from which they are removed while it runs, between passes.
+    """A module with LoRA adapters, which are added and removed between passes.
 
     Args:
-        module: Its linear layers are called, where `places` does not tell otherwise.
-        places: Where adapters go, by the names of layers; those of its linear layers by default.
-        prefixes: What the names of its layers may have before them in an adapter, such as `model.`.
-        others: What the names of layers begin with that another module has, as the tower; they are passed over.
-        count_max: How many adapters there may be.
-        rank_max: Of which rank; 0 where memory is taken with each, on the host.
-        allocate: Takes the memory for them.
-        make_sums: Makes what keeps the parts of one product.
-        passes: Where products see the rows of a pass; one that also says which rows each call is about shares it.
+        module: Its linear layers are called as modules, except for those in `places`.
+        places: Targets of adapters by the names of layers; its linear layers by default.
+        prefixes: Prefixes that an adapter may use for the names of its layers, such as `model.`.
+        others: Prefixes of layers that belong to another module, such as the tower; they are skipped.
+        count_max: The maximum number of adapters.
+        rank_max: Their maximum rank; 0 to allocate memory for each adapter separately, on the host.
+        allocate: Allocates the memory for adapters.
+        make_sums: Factory of the adapter parts of one product.
+        passes: The source of a pass's rows for products; shared with code that sets the rows of each call.
 
     Attributes:
-        whole: Whether passes call all layers, as they do but while memory is measured.
+        whole: Whether passes call all layers, as they do except while memory is measured.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class AdaptedModule:
         make_sums: MakeSums = TorchSums,
         passes: AdapterPass | None = None,
     ) -> None:
-        """Take a module; nothing changes in it yet."""
+        """Take a module, without changing it yet."""
         self.whole = True
         self._module = module
         self._places = module_places(module, {}) if places is None else places
@@ -78,19 +79,19 @@ class AdaptedModule:
 
     @property
     def bytes(self) -> int:
-        """Bytes that were taken on the device for all adapters."""
+        """Bytes on the device that were allocated for all adapters."""
         return 0 if self._room is None else self._room.bytes
 
     @property
     def bytes_by_adapter(self) -> Mapping[str, int]:
-        """Bytes on the device of what each adapter has here."""
+        """Bytes on the device that each adapter uses here."""
         return dict(self._bytes)
 
     def add(self, name: str, adapter: Adapter) -> None:
-        """Add an adapter, all of it that belongs to this module or, where a layer cannot take it, nothing.
+        """Add the layers of an adapter that belong to this module, or none if one does not fit.
 
         Raises:
-            CheckpointError: When there are too many, or one of that name, or it does not fit this module.
+            CheckpointError: When there are too many adapters, or one of that name, or it does not fit this module.
         """
         self._check_count(name)
         parts: dict[Carrier, list[Part]] = {}
@@ -101,7 +102,7 @@ class AdaptedModule:
         self._put(name, parts)
 
     def add_trial(self, name: str) -> None:
-        """Add an adapter of the highest rank to all layers, which changes nothing."""
+        """Add an adapter of the highest rank to all layers, with zero weights."""
         self._check_count(name)
         self._put(name, zero_parts(self._places, self._rank_max))
 
@@ -123,7 +124,7 @@ class AdaptedModule:
     def _put(self, name: str, parts: Mapping[Carrier, Sequence[Part]]) -> None:
         number = min({*range(self._count_max)} - {*self._numbers.values()})
         room: Room = own_memory if self._room is None else self._room.place(number)
-        # Copied before any is put in its place, for the device's memory may run out.
+        # Copy all parts before any is installed: the device's memory may run out.
         placed = {carrier: self._join(carrier).place(own, room) for carrier, own in parts.items()}
         self._numbers[name] = number
         for carrier, kept in placed.items():
@@ -133,7 +134,7 @@ class AdaptedModule:
         )
 
     def remove(self, name: str) -> None:
-        """Remove an adapter; layers that have none left are as they were."""
+        """Remove an adapter; layers without adapters are unchanged again."""
         del self._bytes[name]
         number = self._numbers.pop(name)
         for carrier in self._joined:
@@ -141,7 +142,7 @@ class AdaptedModule:
 
     @contextmanager
     def rows(self, names: Sequence[str | None]) -> Iterator[None]:
-        """Run passes over so many rows with these adapters, None for the model alone, until the context ends."""
+        """Run passes with these adapters per row, None for the base model, until the context ends."""
         numbers = self._numbers
         missing = {*names} - numbers.keys()
         assert not missing, f"no adapter {sorted(map(str, missing))}"
@@ -156,7 +157,7 @@ class AdaptedModule:
 
     @contextmanager
     def all_rows(self, name: str | None) -> Iterator[None]:
-        """Run passes all of whose rows have this adapter, however many a layer is called with."""
+        """Run passes with this adapter for all rows, for any number of rows per call."""
         if name is None:
             yield
             return
@@ -187,14 +188,14 @@ class AdaptedModule:
         ]
 
     def _join(self, carrier: Carrier) -> Sums:
-        """Return what keeps the parts of a carrier, which from now on sees the rows of this module's passes."""
+        """Return the adapter parts of a carrier; attach it to this module's passes the first time."""
         if carrier not in self._joined:
             self._joined[carrier] = self._make_sums(carrier.dtype, carrier.device)
             carrier.join(self._pass, self._joined[carrier])
         return self._joined[carrier]
 
     def _find(self, module: str, pair: LowRankPair) -> Sequence[LayerPlace]:
-        """Return the places of the layer that an adapter names; none where that is another module's."""
+        """Return the places of a layer in an adapter; none if it belongs to another module."""
         for prefix in self._prefixes:
             own = module.removeprefix(prefix)
             places = self._places.get(own) if module.startswith(prefix) else None
@@ -212,7 +213,7 @@ class AdaptedModule:
         raise self._refusal(module)
 
     def _is_others(self, module: str) -> bool:
-        """Return whether a layer belongs to another module: by the longest prefix, or by what was left out here."""
+        """Return whether a layer belongs to another module: by the longest prefix, or because it was removed here."""
 
         def longest(prefixes: Sequence[str]) -> int:
             return max((len(each) for each in prefixes if module.startswith(each)), default=-1)

@@ -1,12 +1,12 @@
-"""Where in a module that runs an adapter's parts go: carriers of products, and places within them by layers' names.
+"""Targets of a LoRA adapter in a running module: carriers, which are products, and places of layers within them.
 
-An adapter names the layers of transformers' model. What runs here may be made otherwise: products are merged, weights
-are packed, a rank has a share. `LayerPlace` tells of one layer of transformers' model which product computes it here,
-from which of its outputs on, and what of the two matrices belongs to this rank: the part of the outer product that the
-rank has of the weight. Then sums over ranks that are there anyway make it whole.
+An adapter names the layers of transformers' model. The running module may differ: products are merged, weights are
+packed, a rank has a share. A `LayerPlace` maps one layer of transformers' model to the product that computes it here,
+with an offset in its outputs, and this rank's share of the two matrices, which matches its share of the weight.
+Existing sums over ranks then complete it.
 
-A carrier takes no time while its product has no adapter: a module that is called gets a forward hook only then, and a
-product that is read from an attribute is replaced there only then.
+A carrier costs nothing while its product has no adapter: only then does a called module get a forward hook, and a
+product in an attribute get replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vsched_workers.adapters.sums import Part, Sums
 from vsched_workers.parallel.slicing import Cut, SummedLinear
 
 Share = Callable[[torch.Tensor], torch.Tensor]
-"""What of a matrix belongs to a place."""
+"""Select this place's share of a matrix."""
 
 
 def whole(matrix: torch.Tensor) -> torch.Tensor:
@@ -34,12 +34,12 @@ def whole(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class Carrier(ABC):
-    """One product, and what adapters add to it.
+    """One product, and the adapters' contributions to it.
 
     Attributes:
         inputs: Of the product; `outputs` likewise.
         checked: Whether each pass with an adapter that has a part here must call it.
-        called: Whether this one did.
+        called: Whether the current pass did.
     """
 
     checked = False
@@ -53,11 +53,11 @@ class Carrier(ABC):
         self._sums: Sums | None = None
 
     def join(self, passes: AdapterPass, sums: Sums) -> None:
-        """Take what is shared by the products of a module, and what keeps the parts of this one."""
+        """Set the pass that a module's products share, and the adapter parts of this product."""
         self._pass, self._sums = passes, sums
 
     def put(self, owner: int, parts: Sequence[Part]) -> None:
-        """Take an adapter's parts, as `Sums.place` returned them."""
+        """Install an adapter's parts, as returned by `Sums.place`."""
         assert self._sums is not None, "join comes first"
         self._sums.put(owner, parts)
         if not self._owners:
@@ -65,7 +65,7 @@ class Carrier(ABC):
         self._owners.add(owner)
 
     def drop(self, owner: int) -> None:
-        """Forget an adapter's parts, if there are any."""
+        """Remove an adapter's parts, if there are any."""
         if self._sums is not None and owner in self._owners:
             self._sums.drop(owner)
             self._owners.remove(owner)
@@ -73,11 +73,11 @@ class Carrier(ABC):
                 self._detach()
 
     def waits_for(self, owners: set[int]) -> bool:
-        """Whether it was not called, though it should have been for one of these adapters."""
+        """Return whether it was not called, although one of these adapters has a part here."""
         return self.checked and not self.called and not owners.isdisjoint(self._owners)
 
     def add(self, rows: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        """Add to results [..., outputs] of rows [..., inputs], in place where that can be, what their adapters say."""
+        """Add the adapters' contributions to results [..., outputs] of rows [..., inputs], in place if possible."""
         call = self._pass.call
         if call is None:
             return made
@@ -93,11 +93,11 @@ class Carrier(ABC):
 
     @abstractmethod
     def _attach(self) -> None:
-        """See to it that `add` is called after the product."""
+        """Have `add` called after the product."""
 
     @abstractmethod
     def _detach(self) -> None:
-        """Leave the product as it was."""
+        """Restore the product."""
 
 
 class CalledModule(Carrier):
@@ -106,7 +106,6 @@ class CalledModule(Carrier):
     checked = True
 
     def __init__(self, module: Any) -> None:
-        """Take the layer."""
         super().__init__(
             module.in_features, module.out_features, module.weight.dtype, _device_of(module)
         )
@@ -114,7 +113,7 @@ class CalledModule(Carrier):
         self._hook: RemovableHandle | None = None
 
     def _attach(self) -> None:
-        # Before hooks that are there already: ranks add up in them.
+        # Before existing hooks, which sum over ranks.
         self._hook = self._module.register_forward_hook(self._forward, prepend=True)
 
     def _detach(self) -> None:
@@ -127,10 +126,10 @@ class CalledModule(Carrier):
 
 
 class HeldProduct(Carrier):
-    """A product that its owner keeps in an attribute and calls, without a module between them."""
+    """A product that its owner keeps in an attribute and calls directly, not as a module."""
 
     def __init__(self, owner: Any, attribute: str, module: Any) -> None:
-        """Take the owner, its attribute, and the layer that the product was made of."""
+        """Take the owner, its attribute, and the layer that the product was built from."""
         super().__init__(
             module.in_features, module.out_features, module.weight.dtype, _device_of(module)
         )
@@ -145,30 +144,30 @@ class HeldProduct(Carrier):
         setattr(self._owner, self._attribute, self._product)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows, and add what their adapters say."""
+        """Multiply rows, and add their adapters' contributions."""
         return self.add(rows, self._product(rows))
 
 
 def _device_of(module: Any) -> torch.device:
-    """Return the device of a layer; a packed one, whose plain weight is nowhere, is the host's."""
+    """Return the device of a layer; for a packed layer, without a plain weight, the host."""
     device: torch.device = module.weight.device
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def is_linear(module: Any) -> bool:
-    """Return whether a module has inputs and outputs as `nn.Linear` has: it is one, or a packed one."""
+    """Return whether a module has the interface of `nn.Linear`: it is one, or a packed one."""
     sizes = (getattr(module, name, None) for name in ("in_features", "out_features"))
     return all(isinstance(size, int) for size in sizes) and hasattr(module, "weight")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where what an adapter adds to one layer of transformers' model goes, or a part of that.
+    """The target of one layer of transformers' model, or of a part of it, in a carrier.
 
     Attributes:
-        inputs: Of the layer in full; `outputs` likewise.
-        first: The output of the carrier where it begins.
-        down: What of lora_A belongs here; `up` the same of lora_B.
+        inputs: Of the full layer; `outputs` likewise.
+        first: The carrier's output at which it begins.
+        down: Select this place's share of lora_A; `up` likewise of lora_B.
     """
 
     carrier: Carrier
@@ -179,18 +178,18 @@ class LayerPlace:
     up: Share = whole
 
     def part(self, down: torch.Tensor, up: torch.Tensor, scaling: float) -> Part:
-        """Return the part of an adapter's matrices, [rank, inputs] and [outputs, rank], that belongs here."""
+        """Return this place's part of an adapter's matrices, [rank, inputs] and [outputs, rank]."""
         return Part(self.first, self.down(down), self.up(up), scaling)
 
 
 Places = Mapping[str, Sequence[LayerPlace]]
-"""The places of each layer by its name in transformers' module; most have one."""
+"""The places of each layer by its name in transformers' module; most layers have one."""
 
 
 def place_of(carrier: Carrier, cut: Cut | None, *, first: int = 0, outputs: int = 0) -> LayerPlace:
-    """Return the place of a layer, of whose weight this rank has the part that `cut` tells, None for all of it.
+    """Return the place of a layer; `cut` is this rank's share of its weight, None for all of it.
 
-    `outputs` are those that the rank has of the layer; 0 where they are all of the carrier.
+    `outputs` is the number of the layer's outputs on this rank; 0 if they are all of the carrier's.
     """
     inputs, outputs = carrier.inputs, outputs or carrier.outputs
     if cut is None:
@@ -201,13 +200,13 @@ def place_of(carrier: Carrier, cut: Cut | None, *, first: int = 0, outputs: int 
 
 
 def carrier_of(owner: Any, attribute: str, module: nn.Module) -> Carrier:
-    """Return the carrier of a product that was made of a module and is kept in an attribute.
+    """Return the carrier of a product that was built from a module and is kept in an attribute.
 
-    Of a layer whose ranks add up, each rank adds to its own part, before.
+    For a layer whose results are summed over ranks, each rank adds to its own part, before the sum.
     """
     if isinstance(module, SummedLinear):
         carrier = CalledModule(module.partial)
-        carrier.checked = False  # nor is every product that an owner keeps called in every pass
+        carrier.checked = False  # not every product that an owner keeps is called in every pass
         return carrier
     return HeldProduct(owner, attribute, module)
 
@@ -215,7 +214,7 @@ def carrier_of(owner: Any, attribute: str, module: nn.Module) -> Carrier:
 def held_places(
     owner: Any, within: str, cuts: Mapping[str, Cut], held: Mapping[str, tuple[str, nn.Module]]
 ) -> dict[str, list[LayerPlace]]:
-    """Return the places of products that an owner keeps: of each layer its attribute, and the module that it is of."""
+    """Return the places of products that an owner keeps: `held` has the attribute and the module of each layer."""
     return {
         within + name: [
             place_of(carrier_of(owner, attribute, module), cuts.get(f"{within}{name}.weight"))
@@ -225,19 +224,19 @@ def held_places(
 
 
 class Fused(Protocol):
-    """What computes a part of a module by itself, with products that it keeps."""
+    """A part of a module that computes with products of its own."""
 
     def adapter_places(
         self, within: str, cuts: Mapping[str, Cut], /
     ) -> Mapping[str, list[LayerPlace]]:
-        """Return its places; `within` is what its layers' names begin with in transformers' module."""
+        """Return its places; `within` is the prefix of its layers' names in transformers' module."""
         ...
 
 
 def module_places(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
-    """Return the places of the linear layers of a module that calls them; `cuts` are by the names of weights.
+    """Return the places of a module's linear layers that are called; `cuts` are by the names of weights.
 
-    Parts of it that compute by themselves tell their own.
+    Parts that compute with products of their own return their own places.
     """
     places: dict[str, list[LayerPlace]] = {}
     fused: list[str] = []

@@ -1,7 +1,7 @@
-"""Memory for adapters, taken when a model is loaded, so that adding one later never runs out of it.
+"""Memory for LoRA adapters, allocated when a model is loaded, so that adding one later cannot run out of it.
 
-`bytes_of_one` tells the memory that one adapter takes at most, of the highest rank on all layers, before any is taken:
-what a rank has of them, as it is kept on its device.
+`bytes_of_one` computes the largest memory of one adapter, with the highest rank on all layers, before any is allocated:
+this rank's share, in the format that is kept on its device.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from vsched_workers.adapters.places import Carrier, LayerPlace, Places
 from vsched_workers.adapters.sums import MakeSums, Part
 
 LINE = 64
-"""Bytes that tensors begin at a multiple of."""
+"""Alignment of tensors in bytes."""
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""Returns zeros of a shape and dtype on the device."""
+"""Allocates zeros of a shape and dtype on the device."""
 
 
 def zero_parts(places: Places, rank: int) -> dict[Carrier, list[Part]]:
-    """Return the parts of an adapter of this rank on all layers that changes nothing; it takes no memory."""
+    """Return the parts of an adapter of this rank on all layers with zero weights; it takes no memory."""
     parts: dict[Carrier, list[Part]] = {}
     zero = torch.zeros(1, 1)
     for of_layer in places.values():
@@ -49,7 +49,7 @@ def _on_meta(part: Part) -> Part:
 
 
 class _Counted:
-    """Memory that is counted and not taken."""
+    """An allocator that only counts bytes."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -60,22 +60,22 @@ class _Counted:
 
 
 class AdapterRoom:
-    """Places for a number of adapters, each large enough for any."""
+    """Memory for a number of adapters, each of the maximum size."""
 
     def __init__(self, bytes_each: int, count: int, allocate: Allocate) -> None:
-        """Take the memory."""
-        # A line more: what is allocated may begin anywhere.
+        """Allocate the memory."""
+        # One line extra, for alignment of the beginning.
         self._memory = allocate((count * bytes_each + LINE,), torch.uint8)
         self._start = -self._memory.data_ptr() % LINE
         self._bytes_each = bytes_each
 
     @property
     def bytes(self) -> int:
-        """Bytes of all places."""
+        """Bytes of the memory for all adapters."""
         return self._memory.nbytes
 
     def place(self, number: int) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
-        """Return what hands out one place's memory from its beginning; what was there is overwritten."""
+        """Return an allocator of one adapter's memory, from its beginning; previous contents are overwritten."""
         start = self._start + number * self._bytes_each
         stop = start + self._bytes_each
 
@@ -91,7 +91,7 @@ class AdapterRoom:
 
 
 def own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of the host that nobody has taken before."""
+    """Allocate separate host memory."""
     return torch.empty(shape, dtype=dtype)
 
 

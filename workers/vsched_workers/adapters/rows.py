@@ -1,4 +1,4 @@
-"""Which rows of a pass have which adapter, and which of them a call of a product is about."""
+"""The adapter of each row of a pass, and the rows of each call of a product."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import numpy.typing as npt
 import torch
 
 Owners = npt.NDArray[np.int64]
-"""The adapter of each row, by its number; `NOBODY` for the model alone."""
+"""The number of each row's adapter; `NOBODY` for the base model."""
 
 NOBODY = -1
 
 
 class CallRows:
-    """The rows of a call of a product that have an adapter.
+    """The rows of a product's call that have an adapter.
 
     Attributes:
-        order: The rows, those of one adapter together; `owners` are their adapters. int64.
+        order: The rows, grouped by adapter; `owners` are their adapters. int64.
     """
 
     def __init__(self, owners: Owners, count: int) -> None:
-        """Take the owners of the first rows of `count`; behind them is filling."""
+        """Take the owners of the first rows of `count`; the others are padding."""
         self._count = count
         order = np.argsort(owners, kind="stable")
         self.order = order[int((owners < 0).sum()) :]
         self.owners = owners[self.order]
 
     def of(self, count: int) -> CallRows:
-        """Return the rows of a call of this many."""
+        """Return the rows of a call with `count` rows."""
         assert count == self._count, f"a layer got {count} rows in a pass of {self._count}"
         return self
 
@@ -41,7 +41,7 @@ class CallRows:
         return [(each, torch.from_numpy(self.order[self.owners == each])) for each in found]
 
     def groups_on(self, device: torch.device) -> Sequence[tuple[int, torch.Tensor]]:
-        """Return each adapter and its rows on a device, sent once."""
+        """Return each adapter and its rows on a device, copied once."""
         if device.type == "cpu":
             return self.groups
         if self._sent is None:
@@ -52,7 +52,7 @@ class CallRows:
 
 
 class PassRows:
-    """The rows of a pass over a step: which of them a call is about, who runs the pass says."""
+    """The rows of a pass over a step; the code that runs the pass selects the rows of each call."""
 
     def __init__(self, owners: Owners) -> None:
         """Take the owners of all rows."""
@@ -61,11 +61,11 @@ class PassRows:
 
     @property
     def all(self) -> CallRows:
-        """Calls over all rows."""
+        """The rows of calls over all rows."""
         return self.part(0, len(self._owners))
 
     def part(self, start: int, stop: int) -> CallRows:
-        """Return the rows [start, stop), of which those behind the last one are filling."""
+        """Return the rows [start, stop); rows after the last one are padding."""
         key = start, stop
         if key not in self._parts:
             self._parts[key] = CallRows(self._owners[start:stop], stop - start)
@@ -77,26 +77,25 @@ class PassRows:
 
 
 class RowsOfOne:
-    """Rows that all have one adapter, however many a call has: those of images."""
+    """Rows of one adapter, for calls with any number of rows, as for images."""
 
     def __init__(self, owner: int) -> None:
-        """Take the adapter."""
         self._owner = owner
         self._calls: dict[int, CallRows] = {}
 
     def of(self, count: int) -> CallRows:
-        """Return the rows of a call of this many."""
+        """Return the rows of a call with `count` rows."""
         if count not in self._calls:
             self._calls[count] = CallRows(np.full(count, self._owner), count)
         return self._calls[count]
 
 
 class AdapterPass:
-    """The pass that a module is in, if any of its rows has an adapter; one for all its products.
+    """The current pass over a module, if any row has an adapter; shared by all its products.
 
     Attributes:
-        rows: All rows, where calls of a product may be about a part of them; None outside of such a pass.
-        call: The rows of the call that is due; None where none has an adapter.
+        rows: All rows, if calls of a product may use a part of them; None outside of such a pass.
+        call: The rows of the next call; None if no row has an adapter.
     """
 
     rows: PassRows | None = None

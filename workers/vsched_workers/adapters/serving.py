@@ -1,4 +1,4 @@
-"""The adapters of a worker, by number: read, put into memory that was taken for them, and applied to rows."""
+"""The adapters of a worker, by number: reading, storing in preallocated memory, and applying to rows."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from vsched_workers.parallel.slicing import Cut
 
 @dataclass(frozen=True)
 class Adaptable:
-    """A module as adapters see it.
+    """The interface of a module to LoRA adapters.
 
     Attributes:
-        module: What has the layers.
-        places: Where adapters go in it.
-        passes: Where it says which rows a call is about; None where calls are about all.
-        prefixes: What the names of its layers may have before them in an adapter.
-        others: What the names begin with of layers that the other stage has: they are left to that.
+        module: The module that contains the layers.
+        places: Targets of adapters by the names of layers.
+        passes: The module's object for the rows of each call; None if all calls use all rows.
+        prefixes: Prefixes that an adapter may use for the names of its layers.
+        others: Prefixes of the names of layers in the other stage, which are left to that.
     """
 
     module: nn.Module
@@ -49,12 +49,12 @@ def adaptable_module(
     prefixes: Sequence[str] = ("",),
     others: Sequence[str] = (),
 ) -> Adaptable:
-    """Return a module as adapters see it.
+    """Return the interface of a module to LoRA adapters.
 
     Args:
         module: As it runs.
-        layers: What computes its layers; where they are fused, it tells by itself where adapters go.
-        cuts: This rank's part of each weight that ranks share, by the weights' names.
+        layers: The runnable layers; fused layers have their own places.
+        cuts: This rank's part of each shared weight, by the weights' names.
         only: The layers that can have adapters; None for all.
         prefixes: See `Adaptable`.
         others: See `Adaptable`.
@@ -70,7 +70,7 @@ def adaptable_module(
 
 
 class ServedAdapters:
-    """The adapters of one module, in memory that is taken for all that there may be."""
+    """The adapters of one module, in preallocated memory for the maximum number."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ServedAdapters:
         allocate: Allocate,
         make_sums: MakeSums,
     ) -> None:
-        """Take the memory."""
+        """Allocate the memory."""
         module = adaptable.module
         find_head = getattr(module, "get_output_embeddings", lambda: None)
         self._head = next(
@@ -100,11 +100,11 @@ class ServedAdapters:
 
     @property
     def bytes(self) -> int:
-        """Bytes that were taken for all of them."""
+        """Bytes that were allocated for all of them."""
         return self._module.bytes
 
     def add(self, number: int, path: str) -> None:
-        """Read an adapter and add what it changes here, all of it or nothing.
+        """Read an adapter and add its layers of this module, all or none.
 
         Raises:
             CheckpointError: When it cannot be read, or does not fit.
@@ -118,16 +118,16 @@ class ServedAdapters:
         self._module.add(str(number), adapter)
 
     def add_trial(self, number: int) -> None:
-        """Add one of the highest rank to all layers."""
+        """Add an adapter of the highest rank to all layers."""
         self._module.add_trial(str(number))
 
     def remove(self, number: int) -> None:
-        """Take an adapter away, if it is there."""
+        """Remove an adapter, if it is there."""
         if str(number) in self._module.bytes_by_adapter:
             self._module.remove(str(number))
 
     def rows_of(self, batch: Batch) -> AbstractContextManager[None]:
-        """Apply adapters to the rows of a step until the context ends: those that decode, then those of chunks."""
+        """Apply adapters to the rows of a step, first decode rows, then chunks, until the context ends."""
         adapters = [each.adapter for each in batch.decode_sequences]
         for chunk in batch.chunks:
             adapters += [chunk.sequence.adapter] * (chunk.stop - chunk.start)
@@ -139,7 +139,7 @@ class ServedAdapters:
         return self._module.rows([names[each] for each in adapters])
 
     def expect_all(self, *, whole: bool) -> None:
-        """Say whether steps run through all layers, as they do but while memory is measured."""
+        """Set whether steps run all layers, as they do except while memory is measured."""
         self._module.whole = whole
 
     def all_rows(self, number: int) -> AbstractContextManager[None]:
@@ -148,15 +148,15 @@ class ServedAdapters:
 
 
 class AdaptedWorker:
-    """What a worker has to do with adapters; see `vsched.worker.capabilities.ServesAdapters`."""
+    """Adapter methods of a worker; see `vsched.worker.capabilities.ServesAdapters`."""
 
     def __init__(self, adapters: ServedAdapters | None) -> None:
-        """Take the adapters that requests may name; None where they may name none."""
+        """Take the adapters that requests may name; None without adapters."""
         self._served = adapters
 
     @property
     def adapter_bytes(self) -> int:
-        """Bytes that were taken for adapters."""
+        """Bytes that were allocated for adapters."""
         return 0 if self._served is None else self._served.bytes
 
     def add_adapter(self, number: int, path: str) -> None:
@@ -168,11 +168,11 @@ class AdaptedWorker:
         self._adapters.add(number, path)
 
     def add_trial_adapter(self, number: int) -> None:
-        """Add one of the highest rank to all layers."""
+        """Add an adapter of the highest rank to all layers."""
         self._adapters.add_trial(number)
 
     def remove_adapter(self, number: int) -> None:
-        """Take an adapter away, if it is there."""
+        """Remove an adapter, if it is there."""
         self._adapters.remove(number)
 
     def adapted(self, batch: Batch) -> AbstractContextManager[None]:
@@ -185,7 +185,7 @@ class AdaptedWorker:
 
     @contextmanager
     def partly_adapted(self) -> Iterator[None]:
-        """Run steps through some layers only until the context ends."""
+        """Allow steps through some layers only until the context ends."""
         if self._served is None:
             yield
             return
@@ -207,13 +207,13 @@ def served_adapters(
     allocate: Allocate,
     prepare: Callable[[], MakeSums],
 ) -> ServedAdapters | None:
-    """Take memory for as many adapters as a module may have at a time; None for none, and nothing is done.
+    """Allocate memory for the configured number of adapters; return None, without preparation, if it is 0.
 
     Args:
-        adaptable: Tells where adapters go.
+        adaptable: Returns the module's interface to adapters.
         settings: Of the worker.
-        allocate: Returns zeros of a shape and dtype on the device.
-        prepare: Compiles what adding needs.
+        allocate: Allocates zeros of a shape and dtype on the device.
+        prepare: Compiles the kernels for adapters.
     """
     if not settings.adapters:
         return None

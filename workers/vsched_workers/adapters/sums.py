@@ -1,11 +1,11 @@
-"""What adapters add to the results of one product.
+"""The contributions of LoRA adapters to the results of one product.
 
 `TorchSums` is for any device: for each adapter its rows are gathered by an index, multiplied by its two small matrices,
-and added back. A row has one adapter at most, so no two additions meet and the sum has one order. On a CPU in bfloat16
+and added back. A row has at most one adapter, so no two additions meet and the sum has one order. On a CPU in bfloat16
 a compiled kernel does the same for all adapters in one call (`backends/cpu/low_rank/`).
 
-On a CPU matrices are float32 beside weights of any type, as PEFT has them: they are small, and the sum is rounded once.
-On other devices they have the type of the weights.
+On a CPU the matrices are float32 for weights of any type, as in PEFT: they are small, and the sum is rounded once. On
+other devices they have the type of the weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vsched_workers.adapters.rows import CallRows
 
 
 class Part(NamedTuple):
-    """What an adapter adds to the outputs of a product from `first` on: `scaling * up @ down`.
+    """A LoRA contribution to a product's outputs from `first` on: `scaling * up @ down`.
 
     Shape: down [rank, inputs], up [outputs, rank].
     """
@@ -31,34 +31,34 @@ class Part(NamedTuple):
 
 
 class Sums(Protocol):
-    """The parts of adapters that belong to one product."""
+    """The adapter parts of one product."""
 
     def place(self, parts: Sequence[Part], room: Room) -> Sequence[Part]:
-        """Return an adapter's parts as they are kept, in memory of a room: no other is taken for longer."""
+        """Copy an adapter's parts into memory from `room` and return them; no other memory is kept."""
         ...
 
     def put(self, owner: int, parts: Sequence[Part]) -> None:
-        """Keep what `place` returned for an adapter."""
+        """Install the parts that `place` returned for an adapter."""
         ...
 
     def drop(self, owner: int) -> None:
-        """Forget an adapter's parts, if there are any."""
+        """Remove an adapter's parts, if there are any."""
         ...
 
     def add(self, rows: torch.Tensor, made: torch.Tensor, call: CallRows) -> None:
-        """Add to results [n, outputs] of rows [n, inputs] what the rows' adapters say."""
+        """Add the adapters' contributions to results [n, outputs] of rows [n, inputs]."""
         ...
 
 
 Room = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""Returns memory for a tensor of this shape and type, on the device."""
+"""Allocates a tensor of this shape and type on the device."""
 
 MakeSums = Callable[[torch.dtype, torch.device], Sums]
-"""Makes what is kept for a product of this type on this device."""
+"""Factory of the adapter parts of a product with this type on this device."""
 
 
 class TorchSums:
-    """By torch's own products, on any device; see `Sums`."""
+    """Adapter parts with torch's own products, on any device; see `Sums`."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         """Take the type and the device of the product's weight."""
@@ -91,5 +91,5 @@ class TorchSums:
 
 
 def kept_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type of matrices beside a weight."""
+    """Return the type of LoRA matrices for a weight."""
     return torch.float32 if device.type == "cpu" else dtype

@@ -1,1 +1,1 @@
-"""Backends: products, attention, memory, captured steps and copies for each kind of device."""
+"""Backends: matrix products, attention, memory, captured steps and copies for each kind of device."""

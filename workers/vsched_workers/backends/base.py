@@ -1,8 +1,8 @@
-"""What a backend owns: everything about running a model that depends on the device.
+"""The backend interface: everything about running a model that depends on the device.
 
-`LanguageWorker` and `VisionWorker` know models, batches and ranks, and speak to one `Backend`; `choice.choose_backend`
-picks it once per worker. Three exist: `reference` is torch alone, `cpu` adds fused layers and compiled kernels, `cuda`
-adds attention kernels, captured decode steps and copies that overlap with computing.
+`LanguageWorker` and `VisionWorker` handle models, batches and ranks, and use one `Backend`, which
+`choice.choose_backend` picks once per worker. There are three: `reference` is torch alone, `cpu` adds fused layers and
+compiled kernels, `cuda` adds attention kernels, captured decode steps and copies that overlap with computing.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from vsched_workers.families.decoder import Decoder
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""Multiplies rows [..., in] by a weight; returns [..., out]."""
+"""Multiply activations [..., in] by a weight; return [..., out]."""
 
 RunModel = Callable[[torch.Tensor, torch.Tensor, PagedStep], torch.Tensor]
-"""Runs a step of decode rows: token ids [rows] and positions [4, 1, rows] give logits [rows, vocabulary]."""
+"""Run a decode step: token ids [rows] and positions [4, 1, rows] to logits [rows, vocabulary]."""
 
 
 class LanguageLayers(Protocol):
-    """Runs the layers of a language model over one packed row."""
+    """The layers of a language model, run over one packed batch."""
 
     def __call__(
         self,
@@ -51,11 +51,11 @@ class LanguageLayers(Protocol):
         wanted: npt.NDArray[np.int64],
         /,
     ) -> torch.Tensor:
-        """Return the normed hidden states of the wanted rows.
+        """Return the normalized hidden states of the wanted rows.
 
-        Shape: token ids int64 [rows]; positions int64 [4, 1, rows], of the text and on three axes; `wanted` ascending
-        row numbers, all decode rows among them. Returns [wanted or more, hidden]: rows beyond the wanted ones are
-        filling, and come last.
+        Shape: token ids int64 [rows]; positions int64 [4, 1, rows], the text position and three mrope axes; `wanted`
+        has ascending row numbers, including all decode rows. Returns [wanted or more, hidden]: rows beyond the wanted
+        ones are padding at the end.
         """
         ...
 
@@ -65,11 +65,11 @@ class RunnableLanguage:
     """A language model as a backend runs it.
 
     Attributes:
-        layers: From token ids to hidden states; to logits, where the model has its head within.
-        head: From hidden states [rows, hidden] to logits [rows, vocabulary]; a rank's part of the vocabulary where
-            ranks share it. From logits, it is nothing.
+        layers: From token ids to hidden states, or to logits if the model includes its head.
+        head: From hidden states [rows, hidden] to logits [rows, vocabulary], or this rank's part of the vocabulary; the
+            identity if `layers` returns logits.
         weights_bytes: Bytes of the weights on the device; tied weights count once.
-        apart: Layers and head as one by one, where `layers` has the head within and yields logits of wanted rows alone.
+        apart: Separate layers and head, for a model that includes its head and computes logits of wanted rows only.
     """
 
     layers: LanguageLayers
@@ -79,31 +79,32 @@ class RunnableLanguage:
 
 
 class CapturedSteps(Protocol):
-    """Decode steps over one KV cache that were captured, and are started again as a whole."""
+    """Captured decode steps over one KV cache, which are replayed as a whole."""
 
     def step(self, batch: Batch) -> Sampled | None:
-        """Run a step and sample; None for a batch that has to be run layer by layer, which may be done at once."""
+        """Run a step and sample; return None for a batch that must be run layer by layer instead."""
         ...
 
     def drop(self) -> None:
-        """Forget what was captured: it points into the KV cache."""
+        """Drop the captured steps: they point into the KV cache."""
         ...
 
 
 class Backend(ABC):
-    """One device, and how the models of a rank run on it.
+    """A device, and the implementation of a rank's models on it.
 
     Attributes:
-        device: As torch names it.
-        dtype: The type of models, and `kv_dtype` that of KV caches: the same, or int8.
+        device: The device's name in torch.
+        dtype: The data type of models.
+        kv_dtype: The data type of KV caches: `dtype` or int8.
         memory: The memory of the device.
-        collectives: How ranks on devices of this kind talk with each other.
-        synchronous: Whether a call of a module returns when the device is done, so that a layer can be timed and
-            paused after.
-        compiles: Whether kernels are compiled while a model is prepared, which takes a while the first time.
-        layers_reuse_memory: Whether a layer takes no more memory than the one before it gave back.
+        collectives: Communication between ranks on devices of this kind.
+        synchronous: Whether a module's call returns when the device is done, so that layers can be timed and encoding
+            can pause after one.
+        compiles: Whether kernels are compiled while a model is prepared, which is slow the first time.
+        layers_reuse_memory: Whether a layer needs no more memory than the layer before it released.
         keeps_indices: Whether the layers of a step share the slots and the mask of a chunk.
-        spare_blocks: Blocks that a KV cache needs beyond its own, for the padding of captured steps.
+        spare_blocks: Extra blocks of a KV cache, for the padding of captured steps.
     """
 
     synchronous: ClassVar[bool]
@@ -129,62 +130,63 @@ class Backend(ABC):
         self.collectives = collectives
 
     def computing(self, kind: Hashable, rows: int) -> AbstractContextManager[None]:
-        """Return the context that a step of this kind is computed in."""
+        """Return the context manager in which a step of this kind is computed."""
         return nullcontext()
 
-    # --- products and layers ---
+    # --- matrix products and layers ---
 
     @abstractmethod
     def prepare_language(
         self, model: nn.Module, head: torch.Tensor, decoder: Decoder
     ) -> RunnableLanguage:
-        """Lay a loaded language model of this make out for this device; its linear layers may be replaced.
+        """Prepare a loaded decoder-only language model for this device; its linear layers may be replaced.
 
-        Shape: `head` [vocabulary, hidden], the embedding itself where the two are tied.
+        Shape: `head` [vocabulary, hidden], the embedding itself if the two are tied.
         """
 
     @abstractmethod
     def prepare_tower(self, tower: nn.Module) -> int:
-        """Lay a loaded vision tower out for this device; its layers may be replaced. Return its weights' bytes."""
+        """Prepare a loaded vision tower for this device; its layers may be replaced. Return its weights' bytes."""
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
-        """Return the parameters of a module that are laid out anew when it is prepared, and copied for that.
+        """Return the names of a module's parameters that are repacked, and thus copied, when it is prepared.
 
         Until then they may lie in mapped files.
         """
         return ()
 
     def prepare_adapters(self) -> MakeSums:
-        """Return what makes what keeps adapters' parts of a product; compile what that needs."""
+        """Return the factory of LoRA products for a layer; compile its kernels."""
         return TorchSums
 
     def compile_language(
         self, config: Any, decoder: Decoder | None, kinds: Sequence[str], progress: Progress
     ) -> int:
-        """Compile what a language model will need, before it is loaded; return how many kernels were not there yet.
+        """Compile the kernels of a language model before it is loaded; return the number that was not cached yet.
 
-        `config` is that of the model, `decoder` its make where it is of one, and `kinds` are those of weights that its
-        checkpoint has in fewer bits. By default nothing is done: what has to be compiled is when it is prepared.
+        `config` is the model's configuration, `decoder` its decoder description if it has one, and `kinds` are the
+        quantization formats of its checkpoint. By default this does nothing: kernels are compiled when the model is
+        prepared.
         """
         return 0
 
     def compile_tower(self, tower: nn.Module | None, progress: Progress) -> int:
-        """Compile what a vision tower will need, before it has weights, in the same way; None is one of any make."""
+        """Compile the kernels of a vision tower, in the same way; None is a tower of the generic path."""
         return 0
 
     def kernels_here(self) -> Mapping[str, int]:
-        """Return for how many kinds of arguments this process has each compiled kernel; see `CountsKernels`."""
+        """Return, for each compiled kernel of this process, the number of its specializations; see `CountsKernels`."""
         return {}
 
     @abstractmethod
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
-        """Return the place of the largest logit of each row, the first of equal ones; logits [rows, vocabulary]."""
+        """Return the index of the largest logit of each row, the first of equal ones; logits [rows, vocabulary]."""
 
     def draw(self, logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
-        """Choose the tokens of special rows, as `draw_in_numpy` does, which is what there is by default.
+        """Sample the tokens of special rows, by default with `draw_in_numpy`.
 
         Raises:
-            FloatingPointError: When there is nothing to draw from.
+            FloatingPointError: When no token can be drawn.
         """
         return draw_in_numpy(logits, special)
 
@@ -192,37 +194,37 @@ class Backend(ABC):
 
     @abstractmethod
     def load_attention(self) -> None:
-        """Load, and compile where that needs no cache, the configured attention kernels of a language model.
+        """Load the configured attention kernels of a language model; compile them unless they need a cache.
 
         Raises:
-            ConfigError: When the kernel that the configuration names is not installed.
+            ConfigError: When the configured kernel is not installed.
         """
 
     @abstractmethod
     def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
-        """Return the kernels for a cache that was just built; `heads` are this rank's query heads.
+        """Return the kernels for a new cache; `heads` are this rank's query heads.
 
         Raises:
-            DeviceOutOfMemory: When trying kernels out took more memory than there is.
+            DeviceOutOfMemory: When benchmarking kernels took more memory than available.
         """
 
     @abstractmethod
     def capture_steps(
         self, cache: KvCache, attention: AttentionKernels, run: RunModel
     ) -> CapturedSteps | None:
-        """Return what captures decode steps over a cache; None where steps are not captured."""
+        """Return captured decode steps over a cache; None if steps are not captured."""
 
     # --- memory and copies ---
 
     def without_holes(self) -> AbstractContextManager[None]:
-        """Have what is allocated and freed until the context ends leave no holes: it is slower, for what is done once.
+        """Avoid heap fragmentation by allocations until the context ends; slower, so for one-time work.
 
-        By default nothing is done: an allocator of blocks that can be split and joined at will needs nothing.
+        By default this does nothing: an allocator whose blocks can be split and joined freely needs nothing.
         """
         return nullcontext()
 
     def sparsely(self) -> AbstractContextManager[None]:
-        """Have runs until the context ends do a part of their work only, which takes the memory that all of it would.
+        """Have runs do only a part of their work, with the memory of all of it, until the context ends.
 
         By default they do all of it.
         """
@@ -230,29 +232,29 @@ class Backend(ABC):
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, touch: bool) -> torch.Tensor:
-        """Allocate memory of the device that reads as zeros; with `touch`, the host hands all of it out now."""
+        """Allocate zeroed device memory; `touch` makes the host hand out all its pages immediately."""
 
     def swap_area(self, cache: KvCache, blocks: int) -> SwapArea:
-        """Return places for blocks of a cache in host memory; by default, the cache is in that, too.
+        """Return host memory for swapped blocks of a cache; by default, the cache is in host memory, too.
 
         Raises:
-            DeviceOutOfMemory: When the host has not as much.
+            DeviceOutOfMemory: When the host has too little memory.
         """
         return SwapArea(cache, blocks)
 
     @abstractmethod
     def send(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Return a small array on the device; the host waits for nothing that the device has to do first."""
+        """Copy a small array to the device, without waiting for work that is queued there."""
 
     @abstractmethod
     def fetch_rows(
         self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]
     ) -> torch.Tensor:
-        """Return rows of host memory on the device.
+        """Copy rows of host memory to the device.
 
         Shape: source uint8 [rows, bytes], wanted int64 [n]; returns uint8 [n, bytes].
         """
 
     @abstractmethod
     def send_pixels(self, parts: Sequence[npt.NDArray[np.uint8]]) -> torch.Tensor:
-        """Return the pixels of several images, [patches, patch values] each, one after the other on the device."""
+        """Copy the pixels of several images, [patches, patch values] each, to the device, concatenated."""

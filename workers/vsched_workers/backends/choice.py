@@ -1,4 +1,4 @@
-"""The one place where device names are read: whether a device is there, and which backend runs it."""
+"""The choice of a backend for a device name, and the check that the device exists."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vsched_workers.backends.base import Backend
 from vsched_workers.backends.reference.backend import ReferenceBackend
 
 KERNELS = ("auto", "exact", "numba", "triton", "varlen")
-"""What `generate.attention` may name."""
+"""Values of `generate.attention`."""
 
 _CUDA_KERNELS = ("triton", "varlen")
 
 
 def check_device(device: str, *, key: str) -> None:
-    """Refuse a device that a rank could not use; `key` is the path of the configuration key that names it.
+    """Raise an error if a rank cannot use a device; `key` is the path of the configuration key that names it.
 
     Raises:
         ConfigError: With value, limit and remedy.
@@ -45,32 +45,32 @@ def check_device(device: str, *, key: str) -> None:
 
 
 def torch_threads(settings: WorkerSettings) -> int:
-    """Return the threads of torch's own operations.
+    """Return the number of threads for torch's own operations.
 
-    Its GELU rounds some values at the end of a thread's part otherwise than within it, so `deterministic` has one part.
-    Products and attention have kernels with threads of their own.
+    Its GELU rounds some values differently at the end of a thread's part, so `deterministic` uses one thread. Matrix
+    products and attention have kernels with threads of their own.
     """
     return 1 if settings.deterministic else settings.threads
 
 
 def threads_here(backend: Backend) -> int:
-    """Return the number of threads that this process computes with now, as `UsesThreads` does."""
+    """Return the number of threads that this process computes with at present; see `UsesThreads`."""
     if backend.device != "cpu":
         return 0
-    if not backend.compiles:  # its operations are torch's, whose threads do not change
+    if not backend.compiles:  # all its operations are torch's, with a constant number of threads
         return backend.settings.threads
-    from vsched_workers.backends.cpu.threads import process_pool  # needs numba
+    from vsched_workers.backends.cpu.threads import process_pool  # requires numba
 
     return process_pool().active
 
 
 def choose_backend(settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str = "auto") -> Backend:
-    """Return the backend for a device, a type of weights and the attention that the configuration asks for.
+    """Return the backend for a device, a data type of weights and the configured attention.
 
-    `kv_dtype` is that of `ModelInfo`.
+    `kv_dtype` is that in `ModelInfo`.
 
     Raises:
-        ConfigError: When there is no such attention, or it cannot run with this device and type.
+        ConfigError: When there is no such attention kernel, or it cannot run with this device and type.
     """
     on_cuda = settings.device.startswith("cuda")
     if settings.quantizes:
@@ -104,10 +104,10 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str =
 
 
 def _check_int8_rows(settings: WorkerSettings, dtype: torch.dtype) -> None:
-    """Refuse rows in 8 bits where there is no product of such.
+    """Check that int8 activations are supported.
 
     Raises:
-        ConfigError: With what is there.
+        ConfigError: With the supported combination.
     """
     types = {torch.float32, torch.bfloat16}
     if settings.device != "cpu" or settings.attention == "exact" or dtype not in types:
@@ -120,10 +120,10 @@ def _check_int8_rows(settings: WorkerSettings, dtype: torch.dtype) -> None:
 
 
 def _check_int8_kv(settings: WorkerSettings) -> None:
-    """Refuse a KV cache in 8 bits where attention cannot read one.
+    """Check that an int8 KV cache is supported.
 
     Raises:
-        ConfigError: With what can.
+        ConfigError: With the supported devices and modes.
     """
     if settings.device != "cpu":
         raise ConfigError(
@@ -138,10 +138,10 @@ def _check_int8_kv(settings: WorkerSettings) -> None:
 
 
 def check_quantized(settings: WorkerSettings, dtype: torch.dtype, *, what: str) -> None:
-    """Refuse quantised weights where there is no product by such; `what` asks for them.
+    """Check that quantized weights are supported; the error begins with `what`.
 
     Raises:
-        ConfigError: With what is there.
+        ConfigError: With the supported combination.
     """
     name = str(dtype).removeprefix("torch.")
     on_cuda = settings.device.startswith("cuda")
@@ -159,7 +159,7 @@ def check_quantized(settings: WorkerSettings, dtype: torch.dtype, *, what: str) 
 
 
 def _deterministic_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
-    """Return the backend whose rows do not depend on the rows beside them.
+    """Return the batch-invariant backend: the results of a row do not depend on the other rows.
 
     Raises:
         ConfigError: When the device, the type, the attention or the processor has no such kernels.

@@ -1,4 +1,4 @@
-"""How what the host has made for a step gets to its device."""
+"""Copies of arrays between the host and a device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def sent(array: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
-    """Return an array on a device, without waiting for what that has to do first: it is copied from pinned memory.
+    """Return an array on a device without synchronizing: it is copied from pinned memory.
 
-    Torch keeps the pinned memory until the copy is done. On the host the tensor is the array.
+    Torch keeps the pinned memory until the copy is done. On a CPU, the tensor shares the array's memory.
     """
     tensor = torch.from_numpy(array)
     if torch.device(device).type == "cpu":
@@ -20,7 +20,7 @@ def sent(array: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
 
 
 def fetched(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a device on the host, once it is there; into pinned memory, which is twice as fast or more."""
+    """Return a device tensor on the host after its computation; pinned memory makes the copy at least twice as fast."""
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

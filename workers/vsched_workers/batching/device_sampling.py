@@ -1,11 +1,11 @@
-"""Drawing tokens where the logits are: the definition of `sampling.py` in torch, for any device, all rows at once.
+"""Sampling on the device: the definition of `sampling.py` in torch, for any device, all rows at once.
 
-What a draw depends on is gathered on the host first (`StagedDraw`), from the sequences as they are then. The device
-adds at most one token to that, the last: the one that the step before has drawn and the host has not read. So a step
-can be started before the tokens of the one before are known, and nothing has changed where such a step is dropped.
+The inputs of a draw are gathered on the host first (`StagedDraw`), from the sequences as they are then. The device adds
+at most one token to them, the last: the one that the step before has drawn and the host has not read. So a step can be
+started before the tokens of the step before are known, and dropping such a step has no effect.
 
-Logits are sorted where top-k or top-p is asked for, as in vLLM without FlashInfer. Sums are in float64, in another
-order than numpy's: where a limit or a draw falls within their rounding (1e-15), the two may differ.
+Logits are sorted for top-k or top-p, as in vLLM without FlashInfer. Sums are in float64, in another order than numpy's:
+if a threshold or a draw falls within their rounding error (1e-15), the results may differ.
 
 Not yet run on a GPU: tests run it on a CPU, where it equals numpy's definition.
 """
@@ -30,14 +30,14 @@ from vsched_workers.batching.sampling import (
 )
 
 _UNDRAWN = -1
-"""The token of a row that there is nothing to draw from."""
+"""The token of a row that cannot be drawn."""
 
 
 def is_foreseeable(sequence: SequenceState) -> bool:
     """Return whether a draw can be staged before the last token is known.
 
-    It cannot where the host reads that token to say what is allowed: with a mask of tokens, or bad words of several
-    tokens. Log-probabilities are computed on the host from logits that the next step overwrites.
+    It cannot if the host needs that token to determine the allowed ones: with a token mask, or bad words of several
+    tokens. Nor with log-probabilities, which are computed on the host from logits that the next step overwrites.
     """
     params = sequence.sampling
     return (
@@ -48,12 +48,12 @@ def is_foreseeable(sequence: SequenceState) -> bool:
 
 
 class StagedDraw:
-    """The draws of the special rows of a step: what they ask for, taken from the host now, to be run later."""
+    """The draws of a step's special rows: their inputs, captured from the host now, to be run later."""
 
     def __init__(
         self, special: Sequence[SpecialRow], vocabulary: int, *, ahead: bool = False
     ) -> None:
-        """Gather it; with `ahead`, the token before the one to draw is not known yet, and every row is foreseeable."""
+        """Gather the inputs; with `ahead`, the last token is not known yet, and every row is foreseeable."""
         self._special = list(special)
         self._ahead = ahead
         params = [entry.sequence.sampling for entry in special]
@@ -91,9 +91,9 @@ class StagedDraw:
         return np.array(index, np.int64), np.array(token, np.int64), np.array(bias, np.float32)
 
     def run(self, logits: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the token of each special row, -1 where there is nothing to draw from; the host waits for nothing.
+        """Return the token of each special row, or -1 if none can be drawn; does not synchronize.
 
-        Shape: logits [rows, vocabulary], `last` int [rows], where ahead: the tokens that the host has not read; returns
+        Shape: logits [rows, vocabulary]; `last` int [rows] if `ahead`: the tokens that the host has not read; returns
         int32 [special rows].
         """
         device = logits.device
@@ -120,21 +120,21 @@ class StagedDraw:
         return torch.where(is_greedy > 0, values.argmax(dim=1), drawn).int()
 
     def rows_on(self, device: torch.device) -> torch.Tensor:
-        """Return the rows, int64, on a device."""
+        """Return the row numbers, int64, on a device."""
         return sent(self.rows, device)
 
     def check(self, drawn: npt.NDArray[np.int32]) -> None:
         """Check the tokens of the special rows, once the host has read them.
 
         Raises:
-            FloatingPointError: When there was nothing to draw one from.
+            FloatingPointError: When no token could be drawn.
         """
         for index in np.flatnonzero(drawn == _UNDRAWN).tolist():
             check_highest(np.nan, self._special[index])
 
 
 class _Penalties:
-    """The penalties of some rows, and the tokens that they count."""
+    """The penalties of some rows, and the token history that they count."""
 
     def __init__(self, special: Sequence[SpecialRow], vocabulary: int, *, ahead: bool) -> None:
         entries = [
@@ -168,7 +168,7 @@ class _Penalties:
             self._is_output = np.concatenate(outputs)[within].astype(np.int32)
 
     def apply(self, values: torch.Tensor, last: torch.Tensor | None) -> None:
-        """Change the logits of the rows; `last` are outputs that the history lacks, int [rows]."""
+        """Apply the penalties to the logits of the rows; `last` are outputs missing in the history, int [rows]."""
         if not len(self._rows):
             return
         device = values.device
@@ -197,19 +197,19 @@ class _Penalties:
 def _cut(
     values: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weights with 0 for what top-k and then top-p cut off; of equal logits the first are kept."""
+    """Return the weights after top-k and then top-p, 0 for removed tokens; of equal logits the first are kept."""
     order = values.argsort(dim=1, descending=True, stable=True)
     rank = torch.arange(values.shape[1], device=values.device)
     ordered = torch.where(rank < top_k[:, None], weights.gather(1, order), 0.0)
     wanted = top_p * ordered.sum(dim=1)
     before = ordered.cumsum(dim=1) - ordered
-    # A top-p of 1 cuts off nothing, whatever the sums round to.
+    # A top-p of 1 removes nothing, regardless of rounding.
     kept = (before < wanted[:, None]) | (top_p >= 1.0)[:, None] | (rank == 0)
     return torch.zeros_like(weights).scatter_(1, order, torch.where(kept, ordered, 0.0))
 
 
 def _allowed(mask: npt.NDArray[np.uint32] | None, vocabulary: int) -> npt.NDArray[np.bool_]:
-    """Return which tokens a packed mask allows, bool [vocabulary]."""
+    """Return the tokens that a packed mask allows, bool [vocabulary]."""
     assert mask is not None
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocabulary]
     found = np.zeros(vocabulary, np.bool_)

@@ -1,12 +1,12 @@
-"""The paged KV cache: keys and values of every layer, as the model computes them or in 8 bits.
+"""The paged KV cache: keys and values of every layer, in the model's data type or int8.
 
-In 8 bits a head of a token is its values, int8, and behind them the scale that they are multiplied with, a bfloat16:
+In int8, a head of a token is stored as its int8 values followed by their scale, a bfloat16:
 
     head [x_0 .. x_n-1]  ->  [round(x_0 / s) .. round(x_n-1 / s), s],   s = max |x_i| / 127
 
-A head has all that it needs to be read: a token is written without a look at others of its block, and blocks are
-copied, shared and swapped as blocks of any other type are. Whoever attends sees what the cache has of a token, never
-what the model had computed: else an answer would depend on where a prompt was cut.
+As each head has its own scale, a token is written without reading others of its block, and blocks are copied, shared
+and swapped like blocks of any other type. Attention always reads the quantized values, never those that the model had
+computed: otherwise the output would depend on the chunks of a prompt.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 from vsched.types import KV_SCALE_BYTES
 
 LEVELS = 127
-"""The largest value in 8 bits; -128 is not used."""
+"""The largest int8 value; -128 is not used."""
 SCALE_MIN = 1e-37
-"""A head whose scale would be smaller is zeros: the inverse of the scale must be a number, too."""
+"""Heads with a smaller scale are stored as zeros: the inverse of the scale must be finite."""
 
 
 class Allocate(Protocol):
-    """Allocates memory of a device that reads as zeros."""
+    """Allocates zeroed memory on a device."""
 
     def __call__(self, shape: tuple[int, ...], /, *, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of this shape and type."""
@@ -37,7 +37,7 @@ class Allocate(Protocol):
 
 
 class KvShape(NamedTuple):
-    """What one layer keeps of a token: so many heads, of so many values of the key and of the value each."""
+    """Shape of one layer's keys and values per token: heads, and values of each key and each value head."""
 
     kv_heads: int
     key_dim: int
@@ -50,17 +50,17 @@ class KvShape(NamedTuple):
 
 
 def kept_width(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the places that a head takes in a cache of this type, its scale included."""
+    """Return the number of elements of a stored head, including its scale."""
     return head_dim + KV_SCALE_BYTES if dtype == torch.int8 else head_dim
 
 
 def kept_dim(width: int, dtype: torch.dtype) -> int:
-    """Return the values of a head that takes so many places."""
+    """Return the number of values in a stored head of `width` elements."""
     return width - KV_SCALE_BYTES if dtype == torch.int8 else width
 
 
 def to_int8(heads: torch.Tensor) -> torch.Tensor:
-    """Return heads [..., head dim] in 8 bits, [..., head dim + bytes of the scale]."""
+    """Quantize heads [..., head dim] to int8, [..., head dim + bytes of the scale]."""
     exact = heads.float()
     scale = (exact.abs().amax(-1, keepdim=True) * (1 / LEVELS)).bfloat16()
     inverse = scale.float().reciprocal().masked_fill(scale < SCALE_MIN, 0.0)
@@ -69,7 +69,7 @@ def to_int8(heads: torch.Tensor) -> torch.Tensor:
 
 
 def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the heads [..., head dim] of a type that are kept in 8 bits."""
+    """Dequantize int8 heads to [..., head dim] of a type."""
     levels, scale = kept.split((kept.shape[-1] - KV_SCALE_BYTES, KV_SCALE_BYTES), dim=-1)
     heads: torch.Tensor = levels.float() * scale.contiguous().view(torch.bfloat16).float()
     return heads.to(dtype)
@@ -77,20 +77,20 @@ def from_int8(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """Keys and values of one layer, [slots, kv heads, places of a head] each."""
+    """Keys and values of one layer, [slots, kv heads, elements of a head] each."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
     @property
     def value_dim(self) -> int:
-        """Values of a head of values."""
+        """Values of a value head."""
         return kept_dim(self.values.shape[2], self.values.dtype)
 
     def put(
         self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the keys and values of some rows to their slots; return what is kept of them, in the same shape.
+        """Write keys and values of some rows to their slots; return them as stored, in the same shape.
 
         Shape: slots int64 [rows]; key and value [kv heads, rows, head dim].
         """
@@ -117,7 +117,7 @@ def _read(kept: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.
 
 
 class KvCache:
-    """Keys and values of every layer, [blocks * block_size, kv heads, places of a head] each."""
+    """Keys and values of every layer, [blocks * block_size, kv heads, elements of a head] each."""
 
     def __init__(
         self,
@@ -132,12 +132,12 @@ class KvCache:
         """Allocate for layers of these shapes.
 
         Args:
-            shapes: What the layers keep.
-            blocks: The blocks that requests are given.
+            shapes: Shape of each layer's keys and values.
+            blocks: Blocks for requests.
             block_size: Slots of a block.
             dtype: The type of the model, or int8.
             allocate: Allocates the memory.
-            spare_blocks: Blocks that come after the others, for writes that nobody reads.
+            spare_blocks: Extra blocks at the end, for writes of padding rows.
         """
         self.block_size = block_size
         self.blocks = blocks
@@ -152,7 +152,7 @@ class KvCache:
 
     @functools.cached_property
     def arrays(self) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-        """The same memory as numpy arrays; bfloat16, which numpy does not know, as uint16."""
+        """The same memory as numpy arrays; bfloat16, which numpy lacks, as uint16."""
 
         def array(tensor: torch.Tensor) -> npt.NDArray[Any]:
             half = tensor.dtype == torch.bfloat16
@@ -163,5 +163,5 @@ class KvCache:
 
     @functools.cached_property
     def addresses(self) -> npt.NDArray[np.int64]:
-        """Where the keys and the values of each layer lie, [layers, 2]."""
+        """Addresses of each layer's keys and values, [layers, 2]."""
         return np.array([(each.keys.data_ptr(), each.values.data_ptr()) for each in self.layers])

@@ -1,4 +1,4 @@
-"""Lays out one packed row: the decode rows, one token each, then the tokens of each chunk."""
+"""Construction of a packed batch: the decode rows, one token each, then the tokens of each chunk."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from vsched_workers.batching.step_rows import chunk_positions
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """The image rows of a packed row: where they are, and their embedding levels [levels, image rows, hidden]."""
+    """The image rows of a packed batch: their row numbers, and embedding levels [levels, image rows, hidden]."""
 
     rows: npt.NDArray[np.int64]
     levels: torch.Tensor
 
 
 class DeviceInputs(Protocol):
-    """How the inputs of a step come to a device; a backend does that.
+    """Transfer of a step's inputs to a device, implemented by backends.
 
     Attributes:
-        device: As torch names it.
+        device: The device's name in torch.
         keeps_indices: Whether the layers of a step share the slots and the mask of a chunk (see `Segment`).
     """
 
@@ -37,13 +37,13 @@ class DeviceInputs(Protocol):
     keeps_indices: bool
 
     def send(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Return a small array on the device."""
+        """Copy a small array to the device."""
         ...
 
     def fetch_rows(
         self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]
     ) -> torch.Tensor:
-        """Return rows of host memory, [rows, bytes], on the device, [wanted, bytes]."""
+        """Copy rows of host memory, [rows, bytes], to the device, [wanted, bytes]."""
         ...
 
 
@@ -54,9 +54,9 @@ def pack(
     inputs: DeviceInputs,
     mutual: Callable[[SequenceState], Spans] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, PagedStep]:
-    """Lay out token ids [rows], positions [4, 1, rows] and the attention of a step.
+    """Build token ids [rows], positions [4, 1, rows] and the attention metadata of a step.
 
-    `mutual` tells the spans of a sequence whose positions see each other; None where there are none.
+    `mutual` returns the spans of a sequence with bidirectional attention; None if there are none.
     """
     size = cache.block_size
     decode_rows = len(batch.decode_slots)

@@ -1,18 +1,18 @@
 """Attention over a paged KV cache.
 
-The modelling code calls `attend` through transformers' table of attention functions, once a layer, with the
-queries, keys and values of one packed row: first the decode rows, one token each, then the tokens of each prefill
-chunk. `attend` writes keys and values into their slots of the cache and reads each sequence's context back through
-its block table.
+The modelling code calls `attend` through transformers' attention interface, once per layer, with the queries, keys and
+values of one packed batch: first the decode rows, one token each, then the tokens of each prefill chunk. `attend`
+writes keys and values into their slots of the cache and reads each sequence's context back through its block table.
 
-No mask function is registered under our name: transformers then builds no mask at all, which is what we want, since
-what a token may see follows from its place in its sequence.
+No mask function is registered under the same name, so transformers builds no mask: visibility follows from a token's
+position in its sequence.
 
-What a step needs is computed once, in `PagedStep`, and shared by all layers. It travels to the attention function in a
-context variable (`running`): not every model hands keyword arguments on. So two models can run in one process.
+The metadata of a step is computed once, in `PagedStep`, and shared by all layers. It is passed to the attention
+function in a context variable (`running`), as not every model passes keyword arguments on. So two models can run in one
+process.
 
-What some layers add to plain attention (windows, soft caps, sinks, keys and values of different sizes) is in
-`ruled_attention.py`. A layer without such goes to the kernels of the backend.
+Extensions of plain attention (sliding windows, logit soft-capping, sinks, keys and values of different sizes) are in
+`ruled_attention.py`. Layers without these use the kernels of the backend.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DecodeKernel(Protocol):
 
 
 class PrefillKernel(Protocol):
-    """Attention of the rows of one chunk over the context up to each."""
+    """Causal attention of the tokens of one chunk over their context."""
 
     def __call__(
         self,
@@ -82,19 +82,19 @@ class JoinedPrefill(Protocol):
     def attend_all(
         self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
     ) -> torch.Tensor:
-        """Return [rows, heads, head dim] for the rows of all chunks, of the same shape."""
+        """Return [rows, heads, head dim] for the tokens of all chunks, of the same shape."""
         ...
 
 
 class AttentionKernels(NamedTuple):
-    """The kernels that a step attends with."""
+    """The attention kernels of a step."""
 
     decode: DecodeKernel
     prefill: PrefillKernel
 
 
 class PatchKernel(Protocol):
-    """Attention within each of some sequences of one length, every row to all rows of its own."""
+    """Bidirectional attention within each of several sequences of equal length."""
 
     def __call__(
         self,
@@ -110,17 +110,16 @@ class PatchKernel(Protocol):
 
 
 class Segment:
-    """One chunk of the packed row: rows [start, stop), whose last token has `context` tokens up to itself.
+    """One chunk of the packed batch: rows [start, stop), the last of which has `context` tokens up to itself.
 
-    `whole` says that the chunk is all of its context: nothing has to be read from the cache, and the plain causal rule
-    holds.
+    `whole` means that the chunk is its whole context: nothing is read from the cache, and attention is plain causal.
 
-    Where `keeps_indices` is set, as on a GPU, slots and mask are made once a step and shared by the layers. Otherwise
-    every layer makes them anew: on the host that takes a fiftieth of the layer's time, and to hold them for all chunks
-    at once would take more memory than anything else in a step.
+    If `keeps_indices` is set, as on a GPU, slots and mask are computed once per step and shared by the layers.
+    Otherwise every layer computes them again: on the host that takes a fiftieth of the layer's time, while keeping them
+    for all chunks would take more memory than anything else in a step.
 
-    `prompt_length` says how many tokens of its sequence are the prompt. The tokens of each span of `mutual` see each
-    other, as if the last of them stood before all; the chunk has none of them, or the last.
+    `prompt_length` is the number of prompt tokens of its sequence. Attention is bidirectional within each span of
+    `mutual`; a chunk that overlaps a span contains its end.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class Segment:
         self._mask: torch.Tensor | None = None
 
     def end(self) -> Segment:
-        """Return the last row by itself, for a layer whose other rows nobody asks for."""
+        """Return the last row as a segment, for a layer whose other rows are not needed."""
         return Segment(
             self.table,
             start=self.stop - 1,
@@ -174,7 +173,7 @@ class Segment:
         return slots
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return what to add to the scores, [rows, context]; None where a row sees all."""
+        """Return the attention mask to add to the scores, [rows, context]; None if nothing is masked."""
         rows = self.stop - self.start
         if rows == 1 or self._mask is not None:
             return self._mask
@@ -186,11 +185,11 @@ class Segment:
 
 
 class StatesOfStep(NamedTuple):
-    """Where layers find the states that they keep of the sequences of a step, and where they leave them.
+    """Slots of the recurrent states of a step's sequences, and the snapshots to write.
 
     Attributes:
         slots: int64 [decode rows + segments], the slot of each sequence.
-        chunks: For each segment its snapshots: the row that the next token would have, and where the state goes.
+        chunks: Snapshots of each segment: the row after the last token of each, and the snapshot's slot.
     """
 
     slots: torch.Tensor
@@ -199,12 +198,12 @@ class StatesOfStep(NamedTuple):
 
 @dataclass(slots=True)
 class PagedStep:
-    """What the layers of one step share.
+    """Metadata that the layers of one step share.
 
     Shape:
-        slots: int64 [rows], where each row's key and value go.
+        slots: int64 [rows], the slot for each row's key and value.
         tables: int32 [decode rows, blocks], the block tables of the decode rows, cut to the longest.
-        contexts: int32 [decode rows], tokens that each decode row sees, itself included.
+        contexts: int32 [decode rows], tokens that each decode row attends to, itself included.
         on_device: tables and contexts on a GPU, once they have been copied; a captured step has these alone.
     """
 
@@ -227,7 +226,7 @@ class PagedStep:
         return max([decoding, *(each.context for each in self.segments)])
 
     def as_decode_rows(self) -> PagedStep:
-        """Return the step with every row of a chunk as a decode row, which sees the tokens up to itself."""
+        """Return the step with every token of a chunk as a decode row, with the context up to itself."""
         width = max((each.blocks for each in self.segments), default=0)
         width = max(width, self.tables.shape[1])
         rows = self.decode_rows + sum(each.stop - each.start for each in self.segments)
@@ -256,7 +255,7 @@ _RUNNING: ContextVar[PagedStep] = ContextVar("running paged step")
 
 @contextmanager
 def running(step: PagedStep) -> Iterator[None]:
-    """Let `attend` find the step."""
+    """Provide the step to `attend` until the context ends."""
     token = _RUNNING.set(step)
     try:
         yield
@@ -265,7 +264,7 @@ def running(step: PagedStep) -> Iterator[None]:
 
 
 def running_step() -> PagedStep:
-    """Return the step that runs."""
+    """Return the current step."""
     return _RUNNING.get()
 
 
@@ -282,10 +281,10 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend for one layer of a packed row.
+    """Attend for one layer of a packed batch.
 
-    Shape: query [1, heads, rows, head dim], key and value [1, kv heads, rows, head dim]; returns
-    [1, rows, heads, head dim of the values]. `s_aux` [heads] are sinks: scores that take weight, and have no value.
+    Shape: query [1, heads, rows, head dim], key and value [1, kv heads, rows, head dim]; returns [1, rows, heads, head
+    dim of the values]. `s_aux` [heads] are attention sinks: scores in the softmax without a value.
     """
     layer: Any = module.layer_idx
     step = _RUNNING.get()
@@ -310,9 +309,9 @@ def attend_plainly(
     step: PagedStep,
     scaling: float,
 ) -> torch.Tensor:
-    """Attend for the rows of a step by its kernels; keys and values are in the cache already.
+    """Attend for a step with the backend's kernels; keys and values are in the cache already.
 
-    Shape: query [heads, rows, head dim]; key and value, the rows' own, [kv heads, rows, head dim]. Returns
+    Shape: query [heads, rows, head dim]; key and value, of the rows themselves, [kv heads, rows, head dim]. Returns
     [rows, heads, head dim].
     """
     queries = query.transpose(0, 1)
@@ -327,7 +326,7 @@ def attend_plainly(
         return out
     for segment in step.segments:
         part = slice(segment.start, segment.stop)
-        # What one segment takes is gone before the next.
+        # One segment at a time, so that its temporary memory is reused by the next.
         seen = query[:, part], key[:, part], value[:, part]
         out[part] = step.prefill(*seen, layer, segment, step, scaling).transpose(0, 1)
     return out
@@ -336,10 +335,10 @@ def attend_plainly(
 def attend_by_rule(
     query: torch.Tensor, kept: LayerKv, step: PagedStep, rule: ScoreRule
 ) -> torch.Tensor:
-    """Attend by a rule for the rows of a step, whose keys and values are in the cache already.
+    """Attend for a step with a score rule; keys and values are in the cache already.
 
-    Shape: query [heads, rows, key dim]. Returns [rows, heads, value dim], of which only decode rows and those of
-    segments are written.
+    Shape: query [heads, rows, key dim]. Returns [rows, heads, value dim]; rows that belong to neither decode nor a
+    segment are not written.
     """
     out = query.new_empty(query.shape[1], query.shape[0], kept.value_dim)
     rows = step.decode_rows
@@ -362,7 +361,7 @@ def attend_by_rule(
 
 
 def register() -> None:
-    """Make `attend` known to transformers under `NAME`."""
+    """Register `attend` with transformers as `NAME`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)

@@ -1,8 +1,8 @@
-"""Log-probabilities of the tokens of prompts, which the rows before them tell.
+"""Log-probabilities of prompt tokens, from the logits of the row before each.
 
-The logits of a long chunk would take gigabytes at a large vocabulary. So they are made and forgotten a few rows at a
-time, half as many as there are slots: sampling for all slots, which the profiling run has measured, takes more. What a
-token gets is that of the raw logits, as for sampled ones.
+With a large vocabulary, the logits of a long chunk would take gigabytes. So they are computed and dropped a few rows at
+a time, half the number of slots: sampling for all slots, which the profiling run measures, takes more memory. As for
+sampled tokens, log-probabilities are those of the raw logits.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from vsched.worker.contract import Batch, Chunk, PromptLogprobs
 
 Logits = Callable[[torch.Tensor, int], torch.Tensor]
-"""From hidden states [rows, hidden], and how many rows there are, to logits [rows, vocabulary]."""
+"""Compute logits [rows, vocabulary] from hidden states [rows, hidden] and the number of rows."""
 
 
 def tells_prompts(batch: Batch) -> bool:
-    """Return whether a chunk of a batch is to tell of its prompt."""
+    """Return whether a chunk of a batch needs prompt log-probabilities."""
     return any(chunk.told for chunk in batch.chunks)
 
 
 def prompt_logprobs(
     batch: Batch, hidden: torch.Tensor, logits: Logits, *, rows_max: int
 ) -> list[PromptLogprobs]:
-    """Return what the chunks of a batch tell of their prompts.
+    """Return the prompt log-probabilities of a batch's chunks.
 
     Shape: hidden [rows, hidden], of all rows of the step; `logits` gets at most `rows_max` of them at a time.
     """
@@ -57,7 +57,7 @@ def _piece(
     npt.NDArray[np.int32],
     npt.NDArray[np.float32],
 ]:
-    """Return log-probabilities, ranks, and the best tokens with theirs, of rows from `first` on of a chunk."""
+    """Return log-probabilities, ranks, and the best tokens with theirs, for rows of a chunk from `first` on."""
     start = chunk.start + 1 + first
     following = chunk.sequence.tokens[start : start + len(logits)].astype(np.int64)
     raw = logits.float()

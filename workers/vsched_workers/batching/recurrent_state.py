@@ -1,15 +1,15 @@
-"""What layers keep of a sequence besides keys and values: the states of recurrences and of short convolutions.
+"""Recurrent layers: the states of recurrences and of short convolutions, per sequence.
 
-Such a layer has a module that asks a cache of transformers for its state (`get_conv_state` and the like). Here that
-cache is made for each call: of the sequences in question alone, over tensors that have a row for every slot. Decoding
-sequences run in one call, with their states gathered; chunks run one after the other.
+Such a layer has a module that reads and writes its state in a cache of transformers (`get_conv_state` and the like).
+Here that cache is created for each call, for its sequences alone, over tensors with a row for every slot. Decode rows
+run in one call, with their states gathered; chunks run one after the other.
 
-A chunk from position 0 begins without a state, whatever the slot held before. So nothing has to be reset when a slot
-is given to another request, and what is computed again begins anew. A rank carries its steps out in order, and
-computes each token of a sequence once; so there is no older state to go back to, and states are kept once.
+A chunk from position 0 begins without a state, whatever the slot contains. So slots need no reset for another request,
+and a recomputed request starts from the beginning. A rank runs its steps in order and computes each token of a sequence
+once; so older states are never needed, and only the last one is kept.
 
-Behind the rows of the slots lie snapshots, for the prefix cache: a chunk is cut where one is to be taken, and a slot
-that begins with one has it copied before the step.
+After the rows of the slots come snapshots, for the prefix cache: a chunk is split at the position of a snapshot, and a
+snapshot is copied into the slot of a sequence that starts from it before the step.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from vsched_workers.batching.paged_attention import (
 )
 
 ASKS_FOR_STATES = frozenset({"get_conv_state", "get_recurrent_state", "get_linear_cache"})
-"""Methods of caches: a module whose `forward` calls one has a state."""
+"""Cache methods; a module whose `forward` calls one has a state."""
 
 BEGINS_ANEW = frozenset({"mamba_selective_scan"})
-"""Functions over several tokens that take no state to begin from: modules that call one go on token by token."""
+"""Functions over several tokens that take no initial state: after the first call, their modules run token by token."""
 
 CACHES = ("cache_params", "past_key_values")
-"""What a module's cache is called."""
+"""Parameter names of a module's cache."""
 
 MASK = "attention_mask"
 
 StateName = tuple[int, str, int]
-"""The layer, `conv` or `recurrent`, and the number among several of a layer."""
+"""The layer, `conv` or `recurrent`, and the index among several of a layer."""
 
 
 class StateShape(NamedTuple):
-    """What one state of one sequence is."""
+    """Shape and type of one state of one sequence."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class StateShape(NamedTuple):
 
 
 class Send(Protocol):
-    """Brings a small array to the device; see `DeviceInputs`."""
+    """Copies a small array to the device; see `DeviceInputs`."""
 
     def __call__(self, array: npt.NDArray[np.int64], /) -> torch.Tensor:
         """Return it as a tensor."""
@@ -69,7 +69,7 @@ class Send(Protocol):
 
 
 class _StatefulModule(NamedTuple):
-    """Its layer, what its cache is called, and whether it goes on from a state by single tokens only."""
+    """A module's layer, the parameter name of its cache, and whether it continues token by token only."""
 
     layer: int
     cache: str
@@ -77,10 +77,10 @@ class _StatefulModule(NamedTuple):
 
 
 class SequenceStates:
-    """The states of some sequences in one call of one module, which takes it for a cache of transformers.
+    """The states of some sequences in one call of one module, behind the interface of a transformers cache.
 
-    `held` has a tensor [sequences, ...] for each state; without any the sequences are at their beginning. What the
-    module leaves behind is in `held` afterwards: new tensors, or the same ones, written to.
+    `held` has a tensor [sequences, ...] for each state; it is empty at the beginning of sequences. Afterwards it has
+    the new states: new tensors, or the same ones, overwritten.
     """
 
     def __init__(self, held: Mapping[StateName, torch.Tensor] | None = None) -> None:
@@ -101,7 +101,7 @@ class SequenceStates:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> torch.Tensor:
-        """Take new inputs of a convolution, [sequences, channels, tokens]; return them after the last ones."""
+        """Append inputs of a convolution, [sequences, channels, tokens]; return the previous ones and these."""
         name = (layer_idx, "conv", state_idx)
         before = self.held.get(name)
         size = conv_kernel_size or conv_states.shape[-1]
@@ -115,34 +115,34 @@ class SequenceStates:
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0
     ) -> torch.Tensor:
-        """Take the new state of a recurrence."""
+        """Store the state of a recurrence."""
         self.held[layer_idx, "recurrent", state_idx] = recurrent_states
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        """Return the state of a recurrence, by another name."""
+        """Return the state of a recurrence; alias in transformers."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
-        """Take the new state of a recurrence, by another name."""
+        """Store the state of a recurrence; alias in transformers."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return that nothing but the last state is kept."""
+        """Return False: only the last state is kept."""
         del layer_idx
         return False
 
 
 class RecurrentStates:
-    """The states of all slots, of all layers that have one.
+    """The states of all slots and recurrent layers.
 
     Attributes:
-        shapes: The states of one sequence, known once a sequence has run through the model in `noting`.
-        found: The modules that have a state.
+        shapes: Shapes of one sequence's states, known after a run of the model within `noting`.
+        found: The recurrent modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the modules that have a state, and have them run sequence by sequence from now on."""
+        """Find the recurrent modules, and replace their `forward` by one that runs sequence by sequence."""
         self.shapes: dict[StateName, StateShape] = {}
         self.found: set[nn.Module] = set()
         self._noting = False
@@ -161,7 +161,7 @@ class RecurrentStates:
 
     @property
     def modules(self) -> int:
-        """How many modules have a state."""
+        """Number of recurrent modules."""
         return len(self.found)
 
     @property
@@ -171,12 +171,12 @@ class RecurrentStates:
 
     @property
     def layers(self) -> set[int]:
-        """The layers that have a state."""
+        """Numbers of the recurrent layers."""
         return {layer for layer, _, _ in self.shapes}
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Let the model run outside of a step, and learn what its modules keep of a sequence."""
+        """Let the model run outside of a step, and record the shapes of its states."""
         self._noting = True
         try:
             yield
@@ -184,13 +184,13 @@ class RecurrentStates:
             self._noting = False
 
     def build(self, slots: int, snapshots: int, allocate: Allocate) -> None:
-        """Allocate the states of so many slots, and so many snapshots of states behind them."""
+        """Allocate the states of `slots` slots, followed by `snapshots` snapshots."""
         self._first_snapshot = slots
         for name, each in self.shapes.items():
             self._slots[name] = allocate((slots + snapshots, *each.shape), dtype=each.dtype)
 
     def begin(self, step: PagedStep, batch: Batch, send: Send) -> None:
-        """Let slots begin with snapshots, and tell a step whose states it reads and writes."""
+        """Restore snapshots to slots, and set the slots of a step's states."""
         slots = [*batch.decode_slots, *(chunk.slot for chunk in batch.chunks)]
         places = [place for chunk in batch.chunks for _, place in chunk.writes]
         rows = send(np.array(slots, dtype=np.int64))
@@ -207,7 +207,7 @@ class RecurrentStates:
                 tensor.index_copy_(0, into, tensor.index_select(0, source))
 
     def drop(self) -> None:
-        """Forget them."""
+        """Free the states."""
         self._slots.clear()
 
     def _run(
@@ -218,10 +218,10 @@ class RecurrentStates:
         *_: object,
         **options: Any,
     ) -> Any:
-        """Run a module over a packed row, [1, rows, hidden], in place of its own `forward`."""
+        """Run a module over a packed batch, [1, rows, hidden], in place of its own `forward`."""
 
         def call(part: slice, states: SequenceStates, *, apart: bool = False) -> Any:
-            """Run some rows: one after the other of one sequence, or one each of several."""
+            """Run some rows: consecutive rows of one sequence, or one row of each of several (`apart`)."""
             cut = functools.partial(_cut, part=part, apart=apart)
             given = {name: cut(option) for name, option in options.items()}
             return forward(cut(hidden_states), **given | {own.cache: states, MASK: None})
@@ -274,7 +274,7 @@ def _first(found: Any) -> torch.Tensor:
 
 
 def _cut(option: Any, part: slice, *, apart: bool) -> Any:
-    """Return the rows of `part` of what has a row for each token; anything else as it is."""
+    """Return the rows of `part` of tensors with one row per token; anything else is unchanged."""
     if isinstance(option, tuple):
         return tuple(_cut(each, part, apart=apart) for each in option)
     if not isinstance(option, torch.Tensor) or option.dim() < 2:

@@ -1,7 +1,7 @@
-"""Attention with rules of its own: windows, soft caps, sinks, and values of another size than keys.
+"""Attention with sliding windows, logit soft-capping, sinks, or values of another size than keys.
 
-Written with torch alone, for every device and type. Scores and softmax are float32. What lies before a window is not
-read, and a long chunk is cut into rows, so that what is taken at a time stays within `PART_BYTES` or is one row's.
+Written with torch alone, for every device and type. Scores and softmax are float32. Tokens before a window are not
+read, and a long chunk is split, so that temporary memory stays within `PART_BYTES` or is that of one row.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.kv_cache import LayerKv
 
 PART_BYTES = 64 << 20
-"""Bytes of scores, or of gathered keys and values, at a time; one row may take more."""
+"""Bytes of scores, or of gathered keys and values, at a time; one row may need more."""
 
 
 class ScoreRule(NamedTuple):
-    """How scores become weights.
+    """Variants of the attention scores.
 
     Attributes:
-        window: Tokens that a row sees, itself included; None for all before it.
-        softcap: Scores are bent towards plus and minus this; None for straight ones.
-        sinks: [heads], scores that take weight and have no value; None for none.
+        window: Tokens that a row attends to, itself included; None without a sliding window.
+        softcap: Bound of logit soft-capping; None without it.
+        sinks: [heads], attention sinks: scores in the softmax without a value; None without them.
     """
 
     scaling: float
@@ -37,7 +37,7 @@ class ScoreRule(NamedTuple):
 
 
 class ContextIndex(NamedTuple):
-    """What decode rows see: slots int64 [rows, longest], and which of them are real, [rows, longest]."""
+    """Contexts of decode rows: slots int64 [rows, longest], and the mask of valid ones, [rows, longest]."""
 
     slots: torch.Tensor
     seen: torch.Tensor
@@ -52,12 +52,12 @@ class ContextIndex(NamedTuple):
         window: int | None,
         device: torch.device,
     ) -> ContextIndex:
-        """Make it for block tables [rows, blocks] and the tokens that each row sees, [rows]."""
+        """Build it for block tables [rows, blocks] and context lengths [rows]."""
         starts = np.zeros_like(contexts) if window is None else np.maximum(contexts - window, 0)
         longest = int((contexts - starts).max())
         positions = starts[:, None] + np.arange(longest)
         seen = positions < contexts[:, None]
-        positions = np.where(seen, positions, 0)  # slots of the first token are there, and masked
+        positions = np.where(seen, positions, 0)  # slots of the first token exist, and are masked
         blocks = np.take_along_axis(tables, positions // block_size, axis=1).astype(np.int64)
         slots = blocks * block_size + positions % block_size
         return cls(sent(slots, device), sent(seen, device))
@@ -66,7 +66,7 @@ class ContextIndex(NamedTuple):
 def decode_by_rule(
     query: torch.Tensor, kept: LayerKv, index: ContextIndex, rule: ScoreRule
 ) -> torch.Tensor:
-    """Attend for rows of one token each.
+    """Attend for decode rows.
 
     Shape: query [rows, heads, key dim]. Returns [rows, heads, value dim].
     """
@@ -93,9 +93,9 @@ def prefill_by_rule(
     rule: ScoreRule,
     mutual: Spans = (),
 ) -> torch.Tensor:
-    """Attend for the rows of a chunk, the last tokens of a context, each to the tokens up to itself.
+    """Attend for the tokens of a chunk, the last ones of a context, each to the tokens up to itself.
 
-    The tokens of each span of `mutual` see each other, too; all of them are in the context.
+    Attention is bidirectional within each span of `mutual`; the spans are within the context.
 
     Shape: query [heads, rows, key dim]; `slots` int64 [context]. Returns [rows, heads, value dim].
     """
@@ -125,7 +125,7 @@ def prefill_by_rule(
 def _parts(
     rows: int, context: int, heads: int, window: int | None
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield rows [first, last) of a chunk and the tokens [low, high) of its context that they see some of."""
+    """Yield rows [first, last) of a chunk with the range of tokens [low, high) that they attend to."""
     before = context - rows
     first = 0
     while first < rows:
@@ -139,7 +139,7 @@ def _parts(
 def _weights(
     scores: torch.Tensor, seen: torch.Tensor, rule: ScoreRule, sinks_shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return the weights of scores [..., keys], where they are seen; `sinks_shape` lays sinks out beside them."""
+    """Return the softmax of scores [..., keys] over the tokens that are seen; `sinks_shape` broadcasts the sinks."""
     exact = scores.float() * rule.scaling
     if rule.softcap is not None:
         exact = torch.tanh(exact / rule.softcap) * rule.softcap

@@ -1,12 +1,12 @@
-"""Chooses tokens from logits.
+"""Sampling of tokens from logits.
 
-Most rows want the argmax; it is one call for all of them. The others are few or at least independent of each other:
-what is drawn for a row depends on its own logits, its own history, its seed and its position, never on the rows
-beside it. The uniform number of a draw is the first of a Philox stream keyed by (seed, position): no state has to
-be kept, restored or moved, and a request that is recomputed after a preemption draws what it drew before.
+Most rows are greedy: one argmax call for all of them. The others are independent of each other: a row's token depends
+on its own logits, history, seed and position, never on other rows. The uniform number of a draw is the first of a
+Philox stream keyed by (seed, position): there is no generator state to be kept, restored or moved, and a request that
+is recomputed after a preemption draws the same tokens again.
 
 Order of the steps: penalties, logit bias, minimum length and bad words, the mask of allowed tokens, temperature, top-k,
-top-p, min-p, draw. Log-probabilities are those of the raw logits.
+top-p, min-p, draw. Log-probabilities are computed from the raw logits.
 
 This is the definition, in numpy; `Backend.draw` may compute the same faster.
 """
@@ -26,14 +26,14 @@ from vsched.worker.contract import Sampled, SequenceState, TokenLogprobs
 SEED_MASK = (1 << 64) - 1
 
 TEMPERATURE_MIN = 1e-6
-"""Below it every draw is the argmax already, and the quotient would overflow."""
+"""Below this, every draw equals the argmax, and the quotient would overflow."""
 
 Logits = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialRow:
-    """A row that needs more than its argmax; `position` is the index that the new token will have."""
+    """A row that needs more than its argmax; `position` is the index of its new token."""
 
     row: int
     position: int
@@ -41,7 +41,7 @@ class SpecialRow:
 
 
 Draw = Callable[[torch.Tensor, Sequence[SpecialRow]], npt.NDArray[np.int32]]
-"""Chooses the tokens of special rows, from the logits of all rows; see `draw_in_numpy`."""
+"""Samples the tokens of special rows, from the logits of all rows; see `draw_in_numpy`."""
 
 
 def choose_tokens(
@@ -50,14 +50,14 @@ def choose_tokens(
     special: Sequence[SpecialRow],
     draw: Draw | None = None,
 ) -> Sampled:
-    """Choose one token per row: the argmax, which `tokens` holds and is overwritten in, but for the special rows.
+    """Choose one token per row: sample the special rows, and write their tokens into `tokens`, the argmax of all rows.
 
     `draw` is the backend's; without it, numpy's.
 
     Shape: `tokens` [rows]; `logits` [rows, vocabulary], any float type.
 
     Raises:
-        FloatingPointError: When there is nothing to draw from.
+        FloatingPointError: When no token can be drawn.
     """
     if not special:
         return Sampled(tokens=tokens)
@@ -81,10 +81,10 @@ def with_logprobs(
 
 
 def draw_in_numpy(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
-    """Return the token of each special row: the definition, which compiled samplers are compared with.
+    """Return the token of each special row: the definition, which compiled samplers are tested against.
 
     Raises:
-        FloatingPointError: When there is nothing to draw from.
+        FloatingPointError: When no token can be drawn.
     """
     drawn = np.empty(len(special), np.int32)
     for index, (entry, raw) in enumerate(zip(special, _on_host(logits, special), strict=True)):
@@ -106,9 +106,9 @@ def uniform(seed: int, position: int) -> float:
 
 
 def biases(entry: SpecialRow, vocabulary: int) -> dict[int, float]:
-    """Return what is added to single logits of a row: its logit bias, and what it must not draw now.
+    """Return the biases of single logits of a row: its logit bias, and minus infinity for forbidden tokens.
 
-    Forbidden are stop tokens below the minimum length, and the last token of a bad word whose others came just before.
+    Forbidden are stop tokens below the minimum length, and the last token of a bad word after its other tokens.
     """
     params, sequence = entry.sequence.sampling, entry.sequence
     added = {token: bias for token, bias in params.logit_bias if token < vocabulary}
@@ -125,7 +125,7 @@ def biases(entry: SpecialRow, vocabulary: int) -> dict[int, float]:
 
 
 def _adjust(raw: Logits, entry: SpecialRow) -> Logits:
-    """Apply penalties, biases and the mask; returns `raw` itself where there is nothing to do."""
+    """Apply penalties, biases and the mask; return `raw` itself if there is nothing to apply."""
     params, sequence = entry.sequence.sampling, entry.sequence
     added = biases(entry, len(raw))
     if not (added or params.has_penalty or sequence.token_mask is not None):
@@ -157,10 +157,10 @@ def _penalise(adjusted: Logits, entry: SpecialRow) -> None:
 
 
 def _draw(logits: Logits, entry: SpecialRow) -> int:
-    """Draw a token; the candidates stay in order of their ids, whatever filters thin them out.
+    """Draw a token; candidates stay in order of their ids through all filters.
 
     Raises:
-        FloatingPointError: When there is nothing to draw from.
+        FloatingPointError: When no token can be drawn.
     """
     params = entry.sequence.sampling
     scaled = logits.astype(np.float64)
@@ -174,7 +174,7 @@ def _draw(logits: Logits, entry: SpecialRow) -> int:
         scaled = scaled[candidates]
     weights = np.exp(scaled)
     if params.top_p < 1.0:
-        # Sorting values alone is vectorised, sorting positions by value is not.
+        # Sorting values is vectorized, sorting indices by value is not.
         ordered = np.sort(weights)
         reached = np.searchsorted(np.cumsum(ordered[::-1]), params.top_p * weights.sum()) + 1
         kept = _largest(weights, min(int(reached), len(weights)), ordered)
@@ -191,10 +191,10 @@ def _draw(logits: Logits, entry: SpecialRow) -> int:
 
 
 def check_highest(highest: float, entry: SpecialRow) -> None:
-    """Check that there is something to draw from.
+    """Check that a token can be drawn.
 
     Raises:
-        FloatingPointError: When the highest logit is no finite number.
+        FloatingPointError: When the highest logit is not finite.
     """
     if not math.isfinite(highest):
         raise FloatingPointError(
@@ -207,9 +207,9 @@ def check_highest(highest: float, entry: SpecialRow) -> None:
 def _largest(
     values: npt.NDArray[np.float64], count: int, partitioned: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.int64]:
-    """Return the places of the `count` largest values, ascending; of equal values the first win.
+    """Return the indices of the `count` largest values, ascending; of equal values the first win.
 
-    `partitioned` holds the same values with the count-th largest in its place.
+    `partitioned` has the same values with the count-th largest in its sorted position.
     """
     least = partitioned[-count]
     places = np.flatnonzero(values >= least)

@@ -1,7 +1,7 @@
-"""Runs code in time slices that has no notion of them: transformers' forward of a vision tower, layer by layer.
+"""Time slicing of code without support for it: transformers' forward of a vision tower, layer by layer.
 
-The code runs in a greenlet, which has a stack of its own on the same thread. A thread of its own would have other pools
-of threads in torch and numba, which would fight for the cores with those that run the steps in between.
+The code runs in a greenlet, which has its own stack on the same thread. A separate thread would have other thread pools
+in torch and numba, which would compete for the cores with those of the steps in between.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from greenlet import getcurrent, greenlet
 
 
 class SlicedRun:
-    """Work that stops after a number of layers until it is asked to go on."""
+    """Work that pauses after a number of layers until it is resumed."""
 
     def __init__(self) -> None:
         self._run: greenlet | None = None
         self._layers_left = 0
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Take work without beginning it; what was not finished is dropped."""
+        """Set the work without starting it; unfinished work is dropped."""
         self._run = greenlet(work)
 
     def advance(self, layers: int) -> bool:
-        """Run `layers` layers, 0 for the rest; return whether the work is done. It raises what the work raises."""
+        """Run `layers` layers, or the rest if 0; return whether the work is done. Raises the work's exceptions."""
         run = self._run
         assert run is not None, "nothing was begun"
         self._layers_left = layers
@@ -36,7 +36,7 @@ class SlicedRun:
         return run.dead
 
     def layer_done(self, *_: object) -> None:
-        """End the time slice if this was its last layer; code that runs outside of `advance` goes on."""
+        """End the time slice if this was its last layer; no effect outside of `advance`."""
         run = self._run
         if run is None or getcurrent() is not run:
             return
@@ -44,7 +44,7 @@ class SlicedRun:
         if self._layers_left == 0:
             caller = run.parent
             assert caller is not None
-            del run  # a run whose own stack refers to it would never be dropped
-            # The mode belongs to the thread: what runs meanwhile must find it as it would be without this run.
+            del run  # a run whose own stack refers to it would never be freed
+            # Inference mode is per thread: code between two slices must not inherit it from this run.
             with torch.inference_mode(False):
                 caller.switch()

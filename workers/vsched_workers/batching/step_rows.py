@@ -1,4 +1,4 @@
-"""The rows of a packed step: their positions, which of them yield a token, and which need more than the argmax."""
+"""The rows of a packed step: their positions, the rows that are sampled, and the special rows among them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vsched_workers.batching.sampling import SpecialRow
 
 @dataclass(frozen=True, slots=True)
 class PromptPositions:
-    """The M-RoPE positions of a request, which the worker keeps.
+    """The mrope positions of a request, which the worker keeps.
 
-    `positions` are those of the prompt, int64 [3, prompt tokens]; a later token's is its index plus `delta`, on all
-    three axes.
+    `positions` are the prompt's, int64 [3, prompt tokens]; a later token's position is its index plus `delta`,
+    on all three axes.
     """
 
     positions: npt.NDArray[np.int64]
@@ -26,7 +26,7 @@ class PromptPositions:
 
 
 def chunk_positions(chunk: Chunk, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the M-RoPE positions [3, tokens] of a chunk, which may go on past the prompt after a recompute."""
+    """Return the mrope positions [3, tokens] of a chunk, which may extend beyond the prompt after a recompute."""
     state: PromptPositions = chunk.sequence.state
     prompt = chunk.sequence.prompt_length
     if chunk.stop <= prompt:
@@ -39,7 +39,7 @@ def chunk_positions(chunk: Chunk, index: npt.NDArray[np.int64]) -> npt.NDArray[n
 
 
 def sampling_rows(batch: Batch) -> npt.NDArray[np.int64]:
-    """Return the packed rows that yield a token: the decode rows, then the last row of each chunk that samples."""
+    """Return the packed rows that are sampled: the decode rows, then the last row of each chunk that samples."""
     decode_rows = len(batch.decode_slots)
     last: list[int] = []
     row = decode_rows
@@ -51,7 +51,7 @@ def sampling_rows(batch: Batch) -> npt.NDArray[np.int64]:
 
 
 def special_rows(batch: Batch) -> list[SpecialRow]:
-    """Pair each special row with the index that its new token will have."""
+    """Pair each special row with the index of its new token."""
     if not batch.special:
         return []
     decode_rows = len(batch.decode_slots)
@@ -69,7 +69,7 @@ def special_rows(batch: Batch) -> list[SpecialRow]:
 
 
 def mutual_spans(info: ModelInfo) -> Callable[[SequenceState], Spans] | None:
-    """Return what tells the spans of a sequence whose positions see each other; None where there are none."""
+    """Return a function for a sequence's spans with bidirectional attention; None if there are none."""
     if info.prompt_atomic:
         return lambda sequence: ((0, sequence.prompt_length),)
     if info.item_atomic:

@@ -1,11 +1,11 @@
-"""Host memory for KV blocks of preempted requests, and the copies to it and back.
+"""Swap space: host memory for KV blocks of preempted requests, and the copies to it and back.
 
-A place holds a block: its keys and values of every layer, for each of them beside those of the other places. Copies go
-layer by layer, and within one over runs of places in a row: blocks may lie anywhere, and no memory is taken between.
+A place holds the keys and values of one block in every layer, stored layer by layer. Copies go layer by layer, over
+runs of consecutive places: blocks may lie anywhere, and no temporary memory is needed.
 
-On a CPU the host's memory is what the KV cache is in, too; the places are a mapping of their own all the same. It is a
-shared one, which the limit on the process does not count: as with the arena, it is the host that must have it. The host
-gives its pages when they are written to first.
+On a CPU the KV cache is in host memory, too, but the swap space is still a separate mapping. It is shared memory, which
+the limit on the process does not count: as for the arena, the host must have it. The host backs its pages on first
+write.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from vsched.worker.memory import host_available
 from vsched_workers.batching.kv_cache import KvCache
 
 Pairs = npt.NDArray[np.int32]
-"""Copies, [copies, 2]: from where, and to where."""
+"""Copies, [copies, 2]: source and target."""
 
 SWAP_REMEDY = "lower generate.swap_memory"
 
 AllocateBytes = Callable[[int], torch.Tensor]
-"""Allocates so many bytes of host memory, uint8."""
+"""Allocates bytes of host memory, uint8."""
 
 RUN_MAX = 64
-"""Blocks of a run at most: on a device, a run of one layer is gathered first."""
+"""The largest number of blocks in a run: on a device, a run of one layer is gathered first."""
 
 
 def shared_pages(size: int) -> torch.Tensor:
@@ -39,15 +39,15 @@ def shared_pages(size: int) -> torch.Tensor:
 
 
 class SwapArea:
-    """Places for blocks of one KV cache, in the memory that the cache is in."""
+    """Swap space for blocks of one KV cache, in the kind of memory that the cache is in."""
 
     def __init__(
         self, cache: KvCache, blocks: int, *, allocate: AllocateBytes = shared_pages
     ) -> None:
-        """Set places for `blocks` blocks aside.
+        """Allocate space for `blocks` blocks.
 
         Raises:
-            DeviceOutOfMemory: When the host has not as much.
+            DeviceOutOfMemory: When the host has too little memory.
         """
         size = cache.block_size
         self._parts = [
@@ -73,7 +73,7 @@ class SwapArea:
 
 
 def runs(pairs: Pairs) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield runs of places: the first place, and the blocks that go with them, int64; `pairs` has the places first."""
+    """Yield runs of places: the first place, and the corresponding blocks, int64; `pairs` has the places first."""
     if not len(pairs):
         return
     ordered = pairs[np.argsort(pairs[:, 0], kind="stable")]

@@ -1,4 +1,4 @@
-"""Out-of-memory of every kind as one error, `DeviceOutOfMemory`: nothing above this file knows an allocator."""
+"""Conversion of all out-of-memory errors to `DeviceOutOfMemory`: callers know no allocator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OUT_OF_MEMORY = re.compile(
     "|could not create a (memory|primitive|scratchpad)|could not (execute|run) a primitive",
     re.IGNORECASE,
 )
-"""How errors without a type of their own say it: torch's CPU allocator, oneDNN, the C++ library."""
+"""Messages of untyped out-of-memory errors: torch's CPU allocator, oneDNN, the C++ library."""
 
 
 STEP_REMEDY = (
@@ -24,7 +24,7 @@ STEP_REMEDY = (
 
 
 def stage_remedy(stage: str) -> str:
-    """Return what helps where the memory of a stage's ranks does not suffice, whatever the KV cache takes."""
+    """Return the remedy if a stage's ranks run out of memory independent of the KV cache."""
     return (
         f"raise {stage}.memory_limit where that is the limit, or free the device of other processes"
     )
@@ -32,7 +32,7 @@ def stage_remedy(stage: str) -> str:
 
 @contextmanager
 def typed_out_of_memory(doing: str, *, remedy: str = STEP_REMEDY) -> Iterator[None]:
-    """Turn every kind of out-of-memory into the one error that the rest of the system knows."""
+    """Convert every kind of out-of-memory error to `DeviceOutOfMemory`."""
     import torch
 
     try:
@@ -50,15 +50,15 @@ def _message(doing: str, remedy: str) -> str:
 
 
 def require_available(memory: DeviceMemory, size: int, what: str) -> None:
-    """Check that something will fit before it is allocated.
+    """Check that an allocation will fit.
 
-    A host hands out more memory than it has and kills somebody later; so the failure is made here, where it has a name.
+    Hosts overcommit memory and kill a process later, so this fails early, with a proper error.
 
     Raises:
         DeviceOutOfMemory: When it does not fit.
     """
     if size > memory.available():
-        memory.release()  # what its allocator caches is not available, and is no obstacle
+        memory.release()  # memory that the allocator caches counts as used, but can be freed
     available = memory.available()
     if size > available:
         raise DeviceOutOfMemory(

@@ -1,11 +1,11 @@
-"""Runs that are to show what memory they take, with a fraction of the work: their results are of no use.
+"""Sparse runs: they need the memory of full runs with a fraction of the work; their results are meaningless.
 
-Kernels and layers take long inputs piece by piece. A piece takes the memory that the one before it gave back, and none
-takes more than the first. So in such a run the first and the last piece are computed, and of what a kernel does without
-taking memory, as much as gives each thread something to do. Of layers that are alike, two are computed.
+Kernels and layers process long inputs piece by piece. A piece reuses the memory of the piece before, and none needs
+more than the first. So a sparse run computes the first and the last piece, and, inside kernels that allocate nothing,
+only enough to give each thread some work. Of identical layers, two are computed.
 
-It holds where memory counts when it is reserved, touched or not (`HostMemory.counts_reserved`): what is left out does
-not touch its part of a result.
+This is valid if memory counts when it is reserved, touched or not (`HostMemory.counts_reserved`): skipped work does not
+touch its part of a result.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 _Piece = TypeVar("_Piece")
 _LAYERS = 2
-"""The second of two layers starts while what the first one took is still held; a third takes no more."""
+"""The second of two layers starts while the results of the first are still held; a third needs no more memory."""
 
 _sparse: ContextVar[Counter[Hashable] | None] = ContextVar("sparse", default=None)
-"""Where runs are sparse, how many layers were seen that are alike."""
+"""In a sparse run, the number of identical layers seen so far."""
 
 
 @contextmanager
@@ -46,9 +46,9 @@ def is_sparse() -> bool:
 
 
 def is_left_out(layer: Hashable) -> bool:
-    """Return whether a layer is left out: where runs are sparse, and two that took as much have been computed.
+    """Return whether a layer is skipped: in a sparse run, after two layers that need as much memory.
 
-    `layer` is what decides how much it takes.
+    `layer` is a key that determines its memory.
     """
     seen = _sparse.get()
     if seen is None:
@@ -58,25 +58,25 @@ def is_left_out(layer: Hashable) -> bool:
 
 
 def pieces(all_pieces: Sequence[_Piece]) -> Sequence[_Piece]:
-    """Return the pieces that are computed one after the other: the first and the last where runs are sparse."""
+    """Return the pieces to compute; in a sparse run, the first and the last one."""
     return all_pieces if len(all_pieces) < 3 or not is_sparse() else (all_pieces[0], all_pieces[-1])
 
 
 def room_for(values: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return memory for values of the same type, to be written; zeros where runs are sparse.
+    """Allocate a result of the same type as `values`; zeroed in a sparse run.
 
-    What is left out must not be nonsense: tokens are drawn from what comes of it.
+    Skipped parts must be valid numbers, as tokens are sampled from them.
     """
     return values.new_zeros(shape) if is_sparse() else values.new_empty(shape)
 
 
 def at_most(count: int, enough: int) -> int:
-    """Return how much of a count is computed within a kernel: no more than is enough where runs are sparse."""
+    """Return the count to compute within a kernel: at most `enough` in a sparse run."""
     return min(count, enough) if is_sparse() else count
 
 
 def attended_contexts(contexts: npt.NDArray[np.int32], threads: int) -> npt.NDArray[np.int32]:
-    """Return what decode rows attend to: where runs are sparse, all of it for as few rows as each thread meets one."""
+    """Return the context lengths of decode rows; in a sparse run, zero except for one row per thread."""
     if not is_sparse():
         return contexts
     few, every = np.zeros_like(contexts), max(len(contexts) // threads, 1)

@@ -1,9 +1,9 @@
-"""The batches of images that need the most memory of a vision tower.
+"""Batches of images with the highest memory use of a vision tower.
 
-What a batch needs follows from its patches together, from the largest image in it (some layers attend over a whole
-image), from the number of its images and from the shape of its windows. So there is a batch for each: the largest image
-with as much beside it as fits, as many images as possible, and strips. Of two images with as many tokens the one that
-is nearer to a square needs a little more (2 % on a CPU), so strips that are about as large are left out.
+The memory of a batch depends on its total number of patches, on its largest image (some layers attend over a whole
+image), on its number of images and on the shape of windows. So there is a batch for each: the largest image, filled up
+to the budget; the largest number of images; and strips. Of two images with the same number of tokens, the one closer to
+a square needs slightly more (2 % on a CPU), so strips of about the same size are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import image_plan
 
 SAME_SIZE = 0.9
-"""A strip of this share of the largest image's tokens or more is not tried for itself."""
+"""Strips with at least this share of the largest image's tokens are not tried separately."""
 
 
 def worst_batches(
@@ -61,10 +61,10 @@ def worst_batches(
 
 
 def worst_images(info: ModelInfo, *, pixels_max: int) -> dict[ImagePlan, Arrays]:
-    """Return the images, each with its arrays, that need the most of a tower without a path of its own.
+    """Return the images, with their arrays, that need the most memory of a tower on the generic path.
 
-    That encodes one image at a time, so no batch needs more. What it needs follows from its arrays, and what the rows
-    need from their number.
+    It encodes one image at a time, so no batch needs more. Its memory depends on the image's arrays, and that of the
+    rows on their number.
     """
     preprocessor = load_preprocessor(info)
     assert isinstance(preprocessor, AnyPreprocessor), "others have families"
@@ -90,9 +90,10 @@ def worst_images(info: ModelInfo, *, pixels_max: int) -> dict[ImagePlan, Arrays]
 def compose(
     units: Mapping[int, int], *, least: int, items: int, tokens: int
 ) -> list[list[tuple[int, int]]]:
-    """Form batches of images by their sides in tokens, within `units`: the longest long side by short side.
+    """Compose batches of images, given by their sides in tokens, within `units`: the longest long side by short side.
 
-    `least` is the fewest tokens of an image; `items` and `tokens` cap a batch, 0 for no such cap, one of them is there.
+    `least` is the minimum of tokens of an image; `items` and `tokens` are the limits of a batch, 0 for none, but not
+    both.
     """
     if not units:
         return []
@@ -112,7 +113,7 @@ def compose(
 
 
 def _repeated(sides: tuple[int, int], items: int, tokens: int) -> list[tuple[int, int]]:
-    """Return as many of one image as the caps allow; one above the budget runs alone."""
+    """Return copies of an image up to the limits; an image above the budget is alone."""
     fitting = max(1, tokens // (sides[0] * sides[1])) if tokens else items
     return [sides] * (min(fitting, items) if items else fitting)
 
@@ -125,7 +126,7 @@ def _filled(
     items: int,
     tokens: int,
 ) -> list[tuple[int, int]]:
-    """Add images to a batch, each as large as still fits, until a cap is reached."""
+    """Add images to a batch, each of the largest size that fits, up to a limit."""
     filled = list(batch)
     left = tokens - sum(few * many for few, many in filled) if tokens else None
     while not items or len(filled) < items:
@@ -140,7 +141,7 @@ def _filled(
 
 
 def _within(units: Mapping[int, int], tokens: int, least: int) -> tuple[int, int] | None:
-    """Return the sides of the largest image of at most `tokens` tokens; None when there is none."""
+    """Return the sides of the largest image of at most `tokens` tokens; None if there is none."""
     fitting = [
         (few, min(many, tokens // few))
         for few, many in units.items()

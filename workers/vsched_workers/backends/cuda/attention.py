@@ -1,10 +1,10 @@
-"""Attention on CUDA over the paged cache.
+"""Attention on CUDA over the paged KV cache.
 
-Not yet run on a GPU: the Triton kernels were checked in Triton's interpreter on the CPU, the calls of torch's own
-kernel against its documentation only. `attention_trials` therefore tries each on the device before it is used.
+Not yet run on a GPU: the Triton kernels were tested in Triton's interpreter on the CPU, the calls of torch's own kernel
+against its documentation only. `attention_trials` therefore tests each on the device before it is used.
 
-The decode kernels can be captured in a CUDA graph: they wait for nothing, and what they allocate and start depends on
-the number of rows and on the width of the block tables, never on how long contexts are.
+The decode kernels can be captured in a CUDA graph: they do not synchronize, and their allocations and grids depend on
+the number of rows and on the width of the block tables, never on context lengths.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment
 
 PARTS_MAX = 64
-"""Parts that a context is split into at most; each takes memory, and time to be put together again."""
+"""The largest number of parts of a context; each needs memory, and time in the reduction."""
 
 PARTS_OF_MANY = 32
-"""As many where rows alone keep all processors busy: parts are for the few long contexts among them."""
+"""The same if rows alone keep all SMs busy: parts then serve the few long contexts among them."""
 
 TILE_BYTES = 16 << 10
-"""Of keys, and as many of values, that a program reads at a time."""
+"""Bytes of keys, and likewise of values, that a program reads at a time."""
 
 GATHERED_BYTES = 256 << 20
 """Keys and values of a layer that are gathered for several chunks at once."""
 
 STAGES = 2
-"""Tiles of each that are under way at once."""
+"""Tiles of each that are loaded in parallel (pipeline stages)."""
 
 
 class KernelMissing(ImportError):
@@ -42,17 +42,17 @@ class KernelMissing(ImportError):
 
 
 def _on_device(step: PagedStep, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return block tables and contexts on the device; copied once a step, where they are not there already."""
+    """Return block tables and context lengths on the device; copied once per step if they are on the host."""
     if step.on_device is None:
         step.on_device = sent(step.tables, device), sent(step.contexts, device)
     return step.on_device
 
 
 def varlen_kernel(*needed: str) -> tuple[Any, dict[str, Any]]:
-    """Return torch's kernel for sequences of any length, and the option for grouped heads where it wants one.
+    """Return torch's variable-length attention, and its option for grouped-query attention if it needs one.
 
     Raises:
-        KernelMissing: When it does not take what is needed.
+        KernelMissing: When it does not have the needed parameters.
     """
     from torch.nn.attention import varlen
 
@@ -64,9 +64,9 @@ def varlen_kernel(*needed: str) -> tuple[Any, dict[str, Any]]:
 
 
 class VarlenDecode:
-    """The kernel of torch, reading through the block table: torch 2.12 and later, 16-bit types.
+    """Torch's kernel, reading through the block table: torch 2.12 and later, 16-bit types.
 
-    The flash attention beneath it may want blocks of 256 tokens.
+    The underlying flash attention may require blocks of 256 tokens.
     """
 
     capturable = True
@@ -98,12 +98,12 @@ class VarlenDecode:
 
 
 class TritonDecode:
-    """Our kernels: a running softmax over each part of a context, and one that puts the parts together."""
+    """The Triton kernels: an online softmax over each part of a context, and a reduction over the parts."""
 
     capturable = True
 
     def __init__(self, processors: int) -> None:
-        """Take the number of the GPU's processors, so that few rows can keep all of them busy.
+        """Take the GPU's number of SMs, so that small batches can keep all of them busy.
 
         Raises:
             KernelMissing: When Triton is not installed.
@@ -170,8 +170,8 @@ class TritonDecode:
 class FlashPrefill:
     """Torch's flash attention over the gathered contexts of chunks: torch 2.11 and later, 16-bit types.
 
-    Its causal rule aligns the last query with the last key, which is what a chunk wants: no mask, and no scores, ever
-    lie in memory. The contexts of several chunks are gathered together where they are not too long.
+    Its causal mask aligns the last query with the last key, as a chunk requires; neither mask nor scores are stored in
+    memory. The contexts of several chunks are gathered together if they are not too long.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class FlashPrefill:
         return self._causal(query.transpose(0, 1), key, value, spans, scaling).transpose(0, 1)
 
     def joins(self, step: PagedStep) -> bool:
-        """Return whether the contexts of a step's chunks, gathered, fit into what is taken for that."""
+        """Return whether the gathered contexts of a step's chunks fit into the memory limit for that."""
         keys = step.cache.keys[0]
         of_token = 2 * keys.shape[1] * keys.shape[2] * keys.element_size()
         tokens = sum(segment.context for segment in step.segments)
@@ -212,7 +212,7 @@ class FlashPrefill:
     def attend_all(
         self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
     ) -> torch.Tensor:
-        """Return [rows, heads, head dim] for the rows of all chunks, of the same shape."""
+        """Return [rows, heads, head dim] for the tokens of all chunks, of the same shape."""
         if "chunks" not in step.scratch:
             lengths = [[each.stop - each.start, each.context] for each in step.segments]
             ends = np.cumsum([[0, 0], *lengths], axis=0, dtype=np.int32)
@@ -233,7 +233,7 @@ class FlashPrefill:
         spans: tuple[torch.Tensor, torch.Tensor, int, int],
         scaling: float,
     ) -> torch.Tensor:
-        """Attend within spans: bounds of the rows and of the contexts, and the most of each in one."""
+        """Attend within spans: bounds of the queries and of the contexts, and the largest length of each."""
         out: torch.Tensor = self._attend(
             query, key, value, *spans, scale=scaling, window_size=(-1, 0), **self._options
         )
@@ -243,8 +243,8 @@ class FlashPrefill:
 def constants_of(
     heads: int, kv_heads: int, head_dim: int, block_size: int, itemsize: int
 ) -> dict[str, int]:
-    """Return what the decode kernel is compiled for."""
-    # The matrix units want at least 16 rows.
+    """Return the compile-time constants of the decode kernel."""
+    # The tensor cores need at least 16 rows.
     dims = max(16, power_of_two(head_dim))
     return {
         "BLOCK_SIZE": block_size,
@@ -258,17 +258,17 @@ def constants_of(
 
 
 class ContextSplit(NamedTuple):
-    """How contexts are split: into parts of at least so many tokens, and into so many parts at most."""
+    """The split of contexts: the largest number of parts, and the smallest number of tokens in a part."""
 
     parts: int
     part_tokens: int
 
 
 def split_of_contexts(programs: int, processors: int, *, tokens: int) -> ContextSplit:
-    """Return how to split contexts of up to `tokens` tokens, of which there are `programs` to be read.
+    """Return the split of contexts of up to `tokens` tokens, for `programs` programs without it.
 
-    The more of them there are, the longer the parts: 64 tokens where a few have a GPU for themselves, 512 where they
-    keep it busy even whole. It is known before contexts are, as a captured step wants it.
+    The more programs, the longer the parts: 64 tokens if a few programs share a GPU, 512 if they keep it busy unsplit.
+    The split does not depend on context lengths, as required by captured steps.
     """
     part_tokens = 64 * min(8, power_of_two(max(1, 8 * programs // processors)))
     most = PARTS_MAX if programs <= processors else PARTS_OF_MANY
@@ -276,5 +276,5 @@ def split_of_contexts(programs: int, processors: int, *, tokens: int) -> Context
 
 
 def power_of_two(number: int) -> int:
-    """Return the least power of two that is not below a number."""
+    """Return the smallest power of two that is not less than a number."""
     return 1 << (number - 1).bit_length()

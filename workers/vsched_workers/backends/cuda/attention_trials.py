@@ -1,9 +1,9 @@
-"""Attention kernels of a GPU, tried out over the KV cache that was just built.
+"""Trials of a GPU's attention kernels over the new KV cache.
 
-Importing a kernel does not tell whether it runs: that depends on the device, the type, the heads and the size of a
-block. So `auto` tries each on the device, compares it with attention by gather, and times it.
+Whether an importable kernel runs depends on the device, the data type, the heads and the block size. So `auto` runs
+each on the device, compares it with attention by gather, and times it.
 
-Not yet run on a GPU; trying and choosing was tested with kernels on a CPU.
+Not yet run on a GPU; trials and choice were tested with kernels on a CPU.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from vsched_workers.memory.out_of_memory import typed_out_of_memory
 logger = logging.getLogger(__name__)
 
 TRIAL_ROWS, TRIAL_CONTEXT = 8, 1024
-"""Sequences that a kernel is tried on, and tokens of each; fewer tokens where the cache holds fewer."""
+"""Sequences of a trial, and the context length of each, which is less if the cache is smaller."""
 
 TRIAL_RUNS = 10
 _WITHIN = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 Kernel = TypeVar("Kernel", DecodeKernel, PrefillKernel)
 Timer = Callable[[Callable[[], object]], float]
-"""Runs something and returns the seconds that the device took."""
+"""Runs a function and returns the device time in seconds."""
 
 
 def load_decode(settings: WorkerSettings) -> DecodeKernel:
-    """Return the decode kernel that the configuration names.
+    """Return the configured decode kernel.
 
     Raises:
         ConfigError: When it is not installed.
@@ -76,12 +76,12 @@ def _triton_decode(device: str) -> DecodeKernel:
 def try_kernels(
     settings: WorkerSettings, dtype: torch.dtype, cache: KvCache, heads: int
 ) -> AttentionKernels:
-    """Return the kernels that the configuration names; `auto` takes the fastest that gives the right answer.
+    """Return the configured kernels; `auto` is the fastest kernel with correct results.
 
-    They are tried over the cache, whose first blocks are zeros afterwards.
+    Trials run on the cache; its first blocks are zeroed afterwards.
 
     Raises:
-        ConfigError: When the configuration names a kernel that is not installed, or is not right on this device.
+        ConfigError: When the configured kernel is not installed, or is wrong on this device.
         DeviceOutOfMemory: When the device's memory ran out.
     """
     if settings.attention == "exact":
@@ -119,7 +119,7 @@ def fastest(
     run: Callable[[Kernel], torch.Tensor],
     timer: Timer,
 ) -> Kernel:
-    """Return the fastest of the candidates that give what `plain` gives; `plain` itself where none does.
+    """Return the fastest candidate with the same results as `plain`, or `plain` itself if there is none.
 
     Raises:
         DeviceOutOfMemory: When the device's memory ran out.
@@ -143,10 +143,10 @@ def fastest(
 
 
 def require_right(name: str, kernel: DecodeKernel, cache: KvCache, trial: AttentionTrial) -> None:
-    """Refuse a decode kernel that the configuration names and that is not right over this cache.
+    """Raise an error if a configured decode kernel is wrong over this cache.
 
     Raises:
-        ConfigError: With what is wrong.
+        ConfigError: With the fault.
         DeviceOutOfMemory: When the device's memory ran out.
     """
     fault = _fault(kernel, trial.decode(decode_by_gather), trial.decode)
@@ -159,7 +159,7 @@ def require_right(name: str, kernel: DecodeKernel, cache: KvCache, trial: Attent
 
 
 class _Fault(NamedTuple):
-    """What is wrong with a kernel, and the level at which the log tells of it."""
+    """A fault of a kernel, and the level to log it at."""
 
     level: int
     what: str
@@ -168,7 +168,7 @@ class _Fault(NamedTuple):
 def _fault(
     kernel: Kernel, expected: torch.Tensor, run: Callable[[Kernel], torch.Tensor]
 ) -> _Fault | None:
-    """Return what is wrong with what a kernel gives; None when nothing is.
+    """Return the fault in a kernel's results; None if there is none.
 
     Raises:
         DeviceOutOfMemory: When the device's memory ran out.
@@ -178,16 +178,16 @@ def _fault(
             differs = float((run(kernel).float() - expected.float()).abs().max())
     except DeviceOutOfMemory:
         raise
-    except Exception as error:  # noqa: BLE001  # whatever a kernel raises here, it is not used
+    except Exception as error:  # noqa: BLE001  # kernels may raise anything
         return _Fault(logging.INFO, f"does not run ({error})")
-    # Written so that a result that is no number is turned down, too.
+    # Written so that NaNs are rejected, too.
     if not differs <= _WITHIN[expected.dtype]:
         return _Fault(logging.WARNING, f"is wrong by {differs:g}")
     return None
 
 
 def cuda_seconds(run: Callable[[], object]) -> float:
-    """Return the seconds that a GPU takes for it, once it is warm."""
+    """Return the device time of a call on a warm GPU, in seconds."""
     cuda = torch.cuda
     run()
     start, stop = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
@@ -201,7 +201,7 @@ def cuda_seconds(run: Callable[[], object]) -> float:
 
 @dataclass
 class AttentionTrial:
-    """Random keys and values in the first blocks of a cache, and queries that see them."""
+    """Random keys and values in the first blocks of a cache, and queries that attend to them."""
 
     cache: KvCache
     query: torch.Tensor
@@ -210,7 +210,7 @@ class AttentionTrial:
 
     @classmethod
     def over(cls, cache: KvCache, heads: int) -> AttentionTrial:
-        """Fill the first blocks of the first layer, and have rows of decode and half a prompt see all of them."""
+        """Fill the first blocks of the first layer; decode rows and half a prompt attend to all of them."""
         size = cache.block_size
         blocks = min(-(-TRIAL_CONTEXT // size), cache.blocks)
         context = blocks * size

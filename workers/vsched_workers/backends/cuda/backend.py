@@ -1,6 +1,6 @@
-"""A GPU: attention kernels that are tried out, captured decode steps, and copies that overlap with computing.
+"""The CUDA backend: tested attention kernels, captured decode steps, and copies that overlap with computing.
 
-Not yet run on a GPU; docs/gpu.md tells how each part was tested without one.
+Not yet run on a GPU; docs/gpu.md lists how each part was tested without one.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ logger = logging.getLogger(__name__)
 
 
 class CudaBackend(Backend):
-    """One CUDA device; transformers' modules, with attention of our own."""
+    """One CUDA device; transformers' modules with vsched's attention kernels."""
 
-    # When the launches of a layer are done, its work is not.
+    # A layer's call returns when its kernels are launched, not when they are done.
     synchronous: ClassVar[bool] = False
     layers_reuse_memory: ClassVar[bool] = False
     compiles = False
@@ -64,13 +64,13 @@ class CudaBackend(Backend):
 
     def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
         if torch.device(settings.device).index is not None:
-            # Before anything of CUDA's: pinning memory makes a context on the device that is current, and Triton starts
+            # Before any other CUDA call: pinning memory creates a context on the current device, and Triton starts
             # kernels there, wherever their tensors are.
             torch.cuda.set_device(settings.device)
         _keep_float32()
         memory = CudaMemory(settings.device)
         super().__init__(settings, dtype, memory=memory, collectives=NcclCollectives())
-        # Where ranks share a model they meet in every step, which is not captured.
+        # Ranks that share a model communicate in every step, which cannot be captured.
         self._captures = settings.ranks == 1
         self.spare_blocks = 1 if self._captures else 0
         self._quantizer: Quantizer[TritonProduct] | None = None
@@ -91,7 +91,7 @@ class CudaBackend(Backend):
         self, model: Any, head: torch.Tensor, decoder: Decoder
     ) -> RunnableLanguage:
         kernels = None
-        # Adapters go to layers as transformers has them.
+        # LoRA adapters are applied to transformers' unfused layers.
         if fits(decoder, model.config) and not self.settings.adapters:
             kernels = usable_kernels(self.dtype, self.device)
         if kernels is not None:
@@ -120,7 +120,7 @@ class CudaBackend(Backend):
         return () if self._quantizer is None else packed_names(module)
 
     def _keep_few_bits(self, module: nn.Module) -> int:
-        """Replace the layers below a module whose weights are in a few bits, or are to be; return their bytes."""
+        """Replace the layers below a module whose weights are or get quantized; return their bytes."""
         replaced = replace_linears(module, self._few_bits)
         return sum(each.product.size_bytes for each in replaced)
 
@@ -187,6 +187,6 @@ class CudaBackend(Backend):
 
 
 def _keep_float32() -> None:
-    """Have products and convolutions of float32 be float32: TF32, which torch allows convolutions, has ten bits."""
+    """Disable TF32, with its 10-bit mantissa, which torch allows for convolutions of float32."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

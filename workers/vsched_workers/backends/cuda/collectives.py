@@ -1,4 +1,4 @@
-"""How the ranks of a group talk on GPUs: by NCCL. Not yet run on a GPU."""
+"""Communication between the ranks of a group on GPUs: NCCL. Not yet run on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DISTRIBUTED: Any = torch.distributed
 
 
 class NcclCollectives:
-    """See `Collectives`. A closed connection wakes nobody here: another rank has to abort its own group."""
+    """See `Collectives`. A closed connection does not wake peers: each rank has to abort its own group."""
 
     exchanges = False
     wakes_peers = False

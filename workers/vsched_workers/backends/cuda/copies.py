@@ -1,9 +1,9 @@
-"""Brings rows of host memory to the device, while it computes.
+"""Copies of rows of host memory to the device that overlap with computing.
 
-Embedding rows lie scattered over the pages of the arena. Those that a chunk covers, and only those, are gathered into
-pinned memory; from there a stream of its own copies them while the device still runs what came before. The stream that
-computes waits for the copy, the host for nothing but a pinned buffer that is still being read. There are two of these,
-so that one can be filled while the other is on its way.
+Embedding rows are scattered over the pages of the arena. Only the rows that a chunk covers are gathered into pinned
+memory; from there a separate stream copies them while the device is still busy with earlier work. The computing stream
+waits for the copy; the host waits only for a pinned buffer that is still being read. There are two buffers, so that one
+can be filled while the other is copied.
 
 Not yet run on a GPU: the order of waits was tested with a stand-in for `torch.cuda`.
 """
@@ -22,13 +22,13 @@ BUFFERS = 2
 
 
 def pinned(size: int) -> torch.Tensor:
-    """Allocate `size` bytes of host memory that a GPU can read while the host goes on."""
+    """Allocate `size` bytes of host memory that a GPU can copy asynchronously."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 @dataclass
 class _PinnedBuffer:
-    """Pinned memory, and the event after which nobody reads it."""
+    """Pinned memory, and the event after which it may be overwritten."""
 
     memory: torch.Tensor
     copied: Any = None
@@ -44,7 +44,7 @@ class RowCopies:
         cuda: Any = torch.cuda,
         allocate: Callable[[int], torch.Tensor] = pinned,
     ) -> None:
-        """Prepare for a device; a test puts others in the place of `torch.cuda` and of pinned memory."""
+        """Prepare for a device; tests replace `torch.cuda` and pinned memory."""
         self._device = torch.device(device)
         self._cuda = cuda
         self._allocate = allocate
@@ -53,7 +53,7 @@ class RowCopies:
         self._stream: Any = cuda.Stream(device=self._device)
 
     def fetch(self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Return the rows of `source` that are wanted, on the device, for the stream that is current.
+        """Return the wanted rows of `source` on the device, ready for its current stream.
 
         Shape: source uint8 [rows, bytes], wanted int64 [n]; returns uint8 [n, bytes].
 
@@ -67,14 +67,14 @@ class RowCopies:
             buffer.copied = self._cuda.Event()
             buffer.copied.record(self._stream)
         current.wait_event(buffer.copied)
-        # The memory belongs to the stream of the copies: it must not be handed out there while it is still read here.
+        # The memory was allocated on the copy stream, which must not reuse it while the current stream still reads it.
         rows.record_stream(current)
         return rows
 
     def _stage(
         self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, _PinnedBuffer]:
-        """Gather rows into the next pinned buffer, once nobody reads it."""
+        """Gather rows into the next pinned buffer, after its last copy."""
         buffer = self._buffers[self._next_buffer]
         self._next_buffer = (self._next_buffer + 1) % len(self._buffers)
         if buffer.copied is not None:
@@ -83,6 +83,6 @@ class RowCopies:
         if len(buffer.memory) < size:
             buffer.memory = self._allocate(size)
         staged = buffer.memory[:size].view(len(wanted), source.shape[1])
-        # Clipping: in any other mode numpy makes a copy of its own first. The indices are ours.
+        # In any mode but "clip", numpy copies the output first. The indices are always valid.
         np.take(source, wanted, axis=0, out=staged.numpy(), mode="clip")
         return staged, buffer

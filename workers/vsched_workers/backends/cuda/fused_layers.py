@@ -1,13 +1,13 @@
-"""The layers of a language model on a GPU, fused: four products a layer and four passes between them.
+"""Fused layers of a language model on a GPU: four matrix products per layer and four kernels between them.
 
-transformers' modules start some forty-five kernels a layer, most of them over so few values that starting them is what
-takes the time, in a captured step, too. Here a layer is four products, queries, keys and values being one of them as
-well as the gate and what it gates, three kernels of `triton_layers.py` and attention.
+transformers' modules launch about forty-five kernels per layer, most of them over so few values that launching
+dominates, even in a captured step. Here a layer is four matrix products (merged query, key and value; output; merged
+gate and up; down), three kernels of `triton_layers.py`, and attention.
 
-What a layer computes follows from the make of the model (`families/decoder.py`). A model of another make, or one to
-which adapters are to be added, keeps transformers' modules.
+The computation follows from the model's decoder description (`families/decoder.py`). Other models, and models with LoRA
+adapters, keep transformers' modules.
 
-Not yet run on a GPU; the kernels were checked in Triton's interpreter, and compiled for one.
+Not yet run on a GPU; the kernels were tested in Triton's interpreter, and compiled for one.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GATE_VALUES = 1024
-"""Values of a row that a program of the gate takes."""
+"""Values of a row per program of the gate kernel."""
 
 _WITHIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
 class LayerKernels(NamedTuple):
-    """The kernels of `triton_layers.py`, or what stands in for them."""
+    """The kernels of `triton_layers.py`, or stand-ins for them."""
 
     add_norm: Any
     rotate_and_store: Any
@@ -53,7 +53,7 @@ class LayerKernels(NamedTuple):
 
 
 def load_kernels() -> LayerKernels | None:
-    """Return the kernels; None where Triton is not installed."""
+    """Return the kernels; None if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     from vsched_workers.backends.cuda import triton_layers
@@ -62,7 +62,7 @@ def load_kernels() -> LayerKernels | None:
 
 
 def fits(decoder: Decoder, config: Any) -> bool:
-    """Return whether the layers of a model are of the make that is fused here."""
+    """Return whether the layers of a model can be fused here."""
     if decoder.unfit(config) or not decoder.adds_plainly or decoder.norms_all_heads:
         return False
     return decoder.score_bound(config) is None and all(
@@ -73,7 +73,7 @@ def fits(decoder: Decoder, config: Any) -> bool:
 
 @dataclass(slots=True)
 class _GpuLayer:
-    """One layer: its products, norms and sizes."""
+    """One layer: its projections, norms and sizes."""
 
     qkv: Product
     output: Product
@@ -85,14 +85,14 @@ class _GpuLayer:
 
 
 class _GpuNorm(NamedTuple):
-    """An RMS norm: its weights and what is added to the mean of squares."""
+    """An RMS norm: its weights and epsilon."""
 
     weight: torch.Tensor
     eps: float
 
 
 class FusedLayers:
-    """Runs the layers of a model that `fits`; see `LanguageLayers`."""
+    """The fused layers of a model that `fits`; see `LanguageLayers`."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class FusedLayers:
         send: Callable[[npt.NDArray[np.int64]], torch.Tensor],
         kernels: LayerKernels,
     ) -> None:
-        """Take the model, the first products of whose layers are merged here; `send` brings row numbers to it."""
+        """Take the model, with merged projections; `send` copies row numbers to its device."""
         self._model, self._send, self._kernels = model, send, kernels
         self._activation = decoder.activation(model.config).name
         self._rows_factor = decoder.rows_factor(model.config)
@@ -120,7 +120,7 @@ class FusedLayers:
         images: Images | None,
         wanted: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Return the normed hidden states of the wanted rows, [wanted, hidden]."""
+        """Return the normalized hidden states of the wanted rows, [wanted, hidden]."""
         hidden = self._model.embed_tokens(token_ids)
         levels: Sequence[torch.Tensor] = ()
         places = None
@@ -131,7 +131,7 @@ class FusedLayers:
         if self._rows_factor != 1.0:
             hidden *= self._rows_factor
         angles = self._angles(positions)
-        # A profiling run takes some layers only, if any.
+        # A profiling run may have removed layers.
         layers = [self._by_module[layer] for layer in self._model.layers]
         norms = [*(layer.norm for layer in layers), self._last]
         normed = self._add_norm(hidden, None, norms[0])
@@ -152,7 +152,7 @@ class FusedLayers:
         angles: tuple[torch.Tensor, torch.Tensor],
         step: PagedStep,
     ) -> torch.Tensor:
-        """Attend, [rows, heads * head dim]; keys and values are written into the cache."""
+        """Attend, [rows, heads * head dim]; keys and values are written to the cache."""
         heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
         keys, values = (each[attention.index] for each in (step.cache.keys, step.cache.values))
         queries = qkv.new_empty(len(qkv), heads, head_dim)
@@ -204,7 +204,7 @@ class FusedLayers:
 
 
 def merge(model: Any, decoder: Decoder) -> None:
-    """Merge the first products of every layer, of attention and of the feed-forward."""
+    """Merge the query, key and value projections, and gate and up, of every layer."""
     for layer in model.layers:
         attention = MergedAttention(getattr(layer, decoder.attention), decoder)
         setattr(layer, decoder.attention, attention)
@@ -212,7 +212,7 @@ def merge(model: Any, decoder: Decoder) -> None:
 
 
 class MergedFeedForward(nn.Module):
-    """The feed-forward of one layer, its gate and what that gates merged."""
+    """The feed-forward of one layer with a merged gate and up projection."""
 
     def __init__(self, layer: Any, decoder: Decoder) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class MergedFeedForward(nn.Module):
 
 
 def usable_kernels(dtype: torch.dtype, device: str) -> LayerKernels | None:
-    """Return the kernels where they run on a device and give what torch's own operations give.
+    """Return the kernels if they run on a device and agree with torch's own operations.
 
     Raises:
         DeviceOutOfMemory: When the device's memory ran out.
@@ -246,7 +246,7 @@ def usable_kernels(dtype: torch.dtype, device: str) -> LayerKernels | None:
 
 
 def _tried(kernels: LayerKernels, dtype: torch.dtype, device: str) -> float:
-    """Return how far the kernels are from torch's own operations, on rows of which no size is a power of two."""
+    """Return the largest difference to torch's operations, for sizes that are not powers of two."""
     rows, width, heads, kv_heads, half = 3, 80, 3, 2, 12
     seed = torch.Generator().manual_seed(0)
 

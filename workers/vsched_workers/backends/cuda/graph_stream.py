@@ -1,10 +1,10 @@
-"""The graph stream: a CUDA stream of its own on which captured decode steps run, beside everything else.
+"""The graph stream: a separate CUDA stream for captured decode steps.
 
-Where one process serves both stages, images are encoded on the stream that is current, and a decode step that was
-started on the graph stream goes on meanwhile. Prefill reads and writes the same KV cache as decode, so the two wait for
-each other: `DecodeGraphs` says when.
+If one process serves both stages, images are encoded on the current stream, while a decode step on the graph stream
+continues. Prefill reads and writes the same KV cache as decode, so the two wait for each other, as `DecodeGraphs`
+decides.
 
-Not yet run on a GPU. Tests put another stream in its place: one that runs things late, as a GPU may.
+Not yet run on a GPU. Tests use another stream instead, which delays its work, as a GPU may.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ Act = Callable[[], None]
 
 
 class GraphStream(Protocol):
-    """Runs captured steps in the order in which they are started; only methods that say so wait."""
+    """Runs captured steps in the order in which they are started; only the methods marked so block."""
 
     def host(self, *shape: int) -> torch.Tensor:
-        """Return host memory, int32, that `upload` and `download` may use."""
+        """Return host memory, int32, for `upload` and `download`."""
         ...
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> Act:
-        """Copy from the host to the device; returns what waits until the source is no longer read."""
+        """Copy from the host to the device; return a function that waits until the source is no longer read."""
         ...
 
     def download(self, source: torch.Tensor, target: torch.Tensor) -> Act:
-        """Copy from the device to the host; returns what waits until the target is there."""
+        """Copy from the device to the host; return a function that waits until the target is complete."""
         ...
 
     def capture(self, run: Run) -> tuple[Act, torch.Tensor]:
-        """Record what `run` starts; returns what starts it again, and the tensor that `run` gave: always the same one.
+        """Capture `run`; return a function that replays it, and the tensor that `run` returned, which is reused.
 
-        Blocks: while it runs once, so that nothing is compiled or allocated for good while it is recorded.
+        Blocks: during one eager run first, so that nothing is compiled or permanently allocated in the capture.
         """
         ...
 
     def start(self, replay: Act) -> None:
-        """Start what was captured."""
+        """Start a captured step."""
         ...
 
     def wait_for_others(self) -> None:
-        """Have what is started here from now on wait for what was started elsewhere before."""
+        """Make later work on this stream wait for earlier work on other streams."""
         ...
 
     def let_others_wait(self) -> None:
-        """Have what is started elsewhere from now on wait for what was started here before."""
+        """Make later work on other streams wait for earlier work on this stream."""
         ...
 
     def forget(self) -> None:
-        """Give back what was captured."""
+        """Free the captured steps."""
         ...
 
 
 class CudaGraphStream:
-    """A stream of high priority, CUDA graphs that share a pool of memory, copies that the host does not wait for."""
+    """A high-priority stream, CUDA graphs with a shared memory pool, and asynchronous copies."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -90,7 +90,7 @@ class CudaGraphStream:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph: Any = torch.cuda.CUDAGraph()
-        # Other threads of the process may do as they like: they use no GPU, and a capture is none of their business.
+        # Other threads of the process do not use the GPU, and must not invalidate the capture.
         recording: Any = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )
@@ -127,6 +127,6 @@ def _waiting(event: Any) -> Act:
 
 
 def row_counts(rows_max: int) -> Sequence[int]:
-    """Return the numbers of rows that steps are captured for, ascending: powers of two, and the most there can be."""
+    """Return the batch sizes to capture, ascending: powers of two, and the largest batch."""
     counts = [1 << power for power in range(rows_max.bit_length()) if 1 << power < rows_max]
     return [*counts, rows_max]

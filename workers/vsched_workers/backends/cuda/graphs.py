@@ -1,27 +1,28 @@
-"""Decode steps that are captured once and started again: CUDA graphs, one for each of a few numbers of rows.
+"""Captured decode steps: CUDA graphs for a few batch sizes.
 
 A captured step reads and writes fixed memory, and prepares its own successor: the tokens that it samples are the next
-step's input, and every position moves on by one. So as long as the same rows decode, the host sends nothing, and a
-step need not wait until the host has seen the tokens of the one before. What the host does send, it sends whole: one
+step's input, and every position advances by one. So as long as the same sequences decode, the host sends nothing, and a
+step need not wait until the host has read the tokens of the step before. Otherwise the host sends everything: one
 header and the block tables, from pinned memory.
 
-Rows are padded to the next number that was captured. Padding sits at position 0 of a spare block that belongs to
-nobody, stays there, and is dropped.
+Batches are padded to the next captured size. Padding rows stay at position 0 of a spare block that no sequence uses,
+and their results are dropped.
 
-**One step ahead.** A step is started before the host has read the one before it, when decoding has been steady and when
-no row enters another block: which block that is, a decision has yet to say. The next batch then asks for what is under
-way, or for fewer rows of it (some have finished), and gets it. Otherwise the step is dropped. That does no harm: it
-wrote the keys and values of tokens that were sampled, at their place, in blocks that were their row's when it was
-started; whoever gets these blocks writes later on the same stream and reads only what it wrote.
+**One step ahead.** In steady decoding, a step is started before the host has read the results of the step before it, if
+no sequence enters a new block, which the kernel has yet to allocate. The next batch then usually asks for the step in
+flight, or for a subset of its rows (some sequences have finished), and gets its results. Otherwise the step is dropped.
+That does no harm: it wrote the keys and values of sampled tokens, at their positions, in blocks that belonged to their
+sequences when it was started; the next owner of these blocks writes later on the same stream and reads only its own
+writes.
 
-**Sampled rows.** Their tokens are drawn behind the captured step, on the same stream, and take the place of the argmax
-as the next step's input. What a draw depends on, the host says when it starts the step; it knows all of it but the last
-token, which is on the device (`StagedDraw`). So nothing is kept there from step to step, a dropped step has changed
-nothing, and a recomputed one draws the same. Rows whose draw the host must prepare with that last token in hand, as
-those with a grammar, keep the step from being started ahead (`is_foreseeable`).
+**Sampled rows.** Their tokens are drawn after the captured step, on the same stream, and replace the argmax as the next
+step's input. The host provides the inputs of a draw when it starts the step; it knows all of them but the last token,
+which is on the device (`StagedDraw`). So the device keeps no sampling state between steps, a dropped step has changed
+nothing, and a recomputed one draws the same. Rows whose draw the host must prepare with the last token, such as rows
+with a grammar, prevent starting ahead (`is_foreseeable`).
 
-A captured step holds on to the KV cache. It is captured in the first step over a cache, so while the size of the cache
-is measured, and its memory counts as that of any other step.
+A captured step refers to the KV cache. It is captured in the first step over a cache, thus while the size of the cache
+is measured, and its memory counts as that of other steps.
 
 Not yet run on a GPU; everything but the capture itself was tested on a CPU.
 """
@@ -53,7 +54,7 @@ from vsched_workers.memory.out_of_memory import typed_out_of_memory
 logger = logging.getLogger(__name__)
 
 STEADY_STEPS = 2
-"""Steps of nothing but decode after which steps run ahead: while requests come and go, that would be in vain."""
+"""Decode-only steps in a row before steps run ahead: earlier, requests that come and go would make it futile."""
 
 _TOKEN, _AT, _DELTA, _GROWS, _HEADER = 0, 1, 2, 3, 4
 _HOST_BUFFERS = 2
@@ -61,7 +62,7 @@ _HOST_BUFFERS = 2
 
 @dataclass
 class _GraphRows:
-    """What a start of a captured step computes; `tokens` are its input, None until the host has read them."""
+    """The rows of a started captured step; `tokens` are its input, None until the host has read them."""
 
     slots: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int32]
@@ -70,18 +71,18 @@ class _GraphRows:
     tokens: npt.NDArray[np.int32] | None
 
     def later(self) -> _GraphRows:
-        """Return the same rows, one token on."""
+        """Return the same rows, one token later."""
         return _GraphRows(self.slots, self.positions + 1, self.sequences, self.special, None)
 
     def drawn(self) -> list[SpecialRow]:
-        """Return the special rows, each with the index of the token that is drawn."""
+        """Return the special rows, each with the index of its new token."""
         return [
             SpecialRow(row, int(self.positions[row]) + 1, sequence)
             for row, sequence in self.special
         ]
 
     def places(self, batch: Batch) -> npt.NDArray[np.int64] | None:
-        """Return where each row of a batch is among these; None when one is not, or is not the same."""
+        """Return the index of each row of a batch among these; None if one is missing or differs."""
         if self.tokens is None:
             return None
         found = np.searchsorted(self.slots, batch.decode_slots)
@@ -98,7 +99,7 @@ class _GraphRows:
 
 @dataclass
 class _InFlightStep:
-    """A step that was started: its rows, those of the step that would follow, and its results once `wait` is over."""
+    """A started step: its rows, the rows of the following step, and its results after `wait`."""
 
     rows: _GraphRows
     following: _GraphRows
@@ -108,10 +109,10 @@ class _InFlightStep:
     draw: StagedDraw | None
 
     def read(self) -> npt.NDArray[np.int32]:
-        """Return the tokens, int32 [rows], when they are there; they are what the following step was given.
+        """Wait for the tokens, int32 [rows], and return them; they are the input of the following step.
 
         Raises:
-            FloatingPointError: When there was nothing to draw one from.
+            FloatingPointError: When no token could be drawn.
         """
         self.wait()
         found: npt.NDArray[np.int32] = self.tokens.numpy()[: len(self.rows.slots)].copy()
@@ -133,7 +134,7 @@ class DecodeGraphs:
         *,
         reserved: Callable[[], int],
     ) -> None:
-        """Prepare; the cache has a spare block. `reserved` tells the memory that is taken, for the log."""
+        """Prepare; the cache has a spare block. `reserved` returns the memory in use, for the log."""
         self._stream = stream
         self._cache = cache
         self._attention = attention
@@ -152,12 +153,12 @@ class DecodeGraphs:
         self._steady = 0
 
     def step(self, batch: Batch) -> Sampled | None:
-        """Run a step; None when this one has to be run otherwise, which it then may be at once.
+        """Run a step; return None if the batch must be run layer by layer, which may be done at once.
 
         Blocks: until the step is done.
 
         Raises:
-            DeviceOutOfMemory: When the memory does not suffice to capture.
+            DeviceOutOfMemory: When there is too little memory for the capture.
         """
         if self._off or (not self._captured and not self._capture(*batch.block_tables.shape)):
             return None
@@ -179,7 +180,7 @@ class DecodeGraphs:
         return with_logprobs(tokens, step.logits, special_rows(batch))
 
     def drop(self) -> None:
-        """Forget what was captured, and what it points to."""
+        """Drop the captured steps and the memory that they refer to."""
         self._in_flight = None
         self._captured.clear()
         self._stream.forget()
@@ -189,11 +190,11 @@ class DecodeGraphs:
         if batch.chunks or not 0 < rows <= rows_max:
             return False
         if any(sequence.adapter for sequence in batch.decode_sequences):
-            return False  # captured without adapters: which rows have one, and the adapters, change from step to step
+            return False  # captured without adapters: rows with adapters, and the adapters, change between steps
         return bool(batch.decode_positions.max() < width * self._cache.block_size)
 
     def _yield_stream(self) -> None:
-        """Let what runs elsewhere next come after the step that is under way here."""
+        """Make later work on other streams wait for the step in flight."""
         if self._in_flight is not None:
             self._stream.let_others_wait()
         self._in_flight = None
@@ -203,7 +204,7 @@ class DecodeGraphs:
     # --- steps ---
 
     def _begin(self, batch: Batch) -> _InFlightStep:
-        """Start the step of a batch, sending what the device does not have."""
+        """Start the step of a batch; upload the batch if it is not on the device."""
         self._stream.wait_for_others()
         rows = self._next
         if rows is None or not self._goes_on(batch, rows):
@@ -212,7 +213,7 @@ class DecodeGraphs:
         return self._start(rows)
 
     def _goes_on(self, batch: Batch, rows: _GraphRows) -> bool:
-        """Return whether the device is prepared for this batch; a block that a row enters it does not know."""
+        """Return whether the device is prepared for this batch; new blocks are unknown to it."""
         if len(rows.slots) != len(batch.decode_slots) or rows.places(batch) is None:
             return False
         return bool((batch.decode_positions % self._cache.block_size).all())
@@ -225,9 +226,9 @@ class DecodeGraphs:
         return bool((step.following.positions % self._cache.block_size).all())
 
     def _start(self, rows: _GraphRows, *, ahead: bool = False) -> _InFlightStep:
-        """Start the step that the device is prepared for, and have its tokens read back.
+        """Start the prepared step and the download of its tokens.
 
-        With `ahead`, the host has not read the tokens of the step before.
+        `ahead`: the host has not read the tokens of the step before.
         """
         count = len(rows.slots)
         replay, logits = self._captured[self._bucket(count)]
@@ -244,7 +245,7 @@ class DecodeGraphs:
         return step
 
     def _draw(self, replay: Act, draw: StagedDraw, logits: torch.Tensor, *, ahead: bool) -> None:
-        """Run a captured step, and put what is drawn in the place of its argmax."""
+        """Run a captured step, and replace its argmax by drawn tokens."""
         token = self._header[_TOKEN]
         last = token.clone() if ahead else None
         replay()
@@ -257,7 +258,7 @@ class DecodeGraphs:
         return min(rows for rows in self._captured if rows >= count)
 
     def _upload(self, batch: Batch) -> _GraphRows:
-        """Send the rows of a batch, padded."""
+        """Upload the rows of a batch, padded."""
         header, tables, pending = self._host[0]
         self._host.append(self._host.pop(0))
         while pending:
@@ -287,7 +288,7 @@ class DecodeGraphs:
     # --- capture ---
 
     def _capture(self, slots: int, width: int) -> bool:
-        """Capture a step for each number of rows, the largest first: the others fit into its memory."""
+        """Capture a step for each batch size, the largest first: the others reuse its memory."""
         started_s, before = time.perf_counter(), self._reserved()
         device = self._cache.keys[0].device
         whole = {"dtype": torch.int32, "device": device}
@@ -321,7 +322,7 @@ class DecodeGraphs:
         return True
 
     def _compute(self, rows: int) -> torch.Tensor:
-        """Run one step over the fixed memory, and prepare the next; this is what is captured."""
+        """Run one step over the fixed memory, and prepare the next; this is captured."""
         size = self._cache.block_size
         token, at, delta, grows = self._header[:, :rows]
         tables, index = self._tables[:rows], at.long()

@@ -1,6 +1,6 @@
 """The memory of a CUDA device: torch's caching allocator and the driver.
 
-Not yet run on a GPU; tests put what `torch.cuda` would say in its place.
+Not yet run on a GPU; tests replace `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CudaMemory:
         torch.cuda.empty_cache()
 
     def settle(self) -> None:
-        """Keep what the allocator caches: another process could take it."""
+        """Keep the allocator's cache: another process could take freed memory."""
 
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:

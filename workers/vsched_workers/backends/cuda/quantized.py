@@ -1,6 +1,6 @@
-"""Products by weights in a few bits on a GPU: int8, int4 and FP8 in groups, as the loader has them.
+"""Matrix products with quantized weights on a GPU: int8, int4 and FP8 with group scales.
 
-Not yet run on a GPU: the kernels were checked in Triton's interpreter, and compiled for one.
+Not yet run on a GPU: the kernels were tested in Triton's interpreter, and compiled for one.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from vsched_workers.backends.cuda.attention import power_of_two
 from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
 
 FEW_ROWS_MAX = 64
-"""Rows that are multiplied by values as they are read. For more, widening costs less than the arithmetic."""
+"""The largest M for multiplication by quantized values; above, dequantizing first costs less than it saves."""
 
 TILE_MAX = 64
-"""Inputs that a program reads at a time."""
+"""The largest tile of K."""
 
 PARTS_MAX = 8
-"""Parts of the inputs that are summed apart, so that few outputs keep all processors busy."""
+"""The largest number of splits of K (split-K), which keep all SMs busy if N is small."""
 
 STAGES = 4
-"""Tiles that are under way at once."""
+"""Tiles that are loaded in parallel (pipeline stages)."""
 
 WIDENED_INPUTS = 1024
-"""Values that a program widens."""
+"""Values that a program dequantizes."""
 
 
 Kernels = tuple[Any, Any]
-"""What multiplies a few rows, and what widens a weight."""
+"""The kernel for small M, and the dequantization kernel."""
 
 
 def load_kernels() -> Kernels:
-    """Return Triton's."""
+    """Return the Triton kernels."""
     from vsched_workers.backends.cuda.triton_products import multiply_few, widen
 
     return multiply_few, widen
 
 
 class TritonProduct:
-    """The product of rows and a weight [out, in] that lies on a device in a few bits.
+    """The product of activations and a quantized weight [out, in] on a device.
 
     Attributes:
         shape: Outputs and inputs.
@@ -57,7 +57,7 @@ class TritonProduct:
         processors: int,
         kernels: Kernels | None = None,
     ) -> None:
-        """Take a weight on the device, how many processors that has, and the kernels where they are not Triton's."""
+        """Take a weight on the device, the device's number of SMs, and kernels in place of Triton's, if any."""
         self._multiply, self._widen = kernels or load_kernels()
         self._weight, self._bias, self._processors = weight, bias, processors
         self.shape, self.size_bytes = weight.shape, weight.nbytes
@@ -69,7 +69,7 @@ class TritonProduct:
         self._constants = constants_of(weight.kind, has_offsets=weight.offsets is not None)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows [..., in]; returns [..., out] of their type."""
+        """Multiply activations [..., in]; return [..., out] of the same type."""
         order = self._weight.order
         rows = rows if order is None else rows.index_select(-1, order)
         flat = rows.reshape(-1, self.shape[1])
@@ -80,7 +80,7 @@ class TritonProduct:
         return summed.to(rows.dtype).view(*rows.shape[:-1], self.shape[0])
 
     def _few(self, rows: torch.Tensor, tile: int) -> torch.Tensor:
-        """Return the float32 product of few rows [rows, in]."""
+        """Return the float32 product for small M, of activations [M, in]."""
         outputs, inputs = self.shape
         plan = plan_of(len(rows), outputs, -(-inputs // tile), self._processors)
         sums = rows.new_empty((plan.parts, len(rows), outputs), dtype=torch.float32)
@@ -104,7 +104,7 @@ class TritonProduct:
         return sums[0] if plan.parts == 1 else sums.sum(0)
 
     def widened(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return what the weight stands for, [out, in], its inputs as they lie."""
+        """Return the dequantized weight, [out, in], with inputs in their stored order."""
         outputs, inputs = self.shape
         weight = torch.empty(self.shape, dtype=dtype, device=self._weight.values.device)
         self._widen[outputs, -(-inputs // WIDENED_INPUTS)](
@@ -120,28 +120,28 @@ class TritonProduct:
         return weight
 
     def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return rows of the weight, as of an embedding; indices int64 [n], returns [n, in]."""
+        """Return rows of the weight, as for an embedding; indices int64 [n], returns [n, in]."""
         return self._weight.rows_of(indices)
 
 
 class QuantizedLayer(nn.Module):
-    """A linear layer over a weight in a few bits."""
+    """A linear layer with a quantized weight."""
 
     def __init__(self, linear: nn.Linear, product: TritonProduct) -> None:
-        """Stand in for a layer."""
+        """Replace a layer."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.product = product
-        # For models that ask for its type; to compute with it is an error.
+        # For models that read its data type; computing with it is an error.
         self.weight = torch.empty(product.shape, dtype=linear.weight.dtype, device="meta")
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows [..., in]; returns [..., out]."""
+        """Multiply activations [..., in]; return [..., out]."""
         return self.product(rows)
 
 
 class ProductPlan(NamedTuple):
-    """How a product is shared out: rows and outputs of a program, parts of the inputs, and tiles of a part."""
+    """The grid of a product: M and N per program, splits of K, and tiles per split."""
 
     rows: int
     outputs: int
@@ -150,14 +150,14 @@ class ProductPlan(NamedTuple):
 
 
 def constants_of(kind: str, *, has_offsets: bool) -> dict[str, object]:
-    """Return what the kernels are compiled for, whatever they are started with."""
+    """Return the compile-time constants of the kernels that depend on the weight alone."""
     return {"KIND": kind, "CENTRE": INT4_CENTRE, "HAS_OFFSETS": has_offsets}
 
 
 def tile_of(kind: str, group: int) -> int | None:
-    """Return the inputs that a program reads at a time, all of one group; None where groups are too small.
+    """Return the tile of K, within one group; None if groups are too small.
 
-    The matrix units want at least 16, and of int4 as many in each half. A `group` of 0 is of all inputs.
+    Tensor cores need at least 16 values, for int4 in each nibble. A `group` of 0 is all of K.
     """
     if not group:
         return TILE_MAX
@@ -166,9 +166,9 @@ def tile_of(kind: str, group: int) -> int | None:
 
 
 def plan_of(rows: int, outputs: int, tiles: int, processors: int) -> ProductPlan:
-    """Return how to share out a product of few rows, so that all processors read.
+    """Return the grid of a product with small M, so that all SMs read.
 
-    It is known before values are, as a captured step wants it.
+    It does not depend on values, as required by captured steps.
     """
     per_rows = min(max(16, power_of_two(rows)), FEW_ROWS_MAX)
     blocks = -(-rows // per_rows)

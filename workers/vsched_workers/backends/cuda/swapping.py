@@ -1,8 +1,8 @@
-"""Swaps KV blocks between a GPU and pinned host memory, on a stream of its own.
+"""Swapping of KV blocks between a GPU and pinned host memory, on a separate stream.
 
-The stream of the copies waits for what the computing stream was given before, so a copy sees what all steps wrote. The
-computing stream waits for the copies, so no block is written to that is still read, and no step reads what is not back.
-The host waits for nothing.
+The copy stream waits for earlier work on the computing stream, so a copy sees the writes of all steps. The computing
+stream waits for the copies, so no block is overwritten while it is read, and no step reads a block that is not
+restored. The host does not wait.
 
 Not yet run on a GPU: the order of waits was tested with a stand-in for `torch.cuda`.
 """
@@ -19,7 +19,7 @@ from vsched_workers.batching.swap_area import AllocateBytes, Pairs, SwapArea, ru
 
 
 class CudaSwapArea(SwapArea):
-    """Places in pinned memory for the blocks of a KV cache on a GPU."""
+    """Pinned host memory for swapped blocks of a KV cache on a GPU."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class CudaSwapArea(SwapArea):
         cuda: Any = torch.cuda,
         allocate: AllocateBytes = pinned,
     ) -> None:
-        """Set places aside; a test puts others in the place of `torch.cuda` and of pinned memory.
+        """Allocate the memory; tests replace `torch.cuda` and pinned memory.
 
         Raises:
-            DeviceOutOfMemory: When the host has not as much.
+            DeviceOutOfMemory: When the host has too little memory.
         """
         super().__init__(cache, blocks, allocate=allocate)
         self._device = torch.device(device)
@@ -41,7 +41,7 @@ class CudaSwapArea(SwapArea):
         self._stream: Any = cuda.Stream(device=self._device)
 
     def copy(self, out: Pairs, back: Pairs) -> None:
-        """Have blocks copied to places, then places to blocks, between what is computed before and after."""
+        """Enqueue copies of blocks to the host, then of blocks to the device, between earlier and later computation."""
         current = self._cuda.current_stream(self._device)
         written = self._cuda.Event()
         written.record(current)

@@ -1,10 +1,10 @@
-"""The Triton kernels; imported on CUDA only, where torch brings Triton along.
+"""The Triton kernels of decode attention; imported on CUDA only, where torch includes Triton.
 
-A row of a decode step reads its whole context, and a context that one program reads keeps one of a GPU's processors
-busy, and all others waiting for it. So a context is read in parts, side by side, and a second kernel puts the parts
-together. A part has at least so many tokens as whoever starts the kernel says, and more where a context would have more
-parts than were started: so a long context among many short ones is spread over processors, too, and a captured step
-serves contexts of any length. The programs of parts that a context does not have end at once.
+A row of a decode step reads its whole context, and a context that is read by one program keeps one SM busy while all
+others wait for it. So a context is read in parallel parts, and a second kernel reduces them. A part has at least
+`part_tokens` tokens, and more if the context would have more parts than were launched: so a long context among many
+short ones is spread over SMs, too, and a captured step serves contexts of any length. Programs for parts beyond the
+context's end return at once.
 
 Prior art: Flash-Decoding (Dao et al., 2023) for the parts, PagedAttention (SOSP 2023) for the block tables.
 """
@@ -34,7 +34,7 @@ def decode_parts(
     table_stride,
     parts,
     part_tokens,
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803  # Triton's way to mark what is known at compile time
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803  # Triton's marker of compile-time constants
     KV_HEADS: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
     GROUP_ROWS: tl.constexpr,  # noqa: N803
@@ -106,9 +106,9 @@ def merge_parts(
     DIMS: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Put together what the parts of a context gave for one query head of one row, those that it has.
+    """Combine the results of a context's parts for one query head of one row.
 
-    Shape: as in `decode_parts`; out [rows, heads, HEAD_DIM]; a program for each row and head.
+    Shape: as in `decode_parts`; out [rows, heads, HEAD_DIM]; one program per row and head.
     """
     head = tl.program_id(0)
     part = tl.arange(0, PARTS)

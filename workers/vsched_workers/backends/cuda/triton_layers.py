@@ -1,7 +1,7 @@
-"""The Triton kernels between the products of a layer; imported on CUDA only, where torch brings Triton along.
+"""The Triton kernels between the products of a layer; imported on CUDA only, where torch includes Triton.
 
-Each does in one pass over the rows what transformers' modules do in five to ten. They round where those round: a sum of
-rows, a normed row before it is multiplied by the weights, an activation before it meets what it gates.
+Each does in one pass over the rows the work of five to ten kernels of transformers' modules. They round at the same
+points: the residual sum, the normalized row before its weights, and the activation before the product with up.
 """
 
 # As in triton_kernels.py.
@@ -60,11 +60,11 @@ def rotate_and_store(
     HALF: tl.constexpr,  # noqa: N803
     DIMS: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Norm (where NORMS) and rotate one head of one row; keys, in place as well, and values go into the cache.
+    """Normalize (if NORMS) and rotate one head of one row; keys and values go to the cache, keys also in place.
 
-    Shape: qkv [rows, (HEADS + 2 * KV_HEADS) * 2 * HALF]; cos and sin [rows, HALF]; slots int64 [rows]; weights
-    [2 * HALF]; queries [rows, HEADS, 2 * HALF]; keys and values [slots, KV_HEADS, 2 * HALF]. DIMS is HALF, rounded up
-    to a power of two.
+    Shape: qkv [rows, (HEADS + 2 * KV_HEADS) * 2 * HALF]; cos and sin [rows, HALF]; slots int64 [rows]; weights [2 *
+    HALF]; queries [rows, HEADS, 2 * HALF]; keys and values [slots, KV_HEADS, 2 * HALF]. DIMS is HALF, rounded up to a
+    power of two.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, DIMS)
@@ -112,7 +112,7 @@ def gate(
     ACTIVATION: tl.constexpr,  # noqa: N803
     WIDTH: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Write what of one row's second half its first half lets through.
+    """Write the activation of a row's first half (gate) times its second half (up).
 
     Shape: gate_up [rows, 2 * width], gated [rows, width]; ACTIVATION is a name of `families.decoder.Activation`.
     """

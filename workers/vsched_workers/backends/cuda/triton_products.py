@@ -1,8 +1,8 @@
-"""The Triton kernels for weights in a few bits; imported on CUDA only, where torch brings Triton along.
+"""The Triton kernels for quantized weights; imported on CUDA only, where torch includes Triton.
 
-Few rows are multiplied by values as they are read: an integer or a byte of FP8 is exact in 16 bits, and scales come in
-once for the sum over a group's inputs, so nothing is rounded but the sum. For many rows the arithmetic is what counts,
-and the weight is widened once for a product of torch's.
+For small M, activations are multiplied by the quantized values: an integer or an FP8 value is exact in 16 bits, and
+scales are applied once per sum over a group, so only the sum is rounded. For large M arithmetic dominates, and the
+weight is dequantized once for torch's product.
 """
 
 # As in triton_kernels.py.
@@ -36,11 +36,11 @@ def multiply_few(
     OUTPUTS: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Multiply a block of rows by a block of outputs over one part of the inputs.
+    """Multiply a block of rows by a block of outputs over one split of the inputs.
 
-    Shape: rows [count, inputs]; values uint8 [outputs, bytes_of_one], of int4 the lower half the first of two
-    inputs; scales and offsets [outputs, groups]; sums float32 [parts, count, outputs]. TILE
-    divides `group`; a part has `part_tiles` tiles.
+    Shape: rows [count, inputs]; values uint8 [outputs, bytes_of_one], for int4 with the first of two inputs in the low
+    nibble; scales and offsets [outputs, groups]; sums float32 [parts, count, outputs]. TILE divides `group`; a split
+    has `part_tiles` tiles.
     """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -54,7 +54,7 @@ def multiply_few(
         place = start + tl.arange(0, TILE)
         there = asked[None, :] & (place < inputs)[:, None]
         given = tl.load(rows + row[None, :] * inputs + place[:, None], mask=there, other=0.0)
-        # Two values of int4 lie in a byte.
+        # A byte contains two int4 values.
         byte = start // 2 + tl.arange(0, TILE // 2) if KIND == "int4" else place
         held = real[:, None] & (byte < bytes_of_one)[None, :]
         bits = tl.load(values + line * bytes_of_one + byte[None, :], mask=held, other=0)
@@ -89,7 +89,7 @@ def widen(
     HAS_OFFSETS: tl.constexpr,  # noqa: N803
     INPUTS: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Write what some values of one output stand for, in the type of `weight` [outputs, inputs]; shapes as above."""
+    """Dequantize some values of one output, in the type of `weight` [outputs, inputs]; shapes as above."""
     output = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
     there = place < inputs

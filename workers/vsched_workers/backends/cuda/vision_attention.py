@@ -1,8 +1,8 @@
-"""Attention of the vision tower on CUDA: every window and every image of a batch in one call a layer.
+"""Attention of the vision tower on CUDA: every window and every image of a batch in one call per layer.
 
-Without a kernel for sequences of any length transformers calls attention once for every window, which for Qwen2.5-VL
-are hundreds a layer, each a kernel of a few microseconds. With one it asks for what its flash attention is called with,
-and a name with `flash` in it is what makes it ask.
+With ordinary attention, transformers calls it once for every window, which for Qwen2.5-VL means hundreds of kernels of
+a few microseconds per layer. For implementations with `flash` in their name it passes the arguments of flash attention
+for variable-length sequences instead.
 
 Not yet run on a GPU.
 """
@@ -41,13 +41,13 @@ def attend(
     max_length_q: int | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within each of the sequences that lie side by side.
+    """Attend within each of the concatenated sequences.
 
-    Shape: query, key and value [1, heads, rows, head dim]; cu_seq_lens_q int32 [sequences + 1]; returns
-    [1, rows, heads, head dim].
+    Shape: query, key and value [1, heads, rows, head dim]; cu_seq_lens_q int32 [sequences + 1]; returns [1, rows,
+    heads, head dim].
     """
     if cu_seq_lens_q is None or max_length_q is None:
-        # This version of transformers goes by another rule, and has cut the row into its sequences.
+        # This version of transformers has split the row into its sequences.
         seen = functional.scaled_dot_product_attention(query, key, value, scale=scaling)
         return seen.transpose(1, 2), None
     packed = [each[0].transpose(0, 1) for each in (query, key, value)]
@@ -65,7 +65,7 @@ def _varlen(
 
 
 def use_flash(tower: nn.Module, settings: WorkerSettings, dtype: torch.dtype) -> None:
-    """Have a tower attend with one call per layer, where the kernel gives the right answer on the device."""
+    """Have a tower attend with one call per layer, if the kernel is correct on the device."""
     if dtype == torch.float32 or settings.attention == "exact" or not runs(settings.device, dtype):
         return
     register()
@@ -73,21 +73,21 @@ def use_flash(tower: nn.Module, settings: WorkerSettings, dtype: torch.dtype) ->
 
 
 def switch(tower: nn.Module) -> None:
-    """Have a tower, which was built with another, use the attention of the name `FLASH` from now on."""
-    # Only now: while it is built, transformers takes a name with `flash` in it for a package to be loaded.
+    """Switch a tower, built with another implementation, to the one registered as `FLASH`."""
+    # Not earlier: while building, transformers tries to import a package for names with `flash`.
     config: Any = tower.config
     config._attn_implementation = FLASH  # noqa: SLF001  # how transformers itself sets it
 
 
 def register() -> None:
-    """Make `attend` known to transformers under `FLASH`."""
+    """Register `attend` with transformers as `FLASH`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(FLASH, attend)
 
 
 def runs(device: str, dtype: torch.dtype) -> bool:
-    """Return whether the kernel gives the right answer on the device: it is tried."""
+    """Return whether the kernel's results are correct on the device, by a trial."""
     chance = torch.Generator().manual_seed(0)
     shape = (3, sum(_TRIAL_LENGTHS), _TRIAL_HEADS, _TRIAL_DIM)
     inputs: Any = torch.randn(shape, generator=chance).to(device=device, dtype=dtype)
@@ -99,7 +99,7 @@ def runs(device: str, dtype: torch.dtype) -> bool:
     try:
         found = _varlen(inputs.unbind(0), ends.to(device), max(_TRIAL_LENGTHS), _TRIAL_DIM**-0.5)
         differs = float((found - torch.cat(parts)).abs().max())
-    except Exception as error:  # noqa: BLE001  # whatever a kernel raises here, it is not used
+    except Exception as error:  # noqa: BLE001  # kernels may raise anything
         logger.info("vision: attention runs window by window, which is slower: %s", error)
         return False
     if not differs <= _WITHIN:

@@ -1,4 +1,4 @@
-"""The vision tower of any architecture: transformers' own `get_image_features`, an image at a time."""
+"""The vision tower of the generic path: transformers' own `get_image_features`, one image at a time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import nn
 
 
 class AnyTower:
-    """Runs a vision-language model that has been left without its language model."""
+    """A vision-language model without its language model."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        """Take the model; `dtype` is what its weights have."""
+        """Take the model; `dtype` is the data type of its weights."""
         self.model = model
         self._dtype = dtype
         self._owner = model if hasattr(model, "get_image_features") else model.model
@@ -29,14 +29,14 @@ class AnyTower:
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """Its layers: the list with the most modules within; empty where there is none."""
+        """Its layers: the module list with the most submodules; empty if there is none."""
         lists = [each for each in self.model.modules() if isinstance(each, nn.ModuleList)]
         return list(max(lists, key=lambda each: len(list(each.modules())), default=()))
 
     def __call__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> torch.Tensor:
-        """Return the rows of one image, [tokens, levels * hidden]; it does what is done for an image alone.
+        """Return the embedding rows of one image, [tokens, levels * hidden], as for an image alone.
 
-        What its `get_image_features` does not ask for is left out.
+        Arrays that its `get_image_features` has no parameters for are left out.
         """
         given = {
             name: self._tensor(array)
@@ -48,12 +48,12 @@ class AnyTower:
         return torch.cat([_rows(level) for level in levels], dim=-1).to(self._dtype)
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        # The copy also gives torch memory that it may call its own: the arena's view is read-only.
+        # The copy makes the tensor writable: the arena's view is read-only.
         tensor = torch.from_numpy(np.array(array))
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 def _rows(features: Any) -> torch.Tensor:
-    """Return what a model gives for one image, in a tensor or several (as one for each crop), as [tokens, hidden]."""
+    """Return the features of one image, one tensor or several (as one per crop), as [tokens, hidden]."""
     parts = [features] if isinstance(features, torch.Tensor) else list(features)
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

@@ -1,4 +1,4 @@
-"""Torch alone, on the host: transformers' layers as they are, and attention by gather."""
+"""The reference backend: torch alone on the host, transformers' layers, and attention by gather."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceBackend(Backend):
-    """The host with torch alone. What it computes is transformers' to the bit: bfloat16 weights are packed, no more."""
+    """Torch alone on the host; bit-exact to transformers, but with packed bfloat16 weights."""
 
     synchronous: ClassVar[bool] = True
     layers_reuse_memory: ClassVar[bool] = True
@@ -68,7 +68,7 @@ class ReferenceBackend(Backend):
         if not self._packs:
             product = functools.partial(functional.linear, weight=head)
             return RunnableLanguage(layers, product, stored_bytes(head, *model.parameters()))
-        # A tied head is packed too: it is the largest product of a step. The embedding needs the plain copy.
+        # A tied head is packed too: it is the largest product of a step. The embedding needs the unpacked weight.
         packed_head = PackedWeight(head, None, make_custom=self._make_head)
         size = pack_linears(model, make_custom=self._make_product) + packed_head.size_bytes
         warm_up(model, packed_head)
@@ -77,9 +77,9 @@ class ReferenceBackend(Backend):
     def prepare_whole(
         self, model: nn.Module, inputs: ImageInputs | None = None
     ) -> RunnableLanguage:
-        """Lay out a loaded model of any architecture that yields logits, its head within; see `prepare_language`.
+        """Prepare a loaded model of the generic path that returns logits; see `prepare_language`.
 
-        `inputs` makes its arguments where it takes images.
+        `inputs` builds its arguments if it takes images.
         """
         size = pack_linears(model, make_custom=self._make_product) if self._packs else 0
         if self._packs:
@@ -100,7 +100,7 @@ class ReferenceBackend(Backend):
         return size
 
     def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
-        """Lay out the loaded tower of any architecture; return it, and the bytes of its weights."""
+        """Prepare a loaded vision tower of the generic path; return it and the bytes of its weights."""
         size = 0
         if self._packs:
             size = pack_linears(model, MANY_ROWS, self._make_product)
@@ -112,7 +112,7 @@ class ReferenceBackend(Backend):
         return logits.argmax(dim=-1).numpy().astype(np.int32)
 
     def load_attention(self) -> None:
-        """Attention by gather is always there."""
+        """Do nothing: attention by gather needs no compilation."""
 
     def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
         return AttentionKernels(decode_by_gather, prefill_by_gather)
@@ -139,7 +139,7 @@ class ReferenceBackend(Backend):
         return torch.from_numpy(source[wanted])
 
     def send_pixels(self, parts: Sequence[npt.NDArray[np.uint8]]) -> torch.Tensor:
-        # The copy also gives torch memory that it may call its own: the arena's view is read-only.
+        # The copy makes the tensor writable: the arena's view is read-only.
         return torch.from_numpy(np.concatenate(parts))
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of a group talk on a CPU: by gloo, over the loopback interface."""
+"""Communication between the ranks of a group on a CPU: gloo over the loopback interface."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Attention by gather: the context of each row is copied out of the cache, and torch attends.
+"""Attention by gather: each row's context is copied out of the cache for torch's attention.
 
-It works on every device and for every type; the kernels of the other backends are compared with it.
+It works on every device and for every data type; the kernels of the other backends are tested against it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def prefill_by_gather(
     step: PagedStep,
     scaling: float,
 ) -> torch.Tensor:
-    """Attend for the rows of one chunk."""
+    """Attend for the tokens of one chunk."""
     mask = None
     if not segment.whole:
         mask = segment.mask(query.dtype)
@@ -43,7 +43,7 @@ def decode_by_gather(
 ) -> torch.Tensor:
     """Attend for decode rows.
 
-    The query heads that share a key head are laid out as its query rows, so that no key is repeated.
+    The query heads that share a key head are laid out as its query rows, so that keys are not repeated.
     """
     gather, mask = _gather_index(step, query.device)
     keys, values = step.cache.layers[layer].read(gather, query.dtype)
@@ -60,7 +60,7 @@ def decode_by_gather(
 
 
 def _gather_index(step: PagedStep, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots of all contexts, [rows, longest], and where they are real; once a step."""
+    """Return the slots of all contexts, [rows, longest], and the mask of valid ones; computed once per step."""
     found = step.scratch.get("gather")
     if found is None:
         size = step.cache.block_size
@@ -68,7 +68,7 @@ def _gather_index(step: PagedStep, device: torch.device) -> tuple[torch.Tensor, 
         blocks = step.tables[:, : -(-longest // size)].astype(np.int64)
         slots = (blocks[:, :, None] * size + np.arange(size)).reshape(len(blocks), -1)[:, :longest]
         seen = np.arange(longest)[None] < step.contexts[:, None]
-        # A table's unused entries may hold anything; slot 0 is always there to be read and masked.
+        # A table's unused entries may hold anything; slot 0 always exists, so it can be read and masked.
         slots = np.where(seen, slots, 0)
         found = (
             torch.from_numpy(slots).to(device),

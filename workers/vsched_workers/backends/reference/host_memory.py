@@ -1,4 +1,4 @@
-"""The memory of the host, behind the contract for the memory of a device."""
+"""Host memory as a `DeviceMemory`."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from vsched.worker.shares import usable_cores
 from vsched_workers.memory.out_of_memory import require_available, typed_out_of_memory
 
 DRIFT_BYTES = 8 << 20
-"""What the interpreter and compiled code may grow by once they are warm."""
+"""Growth of the interpreter and compiled code that is allowed once they are warm."""
 
 SCATTERED_SHARE = 2
-"""One part in so many of a measured growth is what scattered pieces may add to it; see docs/memory.md."""
+"""The share of a measured growth, 1 / this, that heap fragmentation may add to it; see docs/memory.md."""
 
 MAPPED_BYTES_MIN = 64 << 10
-"""The smallest piece that has a mapping of its own while nothing is to be left in the heap."""
+"""The smallest allocation that has a mapping of its own while the heap must not be fragmented."""
 
 _HUGE_PAGE = 2 << 20
 _LINE = 64
-"""Bytes of a line of the cache, at which each piece of weights begins."""
+"""Bytes of a cache line; each weight begins at one."""
 _SPARE_SHARE, _SPARE_BYTES_MAX = 8, 64 << 20
-"""A new mapping is at most this share of all before it, and at most so many bytes, larger than the piece it is for."""
+"""A new mapping is larger than its first allocation by at most this share of all mappings, and this many bytes."""
 _REST_BYTES_MIN = 4 << 10
-"""The least that is kept for another piece."""
+"""The smallest remainder that is kept for another allocation."""
 
 _M_MMAP_THRESHOLD = -3
 """The number of this option in `malloc.h`."""
@@ -50,19 +50,19 @@ _PEAK_RESET = Path("/proc/self/clear_refs")
 
 
 class HostMemory:
-    """The memory of a CPU worker, counted as what bounds it counts.
+    """The memory of a CPU worker, counted in the same way as the limit on it.
 
     Under a limit on the process, that is its private writable mappings, touched or not (`VmData`). The kernel keeps no
-    peak of these, but one of all address space (`VmPeak`), which cannot be reset; yet a mapping without access counts
-    to it and not to the limit. `reset_peak` maps as much as lifts the address space to its old peak: whatever is mapped
-    from then on is a new one. Address space that is not private memory (files, code) may have grown in between without
-    being there at the peak; it is added, which errs on the safe side.
+    peak of these, but of all address space (`VmPeak`), which cannot be reset; yet a mapping without access counts as
+    address space and not towards the limit. `reset_peak` maps enough to lift the address space to its old peak, so that
+    every later mapping is a new peak. Address space that is not private memory (files, code) may have grown in between
+    without being part of the peak; it is added, which errs on the safe side.
 
-    Without a limit the host's or the control group's memory is the bound, and what counts is what is resident.
+    Without a limit on the process, the host's or the control group's memory is the bound, and resident memory counts.
     """
 
     def __init__(self, name: str = "cpu", *, promises: bool = False) -> None:
-        """Measure; with `promises`, what is reserved need not be there yet, where that can be relied on."""
+        """Measure; `promises` allows reserved memory to be backed on use, if that is reliable."""
         self.name = name
         self._may_promise = promises
         self._ballast: mmap.mmap | None = None
@@ -74,16 +74,16 @@ class HostMemory:
 
     @property
     def promises(self) -> bool:
-        """Whether what is reserved is given by the host as it is used.
+        """Whether the host backs reserved memory only when it is used.
 
-        Only where reserving is what is counted, by the limit on the process: then the sizes are proved without a page
-        of them. And only where the host tells what it has free: the limits of all ranks were chosen within that.
+        Only if reserved memory is counted, by the limit on the process: then sizes are verified without touching pages.
+        And only if the host reports its free memory: the limits of all ranks were chosen within that.
         """
         return self._may_promise and self.counts_reserved and tells_what_is_free()
 
     @property
     def counts_reserved(self) -> bool:
-        """Whether memory counts when it is reserved; otherwise when it is touched."""
+        """Whether memory counts when it is reserved, or else when it is touched."""
         return self._limit() is not None
 
     def total(self) -> int:
@@ -99,7 +99,7 @@ class HostMemory:
         return status_bytes("RssAnon" if self._limit() is None else "VmData")
 
     def allocated(self) -> int:
-        # The C library cannot tell what of its heap is in use; so what is not goes back first.
+        # The C library does not report the used part of its heap, so release the unused part first.
         self.release()
         return self.reserved()
 
@@ -114,8 +114,8 @@ class HostMemory:
 
     def reset_peak(self) -> None:
         if self._limit() is None:
-            # 5 resets the high-water mark. Where the kernel does not allow it the old peak stays, which errs on the
-            # safe side.
+            # Writing 5 resets the high-water mark. If the kernel does not allow it, the old peak stays, which errs on
+            # the safe side.
             with suppress(OSError):
                 _PEAK_RESET.write_text("5", encoding="ascii")
             self._other_bytes = _resident_files()
@@ -129,17 +129,17 @@ class HostMemory:
         self._other_bytes = _unlimited_space()
 
     def drift(self, growth_bytes: int) -> int:
-        """Return what a heap may need beyond a measured growth: its pieces lie differently after other batches."""
+        """Return the allowance for fragmentation: after other batches, the heap has another layout."""
         return DRIFT_BYTES + growth_bytes // SCATTERED_SHARE
 
     def release(self) -> None:
-        """Return free heap pages to the host, where the C library can."""
+        """Return free heap pages to the host, if the C library can."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
 
     def settle(self) -> None:
-        """Give back what the hardest steps left in the heap, where memory is promised."""
+        """If memory is promised, return the heap pages that the largest steps left."""
         if self.promises:
             self.release()
 
@@ -160,18 +160,18 @@ class HostMemory:
             yield
 
     def _limit(self) -> int | None:
-        """Return the process limit where it is what binds."""
+        """Return the process limit if it is the tighter bound."""
         limit = process_limit()
         return limit if limit is not None and limit <= host_total() else None
 
 
 @contextmanager
 def mapped_pieces() -> Iterator[None]:
-    """Have the C library give every larger piece that fits into no hole a mapping of its own until the context ends.
+    """Have the C library map larger allocations separately, if they fit no hole, until the context ends.
 
-    Mappings leave no holes in the heap, and go back whole. It is for what is done once: fetching and returning pages
-    for every piece costs the batches of a small encoder up to 48 % of their speed. Only a rank has its heap set up, and
-    only there anything is done.
+    Mappings leave no holes in the heap and are returned as a whole. This is for one-time work: mapping and unmapping
+    pages for every allocation costs the batches of a small encoder up to 48 % of their speed. It does nothing outside
+    of ranks, as only these have their heap configured.
     """
     usual = os.environ.get("MALLOC_MMAP_THRESHOLD_")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -186,18 +186,18 @@ def mapped_pieces() -> Iterator[None]:
 
 
 def map_private(size: int, *, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    """Return a mapping of its own, which goes back to the host as soon as nobody refers to it."""
+    """Return a separate mapping, which is unmapped when its last reference is gone."""
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=access)
 
 
 class HugePages:
-    """Memory in pieces, behind one another in mappings of huge pages; a mapping goes back with its last piece.
+    """An arena of huge pages; a mapping is returned with its last allocation.
 
-    A step reads all weights once, from more pages than the processor knows the places of: with huge ones it takes 4 to
-    5 % less time. Where the host gives none, or a mapping does not begin at one, pages are small.
+    A step reads all weights once, from more pages than the TLB holds: with huge pages it takes 4 to 5 % less time. If
+    the host has no huge pages, or a mapping is not aligned to one, pages are small.
 
     Attributes:
-        mapped: Bytes of all mappings that were made. Those that no piece was given of are untouched.
+        mapped: Bytes of all mappings that were created. Parts without allocations are untouched.
     """
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class HugePages:
         self._lock = threading.Lock()
 
     def take(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return `size` bytes that read as zeros and begin at a line of the cache."""
+        """Return `size` zeroed bytes, aligned to a cache line."""
         whole = -(-size // _LINE) * _LINE
         with self._lock:
             mapped, start, stop = self._room(whole)
@@ -215,14 +215,14 @@ class HugePages:
             return np.frombuffer(mapped, dtype=np.uint8, count=size, offset=start)
 
     def _room(self, whole: int) -> tuple[mmap.mmap, int, int]:
-        """Return what is left of a mapping that has room for so many bytes, or a new one."""
+        """Return the remainder of a mapping with at least `whole` bytes, or a new mapping."""
         self._rests = [rest for rest in self._rests if rest.of() is not None]
         for at, (of, start, stop) in enumerate(self._rests):
             mapped = of()
             if mapped is not None and stop - start >= whole:
                 del self._rests[at]
                 return mapped, start, stop
-        # Of some pieces of this size, as many as are a small share of what there is.
+        # Reserve space for more allocations of this size, up to a small share of all mappings.
         count = max(min(self.mapped // _SPARE_SHARE, _SPARE_BYTES_MAX) // whole, 1)
         wanted = -(-count * whole // _HUGE_PAGE) * _HUGE_PAGE
         self.mapped += wanted
@@ -230,7 +230,7 @@ class HugePages:
 
 
 class _MappingRest(NamedTuple):
-    """What is left of a mapping, which only its pieces hold."""
+    """The unused end of a mapping, held by a weak reference: only allocations keep a mapping alive."""
 
     of: weakref.ref[mmap.mmap]
     start: int
@@ -244,11 +244,11 @@ def _map_huge(size: int) -> mmap.mmap:
 
 
 def zeroed_pages(size: int, *, touch: bool) -> npt.NDArray[np.uint8]:
-    """Return `size` bytes that read as zeros.
+    """Return `size` zeroed bytes.
 
-    The host hands out pages on first touch. With `touch` that is done now, so that no step waits for pages or is the
-    first to find that there are none. The memory is a mapping of its own, so that it goes back to the host with its
-    last user, of huge pages: walking a block table over small ones costs three times as much.
+    The host hands out pages on first touch. `touch` does that now, so that no step waits for pages or is the first to
+    find that there are none. The memory is a separate mapping, so that it returns to the host with its last user, of
+    huge pages: walking a block table over small pages takes three times as long.
     """
     array = np.frombuffer(_map_huge(size), dtype=np.uint8)
     if touch:
@@ -257,13 +257,13 @@ def zeroed_pages(size: int, *, touch: bool) -> npt.NDArray[np.uint8]:
 
 
 def _touch(array: npt.NDArray[np.uint8]) -> None:
-    """Write all of it. The system may first have to make room for huge pages: on every core, at 0.5 GiB/s and more."""
+    """Write all of it, on every core: the system may have to compact memory for huge pages first (0.5 GiB/s)."""
     cores = usable_cores()
     try:
         with ThreadPoolExecutor(cores) as pool:
             for _ in pool.map(lambda part: part.fill(0), np.array_split(array, cores)):
                 pass
-    except RuntimeError:  # near a limit there may be no room for a thread's stack
+    except RuntimeError:  # near a limit there may be no space for a thread's stack
         array.fill(0)
 
 

@@ -1,8 +1,8 @@
-"""What the language model of any vision-language architecture is given of images: their rows, and positions.
+"""Image inputs of a vision-language model on the generic path: embedding rows and positions.
 
-Its own code puts the rows in the place of placeholders (`mm_encoder_outputs`), scales them, and adds what is added in
-deeper layers. Which tokens are placeholders it would tell by their ids; here their places decide, for a model may write
-a token that looks like one.
+The model's own code puts the rows in place of placeholders (`mm_encoder_outputs`), scales them, and adds the levels of
+deeper layers. It would find placeholders by their token ids; here their known positions decide, as a model may generate
+a token with the placeholder's id.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from vsched_workers.families.generic import refusal
 from vsched_workers.families.generic_vision import first_position, unpack_metadata
 
 MASKERS = ("get_placeholder_mask", "inputs_merger")
-"""Methods that find placeholders by their ids."""
+"""Methods that find placeholders by token id."""
 
 ROUTED_TYPES = "moe_mm_token_type_ids"
-"""An argument that sends tokens to experts of their own: those of images, and the tokens around them."""
+"""An argument that routes tokens to separate experts: those of images, and the tokens around them."""
 
 
 @dataclass
 class EncodedImages(BaseModelOutputWithPooling):
-    """Rows of images as `get_image_features` returns them, deeper levels among them."""
+    """Embedding rows in the format of `get_image_features`, including deepstack levels."""
 
     deepstack_features: list[list[torch.Tensor]] | None = None
 
 
 class ImageInputs:
-    """Arguments of a vision-language model that has been left without its tower."""
+    """Arguments for a vision-language model without its vision tower."""
 
     def __init__(self, model: Any, *, levels: int) -> None:
-        """Take the model; `levels` are those of a row of an embedding.
+        """Take the model; `levels` is the number of levels in an embedding row.
 
         Raises:
-            CheckpointError: When rows cannot be given to it.
+            CheckpointError: When the model does not accept embedding rows.
         """
         config = model.config
         self._owner = _owner(model)
@@ -69,10 +69,10 @@ class ImageInputs:
             raise refusal(config.model_type, "ways of its own to find the places of images")
 
     def try_out(self, model: Any) -> None:
-        """Find out how the model takes rows, and whether it takes a token's index before its positions on three axes.
+        """Find out the format of rows that the model accepts, and whether positions have a fourth axis for the text.
 
         Raises:
-            CheckpointError: When it takes neither.
+            CheckpointError: When no format is accepted.
         """
         device = next(model.parameters()).device
         hidden = model.config.get_text_config().hidden_size
@@ -89,9 +89,9 @@ class ImageInputs:
         raise refusal(model.config.model_type, "features of images that cannot be given to it")
 
     def only_places_rows(self, model: Any) -> bool:
-        """Return whether all that a model adds to its decoder and its head is to put rows in their places.
+        """Return whether the model does nothing but put rows in their places, besides running its decoder and its head.
 
-        That is tried, with rows of chance. Attention may be anything that looks at no cache.
+        That is tested with random rows, with any attention implementation that needs no cache.
         """
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         axes = self._rope is not None or self._first
@@ -132,7 +132,7 @@ class ImageInputs:
         images: Images | None,
         step: PagedStep | None,
     ) -> dict[str, Any]:
-        """Return the arguments of the model for a packed row; shapes as in `pack`."""
+        """Return the model's arguments for a packed batch; shapes as in `pack`."""
         given: dict[str, Any] = {
             "input_ids": token_ids[None],
             "position_ids": self._axes(positions),
@@ -157,7 +157,7 @@ class ImageInputs:
         return EncodedImages(pooler_output=rows, deepstack_features=deeper)
 
     def _routed(self, token_ids: torch.Tensor, step: PagedStep | None) -> torch.Tensor:
-        """Return the types of tokens, [1, rows]; in a prompt, and only there, tokens around an image have its type."""
+        """Return the types of tokens, [1, rows]; within a prompt only, tokens around an image have the image's type."""
         assert self._placeholders is not None, "they are found first"
         types = self._placeholders.clone()
         for segment in step.segments if step is not None else ():
@@ -168,7 +168,7 @@ class ImageInputs:
         return types[None].int()
 
     def _by_place(self, name: str) -> None:
-        """Have a method find the placeholders where they are."""
+        """Make a method find the placeholders by their known positions."""
         ask = getattr(self._owner, name)
         signature = inspect.signature(ask)
 
@@ -187,7 +187,7 @@ class ImageInputs:
     def positions(
         self, token_ids: npt.NDArray[np.int32], items: Items
     ) -> tuple[npt.NDArray[np.int64], int]:
-        """Return the positions of a prompt, int64 [3, tokens], and the delta of what follows it."""
+        """Return the positions of a prompt, int64 [3, tokens], and the delta of the positions after it."""
         count = len(token_ids)
         if self._rope is None or not items:
             plain = np.arange(self._first, count + self._first, dtype=np.int64)
@@ -211,7 +211,7 @@ class ImageInputs:
 
 
 def _joined(metadata: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, torch.Tensor]:
-    """Return the arrays of all images, one after the other."""
+    """Return the arrays of all images, concatenated."""
     return {
         name: torch.from_numpy(np.concatenate([each[name] for each in metadata]))
         for name in metadata[0]
@@ -219,7 +219,7 @@ def _joined(metadata: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, tor
 
 
 def _owner(model: Any) -> Any:
-    """Return the module that makes features of images and merges them."""
+    """Return the submodule that computes image features and merges them."""
     inner = getattr(model, "model", None)
     return inner if inner is not None and hasattr(inner, "get_image_features") else model
 

@@ -1,4 +1,4 @@
-"""The modules of a layer, merged and cut as fused layers want them, before their weights are packed."""
+"""Merging and splitting of a layer's modules for fused layers, before their weights are packed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vsched_workers.quantized.layers import QuantizedLinear, merged_quantized, p
 
 
 class MergedAttention(nn.Module):
-    """The attention of one layer, its first three products merged."""
+    """The attention of one layer with a merged query, key and value projection."""
 
     def __init__(self, attention: Any, decoder: Decoder) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class MergedAttention(nn.Module):
 
 
 class CutFeedForward(nn.Module):
-    """The feed-forward of one layer, with products of their own for the gate and for what is gated."""
+    """The feed-forward of one layer, with separate gate and up projections."""
 
     def __init__(self, module: Any, decoder: Decoder) -> None:
         super().__init__()
@@ -43,9 +43,9 @@ class CutFeedForward(nn.Module):
 
 
 def fuse(model: Any, decoder: Decoder) -> bool:
-    """Merge and cut the first products of every layer; return whether the layers are of a kind that can be fused.
+    """Merge and split the first projections of every layer; return whether the layers can be fused.
 
-    The linear layers are packed afterwards, and `FusedLanguage` made of the model.
+    The linear layers are packed afterwards, before `FusedLanguage` is built from the model.
     """
     if decoder.unfit(model.config):
         return False
@@ -58,7 +58,7 @@ def fuse(model: Any, decoder: Decoder) -> bool:
 
 
 def merged(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """Return one linear layer of several with the same inputs."""
+    """Return one linear layer in place of several with the same input."""
     if len(linears) == 1:
         return linears[0]
     biases: list[torch.Tensor] = [each.bias for each in linears if each.bias is not None]
@@ -74,7 +74,7 @@ def merged(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def _halves(linear: nn.Linear) -> list[nn.Linear]:
-    """Return two linear layers, which are views of the halves of one."""
+    """Return two linear layers that are views of the halves of one."""
     halves = []
     quantized = linear.quantized if isinstance(linear, QuantizedLinear) else None
     weights: Sequence[Any] = linear.weight.chunk(2) if quantized is None else quantized.chunks(2)
@@ -91,5 +91,5 @@ def _halves(linear: nn.Linear) -> list[nn.Linear]:
 
 
 def frozen(values: torch.Tensor) -> nn.Parameter:
-    """Return values as weights that are not trained."""
+    """Return values as a parameter without gradient."""
     return nn.Parameter(values, requires_grad=False)

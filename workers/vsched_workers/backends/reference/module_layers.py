@@ -16,7 +16,7 @@ from vsched_workers.families.decoder import LogitRule
 
 
 class ModuleLayers:
-    """Runs transformers' model over a packed row; see `LanguageLayers`."""
+    """Transformers' model, run over a packed batch; see `LanguageLayers`."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class ModuleLayers:
         *,
         axes: bool,
     ) -> None:
-        """Take the model; `send` brings row numbers to its device, `axes` is whether it has positions of images."""
+        """Take the model; `send` copies row numbers to its device, `axes` is whether it uses mrope."""
         self._model = model
         self._send = send
         self._axes = axes
@@ -38,7 +38,7 @@ class ModuleLayers:
         images: Images | None,
         wanted: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Return the normed hidden states of the wanted rows, [wanted, hidden]."""
+        """Return the normalized hidden states of the wanted rows, [wanted, hidden]."""
         embeds = self._model.embed_tokens(token_ids)
         options: dict[str, Any] = {}
         if images is not None:
@@ -49,7 +49,7 @@ class ModuleLayers:
                 mask[0, rows] = True
                 options["visual_pos_masks"] = mask
                 options["deepstack_visual_embeds"] = list(images.levels[1:])
-        with running(step):  # not every model hands arguments on to its layers
+        with running(step):  # not every model passes arguments on to its layers
             out = self._model(
                 inputs_embeds=embeds[None],
                 position_ids=positions if self._axes else positions[0],
@@ -61,10 +61,9 @@ class ModuleLayers:
 
 
 class RuledHead:
-    """A head whose logits are divided, or bent towards a bound, as transformers does it."""
+    """An output projection with divided or soft-capped logits, computed as in transformers."""
 
     def __init__(self, product: Product, rule: LogitRule) -> None:
-        """Take the product by the output projection."""
         self._product = product
         self._rule = rule
 
@@ -80,6 +79,6 @@ class RuledHead:
 
 
 def stored_bytes(*tensors: torch.Tensor) -> int:
-    """Return the bytes of the memory that tensors lie in; what two of them share, as tied weights do, counts once."""
+    """Return the bytes of the storages of tensors; shared storage, as of tied weights, counts once."""
     kept = {each.untyped_storage().data_ptr(): each for each in tensors}
     return sum(each.untyped_storage().nbytes() for each in kept.values())

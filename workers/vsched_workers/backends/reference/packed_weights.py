@@ -1,17 +1,15 @@
-"""Weights in the layout that oneDNN multiplies with: the result of transformers' modules to the bit, sooner.
+"""Weights packed for oneDNN: bit-exact to transformers' modules, and faster.
 
-oneDNN lays a bfloat16 weight out anew at every call unless it was told the layout before. Packing it once makes the few
-rows of a decode step up to twice as fast, and the result is the same to the bit. float32 is left alone: for the small
-layers packing loses, and the result is not the same to the bit.
+oneDNN repacks a bfloat16 weight at every call unless it is given in its own layout. Packing it once makes the small
+products of a decode step up to twice as fast, with bit-identical results. float32 weights are not packed: packing slows
+small layers down, and the result differs in the last bits.
 
-oneDNN also compiles its product for every number of rows that it meets, and keeps what it compiled: a few hundred
-lengths of prompts cost a gigabyte, long after the memory was shared out. So a packed weight is multiplied with a few
-numbers of rows only: blocks of the largest, and a rest that is padded to the next one; so does the one activation
-that oneDNN computes. Few rows, or all where that is faster, have a custom product where a backend makes one
-(`backends/cpu/products.py`), which takes any number.
+oneDNN also compiles its product for every M that it meets, and keeps the code: a few hundred prompt lengths cost a
+gigabyte, long after the memory was divided up. So packed weights are used with few values of M only: blocks of the
+largest, and a remainder padded to the next size; likewise the one activation that oneDNN computes. A backend may have a
+custom product for small M, or for all M if it is faster (`backends/cpu/products.py`), which takes any M.
 
-A convolution whose stride is its kernel is a matrix product of what it is given; written as one it takes a third of the
-time.
+A convolution whose stride equals its kernel size is a matrix product; computed as one it takes a third of the time.
 """
 
 from __future__ import annotations
@@ -32,27 +30,27 @@ from vsched_workers.quantized.layers import QuantizedLinear
 from vsched_workers.quantized.weights import QuantizedWeight
 
 FEW_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Numbers of rows to multiply with where steps of few rows count; the last one is the size of a block of oneDNN's."""
+"""Values of M for steps in which small M matters; the last one is oneDNN's block size."""
 
 MANY_ROWS = (16, 64, 128, 256)
-"""The same where there are hundreds of rows."""
+"""Values of M for hundreds of rows."""
 
 _EVEN_STEP = 32
-"""Blocks of about the same size are of a multiple of this."""
+"""Blocks of about equal size are a multiple of this."""
 
 Weight = torch.Tensor | QuantizedWeight
 Layer = TypeVar("Layer", bound=nn.Module)
 
 READ_DIRECTLY = ("dt_proj",)
-"""Layers that are not called: a Mamba mixer multiplies by the weight of its own accord."""
+"""Layers that are not called: a Mamba mixer uses their weight directly."""
 
 
 class CustomProduct(Protocol):
-    """A product that takes any number of rows.
+    """A product for any M.
 
     Attributes:
-        many_rows_min: Fewest rows that it has another kernel for.
-        block_rows: Most rows that it is worth using for at once.
+        many_rows_min: The smallest M with a second kernel.
+        block_rows: The largest M for one call that is worthwhile.
         size_bytes: Bytes of the weight.
     """
 
@@ -61,27 +59,27 @@ class CustomProduct(Protocol):
     size_bytes: int
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows [..., in]; returns [..., out]."""
+        """Multiply activations [..., in]; return [..., out]."""
         ...
 
 
 MakeCustom = Callable[[Weight, torch.Tensor | None], CustomProduct | None]
-"""Makes a product from a weight and its bias, or None where there cannot be one."""
+"""Build a product from a weight and its bias; return None if it is not supported."""
 
 
 _huge_pages = HugePages()
 
 
 def room_for_weights(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for weights, of zeros, in huge pages; it begins at a line of the cache."""
+    """Return zeroed memory for a weight, in huge pages, aligned to a cache line."""
     found = _huge_pages.take(math.prod(shape) * dtype.itemsize)
     return torch.from_numpy(found).view(dtype).view(*shape)
 
 
 def padded_rows(rows: int, sizes: Sequence[int] = FEW_ROWS, custom: int = 0) -> int:
-    """Return the number of rows that `rows` are padded to: blocks, and a rest of one of the sizes.
+    """Return M padded to blocks and a remainder of one of the sizes.
 
-    A rest of at most `custom`, the most rows of a custom product, stays as it is.
+    A remainder of at most `custom`, the largest M of a custom product, is not padded.
     """
     whole, rest = divmod(rows, sizes[-1])
     if rest > custom:
@@ -90,10 +88,10 @@ def padded_rows(rows: int, sizes: Sequence[int] = FEW_ROWS, custom: int = 0) -> 
 
 
 def block_starts(count: int, block_rows: int, custom: int) -> range:
-    """Return where the blocks begin that so many rows are multiplied in, of at most `block_rows`.
+    """Return the starts of the blocks of at most `block_rows` rows that a product is split into.
 
-    Each block reads the weight. Where a custom product, of at most `custom` rows, takes them all, they are of about the
-    same size. A sparse run has one of the largest: another number of rows may come in one.
+    Each block reads the whole weight. If a custom product, for up to `custom` rows, takes them all, blocks are of about
+    equal size. Sparse runs use a block of maximum size: another M may need one.
     """
     if count <= block_rows or custom < count or is_sparse():
         return range(0, count, block_rows)
@@ -102,11 +100,11 @@ def block_starts(count: int, block_rows: int, custom: int) -> range:
 
 
 class PackedWeight:
-    """A weight [out, in] in the layout that it is multiplied with.
+    """A weight [out, in], packed for its product.
 
     Attributes:
-        custom: The product of few rows, or of all; None where there is none.
-        block_rows: Most rows that are multiplied at once.
+        custom: The product for small M, or for all; None if there is none.
+        block_rows: The largest M of one call.
     """
 
     def __init__(
@@ -135,7 +133,7 @@ class PackedWeight:
         self._exact = frozenset(sizes)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows [..., in]; returns [..., out]."""
+        """Multiply activations [..., in]; return [..., out]."""
         count, block = rows.numel() // self.shape[1], self.block_rows
         if self.custom is not None and count <= min(self.custom_rows_max, block):
             return self.custom(rows)
@@ -154,7 +152,7 @@ class PackedWeight:
         return result.view(*rows.shape[:-1], self.shape[0])
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply at most a block of rows."""
+        """Multiply at most one block of rows."""
         count = len(rows)
         if self.custom is not None and count <= self.custom_rows_max:
             return self.custom(rows)
@@ -165,10 +163,10 @@ class PackedWeight:
         return result[:count]
 
     def warm_up(self) -> None:
-        """Compile all that will ever be needed."""
+        """Compile all kernels for this weight."""
         counts = [size for size in self._sizes if size > self.custom_rows_max]
         if self.custom is not None:
-            # It is one kernel for any number of rows, or one for few and one for many.
+            # A custom product has one kernel for any M, or one for small and one for large M.
             counts += [1, *[each for each in [self.custom.many_rows_min] if each < self._sizes[-1]]]
         for count in counts:
             self._product(torch.zeros(count, self.shape[1], dtype=self._type))
@@ -187,7 +185,7 @@ class PackedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.packed = PackedWeight(linear.weight, linear.bias, sizes, make_custom)
-        # For models that ask for its type; to compute with it is an error.
+        # For models that read its data type; computing with it is an error.
         self.weight = torch.empty(
             linear.out_features, linear.in_features, dtype=linear.weight.dtype, device="meta"
         )
@@ -216,7 +214,7 @@ class FlatPatches(nn.Module):
 
 
 class BlockedActivation(nn.Module):
-    """An activation over few numbers of rows: what oneDNN compiles for one takes 256 KiB, and is kept."""
+    """An activation over few sizes: the code that oneDNN compiles for a size takes 256 KiB, and is kept."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -241,8 +239,8 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 def block_activations(module: nn.Module) -> None:
-    """Have each activation below a module that oneDNN computes, which is GELU without `tanh`, see few shapes only."""
-    # A module of transformers comes from where it is imported already; the import takes seconds.
+    """Restrict the sizes of activations that oneDNN computes (GELU without `tanh`) below a module."""
+    # Modules of transformers have imported it already; an import here would take seconds.
     library: Any = sys.modules.get("transformers.activations")
     for child in list(module.modules()):
         for name, activation in list(child.named_children()):
@@ -260,7 +258,7 @@ def pack_linears(
 
 
 def replace_linears(module: nn.Module, make: Callable[[nn.Linear], Layer | None]) -> list[Layer]:
-    """Replace the linear layers below a module by what is made of each; return that. None leaves one as it is."""
+    """Replace the linear layers below a module by `make(layer)`, and return the new ones; None keeps a layer."""
     replaced = []
     for child in list(module.modules()):
         for name, linear in list(child.named_children()):
@@ -272,13 +270,13 @@ def replace_linears(module: nn.Module, make: Callable[[nn.Linear], Layer | None]
 
 
 def packed_names(module: nn.Module) -> list[str]:
-    """Return the names of the weights below a module that are packed."""
+    """Return the names of the weights below a module that get packed."""
     return [f"{name}.weight" for name, child in module.named_modules() if is_packed(child, name)]
 
 
 def is_packed(module: nn.Module, name: str) -> TypeGuard[nn.Linear]:
-    """Return whether a module of this name is a linear layer that is packed."""
-    # What derives from it computes something else.
+    """Return whether a module of this name is a linear layer that gets packed."""
+    # Subclasses may compute something else.
     return (
         type(module) in {nn.Linear, QuantizedLinear}
         and name.rpartition(".")[2] not in READ_DIRECTLY
@@ -286,7 +284,7 @@ def is_packed(module: nn.Module, name: str) -> TypeGuard[nn.Linear]:
 
 
 def _keep_hooks(packed: nn.Module, linear: nn.Linear) -> None:
-    """Have a packed layer do what was hung on the one it replaces: ranks that share a model add up in hooks."""
+    """Move hooks from a linear layer to its packed replacement: tensor parallelism sums partial results in hooks."""
     packed._forward_pre_hooks.update(linear._forward_pre_hooks)  # noqa: SLF001  # torch has no name for this
     packed._forward_hooks.update(linear._forward_hooks)  # noqa: SLF001
     for name, parameter in linear.named_parameters(recurse=False):
@@ -296,7 +294,7 @@ def _keep_hooks(packed: nn.Module, linear: nn.Linear) -> None:
 
 @torch.inference_mode()
 def warm_up(module: nn.Module, *others: PackedWeight) -> None:
-    """Compile what the packed weights below a module, and others, will ever need; those of one shape share it."""
+    """Compile the kernels of all packed weights below a module, and of others; weights of one shape share them."""
     weights = [*others]
     for child in module.modules():
         packed = getattr(child, "packed", None)
@@ -307,7 +305,7 @@ def warm_up(module: nn.Module, *others: PackedWeight) -> None:
 
 
 def flatten_patches(tower: nn.Module, make_custom: MakeCustom | None = None, *, pack: bool) -> None:
-    """Replace the patch embedding's convolution where it is nothing but a matrix product."""
+    """Replace the convolution of the patch embedding if it is equivalent to a matrix product."""
     embedding: Any = getattr(tower, "patch_embed", None)
     convolution = getattr(embedding, "proj", None)
     if (

@@ -1,4 +1,4 @@
-"""The angles of rotary position embedding, for backends that rotate by themselves."""
+"""Rotary embedding angles, for backends that apply the rotation themselves."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import torch
 
 
 class Angles(Protocol):
-    """Makes angles of positions.
+    """Computes angles from positions.
 
     Attributes:
-        fixed: Whether a row's angles are the same whatever rows are beside it.
+        fixed: Whether a row's angles are independent of the other rows in the batch.
     """
 
     fixed: bool
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [rows, head dim / 2] of positions [4, 1, rows], of the text and on three axes."""
+        """Return cosines and sines [rows, head dim / 2] of positions [4, 1, rows]: the text's and three of mrope."""
         ...
 
 
 def angles_of(rotary: Any, kind: str, *, axes: bool, dtype: torch.dtype) -> Angles:
-    """Return the angles of a model's rotary embedding, for a kind of layer where they have frequencies of their own.
+    """Return the angles of a model's rotary embedding, for a kind of layer if kinds have separate frequencies.
 
-    `axes` is whether it takes positions on three axes; cosines and sines are of `dtype`.
+    `axes` is whether the model uses mrope; cosines and sines have type `dtype`.
     """
     return AxesAngles(rotary, dtype) if axes else TextAngles(rotary, kind, dtype)
 
 
 class TextAngles:
-    """The angles by which heads are rotated, for each row's position in the text.
+    """Rotary embedding angles for text positions.
 
-    The frequencies and the factor are those that transformers initialises, whatever their kind (linear, yarn, llama3).
-    Some kinds change them beyond an original length, and that length is then the longest context.
+    The frequencies and the factor are those that transformers initializes, of any type (linear, yarn, llama3). Some
+    types change them beyond an original length; the context is then limited to that length.
     """
 
     fixed = True
@@ -51,7 +51,7 @@ class TextAngles:
 
 
 class AxesAngles:
-    """The angles by which heads are rotated, for each row's positions on three axes."""
+    """Rotary embedding angles for mrope: positions on three axes."""
 
     def __init__(self, rotary: Any, dtype: torch.dtype) -> None:
         self._rotary = rotary

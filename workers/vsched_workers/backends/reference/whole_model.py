@@ -1,7 +1,7 @@
-"""A model of any architecture over paged attention: transformers' own modules, its head among them.
+"""The generic path: a model of any architecture over paged attention, with transformers' own modules and head.
 
-Nothing is known of such a model but that its attention goes through transformers' interface. So a first run of two
-tokens, in which nothing is attended, tells what each layer keeps of a token, and refuses what keeps anything else.
+Such a model need only use transformers' attention interface. A first run of two tokens, without attention, determines
+what each layer keeps of a token, and rejects models that keep anything else.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 FIRST_RUN = "vsched_first_run"
 NOTHING_KEPT = KvShape(0, 0, 0)
 UNRUNNABLE = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)
-"""What modules raise that cannot run as they are asked to."""
+"""Exceptions that modules raise if they cannot run in the requested way."""
 
 
 class WholeModel:
-    """Runs transformers' model over a packed row; see `LanguageLayers`, but what it returns are logits."""
+    """Transformers' model, run over a packed batch; like `LanguageLayers`, but it returns logits."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class WholeModel:
         send: Callable[[npt.NDArray[np.int64]], torch.Tensor],
         inputs: ImageInputs | None = None,
     ) -> None:
-        """Take the model; `send` brings row numbers to its device, and `inputs` is for one that takes images."""
+        """Take the model; `send` copies row numbers to its device, and `inputs` is for models that take images."""
         self._model = model
         self._send = send
         self._inputs = inputs
         self._said: Any = None
-        # Some models call the decoder within their base, which then is not called itself.
+        # Some models call the decoder inside their base model, which is then not called itself.
         self._base: Any = getattr(model.base_model, "decoder", model.base_model)
         self._keeps = (
             self._base is not model
@@ -60,7 +60,7 @@ class WholeModel:
 
     @property
     def apart(self) -> tuple[LanguageLayers, Product] | None:
-        """Layers to hidden states, and hidden states to logits; None where the model yields the logits of all rows."""
+        """Separate layers and head; None if the model computes the logits of all rows."""
         return (self._hidden_states, self._logits_of) if self._keeps else None
 
     def __call__(
@@ -83,7 +83,7 @@ class WholeModel:
         images: Images | None,
         kept: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Return the logits of the rows that are kept, or of all where the model keeps all."""
+        """Return the logits of the kept rows, or of all rows if the model cannot select rows."""
         given: dict[str, Any]
         if self._inputs is not None:
             given = self._inputs.arguments(token_ids, positions, images, step)
@@ -104,7 +104,7 @@ class WholeModel:
         images: Images | None,
         wanted: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Return what the model makes logits of, [wanted, hidden]."""
+        """Return the input of the model's head, [wanted, hidden]."""
         found: list[Any] = []
         hook = self._base.register_forward_hook(lambda *seen: found.append(seen[-1]))
         try:
@@ -116,7 +116,7 @@ class WholeModel:
         return hidden[self._send(wanted)]
 
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits as the model makes them, whatever it does besides a product: all but the head is left out."""
+        """Return logits as the model computes them, including scaling or capping: only the head runs."""
         said = dataclasses.replace(self._said, last_hidden_state=hidden[None])
         self._base.forward = lambda *_, **__: said
         try:
@@ -128,13 +128,14 @@ class WholeModel:
 
 
 class DecoderLayers:
-    """The layers of a model, of which some can be left out for a while.
+    """The layers of a model, some of which can be skipped temporarily.
 
-    Layers may be of several kinds (dense and mixtures of experts, windows and none), which need memory of their own.
+    Layers may be of several kinds (dense or mixture of experts, with or without sliding window), with different memory
+    needs.
     """
 
     def __init__(self, layers: nn.ModuleList, stated: Sequence[str]) -> None:
-        """Take the layers in order, and the kinds that the configuration states, if it does."""
+        """Take the layers in order, and their kinds if the configuration lists them."""
         self._layers: list[Any] = list(layers)
         names: Sequence[str] = stated or [""] * len(layers)
         self._kinds = [(name, *_parts(layer)) for name, layer in zip(names, layers, strict=True)]
@@ -142,7 +143,7 @@ class DecoderLayers:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Learn what layers return, their rows alone or a tuple that begins with them, while the context is open."""
+        """Record the return type of layers, a tensor or a tuple that begins with it, while the context is open."""
 
         def note(index: int, *seen: object) -> None:
             found = seen[-1]
@@ -177,25 +178,26 @@ class DecoderLayers:
 
 
 def _pass(more: int | None, hidden_states: torch.Tensor, *_: object, **__: object) -> Any:
-    """Stand in for a layer that returns rows alone, or so many more things after them."""
+    """Stand in for a layer that returns hidden states alone, or a tuple with `more` further values."""
     return hidden_states if more is None else (hidden_states, *[None] * more)
 
 
 def _parts(layer: nn.Module) -> tuple[Hashable, ...]:
-    """Return what two layers of one kind have in common: modules, and the shapes of their weights."""
+    """Return a key that is equal for two layers of one kind: modules, and the shapes of their weights."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     return modules, tuple(weight.shape for weight in layer.parameters())
 
 
 class FirstRun(NamedTuple):
-    """What a first run told.
+    """Findings of the first run.
 
     Attributes:
-        kv: What each layer keeps of a token; of no heads where it keeps nothing.
-        states: What layers keep of a sequence besides.
-        layers: The layers, where some can be left out.
-        only_places_rows: Whether a model that takes images puts their rows in their places, and does no more with them.
-        adaptable: Linear layers, by name, that are called with a row for each of a step: those can have adapters.
+        kv: Shape of each layer's keys and values per token; zero heads if it keeps none.
+        states: Recurrent states of the layers.
+        layers: The layers, if some can be skipped.
+        only_places_rows: Whether a model that takes images only puts their rows in place of placeholders.
+        adaptable: Names of linear layers that are called once per step with all its rows, and so can have LoRA
+            adapters.
     """
 
     kv: list[KvShape]
@@ -207,13 +209,13 @@ class FirstRun(NamedTuple):
 
 @torch.inference_mode()
 def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) -> FirstRun:
-    """Run two tokens through a model, in which nothing is attended, and prepare it for steps.
+    """Run two tokens through a model without attention, and prepare it for steps.
 
-    With `inputs` rows of images are given to it, too.
+    `inputs` also passes embedding rows of images.
 
     Raises:
-        CheckpointError: When a layer does not attend to the tokens before it, through the interface, once; or keeps
-            anything else that cannot be kept here.
+        CheckpointError: When a layer does not attend to earlier tokens through the interface exactly once, or keeps
+            other data that is not supported.
     """
     from transformers import AttentionInterface
 
@@ -249,7 +251,7 @@ def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) ->
     count = text.num_hidden_layers
     layers = _decoder_layers(model, count)
     states = RecurrentStates(model)
-    if model._is_stateful and not states.modules:  # noqa: SLF001 # how transformers itself tells
+    if model._is_stateful and not states.modules:  # noqa: SLF001 # transformers' own check
         raise refusal(family, "a recurrent state of a kind of its own")
     model.set_attn_implementation(FIRST_RUN)
     try:
@@ -278,7 +280,7 @@ def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) ->
 
 
 def check_kept(found: FirstRun, info: ModelInfo) -> None:
-    """Check that layers keep what the engine was told: it has shared the memory out by that.
+    """Check that layers keep as many bytes as the engine was given, which it divided the memory by.
 
     Raises:
         CheckpointError: When they do not.
@@ -297,9 +299,10 @@ def check_kept(found: FirstRun, info: ModelInfo) -> None:
 
 
 def check_built(model: Any, info: ModelInfo, share: Callable[[Any], None] | None = None) -> None:
-    """Do the first run with a model that has no weights yet, on the meta device, where that is possible.
+    """Do the first run with a model without weights, on the meta device, if that is possible.
 
-    With `share`, which leaves a rank its share of a model, it is done again then; `info` tells what that keeps.
+    `share` reduces a model to one rank's share. If given, the first run is repeated with the share, and `info`
+    describes the share.
 
     Raises:
         CheckpointError: As `first_run` and `check_kept`; also when the model runs, but a rank's share of it does not.
@@ -307,8 +310,8 @@ def check_built(model: Any, info: ModelInfo, share: Callable[[Any], None] | None
     try:
         found = first_run(model, info)
     except UNRUNNABLE as error:
-        # Experts that are chosen by values cannot run without any; other models have no excuse, but that those with
-        # a state do not say whether they use the interface.
+        # Experts that are chosen by values cannot run on the meta device; other models must run, except recurrent ones,
+        # which do not declare whether they use the interface.
         if not (model._supports_attention_backend or model._is_stateful):  # noqa: SLF001
             raise refusal(info.family, OWN_ATTENTION) from error
         if share is not None:
@@ -336,7 +339,7 @@ def first_run_of_share(model: Any, info: ModelInfo) -> FirstRun:
 
 @contextmanager
 def _noting_rows(model: Any) -> Iterator[Mapping[str, set[int]]]:
-    """Learn with how many rows linear layers are called while the context is open."""
+    """Record the number of rows in calls of linear layers while the context is open."""
     seen: dict[str, set[int]] = {}
 
     def note(name: str, _: Any, given: tuple[Any, ...]) -> None:
@@ -356,10 +359,10 @@ def _noting_rows(model: Any) -> Iterator[Mapping[str, set[int]]]:
 
 
 def _adaptable(model: Any, seen: Mapping[str, set[int]], states: RecurrentStates) -> frozenset[str]:
-    """Return the linear layers that were called with both rows, and will be with those of any step.
+    """Return the linear layers that were called with both rows, and so with all rows of any step.
 
-    A head is called with some of the rows; what has a state, sequence by sequence; one expert of a list, with the rows
-    that chose it, which these two may have done by chance.
+    Excluded are the head, which is called with some of the rows; recurrent layers, called per sequence; and single
+    experts of a list, called with the rows routed to them, which may be these two by chance.
     """
     head = model.get_output_embeddings()
     named = dict(model.named_modules())
@@ -374,7 +377,7 @@ def _adaptable(model: Any, seen: Mapping[str, set[int]], states: RecurrentStates
 
 
 def _decoder_layers(model: Any, count: int) -> DecoderLayers | None:
-    """Return the layers of a decoder; None where no list of so many modules is found."""
+    """Return the layers of a decoder; None if no module list of length `count` is found."""
     text = model.config.get_text_config()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -383,7 +386,7 @@ def _decoder_layers(model: Any, count: int) -> DecoderLayers | None:
 
 
 def _runs_without(model: Any, layers: DecoderLayers) -> bool:
-    """Return whether the model can do without some of its layers: one may need what another left behind."""
+    """Return whether the model runs without some of its layers: a layer may need results of another."""
     try:
         for kept in (0, 2):
             with layers.first(kept):
