@@ -1,4 +1,4 @@
-"""From a configuration to the parts of an engine: sizes, layouts, settings, rank specifications."""
+"""Derive the parts of an engine from its configuration: sizes, layouts, settings, rank specifications."""
 
 from __future__ import annotations
 
@@ -37,22 +37,23 @@ from vsched.worker.shares import default_limit
 from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec
 
 PAGE_ROWS = 64
-"""Embedding rows of an arena page: small enough to waste little, large enough to keep lists short."""
+"""Embedding rows per arena page: small enough to waste little, large enough for short page lists."""
 
 
 def media_settings(config: Config) -> MediaSettings:
-    """Return the media pipeline's settings: the section has the same keys."""
+    """Media pipeline settings; the configuration section has the same keys."""
     return MediaSettings(**msgspec.structs.asdict(config.media))
 
 
 def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInfo:
-    """Return the facts of the configured checkpoint, without loading weights; check that the configuration suits it.
+    """Return the facts of the configured checkpoint, without loading weights, and check the configuration against it.
 
-    The longest sequence is the configured one, and so are template and defaults: what everybody is told and goes by.
+    Context length, chat template and sampling defaults are the configured ones, so every user of the facts sees the
+    same.
 
     Raises:
-        CheckpointError: When there is no checkpoint, or one that cannot be served so.
-        ConfigError: When the configuration does not suit it.
+        CheckpointError: If there is no checkpoint, or it cannot be served with this configuration.
+        ConfigError: If the configuration does not fit the checkpoint.
     """
     plugin = load_worker(config.generate.plugin, path="generate.plugin")
     info = plugin.inspect(
@@ -92,17 +93,17 @@ def _check_kv_heads(config: Config, info: ModelInfo) -> None:
 
 
 def as_served(config: Config, info: ModelInfo) -> tuple[Config, ModelInfo]:
-    """Return both, the placement chosen; without images where the checkpoint takes none, or nobody encodes them."""
+    """Return both with the placement resolved; without images if the checkpoint takes none or there are no encoders."""
     if info.takes_images and config.encode.replicas:
         return placed(config), info
     return config.text_alone, info.text_alone
 
 
 def arena_layout(config: Config, info: ModelInfo) -> ArenaLayout:
-    """Return the arena's layout for a checkpoint; without encoders it is empty.
+    """Layout of the arena for a checkpoint; empty without encoders.
 
     Raises:
-        ConfigError: When the embedding region is smaller than one page.
+        ConfigError: If the embedding region is smaller than one page.
     """
     if not config.encode.replicas:
         return ArenaLayout(pixel_bytes=0, pages=0, page_rows=PAGE_ROWS, row_bytes=0)
@@ -126,10 +127,10 @@ def arena_layout(config: Config, info: ModelInfo) -> ArenaLayout:
 
 
 def context_tokens(config: Config, info: ModelInfo) -> int:
-    """Return the longest sequence: as configured, but never longer than the checkpoint allows.
+    """Maximum sequence length: as configured, or the checkpoint's.
 
     Raises:
-        ConfigError: When more is configured than the checkpoint allows.
+        ConfigError: If the configured length exceeds the checkpoint's.
     """
     wanted = config.generate.context_tokens
     if wanted > info.context_tokens:
@@ -152,10 +153,10 @@ def scheduler_limits(
     blocks: int,
     drafts: bool = False,
 ) -> SchedulerLimits:
-    """Return the kernel's limits for a KV cache of `blocks` blocks; with `drafts` ranks can verify them.
+    """Kernel limits for a KV cache of `blocks` blocks; `drafts` means that ranks can verify draft tokens.
 
     Raises:
-        ConfigError: When no step has room for an image that one chunk must hold.
+        ConfigError: If no step can hold an image that must not be split.
     """
     generate, snapshots = config.generate, state_snapshots(config, info)
     _check_atoms(config, info)
@@ -173,8 +174,8 @@ def scheduler_limits(
         encode_items=policies.encode_items_max,
         waiting=generate.max_waiting,
         waiting_bytes=generate.max_waiting_bytes,
-        # Blocks of an earlier request say nothing of the state that a sequence had at their end.
-        # Nor do they where its prompt's later tokens made them.
+        # Without snapshots, cached blocks lack the recurrent state at their end, so they cannot be reused. Neither can
+        # they if later prompt tokens influenced them (bidirectional attention).
         prefix_cache=generate.prefix_cache
         and not (info.state_bytes and not snapshots)
         and not info.prompt_atomic,
@@ -192,7 +193,7 @@ def scheduler_limits(
 
 
 def _check_atoms(config: Config, info: ModelInfo) -> None:
-    """Check that a step can hold the largest image where its positions, or those of its prompt, see each other."""
+    """Check that a step can hold the largest image, if attention is bidirectional within the image or the prompt."""
     generate = config.generate
     room = generate.max_batch_tokens - generate.slots
     sees = info.item_atomic or info.prompt_atomic
@@ -210,7 +211,7 @@ def _check_atoms(config: Config, info: ModelInfo) -> None:
 
 
 def _check_swapping(config: Config, info: ModelInfo) -> None:
-    """Check that ranks can swap KV blocks out, where there is room for them."""
+    """If swapping is configured, check that ranks support it."""
     generate = config.generate
     plugin = load_worker(generate.plugin, path="generate.plugin")
     if not swap_blocks(config, info):
@@ -228,10 +229,10 @@ def _check_swapping(config: Config, info: ModelInfo) -> None:
 
 
 def swap_blocks(config: Config, info: ModelInfo) -> int:
-    """Return the places for KV blocks in the host memory of each rank.
+    """Number of KV blocks that fit into the swap memory of each rank.
 
     Raises:
-        ConfigError: When there are to be some, and a sequence has more than its KV.
+        ConfigError: If swapping is configured and the model also has recurrent state.
     """
     generate = config.generate
     size = size_bytes(generate.swap_memory, path="generate.swap_memory")
@@ -263,7 +264,7 @@ def swap_blocks(config: Config, info: ModelInfo) -> int:
 def adapter_table(
     config: Config, info: ModelInfo, orders: AdapterOrders, *, run_dir: str
 ) -> AdapterTable:
-    """Return what keeps the adapters that requests may name; `run_dir` is where copies of them are kept."""
+    """Create the table of adapters that requests may use; copies of their files are kept below `run_dir`."""
     plugin = load_worker(config.generate.plugin, path="generate.plugin")
     settings = AdapterSettings(
         base=config.model.served_name,
@@ -281,7 +282,7 @@ def adapter_table(
 
 
 def leader_deadlines(config: Config) -> Deadlines:
-    """Return how long leaders wait for ranks."""
+    """Deadlines for the ranks, as leaders use them."""
     limits = config.deadlines
     return Deadlines(
         ready_s=limits.ready_s,
@@ -293,10 +294,10 @@ def leader_deadlines(config: Config) -> Deadlines:
 
 
 def check_parallel(config: Config, info: ModelInfo) -> None:
-    """Ask the plug-ins whether the model can be shared by as many ranks as configured.
+    """Check with the plug-ins that the model can be split across the configured number of ranks.
 
     Raises:
-        CheckpointError: When it cannot.
+        CheckpointError: If it cannot.
     """
     for stage, section in (("encode", config.encode), ("generate", config.generate)):
         if section.replicas and section.tensor_parallel > 1:
@@ -305,7 +306,7 @@ def check_parallel(config: Config, info: ModelInfo) -> None:
 
 
 class WorkerGroupPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes of one replica of one stage, or of both: their groups and roles; addresses come later."""
+    """Processes of one replica of one stage, or of both: their groups and roles; addresses are assigned later."""
 
     groups: list[str]
     ranks: int
@@ -316,7 +317,7 @@ class WorkerGroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 def worker_group_plans(
     config: Config, info: ModelInfo, policies: ConfiguredPolicies
 ) -> list[WorkerGroupPlan]:
-    """Return what each worker group does, the encoders first."""
+    """Plan the groups and roles of each worker group, encoders first."""
     encoders = group_names("encode", config.encode.replicas)
     generators = group_names("generate", config.generate.replicas)
     encode = [_encode_role(config, policies, replica) for replica in range(len(encoders))]
@@ -398,7 +399,7 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
 
 
 def longest_chunk(config: Config, info: ModelInfo) -> int:
-    """Return the most tokens of one sequence that a step may hold: those of what is never cut, where that is more."""
+    """Maximum tokens of one sequence in a step: the chunk size, or the largest unsplittable input if larger."""
     generate = config.generate
     whole = info.item_tokens_max if info.item_atomic else 0
     if info.prompt_atomic:
@@ -411,24 +412,24 @@ def _pixels_max(config: Config) -> int:
 
 
 def rank_kv_bytes_per_token(config: Config, info: ModelInfo) -> int:
-    """Return the share of one rank in the KV cache of a token."""
+    """One rank's share of the KV cache bytes per token."""
     return info.kv_bytes_per_token // (config.generate.tensor_parallel if info.shares_kv else 1)
 
 
 def cached_bytes_per_token(config: Config, info: ModelInfo) -> int:
-    """Return what a token takes in the KV caches of one rank: the model's and that of the one that drafts for it."""
+    """KV cache bytes per token on one rank: those of the model and of its draft model."""
     models = [info] if info.draft is None else [info, info.draft]
     return sum(rank_kv_bytes_per_token(config, one) for one in models)
 
 
 def _share_of(config: Config, info: ModelInfo) -> ModelInfo:
-    """Return the same facts, with the share of one rank in the KV cache."""
+    """The same facts, with one rank's share of the KV cache."""
     kv_bytes = rank_kv_bytes_per_token(config, info)
     return msgspec.structs.replace(info, kv_bytes_per_token=kv_bytes)
 
 
 def state_snapshots(config: Config, info: ModelInfo) -> int:
-    """Return the places for snapshots of states: as configured, by default one a slot; none without a prefix cache."""
+    """Number of recurrent state snapshots: as configured, by default one per slot; none without a prefix cache."""
     generate = config.generate
     if not info.state_bytes or not generate.prefix_cache:
         return 0
@@ -436,14 +437,14 @@ def state_snapshots(config: Config, info: ModelInfo) -> int:
 
 
 def state_bytes(config: Config, info: ModelInfo) -> int:
-    """Return what the states of all slots take on a rank, and the snapshots."""
+    """Bytes of the recurrent states of all slots and of the snapshots, on one rank."""
     return (config.generate.slots + state_snapshots(config, info)) * info.state_bytes
 
 
 def rank_spec(
     config: Config, info: ModelInfo, plan: WorkerGroupPlan, layout: ArenaLayout
 ) -> RankSpec:
-    """Return what the ranks of a worker group are told; what differs between ranks and hosts comes with each start."""
+    """Specification of a worker group's ranks; values that differ by rank or host are filled in at each start."""
     return RankSpec(
         rank=0,
         secret="",
@@ -467,7 +468,7 @@ def make_worker_groups(
     events: WorkerGroupEvents,
     sizing: Sizing,
 ) -> list[WorkerGroup]:
-    """Return the worker groups of these plans, which have not started."""
+    """Create the worker groups of these plans, without starting them."""
     return [
         WorkerGroup(
             spec,
@@ -484,7 +485,7 @@ def make_worker_groups(
 
 
 def memory_limit(config: Config, plan: WorkerGroupPlan) -> int:
-    """Return the limit on the memory of a process with these roles, in bytes; 0 for none."""
+    """Memory limit of a process with these roles, in bytes; 0 for none."""
     limits = [
         default_limit(host_available(), ranks=config.ranks) if limit is None else limit
         for limit in _memory_limits(config, plan)
@@ -498,14 +499,14 @@ def _memory_limits(config: Config, plan: WorkerGroupPlan) -> list[int | None]:
 
 
 def host_share(config: Config, plan: WorkerGroupPlan) -> HostShare:
-    """Return what of a process with these roles another host says."""
+    """The part of a process's limits that the host decides on which it runs."""
     group = plan.groups[-1]
     host = config.cluster.first_host(stage_of(group), replica_of(group))
     limits = _memory_limits(config, plan)
     unlimited = any(limit == 0 for limit in limits)
     stages = (("encode", plan.encode, config.encode), ("generate", plan.generate, config.generate))
     return HostShare(
-        # Each replica on Ray has resources of its own.
+        # Each replica on Ray has its own resources.
         processes=plan.ranks if host == RAY_HOST else config.processes_on(host),
         threads=tuple(
             name for name, role, section in stages if role is not None and section.threads is None
@@ -516,7 +517,7 @@ def host_share(config: Config, plan: WorkerGroupPlan) -> HostShare:
 
 
 def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> Sizing:
-    """Return what leads the generate groups to the sizes of their KV caches."""
+    """Create the negotiation of the generate groups' KV cache sizes."""
     layout = arena_layout(config, info)
     host = [
         LedgerLine("host", "engine", "arena", layout.pixel_bytes),
@@ -546,7 +547,7 @@ def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> 
 
 
 def _swap_lines(config: Config, info: ModelInfo) -> list[LedgerLine]:
-    """Return what each generate rank has of the host's memory for blocks that are swapped out."""
+    """Host memory of each generate rank for swapped-out blocks."""
     places = swap_blocks(config, info)
     size = places * config.generate.block_size * rank_kv_bytes_per_token(config, info)
     return [
@@ -563,9 +564,9 @@ def memory_in_use(
     config: Config,
     info: ModelInfo,
 ) -> dict[str, int]:
-    """Return what is used now, in bytes, of the lines of the ledger that are set aside for requests.
+    """Bytes in use now, for each ledger line that is set aside for requests.
 
-    That of all groups and ranks together: `info` speaks of the whole model.
+    Totals over all groups and ranks: `info` describes the whole model.
     """
     encode = statistics["encode"]
     pages = encode["pages_total"] - encode["pages_free"] - encode["pages_evictable"]
@@ -589,7 +590,7 @@ def memory_in_use(
 
 
 def engine_memory(layout: ArenaLayout) -> dict[str, int]:
-    """Return what the engine's own process has in memory, in bytes."""
+    """Memory of the engine's own process, in bytes."""
     return {
         "engine_resident": status_bytes("VmRSS"),
         "arena_pixels": layout.pixel_bytes,

@@ -1,7 +1,6 @@
-"""The engine: a checkpoint and a configuration in, generations out.
+"""The engine: generates text from a checkpoint and a configuration.
 
-It owns the arena, the media pipeline and the shell with its ranks, and is all that the HTTP layer and the command line
-know.
+It owns the arena, the media pipeline and the shell with its ranks. The HTTP layer and the command line use only this.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ from vsched.worker.registry import load_worker
 logger = logging.getLogger(__name__)
 RECENT_MAX = 64
 Progress = Callable[[str, str, float], None]
-"""Called while loading: the group, what it does, and the fraction done."""
+"""Called while loading: the group, its current activity, and the fraction done."""
 
 
 class Engine:
@@ -102,7 +101,7 @@ class Engine:
         self.info: ModelInfo
         self.preprocessor: Preprocessor
 
-    # --- life ---
+    # --- lifecycle ---
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -117,7 +116,8 @@ class Engine:
         Blocks: up to `deadlines.ready_s`.
 
         Raises:
-            CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: When it cannot serve; nothing remains.
+            CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: If the start fails; all resources are
+                released.
         """
         config = self.config
         check_record_path(config)
@@ -135,10 +135,10 @@ class Engine:
         self._state = "ready"
 
     async def _load_adapters(self, table: AdapterTable) -> None:
-        """Load the adapters that the configuration names.
+        """Load the configured adapters.
 
         Raises:
-            ConfigError: When one cannot be loaded.
+            ConfigError: If one cannot be loaded.
         """
         for name, path in self.config.adapters.load.items():
             try:
@@ -147,7 +147,7 @@ class Engine:
                 raise ConfigError(f"adapters.load.{name}: {error.message}") from error
 
     async def _start_parts(self, load_front_end: Callable[[ModelInfo], FrontEnd]) -> RunningParts:
-        """Start everything; what has started is given back where the rest cannot."""
+        """Start all parts; release those already started if a later one fails."""
         config, info, environment = self.config, self.info, self._environment
         drafts = verifies_drafts(config, info, self._policies)
         self._sizing = kv_sizing(config, info, self._policies)
@@ -192,7 +192,7 @@ class Engine:
     async def _load_media(
         self, load_front_end: Callable[[ModelInfo], FrontEnd], arena: Arena
     ) -> tuple[MediaPipeline, bool]:
-        """Load the preprocessor and start the media pipeline, whose processes load while ranks do."""
+        """Load the preprocessor and start the media pipeline; its processes load in parallel with the ranks."""
         loop = asyncio.get_running_loop()
         self.preprocessor, tells_prompts = await loop.run_in_executor(
             None, load_front_end, self.info
@@ -202,7 +202,7 @@ class Engine:
         return self._environment.make_media(self.preprocessor, store, settings), tells_prompts
 
     async def drain(self) -> None:
-        """Accept nothing more, and wait for the live requests.
+        """Accept no new requests, and wait for the running ones.
 
         Blocks: up to `deadlines.drain_s`.
         """
@@ -213,9 +213,9 @@ class Engine:
                     await self._running.shell.wait_idle()
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
-        """End every request, stop every rank and give everything back; may be called twice.
+        """Abort all requests, stop all ranks and release all resources; may be called twice.
 
-        Blocks: at most the grace, after which ranks are killed, and what threads are busy with.
+        Blocks: at most the grace period, after which ranks are killed, and until running threads finish.
         """
         self._state = "stopped"
         running, self._running = self._running, None
@@ -240,7 +240,7 @@ class Engine:
     ) -> Generation:
         """Like `generate_answers`, for a single choice.
 
-        The request is aborted when its reader stops reading; see `Generation`.
+        The request is aborted if its reader stops reading; see `Generation`.
         """
         (generation,) = await self.generate_answers(
             prompt=prompt,
@@ -272,21 +272,21 @@ class Engine:
         begun: Begun | None = None,
         make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> list[Generation]:
-        """Prepare the images, submit a request for as many answers as there are ids, and return once it is accepted.
+        """Prepare the images, submit a request with one choice per id, and return once it is accepted.
 
-        The answers share the prompt, which is computed once, and differ in their seeds; the first has that of
-        `sampling`. All are accepted or none. `max_tokens` of 0 means as many as the context leaves after the prompt.
-        Without `sampling`, that is so, and the rest is as the checkpoint states. `adapter` is the name of one that is
-        loaded, empty for the model alone, `begun` what a dead engine told of the answer. `make_stop_scope` returns a
-        `StopScope`, which limits stop strings to parts of the text; by default they apply everywhere. Cancelling undoes
-        everything.
+        The choices share the prompt, which is computed once, and differ in their seeds; the first has the seed of
+        `sampling`. Either all are accepted or none. `max_tokens` of 0 means up to the end of the context. Without
+        `sampling`, `max_tokens` is 0 and the rest comes from the checkpoint's defaults. `adapter` is the name of a
+        loaded adapter, empty for the base model; `begun` is the part of an answer that an earlier engine process had
+        generated before it died. `make_stop_scope` returns a `StopScope`, which limits stop strings to parts of the
+        text; by default they apply everywhere. Cancelling undoes everything.
 
         Arguments are first converted to the declared types (`vsched.plain_values`): `temperature=0` to 0.0, numpy
         numbers and arrays to numbers and lists.
 
         Raises:
-            RequestRefused: When the request cannot be accepted, or an argument has the wrong type.
-            RequestFailed: When it was interrupted while it was being prepared.
+            RequestRefused: If the request cannot be accepted, or an argument has the wrong type.
+            RequestFailed: If it was interrupted during preparation.
         """
         self._serving()
         names = checked_argument("request_ids", request_ids, RequestIds)
@@ -328,13 +328,13 @@ class Engine:
         make_answer: Callable[[Answering], Sink],
         begun: Begun | None = None,
     ) -> list[Sink]:
-        """Let a request in, have it prepared, submit it, and return what its answers are made of.
+        """Admit a request, prepare it, submit it, and return the sinks of its choices.
 
-        `asked` is the request without prompt and images, whose number is `images`; `prepare` is called once it may
-        come in. Cancelling undoes everything.
+        `asked` is the request without prompt and images, and `images` the number of its images; `prepare` is called
+        once the request is admitted. Cancelling undoes everything.
 
         Raises:
-            RequestRefused, RequestFailed: As `generate_answers` does.
+            RequestRefused, RequestFailed: As in `generate_answers`.
         """
         parts = self._serving()
         received_s = time.perf_counter()
@@ -349,7 +349,7 @@ class Engine:
             prepared, knock = await parts.shell.preparations.run(request_ids[0], coming)
             given.callback(prepared.lease.release)
             given.callback(parts.shell.door.leave, knock)
-            # Accepted before a drain, it is served: the engine's state is not asked again.
+            # Accepted before a drain, it is served: the engine's state is not checked again.
             return submit_answers(
                 parts.shell,
                 msgspec.structs.replace(
@@ -374,15 +374,15 @@ class Engine:
         return SamplingParams(max_tokens=0, **msgspec.structs.asdict(self.info.sampling))
 
     async def tokenize(self, prompt: Prompt, images: Sequence[ImageReference] = ()) -> list[int]:
-        """Return the token ids of a prompt, those of its images among them, within all its limits.
+        """Return the token ids of a prompt, including those of its images, subject to all limits.
 
-        Images are fetched and prepared as for an answer, for their tokens depend on their sizes; a request with the
-        same images that follows finds them.
+        Images are fetched and prepared as for generation, because their token counts depend on their sizes; a following
+        request with the same images finds them in the cache.
 
         Blocks: up to `media.prepare_s`.
 
         Raises:
-            RequestRefused: When `generate` would not take it.
+            RequestRefused: If `generate` would refuse it.
         """
         parts = self._serving()
         coming = parts.media.prepare(checked_prompt(prompt), checked_images(images))
@@ -403,7 +403,7 @@ class Engine:
             generation.abort()
 
     async def clear(self) -> dict[str, int]:
-        """Interrupt every request, those in preparation included, and forget cached pixels."""
+        """Abort all requests, including those in preparation, and clear the pixel cache."""
         statistics: dict[str, Any] = {}
         if self._running is not None:
             self._running.shell.clear()
@@ -414,67 +414,67 @@ class Engine:
     # --- adapters ---
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter from a folder below `adapters.directory`; when this returns, requests may name it.
+        """Load an adapter from a folder below `adapters.directory`; afterwards requests may use it.
 
         Blocks: until its files are copied, then up to `adapters.load_s`.
 
         Raises:
-            RequestRefused: When it cannot be loaded; then nothing of it is left.
+            RequestRefused: If it cannot be loaded; nothing of it remains.
         """
         table = self._serving().adapters
         await table.load(name, table.path_of(path))
 
     async def unload_adapter(self, name: str) -> None:
-        """Take an adapter away; requests that run with it may end before, within `deadlines.drain_s`.
+        """Unload an adapter; requests that use it may finish first, within `deadlines.drain_s`.
 
         Raises:
-            RequestRefused: When there is none of this name, or it is on its way already.
+            RequestRefused: If there is no adapter of this name, or it is being loaded or unloaded already.
         """
         await self._serving().adapters.unload(name)
 
     def adapters(self) -> list[dict[str, Any]]:
-        """Return every adapter: name, state, rank, how many requests run with it and have named it."""
+        """Return all adapters: name, state, rank, number of running requests, number of requests so far."""
         return self._running.adapters.rows() if self._running is not None else []
 
     # --- administration of single groups ---
 
     async def drain_group(self, group: str) -> bool:
-        """Give a group nothing new, and wait until nothing runs there; return whether that came in time.
+        """Stop giving requests to a group, and wait until it is idle; return True if that happened in time.
 
-        Blocks: up to `deadlines.drain_s`; the group goes on draining after it.
+        Blocks: up to `deadlines.drain_s`; the group continues to drain afterwards.
 
         Raises:
-            RequestRefused: When there is no such group, it is not up, or it is the last of its stage that is.
+            RequestRefused: If there is no such group, it is down, or it is the last of its stage that is up.
         """
         return await self._serving().shell.administration.drain(group)
 
     async def restart_group(self, group: str) -> bool:
-        """Drain a group and replace its ranks; return whether it is back.
+        """Drain a group and replace its ranks; return True if it is up again.
 
-        Blocks: up to `deadlines.drain_s`, then as long as the ranks take to load.
+        Blocks: up to `deadlines.drain_s`, then until the ranks have loaded.
 
         Raises:
-            RequestRefused: When there is no such group, or it is not up.
+            RequestRefused: If there is no such group, or it is down.
         """
         return await self._serving().shell.administration.restart(group)
 
     def resume_group(self, group: str) -> None:
-        """Give a drained group work again.
+        """Give requests to a drained group again.
 
         Raises:
-            RequestRefused: When there is no such group, or nobody drained it.
+            RequestRefused: If there is no such group, or it was not drained.
         """
         self._serving().shell.administration.resume(group)
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return every group: name, stage, state, ranks, what runs and waits, restarts, the last loss."""
+        """Return all groups: name, stage, state, ranks, running and waiting requests, restarts, last loss."""
         return self._running.shell.groups() if self._running is not None else []
 
     def _serving(self) -> RunningParts:
-        """Return what serves requests.
+        """Return the running parts.
 
         Raises:
-            RequestRefused: While the engine takes none.
+            RequestRefused: If the engine does not serve requests now.
         """
         state = self.state
         if self._running is not None and state in ("ready", "degraded"):
@@ -484,7 +484,7 @@ class Engine:
             f"the server is {state}. Remedy: {remedy}.", code=state, status=503, retry_after_s=5
         )
 
-    # --- views ---
+    # --- properties ---
 
     @property
     def state(self) -> str:
@@ -506,16 +506,16 @@ class Engine:
         return self._running.shell.pids if self._running is not None else []
 
     def explain(self, request_id: str) -> str:
-        """Return where a request is and why, in words; empty when it is not here."""
+        """Explain the state of a request in words; empty if it is unknown."""
         return self._running.shell.explain(request_id) if self._running is not None else ""
 
     @property
     def ledger(self) -> Ledger | None:
-        """Where the memory went, at the peaks of the last attempts to size KV caches; None before there was one."""
+        """Memory ledger at the peaks of the last KV cache sizing attempts; None before the first."""
         return self._sizing.ledger if self._sizing is not None else None
 
     def statistics(self) -> dict[str, Any]:
-        """Return counters, gauges and memory; `recent` holds the timelines of the last requests."""
+        """Return counters, gauges and memory; `recent` has the timelines of the last requests."""
         running = self._running
         served = running.shell.statistics() if running is not None else {}
         media = running.media.statistics() if running is not None else None
@@ -535,7 +535,7 @@ class Engine:
     def _worker_groups(
         self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents
     ) -> list[WorkerGroup]:
-        """Return the worker groups, which have not started."""
+        """Create the worker groups, without starting them."""
         config, info = self.config, self.info
         plans = worker_group_plans(config, info, self._policies)
         specs = [rank_spec(config, info, plan, arena.layout) for plan in plans]
@@ -545,7 +545,7 @@ class Engine:
 
 
 async def _give_up(loading: asyncio.Task[tuple[MediaPipeline, bool]]) -> None:
-    """End a media pipeline that is not needed, whether it is loaded or still loading."""
+    """Stop and close a media pipeline that is not needed, loaded or not."""
     loading.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception):
         media, _ = await loading

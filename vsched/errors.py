@@ -1,7 +1,6 @@
-"""Every error that crosses a vsched boundary.
+"""Errors that cross vsched's package boundaries.
 
-A message that speaks of a limit always gives the value, the limit and the remedy: `limit_message` words it, so that
-every such message in the project reads alike.
+Every message about a limit gives the value, the limit and a remedy, in the wording of `limit_message`.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from vsched.failures import ErrorKind, GroupFailure, RankStopped, StartFailed
 
 
 def limit_message(what: str, *, value: object, limit: object, remedy: str) -> str:
-    """Word a violated limit: what happened, the value, the limit, the remedy."""
+    """Format an error message about a violated limit: subject, value, limit and remedy."""
     return f"{what}: value {value}, limit {limit}. Remedy: {remedy}."
 
 
 def one_of(names: Iterable[str]) -> str:
-    """Return the names as a choice: `a, b or c`."""
+    """Join names as a list of choices: `a, b or c`."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last
 
 
 class VschedError(Exception):
-    """The base of all errors that vsched raises on purpose; `kind` is what tells of one in another process."""
+    """Base class of the errors that vsched raises on purpose; `kind` identifies the type in other processes."""
 
     kind: ClassVar[ErrorKind] = ErrorKind.INTERNAL
 
@@ -43,7 +42,7 @@ class PolicyError(VschedError):
 
 
 class ConfigProblems:
-    """Collects what is wrong with a configuration, so that all of it is told at once."""
+    """Collects configuration errors, so that all of them are reported at once."""
 
     def __init__(self) -> None:
         self._found: list[ConfigError | PolicyError] = []
@@ -52,23 +51,23 @@ class ConfigProblems:
         return bool(self._found)
 
     def add(self, message: str) -> None:
-        """Note a problem."""
+        """Add an error."""
         self._found.append(ConfigError(message))
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
-        """Note what the body raises, and go on behind it."""
+        """Collect an error that the body raises, and continue after it."""
         try:
             yield
         except (ConfigError, PolicyError) as error:
             self._found.append(error)
 
     def tell(self) -> None:
-        """Raise what was found, if anything was.
+        """Raise the collected errors, if any.
 
         Raises:
-            ConfigError: All of it, a problem a line; a single problem is raised as it is.
-            PolicyError: When it is the only problem.
+            ConfigError: All errors, one per line; a single error is raised unchanged.
+            PolicyError: If it is the only error.
         """
         if len(self._found) == 1:
             raise self._found[0]
@@ -83,17 +82,17 @@ class CheckpointError(VschedError):
 
 
 class RecordError(VschedError):
-    """A record of the scheduler's decisions that cannot be written or read."""
+    """A decision record that cannot be written or read."""
 
 
 class RequestRefused(VschedError):
-    """A request that is refused before any work is done for it.
+    """A request that is rejected before any work is done for it.
 
     Attributes:
-        code: A short machine-readable reason, such as `context_exceeded` or `queue_full`.
-        status: The HTTP status that fits: 400 for the client's mistake, 413, 429 or 503 for ours, 307 for a redirect.
-        retry_after_s: For 429 and 503, when trying again makes sense.
-        location: For 307, the base URL of the server to ask instead.
+        code: Machine-readable reason, such as `context_exceeded` or `queue_full`.
+        status: HTTP status: 400 for a client error, 413, 429 or 503 for a server limit, 307 for a redirect.
+        retry_after_s: With 429 and 503, the delay after which a retry makes sense.
+        location: With 307, the base URL of the server to use instead.
     """
 
     def __init__(
@@ -114,9 +113,9 @@ class RequestRefused(VschedError):
 
 
 class RequestFailed(VschedError):
-    """An accepted request that ended in an error; its message is safe to show to the client.
+    """An accepted request that ended in an error; the message is safe to show to the client.
 
-    `retry_after_s` is given with a status of 503: trying again makes sense.
+    `retry_after_s` is set with status 503, when a retry makes sense.
     """
 
     def __init__(
@@ -135,19 +134,19 @@ class RequestFailed(VschedError):
 
 
 class DeviceOutOfMemory(VschedError):
-    """Memory ran out on a device; the one type for this from the allocator up to the policy."""
+    """A device is out of memory; the only type for this at every level from the allocator to the policy."""
 
     kind = ErrorKind.OUT_OF_MEMORY
 
 
 class MemoryLeak(VschedError):
-    """Memory that a teardown should have returned did not come back."""
+    """A teardown did not return all of its memory."""
 
     kind = ErrorKind.MEMORY_LEAK
 
 
 class RankDesync(VschedError):
-    """A rank saw a gap or a different digest in its decision log and stopped."""
+    """A rank found a gap or a different digest in its decision log and stopped."""
 
     kind = ErrorKind.DESYNC
 
@@ -159,7 +158,7 @@ class GroupLostError(VschedError):
 
 
 class PeerLost(GroupLostError):
-    """A rank misses another one of its group; that one's own word tells more."""
+    """A rank lost the connection to a peer of its group; the peer's own error is more specific."""
 
     kind = ErrorKind.PEER_LOST
 
@@ -176,19 +175,19 @@ _AT_START = (CheckpointError, ConfigError, DeviceOutOfMemory, PolicyError)
 
 
 def error_kind(error: BaseException) -> ErrorKind:
-    """Return the kind by which another process knows an error."""
+    """Kind that identifies an error in other processes."""
     return error.kind if isinstance(error, VschedError) else ErrorKind.INTERNAL
 
 
 def failure_of(error: Exception, groups: tuple[str, ...]) -> GroupFailure:
-    """Return why a worker group could not start, from what its start raised."""
+    """Convert an exception from a worker group's start to a failure value."""
     if isinstance(error, StartFailedError):
         return error.failure
     return StartFailed(groups, error_kind(error), str(error))
 
 
 def startup_error(failure: GroupFailure) -> VschedError:
-    """Return the exception for a worker group that could not start: the rank's own where its user can mend it."""
+    """Exception for a worker group that could not start: the rank's own error if the user can fix it."""
     if isinstance(failure, RankStopped):
         for error in _AT_START:
             if error.kind is failure.kind:

@@ -1,7 +1,7 @@
-"""Why ranks fail: a closed set of values, with their facts, from the rank that notices a failure to the client.
+"""Reasons for rank failures: a closed set of values, passed from the rank that detects a failure to the client.
 
-A failure travels as a value: over the wire, through the kernel's events, into the record and the statistics. It is put
-into words where somebody reads it, by `str()`, and nothing reads the words again.
+A failure stays a value on the wire, in the kernel's events, in the record and in the statistics. `str()` formats it for
+people; no code parses the text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 
 class ErrorKind(enum.StrEnum):
-    """What a process failed of; `vsched.errors` has an exception for each but `INTERNAL`."""
+    """Type of a process's error; `vsched.errors` has an exception for each except `INTERNAL`."""
 
     CHECKPOINT = "checkpoint"
     CONFIG = "config"
@@ -27,23 +27,23 @@ class ErrorKind(enum.StrEnum):
 
 
 class EncodeErrorKind(enum.StrEnum):
-    """Why an encode step failed while its rank goes on."""
+    """Reason that an encode step failed although its rank continues."""
 
     OUT_OF_MEMORY = "out_of_memory"
     FAILED = "failed"
 
     @property
     def message(self) -> str:
-        """What a client is told."""
+        """Error message for the client."""
         if self is EncodeErrorKind.OUT_OF_MEMORY:
             return "the encoder ran out of memory for this image"
         return "the image could not be encoded"
 
 
 class _GroupFailure(msgspec.Struct, frozen=True, tag=True):
-    """Why a worker group was lost, did not start or will not come back; `groups` are those of its processes.
+    """Reason that a worker group was lost, failed to start or stays down; `groups` are the groups that it served.
 
-    A subclass adds facts and the words for them.
+    Subclasses add facts and format them in `words`.
     """
 
     groups: tuple[str, ...]
@@ -53,16 +53,16 @@ class _GroupFailure(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def words(self) -> str:
-        """What happened, without the groups."""
+        """Description of the failure, without the groups."""
         raise NotImplementedError
 
 
 class ProcessExited(_GroupFailure, frozen=True):
-    """A rank's process ended by itself; a negative code is the signal that killed it.
+    """A rank's process ended on its own; a negative code is the signal that killed it.
 
-    While it starts, `doing` is what it said last. `memory_limit` is the limit on its memory and the settings that say
-    so, such as `(4096, "encode.memory_limit")`, where there is one: a library that gets no memory may end its process
-    without a word.
+    During startup, `doing` is the last progress that it reported. `memory_limit` is its memory limit, if any, and the
+    settings that define it, such as `(4096, "encode.memory_limit")`: native libraries may exit without a message when
+    an allocation fails.
     """
 
     rank: int
@@ -94,7 +94,7 @@ class ProcessExited(_GroupFailure, frozen=True):
 
 
 class RankStopped(_GroupFailure, frozen=True):
-    """A rank reported the error that it stops with; `error` is the name of its type."""
+    """A rank reported a fatal error; `error` is the name of the exception type."""
 
     rank: int
     kind: ErrorKind
@@ -107,7 +107,7 @@ class RankStopped(_GroupFailure, frozen=True):
 
 
 class RankSilent(_GroupFailure, frozen=True):
-    """Nothing was heard of a rank's process, or of what follows its log."""
+    """No message from a rank's process, or from the thread that follows its log, arrived in time."""
 
     rank: int
     waited_s: float
@@ -118,7 +118,7 @@ class RankSilent(_GroupFailure, frozen=True):
 
 
 class AnswerOverdue(_GroupFailure, frozen=True):
-    """A rank did not answer a step, or the periodic work `hook`, in time."""
+    """A rank did not answer a step, or the periodic task `hook`, in time."""
 
     rank: int
     step: int
@@ -136,7 +136,7 @@ class AnswerOverdue(_GroupFailure, frozen=True):
 
 
 class StepTooLong(_GroupFailure, frozen=True):
-    """The time slices of an encode step took too long together."""
+    """The time slices of an encode step exceeded the limit in total."""
 
     rank: int
     step: int
@@ -152,7 +152,7 @@ class StepTooLong(_GroupFailure, frozen=True):
 
 
 class RankBacklogged(_GroupFailure, frozen=True):
-    """A rank is more steps behind than its queue is long."""
+    """A rank is behind by more steps than its queue can hold."""
 
     rank: int
 
@@ -172,7 +172,7 @@ class RankUnreachable(_GroupFailure, frozen=True):
 
 
 class HostLost(_GroupFailure, frozen=True):
-    """The host that the ranks run on is gone, or cannot be reached; `what` completes the sentence."""
+    """The host of the ranks is gone or unreachable; `what` completes the message."""
 
     host: str
     what: str
@@ -183,7 +183,7 @@ class HostLost(_GroupFailure, frozen=True):
 
 
 class ReportRefused(_GroupFailure, frozen=True):
-    """A rank sent what it must not send; `what` completes the sentence that begins with the rank."""
+    """A rank sent an invalid report; `what` completes the message."""
 
     rank: int
     what: str
@@ -194,7 +194,7 @@ class ReportRefused(_GroupFailure, frozen=True):
 
 
 class RanksDiffer(_GroupFailure, frozen=True):
-    """Two ranks of a group computed different results of a step, or came up differently, as `what` says."""
+    """Two ranks of a group computed different step results or started differently; `what` completes the message."""
 
     rank: int
     what: str
@@ -205,7 +205,7 @@ class RanksDiffer(_GroupFailure, frozen=True):
 
 
 class NotReady(_GroupFailure, frozen=True):
-    """The ranks were not ready in time; `waiting_for` says whom they waited for, if for others."""
+    """The ranks were not ready in time; `waiting_for` names other groups that they waited for, if any."""
 
     limit_s: float
     waiting_for: str = ""
@@ -217,7 +217,7 @@ class NotReady(_GroupFailure, frozen=True):
 
 
 class StartFailed(_GroupFailure, frozen=True):
-    """An attempt to start raised an error that is none of a rank's."""
+    """A start raised an error that no rank reported."""
 
     kind: ErrorKind
     message: str
@@ -231,7 +231,7 @@ class StartFailed(_GroupFailure, frozen=True):
 
 
 class LostTooOften(_GroupFailure, frozen=True):
-    """Losses came in such quick succession that no further start is tried."""
+    """The group was lost too often in a short time, so it is not restarted again."""
 
     @property
     def words(self) -> str:
@@ -239,7 +239,7 @@ class LostTooOften(_GroupFailure, frozen=True):
 
 
 class RestartedByOperator(_GroupFailure, frozen=True):
-    """An operator asked for new ranks."""
+    """An operator requested a restart."""
 
     def __str__(self) -> str:
         return self.words
@@ -250,7 +250,7 @@ class RestartedByOperator(_GroupFailure, frozen=True):
 
 
 class Simulated(_GroupFailure, frozen=True):
-    """A test or a simulation took the group away."""
+    """A test or simulation removed the group."""
 
     @property
     def words(self) -> str:

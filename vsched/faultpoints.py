@@ -1,6 +1,6 @@
-"""Places in production code where a simulation may let something go wrong.
+"""Points in production code at which a simulation can inject faults.
 
-A place costs a call and a look at one name while nothing is armed, which is always so outside of tests and simulations.
+Outside of tests and simulations, a point costs one function call and one global lookup.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 OnPoint = Callable[[str, str], None]
-"""Called with the name of a place and its subject; what it raises is raised at that place."""
+"""Called with the name of a point and its subject; its exceptions propagate from the point."""
 
 _on_point: OnPoint | None = None
 
 
 def fault_point(name: str, subject: str = "") -> None:
-    """Mark a place where a fault can be injected.
+    """Mark a point at which a fault can be injected.
 
-    Pass only what is at hand: a name that has to be made costs more than the place itself.
+    Pass only existing strings: formatting a name would cost more than the call.
 
     Args:
-        name: The place: the package, then what is about to happen, as in `media.decode`.
-        subject: What it happens to, such as a group.
+        name: Name of the point: package and next operation, as in `media.decode`.
+        subject: Object of the operation, such as a group.
     """
     if _on_point is not None:
         _on_point(name, subject)
@@ -29,7 +29,7 @@ def fault_point(name: str, subject: str = "") -> None:
 
 @contextmanager
 def armed(on_point: OnPoint) -> Iterator[None]:
-    """Have all fault points of this process call `on_point`; contexts nest, the innermost counts."""
+    """Let all fault points of this process call `on_point`; contexts nest, and the innermost one applies."""
     global _on_point
     before, _on_point = _on_point, on_point
     try:

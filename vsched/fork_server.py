@@ -1,14 +1,14 @@
-"""The fork server: `python -m vsched.fork_server`, a process that has imported what ranks need, and forks them.
+"""The fork server, `python -m vsched.fork_server`: a process with all imports loaded that forks ranks.
 
-Importing takes most of the start of a rank. A forked rank has the imports for nothing, and is otherwise what a new
-process would be: it has a session, an environment, a folder and descriptors of its own, it is a child of the engine,
-and the engine waits for its end and kills it without any help from here. If this process ends, running ranks stay.
+Imports take most of a rank's start time. A forked rank inherits them and is otherwise like a new process: it has its
+own session, environment, working directory and descriptors. It is a child of the engine, which waits for its exit and
+kills it without the fork server. Running ranks survive the end of the fork server.
 
-The rank is the engine's own child by a detour: the process that forks it ends at once, and the system gives the orphan
-to the nearest ancestor that adopts orphans, which the engine does for this moment (`vsched.aio.replicas.fork_server`).
+A rank becomes the engine's child by a double fork: the intermediate process exits at once, and the kernel reparents the
+orphan to the nearest subreaper, which the engine is for that moment (`vsched.aio.replicas.fork_server`).
 
-What is forked has one thread, and locks that another one held would be locked for ever. So this process starts no
-thread: no ZeroMQ context, no pool of threads, no device (CUDA cannot be used after a fork).
+A forked process has one thread, and locks held by other threads would stay locked forever. So the fork server starts no
+thread: no ZeroMQ context, no thread pool, no device (CUDA cannot be used after a fork).
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ HELLO = b"imported"
 _TASKS = Path("/proc/self/task")
 _MADV_DONTNEED = 4
 _FREE_FROM = 500
-"""Descriptors are kept above this number while they are put in their places."""
+"""Descriptors are duplicated above this number before they are moved to their final numbers."""
 
 
 class Imports(msgspec.Struct, frozen=True):
-    """The first message: the modules to import, and environment variables to set before."""
+    """First message: modules to import, and environment variables to set before."""
 
     modules: Sequence[str]
     environment: dict[str, str]
 
 
 class ForkOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """One process to fork.
+    """Request to fork one process.
 
     Attributes:
-        command: The arguments of an interpreter: `-m`, a module, and the words that follow.
-        numbers: What the process knows the descriptors by that come with the order, one after the other.
+        command: Arguments of the interpreter: `-m`, a module, and the module's arguments.
+        numbers: Descriptor numbers in the new process, in the order of the descriptors sent with the message.
     """
 
     command: Sequence[str]
@@ -62,7 +62,7 @@ class ForkOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def serve(orders: socket.socket) -> None:
-    """Greet each channel that comes in, and fork what is ordered there; return when the engine is gone."""
+    """Greet each new channel and fork the process ordered there; return when the engine is gone."""
     while True:
         said, received, _, _ = socket.recv_fds(orders, 1, 1)
         if not said:
@@ -72,7 +72,7 @@ def serve(orders: socket.socket) -> None:
                 channel.send(HELLO)
                 line, descriptors, _, _ = socket.recv_fds(channel, BYTES_MAX, DESCRIPTORS_MAX)
             except ConnectionError:
-                continue  # nobody wants it any more
+                continue  # the engine has closed the channel
             if line:
                 answer(channel, orders, msgspec.json.decode(line, type=ForkOrder), descriptors)
 
@@ -80,7 +80,7 @@ def serve(orders: socket.socket) -> None:
 def answer(
     channel: socket.socket, orders: socket.socket, order: ForkOrder, descriptors: Sequence[int]
 ) -> None:
-    """Fork a process that is nobody's child here, and send its number: 4 bytes, little-endian."""
+    """Fork an orphan process, and send its pid: 4 bytes, little-endian."""
     read, write = os.pipe()
     parent = os.fork()
     if not parent:
@@ -97,18 +97,18 @@ def answer(
     os.waitpid(parent, 0)
     for each in (write, *descriptors):
         os.close(each)
-    # Only now is it the engine's child, which stops adopting when it hears the number.
+    # The orphan is the engine's child only now; the engine stops being a subreaper when it receives the pid.
     with contextlib.suppress(ConnectionError):
         channel.send(os.read(read, 4))
     os.close(read)
 
 
 def _become(order: ForkOrder, descriptors: Sequence[int], channel: socket.socket) -> NoReturn:
-    """Take what a new process would have been given, and run the module."""
+    """Set up the process like a newly started one, and run the module."""
     code: object = 1
     try:
         channel.close()
-        os.setsid()  # a terminal's Ctrl-C is for the engine alone
+        os.setsid()  # Ctrl-C in a terminal must reach only the engine
         kept = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FREE_FROM) for each in descriptors]
         for each in descriptors:
             os.close(each)
@@ -124,7 +124,7 @@ def _become(order: ForkOrder, descriptors: Sequence[int], channel: socket.socket
         code = 0
     except SystemExit as ended:
         code = ended.code
-    except BaseException:  # noqa: BLE001 - as the interpreter does with an exception
+    except BaseException:  # noqa: BLE001 - like the interpreter's own handling of exceptions
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -132,9 +132,9 @@ def _become(order: ForkOrder, descriptors: Sequence[int], channel: socket.socket
 
 
 def drop_code_pages() -> None:
-    """Unmap the pages of native code that imports have touched; a page that is used again comes from the page cache.
+    """Unmap code pages of native libraries that imports have touched; the page cache still has them if needed.
 
-    Only mappings that were never writable: a relocated page exists in this process alone.
+    Only mappings that were never writable are dropped: relocated pages exist only in this process.
     """
     madvise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -145,18 +145,19 @@ def drop_code_pages() -> None:
 
 
 def main() -> int:
-    """Import the modules of the command line, then those of the first message, and fork what is ordered.
+    """Import the modules of the command line and of the first message, then fork on request.
 
-    The arguments are the number of the engine's socket, and modules that are known before the configuration is read.
+    The arguments are the descriptor of the engine's socket, and modules that are known before the configuration is
+    read.
     """
     orders = socket.socket(fileno=int(sys.argv[1]))
     setproctitle(NAME)
-    gc.disable()  # what imports make stays, so looking through it again and again takes a tenth of their time
+    gc.disable()  # imported objects stay; scanning them takes a tenth of the time
     for name in sys.argv[2:]:
         importlib.import_module(name)
     line = orders.recv(BYTES_MAX)
     if not line:
-        return 0  # no rank is to be forked
+        return 0  # no rank will be forked
     imports = msgspec.json.decode(line, type=Imports)
     os.environ.update(imports.environment)
     for name in imports.modules:

@@ -1,4 +1,4 @@
-"""The layout of a log line: one for the server, its ranks and the libraries that they use."""
+"""Log format of the server, its ranks and the libraries that they use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OWN_PACKAGES = ("vsched", "vsched_policies", "vsched_workers")
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to what is `sys.stderr` at the moment, which a progress display replaces for a while."""
+    """Writes to the current `sys.stderr`, which a progress display replaces temporarily."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -19,11 +19,11 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
 
 def configure_logging(process: str) -> None:
-    """Send all log records of this process, and Python's warnings, to standard error in one layout.
+    """Send all log records and Python warnings of this process to standard error in one format.
 
-    `process` says which of the processes writes: `engine`, or a rank such as `generate-0 rank 1`. Of vsched itself, its
-    workers and policies records from INFO on are written, of libraries from WARNING on. Where the root logger has
-    handlers already, as under a test runner, they stay.
+    `process` is the name in each line: `engine`, or a rank such as `generate-0 rank 1`. The level is INFO for vsched,
+    its workers and policies, and WARNING for libraries. Existing handlers of the root logger, such as a test runner's,
+    are kept.
     """
     if logging.root.handlers:
         return

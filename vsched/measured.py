@@ -1,7 +1,7 @@
-"""What a policy can know of time: measured where the work was done, and told to the kernel by events.
+"""Timings that policies can read: measured by ranks and passed to the kernel in events.
 
-All times are in nanoseconds, and points in time are those of `now_ns` in the views. The latest entries are kept, the
-oldest first: `WINDOW` of each kind. A policy that looks at each entry once remembers the `ended_ns` of the last.
+All times are in nanoseconds, and timestamps use the clock of `now_ns` in the views. The latest `WINDOW` entries of each
+kind are kept, the oldest first. A policy that reads each entry once can remember the `ended_ns` of the last one.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Protocol
 import msgspec
 
 WINDOW = 64
-"""Entries that are kept of each kind, of each replica; the one that was measured first is forgotten first."""
+"""Entries kept of each kind for each replica; the oldest are dropped first."""
 
 
 class StepTime(msgspec.Struct, frozen=True):
     """One generate step.
 
     Attributes:
-        ended_ns: When its result came.
-        busy_ns: How long the ranks worked on it, swaps not counted; 0 where they did not say.
-        gap_ns: Since the result before it, or, where nothing was in flight, since it was decided. It is what the
-            requests that decode waited for this token (ITL).
+        ended_ns: Time at which its result arrived.
+        busy_ns: Time that the ranks worked on it, without swaps; 0 if they did not report it.
+        gap_ns: Time since the previous result or, if nothing was in flight, since its decision. It is the inter-token
+            latency (ITL) of the decoding requests.
         decodes: Requests that decoded in it.
-        prefill_tokens: Prompt tokens that were computed in it, over all requests.
-        pairs: Pairs of such a token and one before it, which attention visited: the cost of long contexts.
-        drafted: Tokens that were drafted in it, for all requests.
-        accepted: Those of them that proved right: tokens that it brought besides one for each decode.
+        prefill_tokens: Prompt tokens computed in it, over all requests.
+        pairs: Pairs of a prompt token and an earlier token that attention visited: the cost of long contexts.
+        drafted: Draft tokens proposed in it, over all requests.
+        accepted: Draft tokens accepted: the output tokens in excess of one per decode.
     """
 
     ended_ns: int
@@ -41,13 +41,13 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class SwapTime(msgspec.Struct, frozen=True):
-    """The copies of KV blocks to host memory and back that one step began with.
+    """Copies of KV blocks to host memory and back at the start of a step.
 
     Attributes:
-        ended_ns: When the result of the step came.
-        took_ns: How long they took on the ranks. Where a device makes them by itself, how long they took is not known,
-            and there is no entry.
-        blocks: Copies, of a block each.
+        ended_ns: Time at which the step's result arrived.
+        took_ns: Duration on the ranks. If a device copies asynchronously, the duration is unknown and there is no
+            entry.
+        blocks: Number of block copies.
     """
 
     ended_ns: int
@@ -59,8 +59,8 @@ class EncodeTime(msgspec.Struct, frozen=True):
     """One encode step.
 
     Attributes:
-        ended_ns: When its result came.
-        took_ns: From its decision to its result, pauses for generate steps included.
+        ended_ns: Time at which its result arrived.
+        took_ns: Time from its decision to its result, including pauses for generate steps.
         items: Images in it.
         tokens: Encoder output tokens of all of them.
     """
@@ -77,19 +77,19 @@ class EncodeTime(msgspec.Struct, frozen=True):
 
 
 class FirstTokenTime(msgspec.Struct, frozen=True):
-    """A request whose first token came.
+    """A request that produced its first token.
 
     Attributes:
-        ended_ns: When it came.
-        ttft_ns: From its arrival to then.
-        items_ns: Of that, until its first chunk had its embeddings.
-        queued_ns: Of that, from then until it was given a slot.
-        prompt_tokens: Tokens of its prompt.
-        cached_tokens: Those that the prefix cache had.
+        ended_ns: Time of the first token.
+        ttft_ns: Time from arrival to the first token.
+        items_ns: The part of it until the embeddings for the first chunk were there.
+        queued_ns: The part of it from then until the request got a slot.
+        prompt_tokens: Tokens in its prompt.
+        cached_tokens: Prompt tokens found in the prefix cache.
         items: Images in it.
-        priority: The request's own.
-        tenant: Whose it is.
-        target_ns: When the token was due; None without a target.
+        priority: Priority of the request.
+        tenant: Tenant of the request.
+        target_ns: Deadline of the first token; None without a target.
     """
 
     ended_ns: int
@@ -105,15 +105,15 @@ class FirstTokenTime(msgspec.Struct, frozen=True):
 
 
 class EndTime(msgspec.Struct, frozen=True):
-    """A request that came to its end, by a stop or by its length.
+    """A request that finished by a stop condition or by its length limit.
 
     Attributes:
-        ended_ns: When it did.
-        total_ns: From its arrival to then.
-        prompt_tokens: Tokens of its prompt.
-        output_tokens: Tokens that it got.
-        preemptions: How often it was preempted.
-        tenant: Whose it was.
+        ended_ns: Time at which it finished.
+        total_ns: Time from arrival to the end.
+        prompt_tokens: Tokens in its prompt.
+        output_tokens: Tokens generated.
+        preemptions: Number of preemptions.
+        tenant: Tenant of the request.
     """
 
     ended_ns: int
@@ -125,9 +125,9 @@ class EndTime(msgspec.Struct, frozen=True):
 
 
 class Measured(Protocol):
-    """What was measured, of one replica or of several; to be read during the call only.
+    """Measurements of one or several replicas, valid only during the policy call.
 
-    A list is made when it is asked for, so one that no policy looks at costs nothing.
+    Lists are built on access, so those that no policy reads cost nothing.
     """
 
     @property
@@ -147,32 +147,32 @@ class Measured(Protocol):
 
     @property
     def first_tokens(self) -> Sequence[FirstTokenTime]:
-        """The requests that got their first token last."""
+        """The latest first tokens."""
         ...
 
     @property
     def ends(self) -> Sequence[EndTime]:
-        """The requests that ended last."""
+        """The latest finished requests."""
         ...
 
     @property
     def blocks_total(self) -> int:
-        """KV blocks."""
+        """Total number of KV blocks."""
         ...
 
     @property
     def blocks_held(self) -> int:
-        """KV blocks that running requests hold."""
+        """KV blocks held by running requests."""
         ...
 
     @property
     def blocks_cached(self) -> int:
-        """KV blocks that only the prefix cache holds."""
+        """KV blocks held only by the prefix cache."""
         ...
 
     @property
     def tokens_running(self) -> Mapping[str, int]:
-        """Tokens of running requests that are computed, prompts and outputs, by tenant."""
+        """Computed tokens of running requests, prompt and output, by tenant."""
         ...
 
     @property
@@ -182,22 +182,22 @@ class Measured(Protocol):
 
     @property
     def tokens_cached(self) -> int:
-        """Prompt tokens that the prefix cache had, since the start."""
+        """Prompt tokens found in the prefix cache since the start."""
         ...
 
     @property
     def embedding_hits(self) -> int:
-        """Embeddings that the cache had when they were needed, since the start."""
+        """Embedding cache hits since the start."""
         ...
 
     @property
     def embedding_misses(self) -> int:
-        """Embeddings that it had not."""
+        """Embedding cache misses since the start."""
         ...
 
 
 class Measurements(msgspec.Struct, frozen=True, kw_only=True):
-    """`Measured` as plain values: for tests, and what a view has where nothing was measured."""
+    """`Measured` as plain values: for tests, and as the default of views without measurements."""
 
     steps: Sequence[StepTime] = ()
     swaps: Sequence[SwapTime] = ()

@@ -1,4 +1,4 @@
-"""What ranks measured of their memory, and what was tried: the facts that memory policies decide on."""
+"""Memory measurements of ranks and the outcome of sizing attempts: the input of memory policies."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ AttemptOutcome = Literal["fits", "out_of_memory", "leak"]
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank measured on its device, in bytes.
+    """Memory of one rank's device, in bytes, as the rank measured it.
 
-    Total is available, reserved, and what peers hold: nothing is in two of them.
+    The total is the sum of available memory, reserved memory and the memory of peers, without overlap.
 
     Attributes:
-        rank: Its number among the ranks that are sized together; on the way from a rank, within its group.
+        rank: Number among the ranks that are sized together; in a rank's own report, the number within its group.
         pool: Identity of the memory: `cuda:GPU-<uuid>`, `cpu`, or `cpu limit of <pid>` for a limit of one process.
-        total_bytes: What the process could use at most, were it alone.
-        available_bytes: Free on the device; what the allocator of this process caches is not.
-        reserved_bytes: Held by this process now, the allocator's caches included.
-        weights_bytes: The weights among them.
-        peak_bytes: Highest `reserved_bytes` during the attempt; 0 outside of one.
-        kv_bytes: The KV cache that stood during the attempt.
-        state_bytes: The states of all slots, and snapshots of states, which stood with it.
-        released_bytes: What the teardown before the attempt gave back.
-        adapter_bytes: What is set aside for adapters, since the weights were loaded.
-        draft_bytes: The weights of the model that drafts.
-        owner: Its group and its number there, for people; empty on the way from a rank.
+        total_bytes: Maximum that the process could use if it were alone.
+        available_bytes: Free on the device, without the cache of this process's allocator.
+        reserved_bytes: Currently held by this process, including the cache of its allocator.
+        weights_bytes: Weights, a part of `reserved_bytes`.
+        peak_bytes: Maximum of `reserved_bytes` during the attempt; 0 outside of one.
+        kv_bytes: KV cache during the attempt.
+        state_bytes: Recurrent states of all slots and state snapshots during the attempt.
+        released_bytes: Memory returned by the teardown before the attempt.
+        adapter_bytes: Memory set aside for adapters when the weights were loaded.
+        draft_bytes: Weights of the draft model.
+        owner: Name of its group and its number there, for messages; empty in a rank's own report.
     """
 
     rank: int
@@ -47,16 +47,16 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """What to call it in a message."""
+        """Name for messages."""
         return self.owner or f"rank {self.rank}"
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worst batch of an encode rank needs beyond its weights; 0 bytes when the probe was skipped.
+    """Memory that an encode rank's largest batch needs in addition to its weights; 0 bytes if the probe was skipped.
 
-    `held` says that its allocator keeps the memory, so that it is no longer available to others. `pauses` says that the
-    encoder may hold it while a step runs in the same process. `measured` says that batches ran; otherwise the size was
-    given.
+    `held` means that the allocator keeps the memory, so that others cannot use it. `pauses` means that the encoder may
+    hold it while a generate step runs in the same process. `measured` means that batches were run; otherwise the size
+    was configured.
     """
 
     rank: int
@@ -68,11 +68,11 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """A probe or a build that all ranks in the view carried out.
+    """A probe or build that all ranks in the view carried out.
 
-    `outcome` is the vote: a leak anywhere is a leak, out of memory anywhere is out of memory. `ranks` holds what each
-    rank measured while it ran, and `message` what those said that it did not fit on. `headroom_bytes` were held
-    meanwhile; without `profile`, no step ran.
+    `outcome` combines the votes: a leak on any rank is a leak, out of memory on any rank is out of memory. `ranks` has
+    the measurements of each rank during the attempt, and `message` the errors of the ranks that ran out of memory.
+    `headroom_bytes` were held during the attempt; without `profile`, no step was run.
     """
 
     action: Literal["probe", "build"]

@@ -1,7 +1,7 @@
 """Find policies by name, check them against their contracts, and build them from configuration tables.
 
-A name is that of an entry point, or `my_pkg.module:Class` for a class that nobody has registered. Only what is named is
-imported. Everything that is wrong with a class is found here, when it registers, and not while requests are served.
+A name is an entry point, or `my_pkg.module:Class` for an unregistered class. Only named classes are imported. Contract
+violations are detected at registration and not while requests are served.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vsched.kernel.policy_seats import check_state_type
 from vsched.policy import CONTRACTS, Policy
 
 ABOUT = 0.05
-"""How much less alike than the closest a suggestion may be, of 1."""
+"""Suggestions may be less similar than the best match by at most this much, on a scale of 0 to 1."""
 
 
 class PolicyField(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class PolicyField(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegisteredPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a registered policy; `error` says why it cannot be used, None where it can."""
+    """Facts about a registered policy; `error` is the reason that it cannot be used, or None."""
 
     kind: str
     name: str
@@ -46,12 +46,12 @@ class RegisteredPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_policy(kind: str, table: Mapping[str, Any], *, path: str = "") -> Policy:
-    """Build the policy that a configuration table `{use = "...", **fields}` describes.
+    """Build a policy from a configuration table `{use = "...", **fields}`.
 
     Raises:
-        ConfigError: When the name is unknown, or fields are unknown or have values of a wrong type; each line of the
-            message starts with a key's path, `path` being that of the table.
-        PolicyError: When the class does not meet the contract of its kind.
+        ConfigError: If the name or a field is unknown, or a value has the wrong type; each line of the message starts
+            with the path of a key, and `path` is the path of the table.
+        PolicyError: If the class does not meet its contract.
     """
     path = path or kind
     name = table.get("use")
@@ -78,11 +78,11 @@ def resolve_policy(kind: str, table: Mapping[str, Any], *, path: str = "") -> Po
 
 
 def load_policy_class(kind: str, name: str, *, path: str = "use") -> type[Policy]:
-    """Import the class that a name stands for, and check it against the contract of its kind.
+    """Import the class of this name and check it against its contract.
 
     Raises:
-        ConfigError: When there is no such name, or its module cannot be imported.
-        PolicyError: When the class does not meet the contract.
+        ConfigError: If the name is unknown or its module cannot be imported.
+        PolicyError: If the class does not meet the contract.
     """
     target = load_registered(_group(kind), name, path=path)
     return check_contract(target, CONTRACTS[kind])
@@ -92,7 +92,7 @@ def convert_value(value: object, wanted: Any, *, path: str, origin: str = "") ->
     """Convert one configuration value strictly.
 
     Raises:
-        ConfigError: When it does not fit; the message gives the key's path, value, limit and remedy.
+        ConfigError: If the value is not valid; the message gives the key's path, value, limit and remedy.
     """
     try:
         converted = msgspec.convert(value, wanted)
@@ -113,7 +113,7 @@ def check_contract(cls: object, base: type[Policy]) -> type[Policy]:
     """Return the class if it meets its contract.
 
     Raises:
-        PolicyError: Names the class, the method and the difference.
+        PolicyError: With the class, the method and the difference in its message.
     """
     wanted = f"{base.__module__}.{base.__qualname__}"
     if not isinstance(cls, type):
@@ -140,7 +140,7 @@ def check_contract(cls: object, base: type[Policy]) -> type[Policy]:
 
 
 def list_policies() -> list[RegisteredPolicy]:
-    """Return every registered policy, by kind in the order of the contracts, then by name."""
+    """Return all registered policies, in the order of the contracts and then by name."""
     listed = []
     for kind, base in CONTRACTS.items():
         for point in _registered(_group(kind)):
@@ -177,7 +177,7 @@ def policy_fields(cls: type[Policy]) -> list[PolicyField]:
 
 
 def type_text(annotation: Any) -> str:
-    """Word a type and its bounds for people: `int, 1 or more`."""
+    """Describe a type and its bounds for people: `int, 1 or more`."""
     try:
         schema = msgspec.json.schema(annotation)
     except TypeError:
@@ -226,7 +226,7 @@ def _check_method(cls: type[Policy], base: type[Policy], name: str) -> None:
     if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
         raise PolicyError(f"{label}: must return a plain value, not a coroutine or a generator")
     try:
-        # Called by position, so that a class may name its view as it likes.
+        # Called by position, so a class may choose its own parameter names.
         found.bind(*wanted.parameters)
     except TypeError as error:
         raise PolicyError(
@@ -236,7 +236,7 @@ def _check_method(cls: type[Policy], base: type[Policy], name: str) -> None:
 
 @cache
 def _registered(group: str) -> tuple[EntryPoint, ...]:
-    # The scan of every installed package takes milliseconds, and nothing gets installed while this process runs.
+    # Scanning all installed packages takes milliseconds, and nothing is installed while this process runs.
     return tuple(sorted(entry_points(group=group)))
 
 
@@ -246,9 +246,9 @@ def _group(kind: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a sentence, with a space before it, on what a misspelt word may stand for; empty without an idea."""
+    """Sentence, after a space, with the likely spellings of a misspelt word; empty if there are none."""
     close = difflib.get_close_matches(word, list(known), n=3)
-    # Of several, those count that are about as close as the closest.
+    # Keep only the matches that are about as similar as the best one.
     alike = {one: difflib.SequenceMatcher(None, one, word).ratio() for one in close}
     best = [one for one in close if alike[one] > max(alike.values()) - ABOUT]
     return f" Did you mean {' or '.join(best)}?" if best else ""
@@ -260,10 +260,10 @@ def _known(group: str) -> str:
 
 
 def find_registered(group: str, name: str, *, path: str) -> EntryPoint:
-    """Return the entry point of a name, without importing what it stands for.
+    """Return the entry point of a name, without importing its target.
 
     Raises:
-        ConfigError: When there is none of this name, or several; the message starts with `path`.
+        ConfigError: If no entry point, or more than one, has this name; the message starts with `path`.
     """
     points = {point.value: point for point in _registered(group) if point.name == name}
     if not points:
@@ -278,12 +278,12 @@ def find_registered(group: str, name: str, *, path: str) -> EntryPoint:
 
 
 def load_registered(group: str, name: str, *, path: str, extra: str = "") -> object:
-    """Import what a name stands for: an entry point of the group, or `package.module:Class` as it is.
+    """Import the target of a name: an entry point of the group, or `package.module:Class` itself.
 
-    `extra` says what to install where a module is missing.
+    `extra` is added to the error about a missing module and says which package to install.
 
     Raises:
-        ConfigError: When there is no such name, or it cannot be imported; the message starts with `path`.
+        ConfigError: If the name is unknown or cannot be imported; the message starts with `path`.
     """
     target = name if ":" in name else find_registered(group, name, path=path).value
     try:

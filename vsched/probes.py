@@ -1,8 +1,9 @@
-"""Probes: rare coincidences, each named where it happens, so that a simulation can tell which ones it has reached.
+"""Probes: rare coincidences, marked in the code, so that a simulation can report which ones it reached.
 
-A test that passes says nothing of a coincidence that never came about in it. So each is declared here and marked in
-the code, in the manner of FoundationDB's `CODE_PROBE`; the swarm counts them, and its test fails when one is missing.
-A probe decides nothing and changes nothing. While nobody observes, it costs a call and a look at one name.
+A passing test proves nothing about a coincidence that did not occur in it. So each one is declared here and marked in
+the code, like FoundationDB's `CODE_PROBE`. The swarm counts them, and its test fails if one is never reached.
+
+A probe has no effect on the program. Without an observer, it costs one function call and one global lookup.
 """
 
 from __future__ import annotations
@@ -78,20 +79,20 @@ PROBES: Mapping[str, str] = MappingProxyType(
         "rank.engine_silent": "a rank stops because it hears nothing from the engine",
     }
 )
-"""What is probed: the package or class where it happens, and the coincidence."""
+"""Probes by name: the package or class that has the probe, a dot, and the coincidence."""
 
 _on_probe: Callable[[str], None] | None = None
 
 
 def probe(name: str) -> None:
-    """Note that a coincidence of `PROBES` is reached."""
+    """Report that a coincidence of `PROBES` was reached."""
     if _on_probe is not None:
         _on_probe(name)
 
 
 @contextmanager
 def observed() -> Iterator[Counter[str]]:
-    """Count the probes that this process reaches meanwhile; contexts nest, the innermost counts."""
+    """Count the probes that this process reaches in the context; contexts nest, and only the innermost one counts."""
     global _on_probe
     reached: Counter[str] = Counter()
 

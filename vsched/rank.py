@@ -1,9 +1,9 @@
 """A rank process: `python -m vsched.rank`, started by an engine and never by hand.
 
-Its specification comes as one line on standard input, which then stays open: when it ends, the engine is gone, however
-it went, and the rank exits. Between decisions a rank blocks; if it hears nothing for the timeout, not even a heartbeat,
-it stops with an error. It computes nothing that a checked log entry did not tell it to. The first rank of a group
-reports what a step yielded, the others what their result is to be compared with.
+Its specification is one line on standard input, which then stays open: when it closes, the engine is gone, and the rank
+exits. A rank blocks between decisions; if it receives nothing within the timeout, not even a heartbeat, it stops with
+an error. It only computes steps from checked log entries. The first rank of a group reports the results of a step, the
+others a checksum to compare with them.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from vsched.worker.spec import RankSpec
 
 logger = logging.getLogger("vsched.rank")
 SIZING_POLL_S = 60.0
-"""How long a rank sleeps at most while it waits to hear the size of its KV cache."""
+"""Maximum wait for one message while the KV cache is sized."""
 
 
 def run(spec: RankSpec) -> None:
-    """Load what the roles need, report ready, and follow the logs until told to stop.
+    """Load the models of the roles, report ready, and follow the logs until a stop entry.
 
     Raises:
-        RankDesync: When a log has a gap or differs.
-        GroupLostError: When a leader is silent for longer than the timeout.
-        DeviceOutOfMemory: When a generate step ran out of memory.
+        RankDesync: If a log has a gap or differs.
+        GroupLostError: If a leader is silent for longer than the timeout.
+        DeviceOutOfMemory: If a generate step ran out of memory.
     """
     arena = Arena(spec.arena_fd, spec.layout)
     members: list[Member[RankLink]] = []
@@ -59,8 +59,8 @@ def run(spec: RankSpec) -> None:
             with memory_errors("starting", remedy=f"raise {spec.memory_keys}"), spare_memory():
                 _load(RankLoading(spec, arena, members))
             gc.collect()
-            gc.freeze()  # what loading left behind lives for ever: no collection need look at it
-            drop_code_pages()  # mostly of the compiler, which loaded the kernels
+            gc.freeze()  # objects from loading live forever, so collections need not scan them
+            drop_code_pages()  # mostly pages of the compiler, which loaded the kernels
             follow(members, spec.timeout_s)
         except Exception as error:
             for member in members:
@@ -74,18 +74,18 @@ def run(spec: RankSpec) -> None:
 
 
 def _load(loading: RankLoading[RankLink]) -> None:
-    """See a rank through to its readiness."""
+    """Load the rank until it is ready."""
     loading.begin()
     while (orders := loading.orders) is not None:
         frame = orders.member.link.receive(
             SIZING_POLL_S
-        )  # the lifeline ends a rank whose engine is gone
+        )  # the lifeline thread ends this process if the engine is gone
         if frame is not None:
             orders.take(frame)
 
 
 def follow(members: list[Member[RankLink]], timeout_s: float) -> None:
-    """Carry out the entries of all logs, steps in the order of their turns, until one log says stop."""
+    """Carry out the entries of all logs, steps in the order of their turns, until one log has a stop entry."""
     following = Following(members, timeout_s)
     while not following.over:
         if not following.advance():
@@ -93,12 +93,12 @@ def follow(members: list[Member[RankLink]], timeout_s: float) -> None:
 
 
 def _listen(following: Following[RankLink], timeout_s: float) -> None:
-    """Block until one of these logs that can have the next turn was heard."""
+    """Block until a message arrives in one of the logs that can have the next turn."""
     awaited = following.awaited()
     if len(awaited) == 1:
         heard = awaited[0].listen(timeout_s) or awaited[0].listen(following.grace_s)
     else:
-        # Most often something is there: decisions are ahead of steps.
+        # Usually a message is there already: decisions are ahead of steps.
         heard = _look(awaited)
         if not heard:
             links = [member.link for member in awaited]
@@ -111,13 +111,13 @@ def _listen(following: Following[RankLink], timeout_s: float) -> None:
 
 
 def _look(members: Sequence[Member[RankLink]]) -> bool:
-    """Take from each link what lies there, without waiting; return whether anything did."""
-    heard = [member.listen(0) for member in members]  # each of them, whatever the others had
+    """Receive pending messages from each link without waiting; return True if there were any."""
+    heard = [member.listen(0) for member in members]  # read every link, even if others had messages
     return any(heard)
 
 
 def _exit_with_parent(run_dir: str) -> None:
-    """Wait for the end of standard input, then end this process and remove what the engine left."""
+    """Wait for the end of standard input, then remove the engine's run directory and exit."""
     while os.read(0, 4096):
         pass
     shutil.rmtree(run_dir, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""The nouns that every part of vsched shares: requests, items, sampling parameters, model facts.
+"""Types shared by all packages: requests, images, sampling parameters, model facts.
 
-All are immutable msgspec structs, so that they travel over a wire and into a log exactly as they are in memory.
+All are immutable msgspec structs, so they can be sent and recorded unchanged.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the tokens of one request are chosen and when it ends.
+    """Sampling parameters and end conditions of one request.
 
-    `logit_bias` are pairs of a token and what is added to its logit. `bad_words` are sequences of tokens that are not
-    generated: the last token of one is forbidden where the others came just before.
+    `logit_bias` are pairs of a token and a value to add to its logit. `bad_words` are token sequences that must not be
+    generated: the last token of a sequence is forbidden after the others.
 
-    `temperature=0` is greedy. `seed` fixes the random draws: each draw depends on (seed, position) only, never on the
-    batch around it. `stop_token_ids` ends a request when such a token is sampled; the checkpoint's own end tokens are
-    added unless `ignore_eos`. `include_stop` leaves what ended a request in its text, `show_special` special tokens.
-    `logprobs` is the number of alternatives to report a token, None for none at all, and `prompt_logprobs` that for the
-    tokens of the prompt. `prompt_only` is that nothing is generated: the request ends with its prompt.
-
-    `grammar` is what the output must match, as `vsched.worker.capabilities.Grammars` takes it; empty for anything.
+    `temperature=0` is greedy. `seed` fixes the random draws: each draw depends only on (seed, position), never on the
+    rest of the batch. `stop_token_ids` end the request when sampled; the checkpoint's own end tokens are added unless
+    `ignore_eos` is set. `include_stop` keeps the stop string or token in the text, `show_special` keeps special tokens.
+    `logprobs` is the number of alternatives reported per output token, None to report nothing; `prompt_logprobs` is the
+    same for prompt tokens. With `prompt_only`, nothing is generated: the request ends after its prompt. `grammar`
+    constrains the output, in the format of `vsched.worker.capabilities.Grammars`; empty for no constraint.
     """
 
     max_tokens: int = 256
@@ -52,7 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def has_penalty(self) -> bool:
-        """Whether tokens that came before change logits."""
+        """True if earlier tokens change the logits."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -61,7 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the argmax of the raw logits is the answer, but where `min_tokens` forbids a stop token."""
+        """True if the argmax of the raw logits is the next token, unless `min_tokens` forbids it as a stop token."""
         return (
             self.temperature == 0.0
             and not self.has_penalty
@@ -80,9 +79,9 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
-    """One array that an encoder reads of an item; `dtype` is numpy's name of a number, such as `float32`.
+    """One input array of the encoder for an image; `dtype` is a numpy name such as `float32`.
 
-    The arrays of an item lie one after the other in its extent, and each begins at a multiple of `ARENA_ALIGNMENT`.
+    The arrays of an image lie in its extent one after the other, each at a multiple of `ARENA_ALIGNMENT`.
     """
 
     name: str
@@ -98,7 +97,7 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 Spans = tuple[tuple[int, int], ...]
-"""Ranges [start, stop) of positions in a prompt, ascending, that do not touch."""
+"""Ranges [start, stop) of prompt positions, ascending and not adjacent."""
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,16 +105,15 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         key: 32-byte digest over content, shape, dtype and processor settings: equal content, equal key.
-        tokens: Encoder output tokens after the spatial merge; also the placeholders it fills in the prompt.
+        tokens: Encoder output tokens after the spatial merge; also the number of its placeholders in the prompt.
         offset: Index of its first placeholder in the prompt.
-        spans: Where its placeholders lie if other tokens stand between them, as after each row of an image; empty where
-            they are one run.
-        arrays: What the encoder reads of it, in the order in which it lies in `extent`.
-        metadata: What the plug-in must know of it beside the arrays, for its positions say: a few bytes, which nobody
-            else reads.
-        extent: Where its arrays lie in the arena.
-        encoded: The client brought the embedding itself: `extent` holds its rows, [tokens, row bytes], and no arrays.
-        adapter: Number of the adapter that changes how it is encoded, which its key covers, too; 0 for none.
+        spans: Ranges of its placeholders if other tokens stand between them, for example after each row of an image;
+            empty if they are contiguous.
+        arrays: Inputs of the encoder, in their order in `extent`.
+        metadata: Other data for the plug-in, such as the grid size for positions: a few bytes, opaque to vsched.
+        extent: Location of its arrays in the arena.
+        encoded: The client sent the embedding itself: `extent` holds its rows, [tokens, row bytes], and no arrays.
+        adapter: Number of the adapter that is applied when it is encoded, 0 for none; the key covers it as well.
     """
 
     key: bytes
@@ -130,17 +128,17 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end(self) -> int:
-        """Index just past its last placeholder."""
+        """Index after its last placeholder."""
         return self.spans[-1][1] if self.spans else self.offset + self.tokens
 
     @property
     def runs(self) -> Spans:
-        """The ranges of positions that its placeholders fill."""
+        """Ranges of positions of its placeholders."""
         return self.spans or ((self.offset, self.offset + self.tokens),)
 
 
 class ItemPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where an item lies in its prompt, and what the plug-in knows of it; attributes as of `MediaItem`."""
+    """Position of an image in its prompt, and its metadata for the plug-in; attributes as in `MediaItem`."""
 
     offset: int
     tokens: int
@@ -148,7 +146,7 @@ class ItemPlace(msgspec.Struct, frozen=True, array_like=True):
     spans: Spans = ()
 
     def rows(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (position, row, rows) of each run of placeholders that positions [start, stop) cover."""
+        """Yield (position, row, rows) for each run of placeholders within positions [start, stop)."""
         row = 0
         for first, end in self.spans or ((self.offset, self.offset + self.tokens),):
             covered, past = max(first, start), min(end, stop)
@@ -160,11 +158,12 @@ class ItemPlace(msgspec.Struct, frozen=True, array_like=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One request as the engine submits it to a replica.
 
-    `items` are in prompt order and do not overlap. A larger `priority` is more urgent, and `ttft_target_ms` is when the
-    client wants its first token, counted from arrival, for policies that heed them. `cache_salt` separates the prefix
-    and embedding caches of tenants. `adapter` is the number of the adapter that it is computed with, 0 for none.
-    `tenant` is whose request it is, for policies that share out between tenants; empty where nobody says. `session`
-    names the conversation that it is a turn of, where a client or a trace does.
+    `items` are in prompt order and do not overlap. A larger `priority` is more urgent, and `ttft_target_ms` is the
+    client's deadline for the first token, counted from arrival; both are for policies. `cache_salt` separates prefix
+    and embedding caches of tenants. `adapter` is the number of the LoRA adapter to apply, 0 for none.
+
+    `tenant` identifies the user, for policies that share capacity between tenants; empty if unknown. `session`
+    identifies the conversation that the request is a turn of, if a client or a trace gives one.
     """
 
     request_id: str
@@ -180,12 +179,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def group_names(stage: str, replicas: int) -> list[str]:
-    """Return the names of the groups of a stage: the stage's own where there is one, else numbered."""
+    """Return the names of a stage's groups: the stage's name if there is only one, otherwise numbered."""
     return [stage] if replicas == 1 else [f"{stage}-{index}" for index in range(replicas)]
 
 
 def replica_of(group: str) -> int:
-    """Return the number of a group among those of its stage."""
+    """Return the number of a group within its stage."""
     number = group.rpartition("-")[2]
     return int(number) if number.isdigit() else 0
 
@@ -196,7 +195,7 @@ def stage_of(group: str) -> str:
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended; the first two are what OpenAI clients know."""
+    """Reason that a request ended; OpenAI clients know the first two."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -205,7 +204,7 @@ class FinishReason(enum.StrEnum):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request that says nothing of them gets: of `SamplingParams`, those that checkpoints state."""
+    """Default sampling parameters from the checkpoint, for requests that do not set them."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -215,32 +214,31 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 KV_SCALE_BYTES = 2
-"""Bytes of the scale, a bfloat16, of a head of K or V that is kept in 8 bits."""
+"""Bytes of the bfloat16 scale of one int8 head of K or V."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rest of the system must know of a checkpoint without loading it.
+    """Facts about a checkpoint that are available without loading it.
 
     Attributes:
-        family: The model family's name, such as `qwen2_5_vl`.
-        dtype: `float32`, `bfloat16` or `float16`: weights and embeddings alike, and the KV cache unless `kv_dtype` says
-            otherwise.
-        embedding_levels: Rows that the encoder yields a token: 1, plus one for each deepstack level.
+        family: Name of the model family, such as `qwen2_5_vl`.
+        dtype: `float32`, `bfloat16` or `float16`: of weights, embeddings and, unless `kv_dtype` differs, the KV cache.
+        embedding_levels: Encoder output rows per token: 1, plus one for each deepstack level.
         kv_bytes_per_token: Bytes of K and V of one token over all layers.
-        kv_heads_per_token: Heads of K and of V of one token over all layers; 0 where they cannot be kept in 8 bits.
-        kv_dtype: `int8` where the KV cache has K and V in 8 bits, with a scale for each head of a token; or `auto`.
-        shares_kv: Of several ranks each has a part of them, and not all.
-        state_bytes: Bytes of what layers keep of a sequence besides, however long it is; 0 where they keep nothing.
-            Such a state is of the last token alone, so the blocks of an earlier request are of no use without it.
-        item_tokens_max: Most tokens that one image may have after the clamp.
-        item_atomic: The positions of an image see each other, so that one chunk must hold the whole image; of one that
-            fills several runs, those of each run.
-        prompt_atomic: All positions of a prompt see each other, so that one chunk must hold the whole prompt.
-        image_token_id: The placeholder of an image; None for a model of text alone, whose figures of images are 0.
+        kv_heads_per_token: Heads of K and of V of one token over all layers; 0 if int8 is not supported for them.
+        kv_dtype: `int8` if the KV cache is quantized with one scale for each head of a token; otherwise `auto`.
+        shares_kv: Tensor-parallel ranks split the KV heads between them instead of replicating them.
+        state_bytes: Bytes of recurrent state per sequence, independent of its length; 0 without recurrent layers. The
+            state is that of the last token, so cached blocks cannot be reused without a snapshot of it.
+        item_tokens_max: Maximum number of tokens of one image after resizing.
+        item_atomic: Attention is bidirectional within an image, so one chunk must hold the whole image; for an image of
+            several runs, each run.
+        prompt_atomic: Attention is bidirectional within the prompt, so one chunk must hold the whole prompt.
+        image_token_id: Placeholder token of images; None for a text-only model, whose image sizes are 0.
         stop_token_ids: End-of-sequence tokens of the checkpoint.
-        sampling: What its `generation_config.json` states, or nothing where the configuration says so.
+        sampling: Defaults from `generation_config.json`; neutral values if the configuration disables them.
         chat_template: Name or file of the chat template to use; empty for the checkpoint's default.
-        draft: The facts of the model that drafts for it, where there is one.
+        draft: Facts about the draft model, if there is one.
     """
 
     family: str
@@ -266,12 +264,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def takes_images(self) -> bool:
-        """Whether prompts may hold images."""
+        """True if prompts may contain images."""
         return self.image_token_id is not None
 
     @property
     def with_int8_kv(self) -> ModelInfo:
-        """The same model, its KV cache in 8 bits."""
+        """The same model with an int8 KV cache."""
         assert self.kv_heads_per_token, "it cannot be kept so"
         values = self.kv_bytes_per_token // self.itemsize
         size = values + KV_SCALE_BYTES * self.kv_heads_per_token
@@ -279,14 +277,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text_alone(self) -> ModelInfo:
-        """The same model, asked about text alone."""
+        """The same model without image input."""
         return msgspec.structs.replace(
             self, embedding_levels=0, item_tokens_max=0, image_token_id=None
         )
 
     @property
     def placeholder(self) -> int:
-        """The token that stands for an image, of a model that takes images."""
+        """Placeholder token of images; only for models that take images."""
         assert self.image_token_id is not None, "a model of text alone has no placeholder"
         return self.image_token_id
 
@@ -297,7 +295,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def embedding_row_bytes(self) -> int:
-        """Bytes of one token's embedding, every level included."""
+        """Bytes of one token's embedding, including all levels."""
         return self.hidden_size * self.embedding_levels * self.itemsize
 
 
@@ -305,7 +303,7 @@ ARENA_ALIGNMENT = 64
 
 
 class ArenaLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Where things lie in the shared arena: pixels first, then pages of embedding rows."""
+    """Layout of the shared arena: pixels first, then pages of embedding rows."""
 
     pixel_bytes: int
     pages: int
@@ -314,15 +312,15 @@ class ArenaLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def embedding_offset(self) -> int:
-        """First byte of the embedding region."""
+        """Offset of the embedding region."""
         return -(-self.pixel_bytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
 
     @property
     def embedding_bytes(self) -> int:
-        """Bytes of the embedding region."""
+        """Size of the embedding region."""
         return self.pages * self.page_rows * self.row_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the whole arena."""
+        """Size of the whole arena."""
         return self.embedding_offset + self.embedding_bytes

@@ -1,16 +1,16 @@
-"""What travels between a group's leader and its ranks, and the numbered log that carries decisions.
+"""Messages between a group's leader and its ranks, and the numbered log that carries decisions.
 
-Leader to rank: one frame, a header (sequence number, rolling digest, turn) and a msgpack body. Each entry's digest
-covers the digest before it, so equal digests mean that everything decided so far is equal, in the same order. A
-follower that sees a gap or another digest stops; it never computes on.
+Leader to rank: one frame with a header (sequence number, rolling digest, turn) and a msgpack body. Each entry's digest
+covers the previous digest, so equal digests mean that all decisions so far are equal and in the same order. A follower
+that finds a gap or a different digest stops; it never computes on.
 
-Processes that serve two groups follow two logs. Turns, which both leaders draw from one counter, say in which order the
-steps of the two are to be carried out: else one rank would wait in a collective of the one group for a peer that waits
-in a collective of the other. An encode step may pause for those of the other group: each `Continue` has a turn.
+Processes that serve two groups follow two logs. Turns, which both leaders draw from one counter, fix the order in which
+steps of the two are carried out: otherwise one rank would wait in a collective of one group for a peer that waits in a
+collective of the other. An encode step may pause for steps of the other group: each `Continue` has a turn.
 
-An empty frame is no entry: it says that the leader lives while its next entry is on the way, behind bytes.
+An empty frame is not an entry: it says that the leader is alive while its next entry is still being transferred.
 
-Rank to leader: one frame, a checksum and a msgpack body, which is a tagged union. Nothing is ever pickled.
+Rank to leader: one frame with a checksum and a msgpack body, which is a tagged union. Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from vsched.policy import AttemptOutcome, RankMemory, Reservation
 from vsched.probes import probe
 
 _HEADER = struct.Struct("<Q16sQ")
-_COVERED = 24  # from the turn on, a digest covers the frame
+_COVERED = 24  # the digest covers the frame from the turn on
 _CHECKSUM_BYTES = 4
 FRAME_BYTES_MAX = 64 << 20
-"""A frame larger than this is not one of ours."""
+"""Larger frames are not valid messages."""
 ON_THE_WAY = b""
-"""What a rank hears while what its leader said is on the way."""
+"""Empty frame: the leader's next message is being transferred."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="h"):
@@ -46,10 +46,11 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 
 
 class SizeKv(msgspec.Struct, frozen=True, array_like=True, tag="k"):
-    """Drop the KV cache that stands, build one of `tokens` tokens, and do the profiling run while headroom is held.
+    """Drop the current KV cache, build one for `tokens` tokens, and run the profiling step while headroom is held.
 
-    With 0 tokens, nothing is built. A probe profiles sequences of any length; another order those that the cache could
-    hold. With `renew`, some rank failed where others did not: all meet their peers anew, so that none retries alone.
+    With 0 tokens, nothing is built. With `probe`, the profiling step may use sequences of any length; otherwise only
+    sequences that fit into the cache. With `renew`, some ranks failed and others did not: all set up their process
+    group again, so that none retries alone.
     """
 
     tokens: int
@@ -60,33 +61,33 @@ class SizeKv(msgspec.Struct, frozen=True, array_like=True, tag="k"):
 
 
 class AcceptKv(msgspec.Struct, frozen=True, array_like=True, tag="a"):
-    """Serve with the KV cache that stands."""
+    """Serve with the current KV cache."""
 
     blocks: int
 
 
 class Continue(msgspec.Struct, frozen=True, array_like=True, tag="n"):
-    """Go on with an encode step that paused: `layers` layers more, 0 for the rest; nothing where it does not wait."""
+    """Resume a paused encode step for `layers` layers, 0 for the rest; no-op if the step is not paused."""
 
     step: int
     layers: int
 
 
 class RunHook(msgspec.Struct, frozen=True, array_like=True, tag="c"):
-    """Run a worker's periodic collective work, by name; every rank at the same place of its log."""
+    """Run a worker's periodic collective task, by name; every rank runs it at the same position of its log."""
 
     name: str
 
 
 class AddAdapter(msgspec.Struct, frozen=True, array_like=True, tag="l"):
-    """Add the adapter in this folder to the layers, under a number that is used once; steps after this may name it."""
+    """Add the adapter in this folder to the layers, under a number that is never reused; later steps may use it."""
 
     number: int
     path: str
 
 
 class RemoveAdapter(msgspec.Struct, frozen=True, array_like=True, tag="u"):
-    """Take an adapter away, where it is there; no step after this names it."""
+    """Remove an adapter, if present; no later step uses it."""
 
     number: int
 
@@ -106,7 +107,7 @@ LogEntry = (
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A rank's first word; `secret` proves that the leader started it."""
+    """First message of a rank; `secret` proves that the leader started it."""
 
     rank: int
     secret: str
@@ -120,20 +121,20 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):
-    """What an encode rank's worst batch needs; `memory` is measured after loading, before that batch ran."""
+    """Memory for an encode rank's largest batch; `memory` is measured after loading and before that batch ran."""
 
     memory: RankMemory
     reservation: Reservation
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """A generate rank has its weights, and waits to hear how large the KV cache is to be."""
+    """A generate rank has loaded its weights and waits for the size of its KV cache."""
 
     memory: RankMemory
 
 
 class Sized(msgspec.Struct, frozen=True, tag=True):
-    """A rank's vote on the last `SizeKv`, and what it measured."""
+    """A rank's vote on the last `SizeKv`, and its measurements."""
 
     outcome: AttemptOutcome
     message: str
@@ -141,17 +142,18 @@ class Sized(msgspec.Struct, frozen=True, tag=True):
 
 
 class ThreadsInUse(msgspec.Struct, frozen=True, tag=True):
-    """A rank's process computes with `active` of its `total` threads; sent on each change."""
+    """A rank's process computes with `active` of its `total` threads; sent after each change."""
 
     active: int
     total: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A rank can take work. `memory` is its part of the memory table, in bytes by name.
+    """A rank is ready to serve. `memory` is its part of the memory table, in bytes by name.
 
-    `hooks` are the worker's periodic works and their intervals in seconds; see
-    `vsched.worker.capabilities.PeriodicWork`. `threads` is None if the worker does not say; see `UsesThreads` there.
+    `hooks` are the worker's periodic tasks and their intervals in seconds; see
+    `vsched.worker.capabilities.PeriodicWork`. `threads` is None if the worker does not report it; see `UsesThreads`
+    there.
     """
 
     kv_blocks: int
@@ -161,7 +163,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class SlotLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of the token in a slot, and the best alternatives."""
+    """Log-probabilities of a slot's token and the top alternatives."""
 
     slot: int
     logprob: float
@@ -169,7 +171,7 @@ class SlotLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptPiece(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of tokens of a prompt, from position `start` on; little-endian, as of `PromptLogprobs`."""
+    """Log-probabilities of prompt tokens from position `start` on; little-endian, as in `PromptLogprobs`."""
 
     number: int
     start: int
@@ -180,12 +182,12 @@ class PromptPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GenerateResult(msgspec.Struct, frozen=True, tag=True):
-    """A generate step is done.
+    """Result of a generate step.
 
-    Shape: `tokens` and `numbers` are little-endian int32 by slot: the token that the slot yielded, or -1, and the
-    request that it belongs to. `drafted` has the further tokens of slots that drafts were run for; `logprobs` of a slot
-    are in the order of its tokens. `wanted` are the hooks that the worker asks for. In `swap_ns` of `busy_ns`,
-    `swap_blocks` blocks were copied.
+    Shape: `tokens` and `numbers` are little-endian int32 by slot: the slot's output token or -1, and the number of its
+    request. `drafted` has the further tokens of slots with speculative decoding; the `logprobs` of a slot are in the
+    order of its tokens. `wanted` are the hooks that the worker requests. `swap_blocks` blocks were copied in `swap_ns`,
+    a part of `busy_ns`.
     """
 
     step: int
@@ -202,7 +204,7 @@ class GenerateResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class EncodeResult(msgspec.Struct, frozen=True, tag=True):
-    """An encode step is done, or failed."""
+    """Result of an encode step, or its failure."""
 
     step: int
     failure: EncodeErrorKind | None
@@ -211,7 +213,7 @@ class EncodeResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class Paused(msgspec.Struct, frozen=True, tag=True):
-    """`layers` layers of an encode step are done, in `busy_ns`, and more are left: the rank waits for a `Continue`."""
+    """An encode step has paused after `layers` more layers, which took `busy_ns`; the rank waits for a `Continue`."""
 
     step: int
     layers: int
@@ -219,20 +221,20 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepCheck(msgspec.Struct, frozen=True, tag=True):
-    """What a rank other than the first says of a step: `check` is equal where the results are."""
+    """Checksum of a step on a rank other than the first: equal results have an equal `check`."""
 
     step: int
     check: bytes
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):
-    """A rank's process runs, whatever it is doing; from a thread beside the one that follows the log."""
+    """Liveness of a rank's process, sent by a thread that is independent of the log follower."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """A rank's answer to a heartbeat or a hook: alive and up to this entry. `memory` as in `Ready`.
+    """A rank's reply to a heartbeat or hook: alive, and at this entry. `memory` as in `Ready`.
 
-    `kernels_late` is how many kernels its process compiled, or read from disk, since it was ready.
+    `kernels_late` is the number of kernels that its process has compiled, or read from disk, since it was ready.
     """
 
     seq: int
@@ -241,14 +243,14 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterChanged(msgspec.Struct, frozen=True, tag=True):
-    """A rank's answer to `AddAdapter` or `RemoveAdapter` at this entry; `error` says why it has not added it."""
+    """A rank's reply to `AddAdapter` or `RemoveAdapter` at this entry; `error` is the reason that adding it failed."""
 
     seq: int
     error: str = ""
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """A rank gives up; `error` is the name of the error's type, for people."""
+    """A rank stops; `error` is the name of the exception type, for people."""
 
     kind: ErrorKind
     error: str
@@ -279,16 +281,16 @@ _report_decoder: msgspec.msgpack.Decoder[RankReport] = msgspec.msgpack.Decoder(R
 
 
 def encode_report(report: RankReport) -> bytes:
-    """Return the frame of a rank's report: a checksum, and the body."""
+    """Encode a rank's report as a frame: a checksum and the body."""
     body = _encoder.encode(report)
     return crc32(body).to_bytes(_CHECKSUM_BYTES, "little") + body
 
 
 def decode_report(frame: bytes) -> RankReport:
-    """Read a rank's report.
+    """Decode a rank's report.
 
     Raises:
-        msgspec.DecodeError: When the frame is not one, or was damaged.
+        msgspec.DecodeError: If the frame is malformed or damaged.
     """
     body = memoryview(frame)[_CHECKSUM_BYTES:]
     if frame[:_CHECKSUM_BYTES] != crc32(body).to_bytes(_CHECKSUM_BYTES, "little"):
@@ -297,7 +299,7 @@ def decode_report(frame: bytes) -> RankReport:
 
 
 def undamaged_report(frame: bytes) -> RankReport | None:
-    """Read a rank's report; return nothing when the frame is not one, or was damaged."""
+    """Decode a rank's report; return None if the frame is malformed or damaged."""
     try:
         return decode_report(frame)
     except (msgspec.DecodeError, ValueError):
@@ -305,9 +307,10 @@ def undamaged_report(frame: bytes) -> RankReport | None:
 
 
 def check_of(result: GenerateResult | EncodeResult) -> bytes:
-    """Return what is equal on all ranks of a group where a step had the same outcome.
+    """Checksum that is equal on all ranks of a group if a step had the same outcome.
 
-    Of a failed encode step only that it failed: the peers of the rank where it did know less about why.
+    For a failed encode step it covers only the fact of failure, because the peers of the failing rank know less about
+    the reason.
     """
     if isinstance(result, GenerateResult):
         more = _encoder.encode(result.drafted) if result.drafted else b""
@@ -331,7 +334,7 @@ class LeaderLog:
         self._turns = turns or Turns()
 
     def append(self, entry: LogEntry) -> bytes:
-        """Return the frame of the next entry, the same for every rank."""
+        """Encode the next entry as a frame, which is the same for every rank."""
         body = _encoder.encode(entry)
         turn = 0
         if isinstance(entry, GenerateDecision | EncodeDecision | Continue | RunHook):
@@ -343,7 +346,7 @@ class LeaderLog:
 
 
 class FollowerLog:
-    """Checks that what a rank hears is the leader's log, without gap or difference.
+    """Checks that received frames are the leader's log, without gaps or differences.
 
     `turn` is that of the last entry: its number among the steps of all logs of this process, 0 for other entries.
     """
@@ -354,10 +357,10 @@ class FollowerLog:
         self.digest = bytes(16)
 
     def accept(self, frame: bytes) -> LogEntry:
-        """Return the entry of this frame.
+        """Decode and check the entry of a frame.
 
         Raises:
-            RankDesync: On a gap, another digest, or a frame that is no entry.
+            RankDesync: If there is a gap or a different digest, or the frame is not an entry.
         """
         if len(frame) < _HEADER.size:
             raise RankDesync(
