@@ -1,4 +1,4 @@
-"""The configuration: its sections, how it is loaded, the policies that it names, its documentation."""
+"""The configuration: its sections, loading, policies and documentation."""
 
 from vsched.config.document import config_schema, keys_table, to_toml, toml_value
 from vsched.config.loading import LoadedConfig, load_config, plain_config

@@ -1,4 +1,4 @@
-"""The keys of adapters."""
+"""Configuration keys of adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vsched.config.section import Section
 
 
 class AdaptersConfig(Section, frozen=True, kw_only=True):
-    """LoRA adapters: how many there may be at a time, and where they may come from; see docs/adapters.md."""
+    """LoRA adapters: how many can be loaded, and from which folders; see docs/adapters.md."""
 
     count_max: Annotated[
         int,

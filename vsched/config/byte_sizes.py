@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Byte sizes with units."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def size_bytes(size: int | str, *, path: str) -> int:
-    """Return the bytes that a number or a text such as `1.5GiB` stands for.
+    """Parse a number of bytes, or a text such as `1.5GiB`.
 
     Raises:
-        ConfigError: Starts with `path`.
+        ConfigError: If it is not a size; the message starts with `path`.
     """
     found = _FORM.fullmatch(str(size))
     if found is None or found[2] not in _UNITS:

@@ -1,4 +1,4 @@
-"""What makes calibration files, and whether those of the stages are of the checkpoint."""
+"""Calibration of quantized weights: the plug-in protocol, and the check of configured files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vsched.worker.registry import load_worker
 
 @runtime_checkable
 class Calibrates(Protocol):
-    """A plug-in that can choose the scales of weights by what their inputs were for some texts and images."""
+    """A plug-in that can calibrate weight scales on sample texts and images."""
 
     def calibrate(
         self,
@@ -26,24 +26,24 @@ class Calibrates(Protocol):
         texts: Sequence[str],
         images: Sequence[Any],
     ) -> int:
-        """Run lines of text and RGB images, and write the file; return the layers of it."""
+        """Run lines of text and RGB images, write the file, and return the number of layers in it."""
         ...
 
     def check_calibration(self, info: ModelInfo, file: str, *, stage: str) -> None:
         """Check a file for a stage without loading weights.
 
         Raises:
-            CheckpointError: When it is of another checkpoint, or cannot be used.
+            CheckpointError: If it belongs to another checkpoint, or cannot be used.
         """
         ...
 
 
 def check_calibration(config: Config, info: ModelInfo) -> None:
-    """Check the files that the stages name, those of a stage that runs; no weights are read.
+    """Check the calibration files of the active stages, without reading weights.
 
     Raises:
-        ConfigError: When nothing is made into fewer bits, or the plug-in takes no such file.
-        CheckpointError: When a file is of another checkpoint, or cannot be used.
+        ConfigError: If the weights are not quantized, or the plug-in does not support calibration files.
+        CheckpointError: If a file belongs to another checkpoint, or cannot be used.
     """
     for stage, section in (("generate", config.generate), ("encode", config.encode)):
         if not section.calibration or not section.replicas:

@@ -1,4 +1,4 @@
-"""The keys of other hosts, and of Ray."""
+"""Configuration keys of other hosts and of Ray."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from vsched.config.section import Section
 from vsched.errors import ConfigError, ConfigProblems, limit_message
 
 OWN_HOST = "local"
-"""What the engine's own host is called where hosts are listed."""
+"""Name of the engine's own host in lists of hosts."""
 RAY_HOST = "ray"
-"""What the host of a replica is called that Ray places."""
+"""Host name of replicas that Ray places."""
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\s]+):\d{1,5}")
 _RAY_ADDRESS = re.compile(r"auto|(\[[0-9a-fA-F:.]+\]|[^:/\s]+):\d{1,5}")
 
 
 class ClusterConfig(Section, frozen=True, kw_only=True):
-    """Other hosts that ranks run on; see docs/hosts.md."""
+    """Other hosts for ranks; see docs/hosts.md."""
 
     hosts: Annotated[
         dict[str, str],
@@ -106,28 +106,28 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     ] = msgspec.field(default_factory=dict)
 
     def hosts_of(self, stage: str) -> list[str]:
-        """Return where the replicas of a stage start, in turn; with both stages in one process, ask for `generate`."""
+        """Hosts on which the replicas of a stage start, in turn; for stages in one process, use `generate`."""
         names = self.encode if stage == "encode" else self.generate
         return names or [RAY_HOST if self.ray else OWN_HOST]
 
     def first_host(self, stage: str, replica: int) -> str:
-        """Return where a replica of a stage starts first."""
+        """Host on which a replica starts first."""
         names = self.hosts_of(stage)
         return names[replica % len(names)]
 
     @property
     def used(self) -> set[str]:
-        """The names of all hosts that replicas may start on."""
+        """Names of all hosts on which replicas may start."""
         return {*self.hosts_of("encode"), *self.hosts_of("generate")}
 
     @property
     def elsewhere(self) -> bool:
-        """Whether ranks run on another host."""
+        """True if ranks run on other hosts."""
         return not self.used <= {OWN_HOST}
 
 
 def check_cluster(cluster: ClusterConfig, *, together: bool, adapters: int) -> None:
-    """Refuse hosts that nothing can be started on.
+    """Reject a cluster section on whose hosts no rank can start.
 
     Raises:
         ConfigError: Each line starts with the path of a key.

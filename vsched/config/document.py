@@ -1,4 +1,4 @@
-"""The configuration as text: TOML of what is in force, a JSON Schema for editors, a table for the documentation."""
+"""The configuration as text: effective values as TOML, a JSON Schema for editors, a table for the documentation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vsched.plugins import list_policies, load_policy_class, type_text
 
 
 def to_toml(loaded: LoadedConfig, *, origin: bool = False) -> str:
-    """Return the configuration in force as TOML that loads to the same again.
+    """Format the effective configuration as TOML that loads to the same configuration.
 
-    With `origin`, a comment behind each key says where its value came from.
+    With `origin`, a comment after each key names the source of its value.
     """
     built = loaded.policies.by_table()
     lines: list[str] = []
@@ -39,19 +39,19 @@ def to_toml(loaded: LoadedConfig, *, origin: bool = False) -> str:
 
 
 def toml_value(value: object) -> str:
-    """Return a value as TOML, on one line."""
+    """Format a value as TOML on one line."""
     plain = msgspec.to_builtins(value)
     if isinstance(plain, dict):
         fields = ", ".join(f"{key} = {toml_value(item)}" for key, item in plain.items())
         return f"{{{fields}}}"
     if isinstance(plain, list | tuple):
         return f"[{', '.join(map(toml_value, plain))}]"
-    # JSON's strings, numbers and booleans are TOML's too, but for one character.
+    # JSON's strings, numbers and booleans are valid TOML, with one exception.
     return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def config_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the whole file, the fields of registered policies included."""
+    """JSON Schema of the whole file, including the fields of registered policies."""
     schema = msgspec.json.schema(Config)
     definitions = schema["$defs"]
     for path, kind in POLICY_TABLES.items():

@@ -1,8 +1,8 @@
 """Load a configuration: defaults, then the file, then the environment, then the command line.
 
-Each layer is a tree of values. Layers are laid over each other key by key, and every key remembers where its value came
-from. Policy tables are the exception: their fields belong to the policy that they name, so a layer that names one
-(`use`) replaces the whole table of the layers below.
+Each layer is a tree of values. Layers are merged key by key, and the origin of each value is kept. Policy tables are an
+exception: their fields belong to the policy that they name, so a layer that names a policy (`use`) replaces the whole
+table of the lower layers.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ ENVIRONMENT_PREFIX = "VSCHED__"
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 ALTERNATIVES = {"generate.memory": ("tokens", "bytes")}
-"""Fields of a policy table of which one replaces the other."""
+"""Mutually exclusive fields of policy tables: setting one removes the others."""
 
 Tree = dict[str, Any]
 Origin = Callable[[str], str]
-"""Says where a layer's value of a key came from."""
+"""Returns the origin of a layer's value for a key."""
 
 
 class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration that has been checked.
+    """A validated configuration.
 
     Attributes:
-        origins: Where the value of each key came from: `default`, `file PATH`, `environment NAME`, `command line`. The
-            fields of a policy are keys too, such as `encode.admission.max_tokens`.
-        policies: The policies that it names, built.
+        origins: Source of each key's value: `default`, `file PATH`, `environment NAME`, `command line`. Policy fields
+            are keys too, such as `encode.admission.max_tokens`.
+        policies: The configured policies.
     """
 
     config: Config
@@ -61,13 +61,13 @@ def load_config(
 
     Args:
         path: A TOML file, or None for no file.
-        sets: Assignments `a.b=c` of the command line; a later one wins.
-        environ: The environment, of which variables `VSCHED__A__B` count.
+        sets: Assignments `a.b=c` from the command line; later ones take precedence.
+        environ: The environment; only variables `VSCHED__A__B` are used.
 
     Raises:
-        ConfigError: When anything is wrong: all of it, one problem a line, which starts with the key's path or the
-            file's. Values that do not go together are told once each is legal.
-        PolicyError: When a policy's class does not meet its contract.
+        ConfigError: With all errors, one per line, each starting with the path of a key or file. Invalid combinations
+            are reported once every single value is valid.
+        PolicyError: If a policy class does not meet its contract.
     """
     problems = ConfigProblems()
     merged: dict[str, tuple[Any, str]] = {}
@@ -96,7 +96,7 @@ def plain_config(config: Config) -> Config:
     Bounds are not checked: simulations use smaller engines than a file may configure.
 
     Raises:
-        ConfigError: When it is not a `Config`, or a value has the wrong type.
+        ConfigError: If it is not a `Config`, or a value has the wrong type.
     """
     if not isinstance(config, Config):
         raise ConfigError(
@@ -118,8 +118,8 @@ def _layers(
 ) -> Iterator[tuple[Origin, Tree]]:
     """Yield the layers, lowest first.
 
-    All of the environment is one layer, and so is all of the command line: within a layer it must not matter whether
-    a policy is named before or after its fields.
+    The whole environment is one layer, and so is the whole command line: within a layer, the order of a policy's name
+    and its fields must not matter.
     """
     if path is not None:
         tree: Tree = {}
@@ -145,7 +145,7 @@ def _layers(
 
 
 def _warn_of_underscores(name: str) -> None:
-    """Warn of a variable that would be a key if its underscores were double; it may be another program's."""
+    """Warn about a variable that would be a key with double underscores; it may belong to another program."""
     if name.startswith("VSCHED_"):
         for key in config_keys():
             wanted = _environment_variable(key)
@@ -173,7 +173,7 @@ def _read(path: Path) -> Tree:
 
 
 def _assignment(key: str, text: str) -> Tree:
-    """Return the tree of one `a.b=c`."""
+    """Convert one `a.b=c` to a tree."""
     field = config_keys().get(key)
     value: Any = _parse(text) if field is None else _parse_as(text, field.type)
     tree: Tree = {}
@@ -184,7 +184,7 @@ def _assignment(key: str, text: str) -> Tree:
 
 
 def _parse_as(text: str, wanted: Any) -> Any:
-    """Take the text as it is where a text is wanted: `model.name=7` is the name "7"."""
+    """Use the text unchanged if a string is wanted: `model.name=7` is the name "7"."""
     if text[:1] not in ('"', "'"):
         try:
             return msgspec.convert(text, wanted)
@@ -194,7 +194,7 @@ def _parse_as(text: str, wanted: Any) -> Any:
 
 
 def _parse(text: str) -> Any:
-    """Parse a TOML value; what is none stands for itself, so that shells need no second pair of quotes."""
+    """Parse a TOML value; other text is taken literally, so that shells need no second pair of quotes."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -213,7 +213,7 @@ def _merge(into: Tree, tree: Tree) -> None:
 def _lay_over(
     merged: dict[str, tuple[Any, str]], tree: Tree, origin: Origin, problems: ConfigProblems
 ) -> None:
-    """Lay a layer over those below; keys of `merged` are paths, fields of policies included."""
+    """Merge a layer over the lower ones; keys of `merged` are paths, including those of policy fields."""
     for path, value in _flatten(tree, "", origin, problems):
         if path not in POLICY_TABLES:
             merged[path] = (value, origin(path))
@@ -252,7 +252,7 @@ def _flatten(
 
 
 def _suggestion(path: str) -> str:
-    """Return what an unknown key may stand for: its name elsewhere, a key that looks like it, or its neighbours."""
+    """Suggestion for an unknown key: the same name elsewhere, a similar key, or the keys of its section."""
     known = list(config_keys())
     sections = list(dict.fromkeys(name.partition(".")[0] for name in known))
     section, _, name = path.rpartition(".")
@@ -266,7 +266,7 @@ def _suggestion(path: str) -> str:
 
 
 def _convert(merged: dict[str, tuple[Any, str]], problems: ConfigProblems) -> Config:
-    """Return the configuration with every value that is legal; the others are left at their defaults."""
+    """Convert all valid values; invalid ones keep their defaults."""
     tree: Tree = {}
     for path, field in config_keys().items():
         *sections, name = path.split(".")

@@ -1,4 +1,4 @@
-"""Whether images that the configuration allows fit into their memory, and hosts are written as such."""
+"""Checks of the media section: the memory for the largest image, and the syntax of hosts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _STRIP_BYTES = 24_000_000
 
 
 def decode_bytes_needed(media: MediaConfig) -> int:
-    """Return the most that decoding one legal image may take, whatever its format.
+    """Maximum memory for decoding one image within the limits, in any format.
 
-    A test holds it to the estimates of `vsched.media.estimate`. What the image processor takes comes on top only where
-    it makes an image larger, which depends on the checkpoint; such an image is refused when it comes.
+    A test compares it with the estimates in `vsched.media.estimate`. The image processor needs more memory only if it
+    enlarges an image, which depends on the checkpoint; such an image is refused when it arrives.
     """
     pixels = max(
         media.image_pixels_max * _JPEG_BYTES,
@@ -28,7 +28,7 @@ def decode_bytes_needed(media: MediaConfig) -> int:
 
 
 def check_decode_bytes(media: MediaConfig) -> None:
-    """Refuse a budget that could never admit an image that is legal otherwise.
+    """Reject a budget that could never admit an image within the other limits.
 
     Raises:
         ConfigError: With value, limit and remedy.
@@ -47,7 +47,7 @@ def check_decode_bytes(media: MediaConfig) -> None:
 
 
 def check_image_hosts(media: MediaConfig) -> None:
-    """Refuse hosts of another form; they would match no URL and tell nobody.
+    """Reject malformed hosts, which would silently match no URL.
 
     Raises:
         ConfigError: Each line starts with the path of a key.

@@ -1,6 +1,7 @@
-"""`placement = "auto"`: whether the two stages run in one process, chosen from the machine and the checkpoint.
+"""`placement = "auto"`: choose from machine and checkpoint whether the two stages run in one process.
 
-A rule, and no measurement: two starts on one machine are alike, and a start takes no longer. `vsched tune` measures.
+It is a rule and not a measurement, so that two starts on one machine are alike and no start is slowed. `vsched tune`
+measures instead.
 """
 
 from __future__ import annotations
@@ -17,26 +18,27 @@ if TYPE_CHECKING:
     from vsched.config.sections import Config
 
 HEAVY_BYTES = 256 << 20
-"""From here on reading the weights in each step takes all cores; it lies between 10 and 800 MiB, which were tried."""
+"""From this size on, reading the weights in each step takes all cores; 10 and 800 MiB were measured."""
 CORES_MAX = 8
-"""With more cores, half of them are enough for one stage, and the other may encode meanwhile."""
+"""With more cores, half of them are enough for one stage while the other encodes."""
 ADVICE = (
     "For text of 8 clients or more at a time, --set placement=together --set encode.replicas=2 "
     "--set generate.replicas=2 may serve more; vsched tune measures it"
 )
-"""Two processes that each do everything served up to 1.7 times the text of 10 MiB of weights on two cores with AVX2.
+"""Two processes that each run both stages served text up to 1.7 times as fast.
 
-With AVX-512, whose decode steps are one call, it was 0.9 to 1.1 times; with pictures, nothing.
+That was with 10 MiB of weights on two cores with AVX2. With AVX-512, where a decode step is one call, it was 0.9 to 1.1
+times; with images, there was no gain.
 """
 
 
 class ChosenPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the stages run, and why."""
+    """Placement of the stages, and the reason for it."""
 
     placement: Literal["separate", "together"]
     reason: str
     advice: str = ""
-    """What to try, where the rule cannot know what clients ask."""
+    """Suggestion to measure, if the best placement depends on the workload."""
 
     def __str__(self) -> str:
         text = f"placement = {self.placement}, because {self.reason}"
@@ -44,7 +46,7 @@ class ChosenPlacement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose_placement(config: Config, *, weights_bytes: int, cores: int) -> ChosenPlacement:
-    """Return the placement that a configuration has, or that `auto` stands for; it reads nothing."""
+    """Return the configured placement, or resolve `auto`; this does no I/O."""
     separate = partial(ChosenPlacement, placement="separate")
     encode, generate = config.encode, config.generate
     if config.placement != "auto":
@@ -74,18 +76,18 @@ def choose_placement(config: Config, *, weights_bytes: int, cores: int) -> Chose
 
 
 def placed(config: Config) -> Config:
-    """Return the configuration with a placement that is chosen, by this machine and the checkpoint's files."""
+    """Resolve the placement of a configuration, from this machine and the checkpoint's files."""
     if config.placement != "auto":
         return config
     return msgspec.structs.replace(config, placement=placement_here(config).placement)
 
 
 def placement_here(config: Config) -> ChosenPlacement:
-    """Return the placement on this machine of the checkpoint that is configured."""
+    """Placement of the configured checkpoint on this machine."""
     size = weights_bytes(config.model.path)
     return choose_placement(config, weights_bytes=size, cores=usable_cores())
 
 
 def weights_bytes(path: str) -> int:
-    """Return the size of a checkpoint's weights as they lie in its folder; 0 where there are none."""
+    """Size of the weight files in a checkpoint's folder; 0 if there are none."""
     return sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) if path else 0

@@ -1,4 +1,4 @@
-"""The policies that a configuration names, built and checked, and the combinations of keys that cannot be."""
+"""Build and check the configured policies, and reject invalid combinations of keys."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from vsched.policy import (
 from vsched.worker.registry import check_worker_name
 
 ENCODE_ITEMS_MAX = 8
-"""Most items of an encoder step where the admission policy sets no `max_items` of its own."""
+"""Maximum number of images in an encode step if the admission policy has no `max_items`."""
 ENCODE_ITEMS_MAX_CPU = 1
-"""The same on a CPU: from 64 tokens on, a batch takes as long as its images one by one, and all would wait for it."""
+"""The same on a CPU: from 64 tokens per image on, batching saves no time and delays the first images."""
 
 CUDA_DEVICE = re.compile(r"cuda(:\d+)?")
 
@@ -46,9 +46,9 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
     """One policy for each policy table of the configuration.
 
     Attributes:
-        item_tokens_max: Most tokens of one image, None for no limit. It is the token budget of `encode.admission`
-            (one knob), derived and normalised here so that no reader sees a 0.
-        encode_items_max: Most items of one encoder step of one replica.
+        item_tokens_max: Maximum tokens of one image, None for no limit. It is the token budget of `encode.admission`,
+            so that one setting controls both; it is never 0.
+        encode_items_max: Maximum number of images in an encode step of one replica.
     """
 
     encode_admission: AdmissionPolicy
@@ -69,7 +69,7 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
     encode_items_max: int
 
     def for_kernel(self) -> KernelPolicies:
-        """Return the policies that the kernel consults."""
+        """The policies that the kernel calls."""
         return KernelPolicies(
             encode_admission=self.encode_admission,
             generate_admission=self.generate_admission,
@@ -87,7 +87,7 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def by_table(self) -> dict[str, Policy]:
-        """Return the policies under the paths of their tables."""
+        """The policies by the paths of their tables."""
         return {
             "encode.admission": self.encode_admission,
             "encode.encoding": self.encoding,
@@ -107,11 +107,11 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_policies(config: Config) -> ConfiguredPolicies:
-    """Build every policy that the configuration names.
+    """Build every configured policy.
 
     Raises:
-        ConfigError: When names or fields are unknown, or values out of bounds: all of it.
-        PolicyError: When a class does not meet its contract.
+        ConfigError: If names or fields are unknown, or values out of bounds; all errors are reported.
+        PolicyError: If a class does not meet its contract.
     """
     problems = ConfigProblems()
     built: dict[str, Policy] = {}
@@ -123,7 +123,7 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
 
 
 def configured_policies(config: Config, built: Mapping[str, Policy]) -> ConfiguredPolicies:
-    """Return the policies, which `built` has by table, with the limits derived from them."""
+    """Combine the policies in `built`, by table, with the limits derived from them."""
     encode_admission = built["encode.admission"]
     items_max = getattr(encode_admission, "max_items", None)
     if items_max is None:
@@ -152,7 +152,7 @@ def configured_policies(config: Config, built: Mapping[str, Policy]) -> Configur
 
 
 def items_per_replica(items: int, replicas: int) -> int:
-    """Return the share of one replica in a batch cap: at least 1."""
+    """One replica's share of a batch limit: at least 1."""
     return max(items // max(replicas, 1), 1)
 
 
@@ -165,7 +165,7 @@ def policy_table(config: Config, path: str) -> PolicyTable:
 
 
 def check_combinations(config: Config) -> None:
-    """Refuse values that are legal each, but not together.
+    """Reject values that are valid by themselves but not together.
 
     Raises:
         ConfigError: Each line starts with the path of the key to change.
@@ -218,7 +218,7 @@ def check_combinations(config: Config) -> None:
 
 
 def check_together(config: Config) -> None:
-    """Refuse stages that are to share processes and differ in how many there are.
+    """Reject stages that share processes but differ in their number of replicas or ranks.
 
     Raises:
         ConfigError: With value, limit and remedy.
@@ -235,7 +235,7 @@ def check_together(config: Config) -> None:
 
 
 def check_texts(config: Config) -> None:
-    """Refuse texts that cannot be read as what they stand for: plug-ins, devices, names, sizes.
+    """Reject malformed strings: plug-ins, devices, names, sizes.
 
     Raises:
         ConfigError: Each line starts with the path of a key.
@@ -260,10 +260,10 @@ def check_texts(config: Config) -> None:
 
 
 def check_device(device: str, *, path: str) -> None:
-    """Refuse a GPU without a number that ranks could count on from; other names are the plug-in's to judge.
+    """Reject a malformed CUDA device; other names are checked by the plug-in.
 
     Raises:
-        ConfigError: Starts with `path`.
+        ConfigError: The message starts with `path`.
     """
     if device.startswith("cuda") and CUDA_DEVICE.fullmatch(device) is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What all tables of the configuration have in common, and the types that several have keys of."""
+"""Base class of the configuration tables, and types of keys that several tables use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every key of the configuration: its type, its bounds, its default, and a sentence on what it does.
+"""All configuration keys with their types, bounds, defaults and descriptions.
 
-The sentences are the descriptions in the JSON Schema and in `docs/config.md`. A section is frozen: nothing reloads.
+The descriptions appear in the JSON Schema and in `docs/config.md`. Sections are frozen: nothing is reloaded.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
 
 
 class MediaConfig(Section, frozen=True, kw_only=True):
-    """Images: where they may come from, and how large they may be; `vsched.media.settings` reads it."""
+    """Images: allowed sources and sizes; `vsched.media.settings` uses these keys."""
 
     image_bytes_max: Annotated[int, Meta(ge=1, description="Largest image, encoded.")] = 20 << 20
     image_pixels_max: Annotated[
@@ -285,7 +285,7 @@ class ArenaConfig(Section, frozen=True, kw_only=True):
 
 
 class PoliciesConfig(Section, frozen=True, kw_only=True):
-    """What the calls of all policies may take."""
+    """Time limits of policy calls."""
 
     call_budget_ms: Annotated[
         float,
@@ -303,7 +303,7 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
 
 
 class RecordConfig(Section, frozen=True, kw_only=True):
-    """The record of all that the scheduler heard and decided; `vsched replay` reads it."""
+    """The record of the scheduler's events and decisions, for `vsched replay`."""
 
     path: Annotated[str, Meta(description="File of the record; empty to record nothing.")] = ""
     segment_bytes: Annotated[
@@ -335,7 +335,7 @@ class RecordConfig(Section, frozen=True, kw_only=True):
 
 
 class DeadlinesConfig(Section, frozen=True, kw_only=True):
-    """How long to wait before giving up; every wait on another process has a deadline."""
+    """Deadlines; every wait for another process has one."""
 
     ready_s: Annotated[
         float, Meta(gt=0, description="Longest time for ranks to load and report ready.")
@@ -395,11 +395,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def ranks(self) -> int:
-        """The ranks of both stages, all replicas counted; one that serves both counts twice."""
+        """Total number of ranks of both stages, over all replicas; a rank that serves both counts twice."""
         return sum(self._ranks)
 
     def processes_on(self, host: str) -> int:
-        """Return the processes of ranks that start on a host, as long as none is lost."""
+        """Number of rank processes that start on a host, unless some are lost."""
         count = self._starts("generate", self.generate, host)
         if self.placement != "together":
             count += self._starts("encode", self.encode, host)
@@ -407,7 +407,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def on_ray(self) -> dict[tuple[str, int], dict[str, float]]:
-        """The replicas that Ray places, by stage and number, with their resources."""
+        """Replicas that Ray places, by stage and number, with their resources."""
         stages: dict[Literal["encode", "generate"], int] = {"generate": self.generate.replicas}
         if self.placement != "together":
             stages = {"encode": self.encode.replicas, **stages}
@@ -419,7 +419,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         }
 
     def resources(self, stage: Literal["encode", "generate"]) -> dict[str, float]:
-        """Return the resources that a replica of a stage takes on Ray; of both, where they share processes."""
+        """Ray resources of a replica of a stage, or of both stages if they share processes."""
         cluster = self.cluster
         given = cluster.encode_resources if stage == "encode" else cluster.generate_resources
         if given:
@@ -439,15 +439,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return section.tensor_parallel * first.count(host)
 
     def threads(self, stage: Literal["encode", "generate"]) -> int:
-        """Return the threads that a rank of a stage computes with."""
+        """Number of threads that a rank of a stage computes with."""
         given = self.encode.threads if stage == "encode" else self.generate.threads
         processes = self.processes_on(OWN_HOST)
         return given or default_threads(usable_cores(), processes=processes)
 
     def threads_fixed_by(self, stage: Literal["encode", "generate"]) -> str:
-        """Return the setting that fixes the number of threads of a stage's ranks; empty if ranks may use fewer.
+        """Setting that fixes the number of threads of a stage's ranks; empty if ranks may use fewer.
 
-        Stages in one process share its threads. Ranks that share a model do not adapt: each would wait for the slowest.
+        Stages in one process share its threads. Tensor-parallel ranks do not adapt: each would wait for the slowest.
         """
         stages = {"encode": self.encode, "generate": self.generate}
         section = stages[stage]
@@ -460,7 +460,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return f"{stage}.tensor_parallel" if section.tensor_parallel > 1 else ""
 
     def memory_limit(self, stage: str) -> int | None:
-        """Return the limit on the memory of a rank for a stage, in bytes; 0 for none, None where its host says."""
+        """Memory limit of a rank for a stage, in bytes; 0 for none, None if its host decides."""
         section = self.encode if stage == "encode" else self.generate
         if section.memory_limit == "auto":
             return None if section.on_cpu else 0
@@ -468,14 +468,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def encode_pauses(self) -> bool:
-        """Whether batches of images pause for the steps of their processes; on a GPU they do not yet."""
+        """True if encode batches pause for generate steps in the same processes; not supported on GPUs yet."""
         on_gpu = self.encode.device.startswith("cuda")
         together = self.placement == "together" and self.encode.replicas > 0
         return together and not on_gpu and self.generate.step_target_ms > 0
 
     @property
     def text_alone(self) -> Config:
-        """The same configuration without images: nothing encodes, and nothing is kept for images."""
+        """The same configuration without image input, encoders and image memory."""
         return msgspec.structs.replace(
             self,
             placement="separate",
@@ -485,7 +485,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def _ranks(self) -> tuple[int, int]:
-        """The ranks of each stage."""
+        """Ranks of each stage."""
         encode, generate = self.encode, self.generate
         return (
             encode.replicas * encode.tensor_parallel,
@@ -509,12 +509,12 @@ POLICY_TABLES = {
     "routing": "routing",
     "front_door": "front_door",
 }
-"""The kind of policy that each policy table names."""
+"""Policy kind of each policy table."""
 
 
 @cache
 def config_keys() -> dict[str, msgspec.structs.FieldInfo]:
-    """Return every key by its dotted path, in order of declaration; a policy table is one key."""
+    """Return all keys by dotted path, in order of declaration; a policy table is one key."""
     return dict(_keys(Config, ""))
 
 

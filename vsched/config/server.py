@@ -1,4 +1,4 @@
-"""Whether names and origins are written as clients send them; a wrong one would match nothing and tell nobody."""
+"""Check the syntax of host names and origins; a malformed one would silently match nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/*\s]+")
 
 
 def check_names(server: ServerConfig) -> None:
-    """Refuse names and origins of another form than that of the `Host` and `Origin` headers.
+    """Reject names and origins that cannot occur in `Host` and `Origin` headers.
 
     Raises:
         ConfigError: Each line starts with the path of a key.

@@ -1,4 +1,4 @@
-"""The keys of the two stages: encode and generate."""
+"""Configuration keys of the two stages: encode and generate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vsched.config.section import PolicyTable, Section, Size
 
 
 class StageConfig(Section, frozen=True, kw_only=True):
-    """The keys that both stages have: their processes, and what these may take of the machine."""
+    """Keys of both stages: their processes, and the machine resources of these."""
 
     replicas: Annotated[
         int,
@@ -81,12 +81,12 @@ class StageConfig(Section, frozen=True, kw_only=True):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the ranks compute on the host's processor, in the host's memory."""
+        """True if the ranks compute on the host's processor, in the host's memory."""
         return self.device == "cpu"
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """What `WorkerSettings` says of weights in fewer bits."""
+        """The quantization fields of `WorkerSettings`."""
         return {
             "weights": self.weights,
             "weights_group": self.weights_group,

@@ -1,6 +1,6 @@
-"""From image references to items of a request: fetch, check, decode, process, keep.
+"""From image references to the images of a request: fetch, check, decode, process, cache.
 
-`MediaPipeline.prepare` is the way in. Everything that a client can send is bounded here, before work is done for it.
+`MediaPipeline.prepare` is the entry point. All client input is limited here, before work is done for it.
 """
 
 from vsched.media.embeddings import BoundedImage, EmbeddedImage, ImageReference, NamedImage

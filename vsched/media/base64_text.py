@@ -1,4 +1,4 @@
-"""Base64 that stands in a text, or beside it where it is long."""
+"""Base64 within a text, or stored separately if it is long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pybase64
 
 _PIECE_BYTES = 1024 * 1024
-"""Decoded in one go, with the GIL held: 0.2 ms, a tenth of what the standard library takes."""
+"""Bytes decoded at a time, with the GIL held: 0.2 ms, a tenth of the standard library's time."""
 _WHITESPACE = b"\t\n\f\r "
 _HEX_VALUES = np.full(256, 16, np.uint8)
 """The value of each hexadecimal digit; 16 for other characters."""
@@ -18,9 +18,10 @@ for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
 
 
 class TextWithBase64(str):
-    """A text that ends with base64, which is kept beside it as bytes; a stand-in takes its place in the text.
+    """A text that ends with base64, stored separately as bytes and represented in the text by a substitute.
 
-    A text of megabytes costs a copy under the GIL wherever it is made, hashed or cut. Equal stand-ins are equal base64.
+    A text of megabytes would be copied under the GIL whenever it is created, hashed or sliced. Equal substitutes mean
+    equal base64.
     """
 
     __slots__ = ("base64", "start")
@@ -29,17 +30,17 @@ class TextWithBase64(str):
 
     @classmethod
     def of(cls, text: str, start: int, base64: bytes) -> TextWithBase64:
-        """Return a text whose end, from `start` on, is the stand-in of this base64."""
+        """Create a text whose end, from `start` on, is the substitute of this base64."""
         made = cls(text)
         made.start, made.base64 = start, base64
         return made
 
 
 def base64_of(text: str, start: int) -> bytes:
-    """Return the base64 that a text has from `start` on.
+    """The base64 of a text from `start` on.
 
     Raises:
-        ValueError: When there are characters that base64 does not have.
+        ValueError: If it has characters that are not ASCII.
     """
     if isinstance(text, TextWithBase64) and text.start == start:
         return text.base64
@@ -47,20 +48,20 @@ def base64_of(text: str, start: int) -> bytes:
 
 
 def base64_bytes(text: str, start: int = 0) -> int:
-    """Return how many bytes of base64 a text has from `start` on."""
+    """Number of base64 bytes in a text from `start` on."""
     if isinstance(text, TextWithBase64):
         return len(text.base64)
     return max(len(text) - start, 0)
 
 
 def decode_base64(base64: bytes) -> bytes:
-    """Decode base64 piece by piece, so that the event loop gets its turns.
+    """Decode base64 in pieces, so that the event loop can run in between.
 
     As in a browser's `data:` URL, it may contain whitespace, lack padding, be percent-encoded, and have a fragment,
     which is ignored.
 
     Raises:
-        ValueError: When it is not valid, empty or wrongly padded.
+        ValueError: If it is invalid, empty or wrongly padded.
     """
     try:
         return _decode_pieces(_pieces(base64))
@@ -69,10 +70,10 @@ def decode_base64(base64: bytes) -> bytes:
 
 
 def plain_base64_bytes(text: str, start: int) -> int:
-    """Return the length of the base64 in `text` from `start` on, percent-decoded and without whitespace.
+    """Length of the base64 in `text` from `start` on, percent-decoded and without whitespace.
 
     Raises:
-        ValueError: When the text has characters that are not ASCII.
+        ValueError: If the text has characters that are not ASCII.
     """
     if isinstance(text, TextWithBase64):
         pieces = _pieces(text.base64)
@@ -83,7 +84,7 @@ def plain_base64_bytes(text: str, start: int) -> int:
 
 
 def percent_decode(encoded: bytes) -> bytes:
-    """Return the bytes of the percent-encoded body of a `data:` URL, without its fragment."""
+    """Decode the percent-encoded body of a `data:` URL, without its fragment."""
     return b"".join(_percent_decoded_pieces(_pieces(encoded)))
 
 
@@ -100,7 +101,7 @@ def _decode_pieces(pieces: Iterable[bytes]) -> bytes:
     if b"=" not in rest:
         rest += b"=" * (-size % 4)
     content.write(pybase64.b64decode(rest, validate=True))
-    # A piece that is padded in the middle is shorter than it should be.
+    # Padding in the middle of a piece makes its output too short.
     if not size or content.tell() != (size + 3) // 4 * 3 - rest.count(b"="):
         raise ValueError("empty or wrongly padded")
     return content.getvalue()

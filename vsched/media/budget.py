@@ -1,11 +1,11 @@
-"""Host memory for decoding and processing, in bytes, taken before a thread begins.
+"""A budget of host memory for decoding and processing, in bytes, reserved before a thread starts.
 
-An image takes its whole estimate in one go and gives it back when its thread is done. The grant belongs to the image,
-not to the request: the thread that holds it needs nothing else to finish, so whoever waits holds nothing that a
-holder waits for, and a request of many images needs no more than its largest one. Images are served in the order
-they came; a small one does not overtake a large one, or the large one would starve.
+An image reserves its whole estimate at once and releases it when its thread is done. The grant belongs to the image and
+not to the request: the thread that holds it needs nothing else to finish, so there is no deadlock, and a request of
+many images needs no more than its largest one. Grants are first come, first served: a small image does not overtake a
+large one, which would starve otherwise.
 
-Everything happens on the event loop between two awaits; there is no lock and nothing to tear.
+Everything runs on the event loop between two awaits, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 
 class BudgetStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of a budget: its size, what is taken, the most that ever was, and how many wait."""
+    """A snapshot of a budget: total, used and peak bytes, and the number of waiting images."""
 
     bytes_total: int
     bytes_used: int
@@ -33,7 +33,7 @@ class _State(Enum):
 
 
 class Grant:
-    """A place in the queue, then bytes of the budget, until `release`."""
+    """A position in the queue, later bytes of the budget, until `release`."""
 
     def __init__(self, budget: ByteBudget, size: int, begin: Callable[[Grant], None]) -> None:
         self.size = size
@@ -42,12 +42,12 @@ class Grant:
         self._budget = budget
 
     def release(self) -> None:
-        """Give the bytes back, or leave the queue; calling it again does nothing."""
+        """Return the bytes, or leave the queue; idempotent."""
         self._budget.release(self)
 
 
 class ByteBudget:
-    """So many bytes, granted in order."""
+    """A number of bytes, granted in order of request."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -57,7 +57,7 @@ class ByteBudget:
         self._is_serving = False
 
     def ask(self, size: int, begin: Callable[[Grant], None]) -> Grant:
-        """Queue for bytes; `begin` is called with the grant once they are taken, maybe before this returns.
+        """Queue for bytes; `begin` is called with the grant once they are reserved, possibly before this returns.
 
         Order: first come, first served.
         """
@@ -68,7 +68,7 @@ class ByteBudget:
         return grant
 
     def release(self, grant: Grant) -> None:
-        """Take a grant back, whatever its state."""
+        """Release a grant in any state."""
         state, grant.state = grant.state, _State.RELEASED
         if state is _State.HELD:
             self._used -= grant.size
@@ -89,7 +89,7 @@ class ByteBudget:
 
     def _serve(self) -> None:
         if self._is_serving:
-            # Whoever begins may release at once: the loop below sees it, and nothing nests.
+            # `begin` may release at once: the outer loop handles it, so calls do not nest.
             return
         self._is_serving = True
         try:

@@ -1,7 +1,7 @@
-"""Decode one image from bytes that nobody vouches for.
+"""Decode one image from untrusted bytes.
 
-The header tells the size, and the size is judged before a pixel is decoded. Only the formats of `FORMATS` are
-opened at all, and only the first frame of an animation is read.
+The size is read from the header and checked before pixels are decoded. Only the formats of `FORMATS` are opened, and
+only the first frame of an animation is read.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _ORIENTATIONS: Final = {
 }
 _SIDEWAYS: Final = frozenset({5, 6, 7, 8})
 
-# Pillow warns of a decompression bomb at one size and raises at twice that. Here the warning is an error as well; the
-# filter is set once because `warnings.catch_warnings` is not safe in threads. Its other warnings are about metadata,
-# and would let a client write into our log.
+# Pillow warns about a decompression bomb at one size and raises at twice that. Here the warning is an error as well;
+# the filter is set once because `warnings.catch_warnings` is not thread-safe. Pillow's other warnings are about
+# metadata, and would let clients write to the log.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\..*")
 warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What the header of an image tells: its upright size, and how the decoder will keep it."""
+    """Facts from an image's header: its upright size, and its storage in the decoder."""
 
     width: int
     height: int
@@ -56,7 +56,7 @@ class ImageHeader:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """Most pixels of any image, and of a WEBP: Pillow copies those under the interpreter's lock, 2 ms a megapixel."""
+    """Maximum pixels of any image, and of a WEBP: Pillow copies those with the GIL held, 2 ms per megapixel."""
 
     image: int
     webp: int
@@ -67,7 +67,7 @@ def _refuse(message: str, code: str = "image_invalid", status: int = 400) -> Req
 
 
 def _invalid() -> RequestRefused:
-    # What the decoder said may quote addresses and reprs; the client gets none of it.
+    # The decoder's message may contain addresses and reprs, so it is not sent to the client.
     return _refuse(
         f"the image cannot be decoded: it is truncated, damaged, or not a {one_of(FORMATS.values())}. "
         "Remedy: send a complete image in one of these formats."
@@ -93,7 +93,7 @@ def _open(encoded: bytes, limits: DecodeLimits) -> Image.Image:
     except Exception:  # noqa: BLE001 - a decoder may raise anything on hostile bytes
         raise _invalid() from None
     if in_python:
-        # Runs that Pillow expands in Python, row by row: a small file would keep a thread for minutes.
+        # Pillow expands these runs in Python, row by row: a small file would keep a thread busy for minutes.
         raise _invalid()
     width, height = image.size
     if width < 1 or height < 1:
@@ -111,14 +111,14 @@ def _open(encoded: bytes, limits: DecodeLimits) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    # From the header alone: asking `getexif` of a PNG would decode its pixels.
+    # Read from the header only: `getexif` of a PNG would decode its pixels.
     if not image.info.get("exif"):
         return 1
     try:
         exif = Image.Exif()
         exif.load(image.info["exif"])
         value = exif.get(ExifTags.Base.Orientation, 1)
-    except Exception:  # noqa: BLE001 - hostile metadata; the picture itself may well be fine
+    except Exception:  # noqa: BLE001 - hostile metadata; the image itself may be fine
         return 1
     return value if isinstance(value, int) and value in _ORIENTATIONS else 1
 
@@ -149,10 +149,10 @@ def has_native_header(encoded: bytes) -> bool:
 
 
 def inspect(encoded: bytes, limits: DecodeLimits) -> ImageHeader:
-    """Return what the header of an image tells, decoding no pixels.
+    """Read an image's header without decoding pixels.
 
     Raises:
-        RequestRefused: When it is not an image, has another format, is empty, or has too many pixels.
+        RequestRefused: If it is not an image, or has another format, no pixels or too many pixels.
     """
     image = _open(encoded, limits)
     orientation = _orientation(image)
@@ -163,22 +163,22 @@ def inspect(encoded: bytes, limits: DecodeLimits) -> ImageHeader:
 
 
 def decode(encoded: bytes, limits: DecodeLimits) -> Image.Image:
-    """Return the upright RGB image, transparency composited on white as transformers' processors do.
+    """Decode to an upright RGB image, with transparency composited on white like transformers' processors.
 
-    Blocks: for as long as decoding takes; call it off the event loop.
+    Blocks: until the image is decoded; call it off the event loop.
 
     Raises:
-        RequestRefused: As `inspect`, and when the pixels are truncated or damaged.
+        RequestRefused: As in `inspect`, and if the pixels are truncated or damaged.
     """
     image = _open(encoded, limits)
-    # As the header says: what comes after the pixels does not change what was estimated.
+    # Taken from the header, like the estimate: data after the pixels must not change it.
     orientation = _orientation(image)
     is_transparent = _is_transparent(image)
     try:
         if isinstance(image, JpegImageFile):
             _load_jpeg(image, encoded)
         image.load()
-        # A WEBP holds its decoder's canvases, twice the pixels, for as long as it lives.
+        # A WEBP keeps its decoder's canvases, twice the pixels, while it is alive.
         vars(image).pop("_decoder", None)
         if orientation > 1:
             image = _instead(image, image.transpose(_ORIENTATIONS[orientation]))
@@ -191,15 +191,15 @@ def _load_jpeg(image: JpegImageFile, encoded: bytes) -> None:
     """Decode a JPEG that may lack its end marker and its last rows, which libjpeg fills.
 
     Browsers show such images. Pillow's `LOAD_TRUNCATED_IMAGES` is global to the process and accepts any truncation. So
-    random pixels mark the last row that must be decoded, and the end marker is supplied only after that row is.
+    random pixels mark the last row that must be decoded, and the end marker is supplied only after that row.
 
     Raises:
-        OSError: When more rows are missing, or the image is damaged.
+        OSError: If more rows are missing, or the image is damaged.
     """
     image.load_prepare()
     row = image.height - 1 - max(image.height // _MISSING_RATIO, _PENDING_ROWS)
     if coefficient_bytes(encoded, *image.size):
-        row = -1  # A progressive JPEG has all rows; truncated, it lacks detail.
+        row = -1  # A progressive JPEG has all rows; if truncated, it lacks detail.
     places = [(x, row) for x in range(min(image.width, _MARKED_PIXELS)) if row >= 0]
     for place in places:
         image.im.putpixel(place, tuple(os.urandom(len(image.getbands()))))
@@ -216,7 +216,7 @@ def _load_jpeg(image: JpegImageFile, encoded: bytes) -> None:
     try:
         image.load()
     finally:
-        del image.load_read  # which refers to the image
+        del image.load_read  # it refers to the image
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -235,7 +235,7 @@ def _instead(image: Image.Image, result: Image.Image) -> Image.Image:
 
 
 def _in_strips(image: Image.Image, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    # Pillow keeps the interpreter's lock through each of these calls: in strips, the event loop gets its turns.
+    # Pillow holds the GIL during each of these calls: with strips, the event loop can run in between.
     result = Image.new("RGB", image.size, None)
     rows = max(STRIP_PIXELS // image.width, 1)
     for top in range(0, image.height, rows):

@@ -1,9 +1,9 @@
-"""Embeddings that a client brings instead of an image: a safetensors file, read without trust and without torch.
+"""Precomputed image embeddings from clients: safetensors files, parsed without trust and without torch.
 
-A safetensors file is a length of 8 bytes, JSON of that length that names each tensor's type, shape and byte range, and
-then the tensors. The reader here is strict: the header is bounded before it is parsed, every range must have the size
-that type and shape ask for, and the ranges must cover the data without a gap or an overlap, so that no byte has two
-meanings or none. numpy has no bfloat16; its values are handled as the 16 bits that they are.
+A safetensors file has a length of 8 bytes, JSON of that length with each tensor's type, shape and byte range, and then
+the tensors. This reader is strict: the header is limited before it is parsed, every range must have the size of its
+type and shape, and the ranges must cover the data without gaps or overlaps. numpy has no bfloat16, so its values are
+handled as 16-bit integers.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ HEADER_BYTES_MAX: Final = 64 * 1024
 EMBEDS: Final = "embeds"
 _METADATA: Final = "__metadata__"
 _STRIP_VALUES: Final = 1 << 18
-"""Values looked at in one go: bounds what a conversion takes beyond its input and output."""
+"""Values processed at a time: limits the extra memory of a conversion."""
 
 _VALUE_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
 _FILE_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _INTEGERS: Final = {"I64": "<i8", "I32": "<i4"}
 _EXPONENT: Final = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
-"""The exponent's bits: a value that has them all is NaN or infinite."""
+"""Exponent bits: a value in which all are set is NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedImage:
-    """An image by its embedding.
+    """An image given as its embedding.
 
     Attributes:
         data: Base64 of a safetensors file with `embeds`, [tokens, levels * hidden size] in the served dtype or float32,
-            and the model's companion (`Preprocessor.companion`), such as `grid_thw`. A row holds the main embedding,
-            then each deepstack level. It is not shown, for it is large and the client's.
+            and the model's companion tensor (`Preprocessor.companion`), such as `grid_thw`. A row has the main
+            embedding, then each deepstack level. Left out of the repr, because it is large and private.
     """
 
     data: str = field(repr=False)
@@ -50,11 +50,11 @@ class EmbeddedImage:
 
 @dataclass(frozen=True, slots=True)
 class NamedImage:
-    """An image that its client has a name for: sent once with it, it is referred to by the name alone afterwards.
+    """An image with a client-defined name: sent once with the name, then referred to by the name only.
 
     Attributes:
-        uuid: The name; names of requests with different cache salts are different.
-        reference: Where the image is; None where it was sent before.
+        uuid: The name; each cache salt has its own names.
+        reference: Location of the image; None if it was sent before.
     """
 
     uuid: str
@@ -63,19 +63,19 @@ class NamedImage:
 
 @dataclass(frozen=True, slots=True)
 class BoundedImage:
-    """An image, or the name of one, that is to be resized within other bounds than the checkpoint's."""
+    """An image, or a named image, with pixel bounds for resizing that replace the checkpoint's."""
 
     image: str | NamedImage
     bounds: PixelBounds
 
 
 ImageReference = str | EmbeddedImage | NamedImage | BoundedImage
-"""An image of a request: where it is, its embedding, an image with a name, or one within bounds of its own."""
+"""An image of a request: a URL, an embedding, a named image, or an image with pixel bounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file: its type as the file names it, and its bytes, a view of the file."""
+    """One tensor of a file: its type as named in the file, and its bytes as a view of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """A checked embedding, but for its values: those are judged while `write_rows` goes through them."""
+    """A checked embedding, except for its values, which `write_rows` checks."""
 
     embeds: Tensor
     plan: ImagePlan
@@ -104,7 +104,7 @@ def _refuse(message: str, code: str = "embeddings_invalid") -> RequestRefused:
 
 
 def malformed(detail: str) -> RequestRefused:
-    """Word the refusal of a file that is none."""
+    """Error for a malformed embedding file."""
     return _refuse(
         f"the embeddings are malformed: {detail}. "
         "Remedy: send the base64 of a safetensors file with the tensor embeds and what the model asks for beside it."
@@ -112,10 +112,10 @@ def malformed(detail: str) -> RequestRefused:
 
 
 def read_tensors(file: bytes, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, which has no others than those of these names.
+    """Parse a safetensors file, which must not have tensors other than `names`.
 
     Raises:
-        RequestRefused: When the header is too long or does not describe the data byte for byte.
+        RequestRefused: If the header is too long or does not describe the data exactly.
     """
     if len(file) < 8:
         raise malformed("the file ends within its header")
@@ -161,7 +161,7 @@ def _entries(header: bytes, names: Sequence[str]) -> dict[str, _TensorEntry]:
                 raise malformed("it holds another tensor")
             entries[name] = msgspec.json.decode(raw, type=_TensorEntry)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        # What the parser said may quote the file.
+        # The parser's message may quote the file.
         raise malformed("its header is not valid") from None
     for name, entry in entries.items():
         if entry.dtype not in _VALUE_BYTES:
@@ -185,10 +185,10 @@ def read_embedding(
     companion: Companion,
     plan_embedding: Callable[[Sequence[int]], ImagePlan],
 ) -> Embedding:
-    """Return the embedding in a safetensors file, every companion and shape checked, no value yet.
+    """Parse an embedding file and check the companion tensor and all shapes, but no values.
 
     Raises:
-        RequestRefused: Its code names what is missing or does not fit.
+        RequestRefused: With a code for the missing or mismatched part.
     """
     names = (EMBEDS, companion.name)
     tensors = read_tensors(file, names)
@@ -243,7 +243,7 @@ def _check_shape(embeds: Tensor, tokens: int, info: ModelInfo, companion: Compan
 
 
 def check_tokens(tokens: int, info: ModelInfo) -> None:
-    """Refuse an image with more tokens than one may have, pixels or embedding.
+    """Reject an image with too many tokens, given as pixels or as an embedding.
 
     Raises:
         RequestRefused: With tokens, limit and remedy.
@@ -259,13 +259,14 @@ def check_tokens(tokens: int, info: ModelInfo) -> None:
 
 
 def write_rows(embedding: Embedding, dtype: str, rows: npt.NDArray[np.uint8]) -> None:
-    """Write an embedding in the served dtype, its values checked.
+    """Convert an embedding to the served dtype, and check its values.
 
     Shape: `rows` is uint8 [tokens * row bytes].
-    Blocks: on going through every value; call it off the event loop.
+
+    Blocks: while all values are processed; call it off the event loop.
 
     Raises:
-        RequestRefused: When a value is NaN or infinite, or becomes so in the served dtype.
+        RequestRefused: If a value is NaN or infinite, or becomes so in the served dtype.
     """
     served = _FILE_DTYPES[dtype]
     given = embedding.embeds.dtype
@@ -298,8 +299,8 @@ def _check_finite(bits: _Bits, kind: str, served: str) -> None:
 
 
 def _to_bfloat16(bits: _Bits) -> _Bits:
-    # Round to nearest, ties to even: the carry of the dropped half runs into the kept one. Finite values cannot
-    # overflow 32 bits here, and one that rounds to infinity is caught by whoever looks at the result.
+    # Round to nearest, ties to even: the carry of the dropped half is added to the kept one. Finite values cannot
+    # overflow 32 bits here, and the caller checks for values that round to infinity.
     return (
         (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     ).astype("<u2")

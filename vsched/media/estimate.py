@@ -1,14 +1,15 @@
-"""How much host memory an image takes while a thread prepares it: an upper bound, from its header alone.
+"""Upper bounds, from an image's header, of the host memory for decoding and processing it.
 
-What Pillow, libjpeg and libwebp allocate was measured (`tests/unit/media/test_estimate.py` keeps measuring it):
+The allocations of Pillow, libjpeg and libwebp were measured (`tests/unit/media/test_estimate.py` measures them again):
 
-- Pillow stores a pixel in 1, 2 or 4 bytes. Turning an image upright takes it twice, converting it takes the RGB copy
+- Pillow stores a pixel in 1, 2 or 4 bytes. Turning an image upright takes that twice; converting it takes the RGB copy
   and a strip of intermediates.
-- A JPEG that is progressive, or whose components come in scans of their own, is decoded from the coefficients of the
-  whole image: 2 bytes a sample. Pillow does not tell of the latter, so the markers are walked here as libjpeg does.
-- A WEBP goes through two canvases, a copy and Pillow's own store, 4 bytes each; its encoded bytes are copied as well.
-- What the processor takes beyond the image is in proportion to what it returns, or as its plan says where resizing
-  takes more; `ARRAYS_RATIO` is its allowance, which the checkpoints' processors are tested against.
+- A JPEG that is progressive, or has separate scans for its components, is decoded from the coefficients of the whole
+  image: 2 bytes per sample. Pillow does not report the latter case, so the markers are parsed here as in libjpeg.
+- A WEBP is held in two canvases, a copy and Pillow's own storage, 4 bytes per pixel each; its encoded bytes are copied
+  as well.
+- The processor's additional memory is proportional to its output, or given by its plan if resizing takes more;
+  `ARRAYS_RATIO` is the allowance, and the checkpoints' processors are tested against it.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from typing import Final
 from vsched.worker.contract import ImagePlan
 
 STRIP_PIXELS: Final = 1_000_000
-"""Pixels that are converted in one go."""
+"""Pixels converted at a time."""
 
 OVERHEAD_BYTES: Final = 2 << 20
-"""For rows, code tables, metadata that is kept, and what the allocator rounds up."""
+"""Allowance for rows, code tables, metadata, and rounding by the allocator."""
 
 EMBEDDING_BYTES: Final = 5 << 20
-"""For the strips of an embedding that is checked and converted."""
+"""Allowance for the strips of an embedding that is checked and converted."""
 
 ARRAYS_RATIO: Final = 2.25
-"""Most that `Preprocessor.process_image` may take beyond the image, over the bytes that it returns; those included."""
+"""Maximum memory of `Preprocessor.process_image` beyond the image, as a multiple of its output and including it."""
 
 _STORED_BYTES: Final = {"1": 1, "L": 1, "P": 1, "I;16": 2}
 _WEBP_BYTES: Final = 16
 _STRIP_BYTES: Final = 6
 _STRIP_BYTES_TRANSPARENT: Final = 20
 
-# Fill bytes, stuffed zeros and markers without a segment are passed over.
+# Fill bytes, stuffed zeros and markers without a segment are skipped.
 _MARKER: Final = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _SEQUENTIAL: Final = frozenset({0xC0, 0xC1, 0xC3, 0xC9, 0xCB})
@@ -47,15 +48,15 @@ _IMAGE_EDGES: Final = frozenset({0xD8, 0xD9})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """How the decoder keeps an image: what decides over its memory besides its size.
+    """The decoder's storage of an image: the factors of its memory besides the size.
 
     Attributes:
         kind: `PNG`, `JPEG`, `WEBP`, `GIF` or `BMP`.
-        mode: The mode that Pillow gives it.
-        transparent: Whether it has to be composited.
-        turned: Whether it has to be turned upright.
+        mode: Pillow's image mode.
+        transparent: True if it has to be composited.
+        turned: True if it has to be turned upright.
         encoded_bytes: Size of the file.
-        coefficient_bytes: What libjpeg keeps of the whole image.
+        coefficient_bytes: Memory for the coefficients of the whole image in libjpeg.
     """
 
     kind: str
@@ -67,7 +68,7 @@ class Storage:
 
 
 def decode_bytes(width: int, height: int, storage: Storage) -> int:
-    """Return an upper bound of what `decode` takes, the encoded image included."""
+    """Upper bound of the memory for `decode`, including the encoded image."""
     pixels = width * height
     pixel = _STORED_BYTES.get(storage.mode, 4)
     stored = pixels * pixel
@@ -85,9 +86,9 @@ def decode_bytes(width: int, height: int, storage: Storage) -> int:
 
 
 def preprocess_bytes(width: int, height: int, storage: Storage, plan: ImagePlan) -> int:
-    """Return an upper bound of what decoding and processing an image takes, from header and plan.
+    """Upper bound of the memory for decoding and processing an image, from its header and plan.
 
-    Its place in the arena is not part of it. `width` and `height` are those of the upright image.
+    Its arena space is not included. `width` and `height` are those of the upright image.
     """
     made = sum(spec.nbytes for spec in plan.arrays)
     process = 4 * width * height + max(plan.work_bytes, math.ceil(made * ARRAYS_RATIO))
@@ -97,10 +98,10 @@ def preprocess_bytes(width: int, height: int, storage: Storage, plan: ImagePlan)
 
 
 def coefficient_bytes(encoded: bytes, width: int, height: int) -> int:
-    """Return the bytes of coefficients that libjpeg keeps of the whole image; 0 when it goes row by row.
+    """Bytes of coefficients that libjpeg keeps for the whole image; 0 if it decodes row by row.
 
     Raises:
-        ValueError: When there is no frame and scan of this size in the file.
+        ValueError: If the file has no frame and scan of this size.
     """
     frame = b""
     sequential = True
@@ -124,7 +125,7 @@ def _coefficients(frame: bytes, scan: bytes, size: tuple[int, int], *, sequentia
     components = [(part >> 4, part & 15) for part in frame[7::3]]
     found = int.from_bytes(frame[3:5], "big"), int.from_bytes(frame[1:3], "big")
     if found != size or not scan or not all(min(part) > 0 for part in components):
-        # libjpeg would allocate for another size than the one that was judged.
+        # libjpeg would allocate memory for a size other than the checked one.
         raise ValueError("no frame of this size")
     if sequential and scan[0] == len(components):
         return 0

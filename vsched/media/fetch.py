@@ -1,8 +1,8 @@
-"""Fetch one image over http, for configured hosts only.
+"""Fetch one image over HTTP, from configured hosts only.
 
-The usual hole in such a fetcher is a second opinion: one parser or resolver judges the URL, another one connects. Here
-the URL is parsed once, the name is resolved once, every address it gave is judged, and the connection goes to the
-address that was judged, which the network backend handed to httpcore pins. Redirects are refused rather than followed.
+The usual vulnerability in such code is that URL checks and the connection use different parsers or DNS lookups. Here
+the URL is parsed once, the name is resolved once, every resulting address is checked, and the connection goes to the
+checked address, to which the network backend of httpcore is pinned. Redirects are refused, not followed.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _HEADERS = (
     ("Accept-Encoding", "identity"),
     ("Connection", "close"),
 )
-# Ranges that carry an IPv4 address inside an IPv6 one: what they lead to depends on the network, so none is trusted.
+# IPv6 ranges that embed an IPv4 address: their destination depends on the network, so none is trusted.
 _TUNNELS = tuple(
     ipaddress.IPv6Network(network)
     for network in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96")
 )
 
 _BROKEN = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol)
-"""What httpcore raises when a connection or an answer is no good."""
+"""Exceptions of httpcore for a failed connection or an invalid response."""
 
 Reserve = Callable[[int], None]
-"""Counts bytes that are about to be held; raises when there are too many."""
+"""Reserves bytes before they are allocated; raises an error over the limit."""
 
 
 def uncounted(_size: int) -> None:
-    """Count nothing."""
+    """Do not count."""
 
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -51,7 +51,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a URL leads once parsed: the only parse there is."""
+    """A parsed URL; it is parsed only once."""
 
     scheme: str
     host: str
@@ -72,7 +72,7 @@ def parse(reference: str, settings: MediaSettings) -> Target:
     """Parse a URL and check its host against the allow-list.
 
     Raises:
-        RequestRefused: When it is malformed or its host and port are not configured.
+        RequestRefused: If it is malformed or its host and port are not configured.
     """
     if not settings.hosts:
         message = (
@@ -133,12 +133,12 @@ def _is_listed(target: Target, hosts: tuple[str, ...]) -> bool:
 
 
 def _host_of(entry: str) -> str:
-    """Return an entry without its port; brackets keep the colons of an IPv6 address apart."""
+    """An entry without its port; brackets separate the colons of an IPv6 address."""
     return re.sub(r":\d+$", "", entry.lower())
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is one of the open internet, judged without the IPv6 coat it may wear."""
+    """True if an address is public; an embedded IPv4 address is checked instead of the IPv6 form."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(address.ipv4_mapped)
@@ -151,15 +151,15 @@ def _is_permitted(address: Address, *, private: bool) -> bool:
     if is_public(address):
         return True
     plain = getattr(address, "ipv4_mapped", None) or address
-    # Metadata services live on link-local addresses: no configuration opens those.
+    # Metadata services use link-local addresses: no configuration allows those.
     return private and (plain.is_loopback or plain.is_private) and not plain.is_link_local
 
 
 async def resolve(target: Target, *, private: bool) -> str:
-    """Resolve a host once and return the one address to connect to.
+    """Resolve a host once and return the address to connect to.
 
     Raises:
-        RequestRefused: When it does not resolve, or any of its addresses is not permitted.
+        RequestRefused: If it does not resolve, or any of its addresses is not permitted.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -180,7 +180,7 @@ async def resolve(target: Target, *, private: bool) -> str:
 
 
 class _PinnedBackend(httpcore.AsyncNetworkBackend):
-    """Connects to one address, whatever name is asked for; the name remains what TLS checks the certificate for."""
+    """Connects to a fixed address regardless of the host name, which TLS still checks the certificate against."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -190,7 +190,7 @@ class _PinnedBackend(httpcore.AsyncNetworkBackend):
         self,
         host: str,
         port: int,
-        timeout: float | None = None,  # noqa: ASYNC109 - the interface of httpcore
+        timeout: float | None = None,  # noqa: ASYNC109 - httpcore's interface
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
@@ -201,12 +201,12 @@ class _PinnedBackend(httpcore.AsyncNetworkBackend):
 
 
 async def fetch(reference: str, settings: MediaSettings, reserve: Reserve = uncounted) -> bytes:
-    """Return the body behind an http(s) URL; `reserve` counts its bytes as they come.
+    """Fetch the body of an http(s) URL; `reserve` counts its bytes as they arrive.
 
-    Blocks: up to `settings.fetch_s`, name resolution and TLS included.
+    Blocks: up to `settings.fetch_s`, including name resolution and TLS.
 
     Raises:
-        RequestRefused: When the URL is not allowed, or what answers is not a small enough 200.
+        RequestRefused: If the URL is not allowed, the fetch fails, the status is not 200, or the body is too large.
     """
     target = parse(reference, settings)
     try:
@@ -246,7 +246,7 @@ async def _get(target: Target, address: str, settings: MediaSettings, reserve: R
 async def _read_body(response: httpcore.Response, limit: int, reserve: Reserve) -> bytes:
     headers = {name.lower(): value for name, value in response.headers}
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        # Compressed bytes were not asked for, and would slip a bomb past the bound.
+        # Compression was not requested, and would bypass the size limit.
         raise ValueError
     if int(headers.get(b"content-length", b"0")[:18]) > limit:
         raise _too_large(limit)

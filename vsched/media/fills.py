@@ -1,11 +1,11 @@
-"""Filling the extents of items: the images on their way, the requests that wait, and what a thread still holds.
+"""Fills: decoding and processing of images into their arena extents.
 
-Requests that bring the same image share one fill. It takes its memory from the budget before its thread begins, and
-waits for it in order. A fill that nobody wants any more is given up, unless a thread is at work: a thread cannot be
-cancelled, so bytes and extent go back when it is done, and the pixels are kept for whoever comes next.
+Requests with the same image share one fill. A fill reserves memory from the budget, in order of arrival, before its
+thread starts. A fill that no request waits for is cancelled, unless a thread is running: a thread cannot be cancelled,
+so memory and extent are released when it is done, and the pixels are cached.
 
-A fill waits while its request holds space in the arena. Those that hold the budget have their space already and
-wait for nobody, so the wait ends by itself.
+A fill waits for the budget while its request holds arena space. The fills that hold the budget have their space already
+and wait for nothing, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from vsched.worker.contract import Preprocessor
 logger = logging.getLogger(__name__)
 
 IDLE_S = 1.0
-"""How long nothing is decoded until free memory goes back to the system."""
+"""Idle time after which free memory is returned to the system."""
 
 
 @dataclass(slots=True, eq=False)
 class _Fill:
-    """One item whose pixels a thread is writing, or will be; `outcome` holds None or why it failed."""
+    """An image whose pixels a thread is writing, or will write; `outcome` is None or the error."""
 
     image: Measured
     lease: PixelLease
@@ -50,7 +50,7 @@ class _Fill:
         return self.image.key
 
     def give_back(self) -> None:
-        """Give bytes and space back."""
+        """Release memory and arena space."""
         if self.grant is not None:
             self.grant.release()
         self.lease.release()
@@ -60,9 +60,9 @@ class Fills:
     """The fills of all requests.
 
     Attributes:
-        processed: Images that were decoded and processed.
-        embedded: Images that came as embeddings.
-        repeated: Items that were there or on their way.
+        processed: Number of images decoded and processed.
+        embedded: Number of images received as embeddings.
+        repeated: Number of images that were cached or already being filled.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class Fills:
         return self._budget.statistics()
 
     async def fill(self, measured: Sequence[Measured], lease: PixelLease) -> None:
-        """See to it that the pixels of every leased item are there.
+        """Wait until the pixels of every leased image are in the arena, filling those that are not.
 
-        Blocks: until the budget admits each of them and threads have processed them. Cancelling it leaves nothing
-        behind but what threads are at work on.
+        Blocks: until the budget admits each image and threads have processed it. On cancellation, only running threads
+        continue.
 
         Raises:
-            RequestRefused: When an image is damaged; it names the first one's index.
-            RequestFailed: When the image processor itself failed.
+            RequestRefused: If an image is damaged; the message has the index of the first one.
+            RequestFailed: If the image processor failed.
         """
         joined: list[tuple[int, _Fill]] = []
         seen: set[bytes] = set()
@@ -114,7 +114,7 @@ class Fills:
                 fill = self._fills.get(image.key)
                 if fill is None:
                     if not image.is_sent:
-                        raise blame(unknown_image(), index)  # its pixels were dropped meanwhile
+                        raise blame(unknown_image(), index)  # its pixels have been evicted
                     fill = self._start(image, lease)
                 else:
                     self.repeated += 1
@@ -149,7 +149,7 @@ class Fills:
                 process(image, extent, self._preprocessor, self._limits)
 
         def wake(_: Future[None]) -> None:
-            # The loop may be gone when the process ends while a thread is still at work.
+            # The loop may be closed if the process exits while a thread is running.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._finish, fill)
 
@@ -179,7 +179,7 @@ class Fills:
             self._store.mark_filled(fill.key)
             self._end(fill, None)
         elif isinstance(error, RequestRefused | RequestFailed):
-            # Its traceback, and that of what it was raised for, hold the image that could not be decoded.
+            # Its traceback, and that of its context, refer to the image that could not be decoded.
             error.__traceback__ = error.__context__ = None
             self._end(fill, error)
         else:
@@ -196,14 +196,14 @@ class Fills:
         fill.outcome.set_result(outcome)
         if not self._fills and not self._is_trim_due:
             self._is_trim_due = True
-            # A weak reference: the timer must not keep a closed pipeline, and with it the arena.
+            # A weak reference: the timer must not keep a closed pipeline, and with it the arena, alive.
             asyncio.get_running_loop().call_later(IDLE_S, _trim, weakref.ref(self))
 
     def trim(self) -> None:
-        """Have a thread give freed memory back, unless there is work again."""
+        """Return freed memory to the system in a thread, unless there is work again."""
         self._is_trim_due = False
         if not self._fills:
-            # The pool may be gone by now, and its memory with it.
+            # The pool may be closed by now, and its memory with it.
             with contextlib.suppress(RuntimeError):
                 self._executor.submit(return_freed_memory)
 
@@ -211,14 +211,14 @@ class Fills:
         fill.waiters -= 1
         if fill.waiters or fill.outcome.done() or (fill.work and not fill.work.cancel()):
             return
-        # Nobody wants it any more and no thread has begun.
+        # No request waits for it, and no thread has started.
         del self._fills[fill.key]
         fill.give_back()
         fill.outcome.cancel()
 
 
 def stopping() -> RequestFailed:
-    """Word the failure of what a pool that is gone will not do."""
+    """Error for a request whose thread pool is closed."""
     return RequestFailed("the server is stopping", code="stopping", status=503)
 
 

@@ -1,8 +1,8 @@
-"""What the requests in preparation hold in encoded bytes: their references, and what was read for them.
+"""Accounting of encoded bytes that requests in preparation hold: references, and data read for them.
 
-A `data:` URL counts as it came and as it is decoded, before it is decoded. A file counts before it is read, a fetched
-image while it streams. The bytes of a request are given back when it is prepared or given up, and no thread reads for
-it any more: a thread cannot be cancelled.
+A `data:` URL counts both encoded and decoded, before it is decoded. A file counts before it is read, a fetched image
+while it streams. The bytes of a request are released once it is prepared or cancelled and no thread reads for it any
+more: a thread cannot be cancelled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vsched.errors import RequestRefused, limit_message
 
 
 class Holding:
-    """What one request holds; owned by the request and by each thread that reads for it."""
+    """Bytes held by one request; owned by the request and by each thread that reads for it."""
 
     def __init__(self, held: HeldBytes) -> None:
         self.size = 0
@@ -21,10 +21,10 @@ class Holding:
         self._held = held
 
     def add(self, size: int) -> None:
-        """Count more bytes, before there are any.
+        """Count more bytes, before they are allocated.
 
         Raises:
-            RequestRefused: When the requests in preparation would hold too many together.
+            RequestRefused: If the requests in preparation would hold too many in total.
         """
         self._held.add(self, size)
 
@@ -34,7 +34,7 @@ class Holding:
             self._owners += 1
 
     def drop(self) -> None:
-        """Take an owner away; the last one gives everything back."""
+        """Remove an owner; the last one releases all bytes."""
         with self._held.lock:
             self._owners -= 1
             assert self._owners >= 0
@@ -43,7 +43,7 @@ class Holding:
 
 
 class HeldBytes:
-    """The sum over all requests; called from the event loop and from the threads that read."""
+    """Total over all requests; used from the event loop and from reader threads."""
 
     def __init__(self, bytes_max: int) -> None:
         self.lock = threading.Lock()
@@ -51,14 +51,14 @@ class HeldBytes:
         self._bytes_max = bytes_max
 
     def open(self) -> Holding:
-        """Return a new request's account."""
+        """Create the account of a new request."""
         return Holding(self)
 
     def add(self, holding: Holding, size: int) -> None:
-        """Count bytes for a request; a request that is alone is bounded by its own limits.
+        """Count bytes for a request; a single request is limited only by its own limits.
 
         Raises:
-            RequestRefused: When the requests in preparation would hold too many together.
+            RequestRefused: If the requests in preparation would hold too many in total.
         """
         with self.lock:
             total = self.total + size

@@ -1,7 +1,7 @@
-"""The keys of items: equal content, equal key, in every process and on every host.
+"""Cache keys of images: equal content has an equal key, in every process and on every host.
 
-Each part carries its type and length, so that no two lists of parts give the same bytes, and each kind of item has a
-personalisation of its own, so that an embedding never passes for an image.
+Each part is prefixed with its type and length, so that different lists of parts never yield the same bytes. Images and
+embeddings use different personalizations, so that an embedding never matches an image.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Part = tuple[bytes, bytes | memoryview]
 
 
 def item_key(*, settings_digest: bytes, cache_salt: str, encoded: bytes) -> bytes:
-    """Return the 32-byte key of an image.
+    """32-byte key of an image.
 
-    What the encoder reads of it follows from the encoded bytes and the processor's settings.
+    The encoder's input depends only on the encoded bytes and the processor's settings.
     """
     return _digest(_IMAGE, [(b"P", settings_digest), (b"T", _text(cache_salt)), (b"I", encoded)])
 
@@ -36,10 +36,10 @@ def embedding_key(
     metadata: bytes,
     rows: memoryview,
 ) -> bytes:
-    """Return the 32-byte key of an embedding that the client brought.
+    """32-byte key of an embedding from a client.
 
-    `served` is the dtype, hidden size and levels that the rows are kept in; `dtype` and `shape` are as they came,
-    `metadata` is that of the image's plan.
+    `served` is the dtype, hidden size and levels in which the rows are stored; `dtype` and `shape` are those of the
+    file, and `metadata` is that of the image's plan.
     """
     served_dtype, hidden_size, levels = served
     return _digest(

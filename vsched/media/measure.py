@@ -1,4 +1,4 @@
-"""The first half of a preparation, in a pool thread: bytes, digest and token count of every image, no pixels yet."""
+"""First half of a preparation, in a pool thread: bytes, digest and token count of every image, but no pixels."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from vsched.worker.capabilities import BoundsImages, PixelBounds, no_pixel_bound
 from vsched.worker.contract import ImagePlan, Preprocessor, extent_bytes
 
 ImageName = tuple[str, str, bytes]
-"""The cache salt of the requests that use it, the uuid that they call an image, and a digest of how it is processed."""
+"""Cache salt of the requests, client-defined uuid of the image, and digest of the processor settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One image of a request before its pixels exist.
+    """One image of a request before its pixels are decoded.
 
     Attributes:
-        content: The encoded image, or the embedding that came in its place; empty where a name stands for it.
+        content: The encoded image or embedding; empty for a reference by name.
         received_bytes: Bytes that the client sent for it.
         extent_bytes: Bytes that it takes in the arena's pixel region.
-        work_bytes: Most host memory that a thread takes to fill its extent.
-        bounds: Those that it is resized within; None for the checkpoint's.
-        name: What it is remembered by, where its client has a name for it.
+        work_bytes: Maximum host memory of a thread that fills its extent.
+        bounds: Pixel bounds for resizing; None for the checkpoint's.
+        name: Name under which it is remembered, if the client gave one.
     """
 
     key: bytes
@@ -54,25 +54,25 @@ class Measured:
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the client brought its embedding."""
+        """True if the client sent an embedding."""
         return isinstance(self.content, Embedding)
 
     @property
     def is_sent(self) -> bool:
-        """Whether the client sent it with this request, and not its name alone."""
+        """True if the client sent it with this request, and not only its name."""
         return bool(self.content)
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What is remembered of an image that was measured before."""
+    """Remembered facts about an image that was measured before."""
 
     plan: ImagePlan
     work_bytes: int
 
 
 def source_of(reference: ImageReference) -> str | EmbeddedImage | NamedImage:
-    """Return what is to be read for a reference; the image itself where it is a name alone."""
+    """Data source of a reference; the image itself if it is only a name."""
     image = image_of(reference)
     if isinstance(image, NamedImage) and image.reference is not None:
         return image.reference
@@ -80,7 +80,7 @@ def source_of(reference: ImageReference) -> str | EmbeddedImage | NamedImage:
 
 
 def image_of(reference: ImageReference) -> str | EmbeddedImage | NamedImage:
-    """Return the image that a reference is to, without its bounds."""
+    """Image of a reference, without its bounds."""
     return reference.image if isinstance(reference, BoundedImage) else reference
 
 
@@ -88,10 +88,10 @@ Images = TypeVar("Images")
 
 
 def within(preprocessor: Images, bounds: PixelBounds | None, pixels_max: int) -> Images:
-    """Return what plans or processes images within bounds; None are the checkpoint's.
+    """Restrict a preprocessor to pixel bounds; None means the checkpoint's.
 
     Raises:
-        RequestRefused: When the model has no such bounds, or not these.
+        RequestRefused: If the model does not support pixel bounds, or not these.
     """
     if bounds is None:
         return preprocessor
@@ -101,7 +101,7 @@ def within(preprocessor: Images, bounds: PixelBounds | None, pixels_max: int) ->
 
 
 def unknown_image() -> RequestRefused:
-    """Word the refusal of a name under which there is no image any more, or never was one."""
+    """Error for a name without an image, because it was evicted or never sent."""
     return RequestRefused(
         "no image is kept under this uuid: it was never sent with it, or has been dropped to make room. "
         "Remedy: send the image again, with its uuid; arena.pixel_bytes says how much is kept.",
@@ -110,7 +110,7 @@ def unknown_image() -> RequestRefused:
 
 
 def refuse_images(info: ModelInfo) -> None:
-    """Refuse a request with images to a model that takes none.
+    """Reject a request with images if the model takes none.
 
     Raises:
         RequestRefused: With status 400.
@@ -123,7 +123,7 @@ def refuse_images(info: ModelInfo) -> None:
 
 
 def blame(error: RequestRefused, index: int) -> RequestRefused:
-    """Return a refusal that names the image it is about."""
+    """Add the index of the image to an error."""
     return RequestRefused(
         f"image {index}: {error.message}",
         code=error.code,
@@ -133,7 +133,7 @@ def blame(error: RequestRefused, index: int) -> RequestRefused:
 
 
 def pixel_limits(settings: MediaSettings) -> DecodeLimits:
-    """Return the part of the settings that the decoder keeps."""
+    """The decoder's limits from the settings."""
     return DecodeLimits(image=settings.image_pixels_max, webp=settings.webp_pixels_max)
 
 
@@ -166,12 +166,12 @@ class Measurer:
         cache_salt: str,
         reserve: Callable[[int], None],
     ) -> list[Measured]:
-        """Return what each reference holds, in order; `reserve` counts the bytes of files before they are read.
+        """Measure the images of all references, in order; `reserve` counts the bytes of files before they are read.
 
-        Blocks: on base64, hashing and files; call it off the event loop.
+        Blocks: for base64, hashing and files; call it off the event loop.
 
         Raises:
-            RequestRefused: When one of them cannot be read or accepted; the message names its index.
+            RequestRefused: If one of them cannot be read or accepted; the message has its index.
         """
         seen: dict[ImageReference, Measured] = {}
         total = 0
@@ -223,7 +223,7 @@ class Measurer:
         return Measured(key, plan, encoded, len(encoded), size, planned.work_bytes, bounds, name)
 
     def _named(self, name: ImageName, bounds: PixelBounds | None) -> Measured:
-        """Return an image that was sent before; whether its pixels are still there is seen when they are needed."""
+        """An image that was sent before; it is checked later whether its pixels are still cached."""
         key = self._names.get(name)
         planned = self._plans.get(key) if key is not None else None
         if key is None or planned is None:
@@ -264,10 +264,10 @@ class Measurer:
 
 
 def check_permitted(references: Sequence[ImageReference], settings: MediaSettings) -> None:
-    """Refuse embeddings where they are switched off.
+    """Reject embeddings if they are disabled.
 
     Raises:
-        RequestRefused: It names the first one's index.
+        RequestRefused: With the index of the first one.
     """
     if settings.allow_embeddings:
         return
@@ -281,7 +281,7 @@ def check_permitted(references: Sequence[ImageReference], settings: MediaSetting
 
 
 def reference_bytes(reference: ImageReference) -> int:
-    """Return the bytes that a reference holds while its request is prepared: itself, and its base64 decoded."""
+    """Bytes of a reference during preparation: the reference itself, and its decoded base64."""
     source = source_of(reference)
     if isinstance(source, EmbeddedImage):
         return base64_bytes(source.data) * 7 // 4
@@ -291,7 +291,7 @@ def reference_bytes(reference: ImageReference) -> int:
 
 
 def check_work(size: int, settings: MediaSettings) -> None:
-    """Refuse an image that takes more memory to process than there is for all of them.
+    """Reject an image whose processing needs more memory than the whole budget.
 
     Raises:
         RequestRefused: With value, limit and remedy.
@@ -307,7 +307,7 @@ def check_work(size: int, settings: MediaSettings) -> None:
 
 
 def check_total(total: int, settings: MediaSettings) -> None:
-    """Refuse a request whose images have too many encoded bytes together.
+    """Reject a request whose images have too many encoded bytes in total.
 
     Raises:
         RequestRefused: With value, limit and remedy.

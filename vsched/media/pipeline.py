@@ -1,11 +1,11 @@
-"""Prepare a request: token ids, items, and pixels in the arena.
+"""Prepare a request: token ids, images, and pixels in the arena.
 
-The order matters. Headers are read and tokens counted before any space is asked for; space is taken in one go before
-any pixel is decoded; memory to decode in is taken image by image after that, from a budget. So what waits holds only
-the bytes that the client sent, and what decodes has a place to write.
+The order matters. Headers are read and tokens counted before arena space is requested; space for all images is acquired
+at once before pixels are decoded; then memory for decoding is reserved image by image, from a budget. So waiting
+requests hold only the bytes that the client sent, and decoding never waits for arena space.
 
-A thread cannot be cancelled. A request that goes away while a thread writes its pixels gives its own hold back at once;
-the thread's hold keeps the space until the thread is done, and then the pixels are kept for whoever comes next.
+A thread cannot be cancelled. A request that is cancelled while a thread writes its pixels releases its own hold at
+once; the thread's hold keeps the space until the thread is done, and then the pixels stay cached.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from vsched.types import MediaItem
 from vsched.worker.contract import Preprocessor
 
 _INLINE_CHARACTERS_MAX = 4096
-"""A prompt up to this length is tokenized on the loop: a hop to a thread costs more than it."""
+"""Prompts up to this length are tokenized on the event loop: a switch to a thread takes longer."""
 
 
 Prompt = str | list[int] | Callable[[], str]
-"""A text, its tokens, or what makes the text; that runs in a thread, and may take long."""
+"""A text, its tokens, or a function that renders the text; that runs in a thread, and may take long."""
 
 _LONG_TEXTS_NICE = 5
-"""How much less of a busy core the thread for long texts asks for than the event loop."""
+"""Niceness of the thread for long texts, so that it yields to the event loop on busy cores."""
 
 
 class PrepareTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of one preparation went; milliseconds.
+    """Durations of one preparation, in milliseconds.
 
-    `read_ms` covers fetching, base64, digests, headers and tokenizing; `wait_ms` waiting for pixel space; `process_ms`
-    waiting for memory, decoding and processing what was not there yet.
+    `read_ms` covers fetching, base64, digests, headers and tokenizing; `wait_ms` waiting for arena space; `process_ms`
+    waiting for memory, decoding and processing of images that were not cached.
     """
 
     read_ms: float = 0.0
@@ -73,13 +73,13 @@ class PrepareTimings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_ms(self) -> float:
-        """The whole of it."""
+        """Total duration."""
         return self.read_ms + self.wait_ms + self.process_ms
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that is ready to submit; `lease` must be released when the request ends, however it ends."""
+    """A request that is ready to submit; release `lease` when the request ends, in any case."""
 
     token_ids: list[int]
     items: tuple[MediaItem, ...]
@@ -90,9 +90,9 @@ class PreparedRequest:
 class MediaStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the pipeline.
 
-    `processed` counts images that were decoded and processed, `embedded` those that came as embeddings instead;
-    `repeated` counts items that were there or on their way. `preparing_bytes` is what references, and what was read
-    for them, take; `decode` the budget that decoding and processing takes its memory from.
+    `processed` counts images that were decoded and processed, `embedded` images received as embeddings; `repeated`
+    counts images that were cached or already being filled. `preparing_bytes` is the memory of references and of data
+    read for them; `decode` is the memory budget of decoding and processing.
     """
 
     preparing: int
@@ -106,7 +106,7 @@ class MediaStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaPipeline:
-    """Turns prompts and image references into token ids and items, within limits, off the event loop."""
+    """Converts prompts and image references to token ids and images, within limits, off the event loop."""
 
     def __init__(
         self,
@@ -117,10 +117,10 @@ class MediaPipeline:
         executor: Executor | None = None,
         read_remote: ReadRemote = read_remote,
     ) -> None:
-        """Prepare; the pipeline owns the executor, by default a pool of `settings.threads` and one more for long texts.
+        """Create the pipeline, which owns the executor: by default `settings.threads` and one thread for long texts.
 
-        A text that fills the context takes a core for a second. With two at a time on two cores the event loop waited
-        for a core longer than it ran; so they come one after the other, and give way to it.
+        A text that fills the context takes a core for a second. With two at a time on two cores, the event loop waited
+        for a core longer than it ran; so they are tokenized one at a time, at a lower priority.
 
         Images are decoded in isolated processes if no `executor` is passed and other processes can map the store.
         """
@@ -161,13 +161,13 @@ class MediaPipeline:
     async def prepare(
         self, prompt: Prompt, images: Sequence[ImageReference], cache_salt: str = ""
     ) -> PreparedRequest:
-        """Return token ids, items and the lease on their pixels.
+        """Prepare token ids, images and the lease on their pixels.
 
-        Blocks: up to `settings.prepare_s`. Cancelling it leaves nothing behind.
+        Blocks: up to `settings.prepare_s`. On cancellation, everything is released.
 
         Raises:
-            RequestRefused: When an image or the prompt cannot be accepted, or too many requests are in preparation.
-            RequestFailed: When the image processor itself failed.
+            RequestRefused: If an image or the prompt cannot be accepted, or too many requests are in preparation.
+            RequestFailed: If the image processor failed.
         """
         try:
             check_permitted(images, self._settings)
@@ -187,12 +187,12 @@ class MediaPipeline:
             raise
 
     async def tokenize(self, prompt: Prompt, *, images: bool) -> list[int]:
-        """Return the tokens of a prompt that `prepare` is to get, in this process or another.
+        """Tokenize a prompt for a later `prepare`, in this process or another.
 
         Blocks: up to `settings.prepare_s`.
 
         Raises:
-            RequestRefused: When its template or tokenizer does not take it.
+            RequestRefused: If the chat template or the tokenizer rejects it.
         """
         if _is_short(prompt):
             return self._tokenize(prompt, images=images)
@@ -205,10 +205,10 @@ class MediaPipeline:
 
     @contextlib.contextmanager
     def place(self, images: int) -> Iterator[None]:
-        """Count a request of so many images among those in preparation, also where another process prepares it.
+        """Count a request with this number of images as in preparation, even if another process prepares it.
 
         Raises:
-            RequestRefused: When there are too many of either.
+            RequestRefused: If there are too many images or requests.
         """
         self._check_room(images)
         self._preparing += 1
@@ -231,15 +231,15 @@ class MediaPipeline:
         )
 
     def clear(self) -> int:
-        """Forget remembered plans and pixels that no request holds; return the bytes freed."""
+        """Clear remembered plans and unused pixels; return the bytes freed."""
         self._plans.clear()
         self._names.clear()
         return self._store.clear()
 
     def close(self) -> None:
-        """Stop the threads.
+        """Stop the threads and processes.
 
-        Blocks: until the images being processed are done; those that wait are given up.
+        Blocks: until running images are done; waiting ones are cancelled.
         """
         self._long_texts.shutdown(wait=True, cancel_futures=True)
         self._executor.shutdown(wait=True, cancel_futures=True)
@@ -330,7 +330,7 @@ class MediaPipeline:
         executor = self._executor if _is_short(prompt) else self._long_texts
 
         def read() -> tuple[list[int], list[Measured]]:
-            # Images first: a request that is refused for an image need not be tokenized.
+            # Images first: a request that is refused because of an image need not be tokenized.
             measured = self._measurer.measure(images, fetched, cache_salt, holding.add)
             return self._tokenize(prompt, images=bool(images)), measured
 
@@ -350,7 +350,7 @@ class MediaPipeline:
         return self._preprocessor.tokenize(text, images=images)
 
     async def _fetch(self, images: Sequence[ImageReference], holding: Holding) -> dict[str, bytes]:
-        # One after the other, so that at most one image beyond the request's bound is ever in memory.
+        # One after the other, so that at most one image above the request's limit is ever in memory.
         fetched: dict[str, bytes] = {}
         total = 0
         for index, reference in enumerate(images):
@@ -366,7 +366,7 @@ class MediaPipeline:
         return fetched
 
     def _check_context(self, tokens: int) -> None:
-        # Here, before pixels are decoded for a request that cannot run.
+        # Checked here, before pixels are decoded for a request that cannot run.
         limit = self._preprocessor.info.context_tokens
         if tokens >= limit:
             message = limit_message(
@@ -390,18 +390,18 @@ class MediaPipeline:
 
 
 def _is_short(prompt: Prompt) -> bool:
-    """Return whether its tokens are there, or at once."""
+    """True for token ids, and for texts that are tokenized at once."""
     is_list = isinstance(prompt, list)
     return is_list or (isinstance(prompt, str) and len(prompt) <= _INLINE_CHARACTERS_MAX)
 
 
 def _shorten(kept: OrderedDict[Any, Any], count: int) -> None:
-    """Drop the oldest entries beyond a count."""
+    """Drop the oldest entries above a count."""
     while len(kept) > count:
         kept.popitem(last=False)
 
 
 def _give_way() -> None:
-    """Lower the priority of this thread, where a thread has one of its own."""
+    """Lower the priority of this thread, on systems with thread priorities."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LONG_TEXTS_NICE)

@@ -1,10 +1,10 @@
-"""The pixel region of the arena: which requests have space in it, and what is kept there for the next request.
+"""The pixel region of the arena: space for requests, and a cache for later ones.
 
-A request takes the space of all its images in one go or none of it, so two requests can never wait for each other while
-each holds a part. Waiters are served in the order they came; a small one does not overtake a large one, or the
-large one would starve. Entries that nobody holds stay, oldest first to go, until their space is needed.
+A request acquires the space of all its images at once or not at all, so two requests can never wait for each other
+while each holds a part. Acquisition is first come, first served: a small request does not overtake a large one, which
+would starve otherwise. Unused entries stay until their space is needed; the oldest are evicted first.
 
-Everything happens on the event loop between two awaits; there is no lock and nothing to tear.
+Everything runs on the event loop between two awaits, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def aligned(size: int) -> int:
 class PixelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the pixel region.
 
-    `bytes_kept` belongs to entries that nobody holds but that a repeated image would find.
+    `bytes_kept` is the size of unused entries, which a repeated image can still hit.
     """
 
     bytes_total: int
@@ -88,10 +88,10 @@ class _FreeList:
 
 
 class PixelLease:
-    """The space of one request's images, held until `release`.
+    """Arena space of one request's images, held until `release`.
 
     Attributes:
-        extents: Where the pixels of each key lie.
+        extents: Location of each key's pixels.
     """
 
     def __init__(self, store: PixelStore, extents: Mapping[bytes, Extent]) -> None:
@@ -99,24 +99,24 @@ class PixelLease:
         self._store: PixelStore | None = store
 
     def release(self) -> None:
-        """Give the space back; calling it again does nothing."""
+        """Release the space; idempotent."""
         store, self._store = self._store, None
         if store is not None:
             store.release(self.extents)
 
 
 class PixelStore:
-    """Extents in the arena's pixel region, keyed by item, counted by holder.
+    """Reference-counted extents in the arena's pixel region, by image key.
 
     Attributes:
-        shared_fd: The file descriptor through which other processes map the region; None if there is none, or if the
-            region is empty.
+        shared_fd: File descriptor for other processes to map the region; None if there is none, or if the region is
+            empty.
     """
 
     def __init__(self, buffer: memoryview, shared_fd: int | None = None) -> None:
         self.shared_fd = shared_fd if buffer.nbytes else None
         self._buffer = buffer
-        # The tail that is no whole cache line is not handed out.
+        # A partial cache line at the end is not used.
         self._size = buffer.nbytes // ALIGNMENT * ALIGNMENT
         self._free = _FreeList(self._size)
         self._entries: dict[bytes, _PixelEntry] = {}
@@ -128,13 +128,14 @@ class PixelStore:
         self._evictions = 0
 
     async def acquire(self, sizes: Mapping[bytes, int]) -> PixelLease:
-        """Take the space of all these items in one go; `sizes` maps each key to its bytes.
+        """Acquire the space of all these images at once; `sizes` maps each key to its bytes.
 
         Order: first come, first served.
-        Blocks: until other requests have released enough; give it a deadline. Cancelling it leaves nothing behind.
+
+        Blocks: until other requests have released enough; use a timeout. On cancellation, everything is released.
 
         Raises:
-            RequestRefused: When the region is too small for them even when empty.
+            RequestRefused: If they do not fit even into an empty region.
         """
         lease = self.acquire_nowait(sizes)
         if lease is not None:
@@ -156,7 +157,7 @@ class PixelStore:
         """Like `acquire`, but return None instead of waiting.
 
         Raises:
-            RequestRefused: When the region is too small for them even when empty.
+            RequestRefused: If they do not fit even into an empty region.
         """
         needed = sum(aligned(size) for size in sizes.values())
         if needed > self._size:
@@ -172,32 +173,32 @@ class PixelStore:
         return self._take(sizes)
 
     def release(self, keys: Mapping[bytes, Extent]) -> None:
-        """Drop one hold on each key."""
+        """Release one hold on each key."""
         for key in keys:
             self._drop_hold(key)
         self._serve()
 
     def hold(self, key: bytes) -> PixelLease:
-        """Hold an entry that somebody holds already, as the thread that fills it must."""
+        """Add a hold to an entry that is already held, for the thread that fills it."""
         entry = self._entries[key]
         assert entry.holders > 0
         entry.holders += 1
         return PixelLease(self, {key: entry.extent})
 
     def is_filled(self, key: bytes) -> bool:
-        """Whether the pixels of a held key are there."""
+        """True if the pixels of a held key are complete."""
         return self._entries[key].filled
 
     def mark_filled(self, key: bytes) -> None:
-        """Say that the pixels of a held key are complete."""
+        """Mark the pixels of a held key as complete."""
         self._entries[key].filled = True
 
     def view(self, extent: Extent) -> npt.NDArray[np.uint8]:
-        """Return the bytes of an extent; writable, and valid while it is held."""
+        """Bytes of an extent; writable, and valid while it is held."""
         return np.frombuffer(self._buffer, np.uint8, extent.size, extent.offset)
 
     def clear(self) -> int:
-        """Forget every entry that nobody holds; return the bytes that this freed."""
+        """Evict all unused entries; return the bytes freed."""
         freed = self._kept_bytes
         while self._kept:
             self._evict()
@@ -228,7 +229,7 @@ class PixelStore:
             self._waiters.popleft()
 
     def _take(self, sizes: Mapping[bytes, int]) -> PixelLease | None:
-        """Hold or create every entry, or change nothing but the evictions that were tried."""
+        """Hold or create every entry; if that fails, only the attempted evictions remain."""
         absent = [key for key in sizes if key not in self._entries]
         present = [key for key in sizes if key in self._entries]
         kept = sum(aligned(self._entries[key].extent.size) for key in present if key in self._kept)
@@ -241,12 +242,12 @@ class PixelStore:
         for key in absent:
             offset = self._allocate(aligned(sizes[key]))
             if offset is None:
-                # Enough bytes but in pieces: whoever holds what lies between will release it.
+                # Enough bytes, but fragmented: the holders of the extents in between will release them.
                 for undone in (*created, *present):
                     self._drop_hold(undone)
                 if self._free.bytes + self._kept_bytes < self._size:
                     return None
-                # Nobody does: it is these images' own pixels that lie between.
+                # There are no other holders: these images' own pixels lie in between.
                 while self._kept:
                     self._evict()
                 return self._take(sizes)
@@ -289,5 +290,5 @@ class PixelStore:
             self._kept[key] = None
             self._kept_bytes += aligned(entry.extent.size)
         else:
-            # Space without pixels is worth nothing to anybody.
+            # Space without pixels is useless as a cache entry.
             self._remove(key)

@@ -1,4 +1,4 @@
-"""The limits and permissions of the media pipeline."""
+"""Limits and permissions of the media pipeline."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ FORMATS: Final = {
     "image/gif": "GIF",
     "image/bmp": "BMP",
 }
-"""The images that are accepted: media types, and what Pillow calls the formats."""
+"""Accepted image formats: media types and Pillow's names."""
 
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class MediaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a request may bring and from where.
+    """Limits and permitted sources of images in requests.
 
     Attributes:
-        image_bytes_max: Bytes of one encoded image, however it arrives.
-        image_pixels_max: Width times height of one image, read from its header before any pixel is decoded.
-        webp_pixels_max: The same for WEBP, whose decoder stalls the event loop while it copies pixels.
-        images_max: Images of one request; 0 refuses them all.
+        image_bytes_max: Bytes of one encoded image from any source.
+        image_pixels_max: Width times height of one image, read from its header before pixels are decoded.
+        webp_pixels_max: The same for WEBP, whose decoder blocks the event loop while it copies pixels.
+        images_max: Images per request; 0 refuses all images.
         request_bytes_max: Bytes of all encoded images of one request.
-        directory: The only directory that `file:` references may lie under; empty refuses them all.
-        hosts: Hosts that `http(s):` references may name, each `host` or `host:port`; empty refuses them all.
-        private_hosts: Those of `hosts` that may resolve to private or loopback addresses; link-local ones never may.
-        allow_embeddings: Whether a request may bring finished embeddings in place of images.
-        fetch_s: Total time of one http fetch, name resolution included.
-        prepare_s: Total time of one request's preparation, waiting for space included.
-        preparing_max: Requests in preparation at once; more are told to come back.
-        preparing_bytes_max: Encoded bytes that the requests in preparation may hold together, as sent and as read.
-        decode_bytes: Host memory that decoding and processing images may take together; images wait for it.
-        threads: Size of the pool that decodes and processes.
-        plans_max: Images whose plan is remembered.
+        directory: The only directory for `file:` references; empty refuses them all.
+        hosts: Permitted hosts of `http(s):` references, each `host` or `host:port`; empty refuses them all.
+        private_hosts: Hosts that may resolve to private or loopback addresses, a subset of `hosts`; link-local
+            addresses are never permitted.
+        allow_embeddings: Accept precomputed embeddings in place of images.
+        fetch_s: Total time of one HTTP fetch, including name resolution.
+        prepare_s: Total time of one request's preparation, including waits for space.
+        preparing_max: Requests in preparation at once; further ones get a 429.
+        preparing_bytes_max: Encoded bytes that the requests in preparation may hold in total, as sent and as read.
+        decode_bytes: Host memory for decoding and processing images in total; images wait for it.
+        threads: Size of the thread pool for decoding and processing.
+        plans_max: Number of images whose plan is remembered.
     """
 
     image_bytes_max: _Positive = 20 * 1024 * 1024

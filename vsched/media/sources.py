@@ -1,7 +1,7 @@
-"""Read the bytes behind one OpenAI image reference: `data:`, `file:` or, when allowed, `http(s):`.
+"""Read the image of one OpenAI image reference: `data:`, `file:` or, if allowed, `http(s):`.
 
-A reference is hostile until proven otherwise. Its length is checked before anything is decoded, it is never logged, and
-no error text quotes it, nor a path or an address that it led to.
+References are untrusted. The length is checked before anything is decoded. A reference is never logged, and no error
+message quotes it, or a path or an address derived from it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _URL_EDGES = "".join(map(chr, range(ord(" ") + 1)))
 """Control characters and spaces, which browsers strip from both ends of a URL."""
 _LINE_BREAKS = b"\t\n\r"
 _ENCODED_RATIO_MAX = 3
-"""Percent-encoding turns one character into three."""
+"""Percent-encoding expands one character to three."""
 _BASE64_FAULT = "its base64 is not valid; its alphabet has + and /, not - and _"
 
 
 def refuse_size(
     size: int | str, limit: int, what: str = "the encoded image is too large"
 ) -> RequestRefused:
-    """Word the refusal of an image with too many encoded bytes."""
+    """Error for an image with too many encoded bytes."""
     message = limit_message(
         what,
         value=f"{size} bytes",
@@ -54,28 +54,28 @@ def refuse_size(
 
 
 def scheme_of(reference: str) -> str:
-    """Return the scheme of a reference in lower case; empty when it has none."""
+    """Scheme of a reference in lower case; empty if it has none."""
     head, colon, _ = reference.lstrip(_URL_EDGES)[:16].partition(":")
     return head.lower() if colon else ""
 
 
 def is_local(reference: str) -> bool:
-    """Whether reading this reference needs no network."""
+    """True if this reference can be read without the network."""
     return scheme_of(reference) not in {"http", "https"}
 
 
 def is_data(reference: str) -> bool:
-    """Whether the reference carries the image itself."""
+    """True if the reference contains the image itself."""
     return scheme_of(reference) == "data"
 
 
 def read_local(reference: str, settings: MediaSettings, reserve: Reserve = uncounted) -> bytes:
-    """Return the bytes of a `data:` or `file:` reference; `reserve` counts those of a file before they are read.
+    """Read a `data:` or `file:` reference; `reserve` counts the bytes of a file before they are read.
 
-    Blocks: on base64 and on the file system; call it off the event loop.
+    Blocks: for base64 and the file system; call it off the event loop.
 
     Raises:
-        RequestRefused: When the reference is malformed, not allowed, or too large.
+        RequestRefused: If the reference is malformed, not allowed, or too large.
     """
     scheme = scheme_of(reference)
     if scheme == "data":
@@ -92,18 +92,18 @@ def read_local(reference: str, settings: MediaSettings, reserve: Reserve = uncou
 
 
 ReadRemote = Callable[[str, MediaSettings, Reserve], Awaitable[bytes]]
-"""Looks like `read_remote`."""
+"""Signature of `read_remote`."""
 
 
 async def read_remote(
     reference: str, settings: MediaSettings, reserve: Reserve = uncounted
 ) -> bytes:
-    """Return the bytes behind an `http(s):` reference; `reserve` counts them as they come.
+    """Read an `http(s):` reference; `reserve` counts the bytes as they arrive.
 
     Blocks: up to `settings.fetch_s`.
 
     Raises:
-        RequestRefused: When the host is not allowed, the fetch fails, or the answer is too large.
+        RequestRefused: If the host is not allowed, the fetch fails, or the response is too large.
     """
     return await fetch(reference, settings, reserve)
 
@@ -161,12 +161,12 @@ def _percent_decode(reference: str, start: int, bytes_max: int) -> bytes:
 
 
 def read_embedded(image: EmbeddedImage, settings: MediaSettings) -> bytes:
-    """Return the safetensors file of an embedding.
+    """Decode the safetensors file of an embedding.
 
-    Blocks: on base64; call it off the event loop.
+    Blocks: for base64; call it off the event loop.
 
     Raises:
-        RequestRefused: When it is too large or no base64.
+        RequestRefused: If it is too large or not base64.
     """
     return _decode_base64(
         image.data,
@@ -185,7 +185,7 @@ def _decode_base64(
     malformed: Callable[[str], RequestRefused],
     what: str,
 ) -> bytes:
-    # The decoded length follows from the encoded one, so that an oversized image costs no decoding.
+    # The decoded length follows from the encoded length, so an oversized image is refused without decoding.
     size = base64_bytes(text, start) // 4 * 3
     if size > (bytes_max + 2) * _ENCODED_RATIO_MAX:
         raise refuse_size(size, bytes_max, what)
@@ -203,7 +203,7 @@ def _decode_base64(
 
 
 def _file_refused() -> RequestRefused:
-    # One text for "outside", "missing" and "not a file": a client learns nothing about the file system.
+    # One message for "outside", "missing" and "not a file": a client learns nothing about the file system.
     message = (
         "the image file cannot be read. Remedy: name an existing file under the configured media directory, "
         "or send the image as a data: URL."
@@ -234,7 +234,8 @@ def _read_file(reference: str, settings: MediaSettings, reserve: Reserve) -> byt
     except OSError:
         raise _file_refused() from None
     try:
-        # A directory on the way may have been swapped for a link since `realpath`; what was opened is what counts.
+        # A directory in the path may have been replaced by a link since `realpath`, so the opened file is checked
+        # again.
         opened = os.readlink(f"/proc/self/fd/{descriptor}")
         status = os.fstat(descriptor)
         if not _is_under(root, opened) or not stat.S_ISREG(status.st_mode):
@@ -249,7 +250,7 @@ def _read_file(reference: str, settings: MediaSettings, reserve: Reserve) -> byt
     finally:
         os.close(descriptor)
     if len(content) > status.st_size:
-        # It grew meanwhile: what would be read is not what was judged.
+        # It grew after the check, so its full size was not checked.
         raise _file_refused()
     return content
 

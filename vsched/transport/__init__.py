@@ -1,1 +1,1 @@
-"""Carrying decisions and reports between processes, and the shared memory beside them."""
+"""Transport of decisions and reports between processes, and shared memory."""

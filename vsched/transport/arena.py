@@ -1,8 +1,8 @@
 """The data plane on one host: anonymous shared memory for pixels and embeddings.
 
-The engine creates it with `memfd_create` and hands the descriptor down to its ranks. It has no name, so nothing can be
-left behind: the memory is gone when the last process that maps it is, however that process ended. A killed rank takes
-nothing with it, because the engine holds the mapping.
+The engine creates it with `memfd_create` and passes the descriptor to its ranks. It has no name, so it cannot leak: the
+memory is freed when the last process that maps it exits, in whatever manner. It survives a killed rank, because the
+engine holds the mapping.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from vsched.types import ArenaLayout, Extent
 
 
 class Arena:
-    """A mapping of the arena in this process."""
+    """This process's mapping of the arena."""
 
     def __init__(self, fd: int, layout: ArenaLayout) -> None:
         self.fd = fd
         self.layout = layout
-        # An arena of nothing, where there are no images, cannot be mapped.
+        # An empty mapping is not possible, so an empty arena (without images) maps one page.
         self._map = mmap.mmap(fd if layout.total_bytes else -1, layout.total_bytes or mmap.PAGESIZE)
 
     @classmethod
     def create(cls, layout: ArenaLayout) -> Arena:
-        """Create the shared memory; pages are taken from the host only when they are written.
+        """Create the shared memory; the host allocates pages on the first write.
 
         Raises:
-            ConfigError: When the host's memory is smaller than the arena.
+            ConfigError: If the arena is larger than the host's memory.
         """
         host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if layout.total_bytes > host_bytes:
@@ -54,7 +54,7 @@ class Arena:
 
     @property
     def embeddings(self) -> npt.NDArray[np.uint8]:
-        """The embedding region, uint8 [pages, rows a page, bytes a row], writable."""
+        """The embedding region, uint8 [pages, rows per page, bytes per row], writable."""
         layout = self.layout
         region = np.frombuffer(
             self._map, dtype=np.uint8, count=layout.embedding_bytes, offset=layout.embedding_offset
@@ -66,13 +66,13 @@ class Arena:
         return np.frombuffer(self._map, dtype=np.uint8, count=extent.size, offset=extent.offset)
 
     def copy(self, offset: int, size: int) -> bytes:
-        """Return bytes of the arena, counted from its begin."""
+        """Copy bytes out of the arena; `offset` counts from its start."""
         return self._map[offset : offset + size]
 
     def put(self, offset: int, data: bytes | memoryview) -> None:
-        """Write bytes into the arena, which must have room for them there."""
+        """Write bytes into the arena at `offset`."""
         self._map[offset : offset + len(data)] = data
 
     def close(self) -> None:
-        """Give the descriptor back; the mapping goes when its last view does."""
+        """Close the descriptor; the mapping is released with its last view."""
         os.close(self.fd)

@@ -1,4 +1,4 @@
-"""A rank's pulse: a thread that tells the leader that the process runs while its step takes long."""
+"""A rank's pulse: a thread that signals to the leader that the process is alive during long steps."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from vsched.transport.zmq_link import RankLink, pulse_identity
 from vsched.wire import Hello, Pulse, encode_report
 
 _STACK_BYTES = 256 << 10
-"""The thread does next to nothing, and its stack counts against the memory limit of the process."""
+"""The thread does little, and its stack counts toward the memory limit of the process."""
 
 
 class PulseThread:
-    """Beats until it is closed; a process that is stopped, or that holds the interpreter for ever, has none.
+    """Sends a pulse until closed; stops if the process is stopped or holds the interpreter lock forever.
 
-    ZeroMQ's sockets belong to one thread, so it has one of its own, under an identity of its own.
+    A ZeroMQ socket belongs to one thread, so this thread has its own, with its own identity.
     """
 
     def __init__(self, link: RankLink, rank: int, secret: str, *, every_s: float) -> None:
-        """Start to beat beside a link, whose context it shares: close this first."""
+        """Start the pulse; it shares the context of `link`, so close it before `link`."""
         self._socket = link.context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, pulse_identity(rank))
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 1)  # what nobody hears need not pile up
+        self._socket.setsockopt(zmq.SNDHWM, 1)  # pulses that cannot be delivered need not queue up
         self._socket.connect(link.address)
         self._hello = encode_report(Hello(rank, secret))
         self._every_s = every_s
@@ -44,6 +44,6 @@ class PulseThread:
         self._socket.close()
 
     def close(self) -> None:
-        """Stop."""
+        """Stop the thread."""
         self._over.set()
         self._thread.join()

@@ -1,11 +1,11 @@
 """The control plane over ZeroMQ.
 
-The leader binds one ROUTER socket a group and knows its ranks by identity; a rank connects a DEALER. Every rank has its
-own queue of bounded length, so one that never reads cannot hold up the others: when its queue is full it is reported,
-and the leader gives the group up.
+The leader binds one ROUTER socket per group and addresses its ranks by identity; a rank connects a DEALER socket. Every
+rank has its own bounded queue, so a rank that never reads cannot delay the others: when its queue is full, it is
+reported, and the leader gives up the group.
 
-The leader's socket hangs on the event loop by its descriptor. That descriptor is edge-triggered: it only tells that
-something changed, so after every event, and after every send, the socket is drained until it would block.
+The event loop watches the descriptor of the leader's socket. The descriptor is edge-triggered and signals only that
+something changed, so after every event and every send, the socket is drained until it would block.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from vsched.wire import FRAME_BYTES_MAX, LogEntry
 logger = logging.getLogger(__name__)
 
 QUEUE_MAX = 1000
-"""Entries that a rank may be behind before it counts as backlogged."""
+"""Maximum queue length of a rank before it counts as backlogged."""
 
 NAME_CHARACTERS_MAX = 24
-"""Room for the name of a socket in its folder."""
+"""Reserved length for the name of a socket within its folder."""
 
 
 _PULSE = b"pulse-"
 
 
 def make_socket_folder() -> str:
-    """Make a folder for sockets that nobody else may enter.
+    """Create a folder for sockets that only this user can access.
 
     Raises:
-        ConfigError: When the path would be too long for a socket's address.
+        ConfigError: If the path would be too long for a socket address.
     """
-    folder = tempfile.mkdtemp(prefix="vsched-")  # mkdtemp makes it 0700
+    folder = tempfile.mkdtemp(prefix="vsched-")  # mkdtemp creates it with mode 0700
     limit = zmq.IPC_PATH_MAX_LEN - NAME_CHARACTERS_MAX
     if len(folder) > limit:
         Path(folder).rmdir()
@@ -64,12 +64,12 @@ def pulse_identity(rank: int) -> bytes:
 
 
 def is_pulse(identity: bytes) -> bool:
-    """Return whether a socket identity is that of a rank's pulse."""
+    """True if a socket identity belongs to a rank's pulse."""
     return identity.startswith(_PULSE)
 
 
 class LeaderLink:
-    """The leader's end of one group."""
+    """The leader's end of the links to a group's ranks."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, on_frame: OnFrame
@@ -89,18 +89,18 @@ class LeaderLink:
         self._closed = False
 
     def carry(self, entry: LogEntry) -> None:
-        """Do nothing: ranks of this host read and write the arena itself."""
+        """No-op: ranks on this host access the arena directly."""
 
     def send(self, rank: int, frame: bytes) -> bool:
-        """Queue a frame for a rank, never waiting; return False when it is gone or backlogged."""
+        """Queue a frame for a rank without blocking; return False if the rank is gone or backlogged."""
         socket = self._socket
         try:
-            # Half the time of `send_multipart`. The first part finds out whether the whole can be sent.
+            # Takes half the time of `send_multipart`. The first part fails if the message cannot be sent.
             socket.send(rank_identity(rank), zmq.DONTWAIT | zmq.SNDMORE)
             socket.send(frame, zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
-        # Sending may have swallowed the edge that announced a message.
+        # Sending may have consumed the edge that announced a message.
         if not self._read_due and self._readable():
             self._read_due = True
             self._loop.call_soon(self.read)
@@ -110,7 +110,7 @@ class LeaderLink:
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def read(self) -> None:
-        """Take everything that has come; the event loop calls this, too."""
+        """Read all messages that have arrived; the event loop calls this, too."""
         self._read_due = False
         while not self._closed and self._readable():
             identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
@@ -121,7 +121,7 @@ class LeaderLink:
                     logger.exception("a report could not be taken")
 
     def close(self) -> None:
-        """Stop listening and drop what is queued."""
+        """Close the socket and drop queued frames."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._fd)
@@ -133,7 +133,7 @@ OnFrame = Callable[[bytes, bytes], None]
 
 
 class RankLink:
-    """A rank's end; blocking, because a rank does one thing at a time."""
+    """A rank's end of the link; blocking, because a rank does one thing at a time."""
 
     def __init__(self, address: str, rank: int) -> None:
         self.address = address
@@ -146,7 +146,7 @@ class RankLink:
         self.socket.connect(address)
 
     def receive(self, timeout_s: float = 0.0) -> bytes | None:
-        """Return the next frame; None when none comes in time.
+        """Return the next frame, or None on timeout.
 
         Blocks: up to the timeout.
         """
@@ -160,17 +160,17 @@ class RankLink:
             return None
 
     def send(self, frame: bytes) -> None:
-        """Send a report."""
+        """Queue a report."""
         self.socket.send(frame)
 
     def close(self) -> None:
-        """Send what is queued, waiting at most half a second, and close."""
+        """Send queued reports, for at most half a second, and close."""
         self.socket.close()
         self.context.term()
 
 
 def wait_readable(links: list[RankLink], timeout_s: float) -> bool:
-    """Block until a link has a message; return False when none came in time."""
+    """Block until a link has a message; return False on timeout."""
     poller = zmq.Poller()
     for link in links:
         poller.register(link.socket, zmq.POLLIN)

@@ -1,4 +1,4 @@
-"""From an encoded image to the arrays in its extent: what a thread does, or a picture process."""
+"""Processing of an encoded image into the arrays of its extent, in a thread or a picture process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def process(
 ) -> None:
     """Fill an extent with the arrays of an image, or with the rows of its embedding.
 
-    Blocks: for as long as decoding or converting takes; call it in a thread of the pool.
+    Blocks: until the image is decoded or converted; call it in a thread of the pool.
 
     Raises:
-        RequestRefused: When the image is damaged, or a value of the embedding is not finite.
-        RequestFailed: When the processor gave something else than it planned.
+        RequestRefused: If the image is damaged, or a value of the embedding is not finite.
+        RequestFailed: If the processor's output differs from its plan.
     """
     if isinstance(image.content, Embedding):
         write_rows(image.content, preprocessor.info.dtype, extent)
@@ -52,7 +52,7 @@ def process_encoded(
     made = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
     planned = {spec.name: (spec.dtype, spec.shape) for spec in specs}
     if made != planned:
-        # A mismatch fails the request; nothing is trimmed into shape.
+        # A mismatch fails the request; arrays are never reshaped to fit.
         message = f"the image processor gave {_described(made)}, but planned {_described(planned)}"
         raise RequestFailed(message, code="image_processing_failed")
     for name, view in view_arrays(specs, extent).items():

@@ -58,7 +58,7 @@ def _outcome(
             status=error.status,
             refused=isinstance(error, RequestRefused),
         )
-    except Exception:  # noqa: BLE001 - told to the engine, as a thread's would be
+    except Exception:  # noqa: BLE001 - reported to the engine, like an exception in a thread
         traceback.print_exc()
         return _FAILED
     return PictureOutcome()
