@@ -1,4 +1,4 @@
-"""Simulation on a virtual clock. A name is loaded when it is first used."""
+"""Simulation on a virtual clock. Each name is imported on first use."""
 
 from __future__ import annotations
 

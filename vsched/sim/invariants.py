@@ -1,9 +1,9 @@
-"""What must hold after every event, whatever the policies are.
+"""Invariants that hold after every event under any policy.
 
-Two views are checked. From outside, with records of its own that cost what has changed: which request holds which block
-and page, what each step may take, which requests have their terminal reply, and in which order they join. From inside,
-the kernel's own `check_invariants`, which looks at everything: where the pools are so large that this would take most
-of the time, it runs once in a fixed number of events, and after every event that is not routine.
+There are two kinds of checks. External checks keep their own records and cost time only for what
+changed: the owner of each block and page, the contents of each step, terminal replies, and the
+order of admission. The kernel's own `check_invariants` scans the whole state; with large pools it
+runs only once in a fixed number of events, and after every event that is not routine.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from vsched.sim.setup import Setup
 from vsched.types import MediaItem, group_names, stage_of
 
 BLOCKS_AN_EVENT = 64
-"""Blocks and pages that a check of the whole state may look at, on average, an event."""
+"""Average number of blocks and pages per event that full-state checks may scan."""
 ROUTINE = (Stepped, Knocked, Submitted, Encoded)
 WAITING_MAX_NS = 24 * 3600 * 1_000_000_000
-"""No request may wait for a day, even where the configuration has no limit."""
+"""Maximum waiting time if the configuration sets no limit: one day."""
 
 
 class SimulationFailed(VschedError):
-    """Something that must never happen did; the message says at which event, and how to see it again."""
+    """An invariant was broken; the message names the event and how to reproduce it."""
 
 
 class _Generator:
-    """A generate group's blocks and slots, as its decisions say."""
+    """Blocks and slots of a generate group, derived from its decisions."""
 
     def __init__(self, blocks: int) -> None:
         self.holders = [0] * blocks
@@ -52,7 +52,7 @@ class _Generator:
         self.places: dict[int, tuple[int, int]] = {}
 
     def swap_out(self, decision: GenerateDecision) -> None:
-        """Blocks are copied out: those of requests that leave their slots in this decision, and come back."""
+        """Check swap-out copies: only blocks that a leaving request alone holds and keeps."""
         leaving = {
             block: (leave.number, index)
             for leave in decision.left
@@ -67,9 +67,10 @@ class _Generator:
             self.places[place] = leaving[block]
 
     def swap_in(self, decision: GenerateDecision) -> None:
-        """Blocks are copied back: to requests that join, each to where it was in the sequence.
+        """Check swap-in copies: each block returns to its request and its place in the sequence.
 
-        Those that join after one, in the same decision, may share its blocks: copies come before steps.
+        Requests that join later in the same decision may share its blocks, because copies come
+        before steps.
         """
         joined: dict[int, list[tuple[int, int]]] = {}
         for join in decision.joined:
@@ -95,19 +96,21 @@ class _Generator:
 
 
 class Oracles:
-    """Checks everything that `vsched simulate --oracles` promises; raises `AssertionError`.
+    """Checks every promise of `vsched simulate --oracles`; raises `AssertionError`.
 
-    - no block is given to two requests, unless both read it as a cached prefix; no page to two images; nothing is
-      written while a step reads it, and a step reads what was written for the images of its requests;
-    - a block is swapped out by who gives it up alone, and swapped in for whom and where it was;
-    - a step has at most its tokens, slots, images and image tokens;
-    - every accepted request gets one terminal reply, and a refused one no other;
-    - under `fifo`, no request joins before an older one of the same waiting queue;
-    - no request waits longer than `deadlines.waiting_s`, or a day.
+    - A block belongs to one request, unless it is a cached prefix that several read; a page belongs
+      to one image. Nothing is written while a step reads it, and a step reads the embeddings of its
+      own requests' images.
+    - Only a block with a single holder is swapped out, and it is swapped in for the same request at
+      the same place.
+    - A step stays within its limits of tokens, slots, images and image tokens.
+    - Every accepted request gets exactly one terminal reply, and a refused one gets no other reply.
+    - Under `fifo`, no request is admitted before an older one of the same waiting queue.
+    - No request waits longer than `deadlines.waiting_s`, or a day.
     """
 
     def __init__(self, setup: Setup, *, check_every: int | None = None) -> None:
-        """Prepare for a simulation; `check_every` is the number of events between two checks of the whole state."""
+        """Prepare for a simulation; `check_every` is the number of events between full-state checks."""
         limits = self._limits = setup.limits
         scanned = limits.blocks * limits.generators + limits.pages
         self.check_every = check_every or max(scanned // BLOCKS_AN_EVENT, 1)
@@ -134,7 +137,7 @@ class Oracles:
     def see(
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
     ) -> None:
-        """Check an event and what came of it."""
+        """Check an event and the resulting commands."""
         self._events += 1
         self._take_event(event)
         joined: list[tuple[str, Join]] = []
@@ -164,7 +167,7 @@ class Oracles:
         if type(event) is Stepped:
             step, pages = self._generators[event.group].out.popleft()
             assert step == event.step, f"step {event.step} came back, {step} was out"
-            if pages:  # a Counter takes its time to see that there are none
+            if pages:  # a Counter is slow even when there is nothing to subtract
                 self._reading.subtract(pages)
         elif type(event) is Submitted:
             names = [event.request.request_id, *(one.request_id for one in event.further)]
@@ -218,9 +221,10 @@ class Oracles:
         )
 
     def _check_order(self, joined: Sequence[tuple[str, Join]], kernel: Scheduler) -> None:
-        """Under fifo, a request that stayed in the queue is younger than those that joined.
+        """Check under fifo that a request left in the queue is younger than those that joined.
 
-        An entry that fell out of the line because an embedding went, and came back, is another entry: it could not run.
+        A request that left the queue because it lost an embedding, and returned, has a new entry:
+        it could not run meanwhile.
         """
         for stage in kernel.generators:
             numbers = [join.number for group, join in joined if group == stage.name]
@@ -234,7 +238,7 @@ class Oracles:
     # --- generate steps ---
 
     def _check_length(self, number: int, chunk: ChunkPlan) -> None:
-        """No chunk cuts what it must hold whole, and only that makes it longer than others."""
+        """Check that no chunk splits an atomic span, and that only an atomic span exceeds the chunk limit."""
         whole: list[tuple[int, int]] = []
         if self._limits.prompt_atomic:
             whole = [(0, self._prompts[number])]

@@ -1,4 +1,4 @@
-"""From a configuration to what a simulation needs: the model's shape, the kernel's limits, the policies."""
+"""Resolve a configuration into simulation inputs: model shape, kernel limits and policies."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from vsched.types import ModelInfo
 from vsched.worker.registry import load_worker
 
 TABLES = tuple(table for table in POLICY_TABLES if table != "generate.memory")
-"""The policy tables that a simulation uses."""
+"""Policy tables that a simulation uses."""
 
 
 class DraftLuck(msgspec.Struct, frozen=True):
-    """What comes of drafts in a simulation, which has no tokens.
+    """Speculative decoding in a simulation, which has no real tokens.
 
     Attributes:
-        acceptance: How likely a draft proves right, where those before it did; with 0 nobody drafts.
-        model_time: What a token of the draft model takes, as a share of a step that decodes.
+        acceptance: Probability that a draft token is accepted if all before it were; 0 turns
+            speculative decoding off.
+        model_time: Time of one draft-model token, as a share of a decode step.
     """
 
     acceptance: float = 0.0
@@ -37,7 +38,7 @@ class DraftLuck(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration, ready to be simulated."""
+    """A configuration ready for simulation."""
 
     config: Config
     info: ModelInfo
@@ -47,13 +48,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def item_tokens_max(self) -> int:
-        """Most tokens of one image; a larger one is scaled down."""
+        """Maximum number of tokens of one image; larger images are scaled down."""
         most = self.info.item_tokens_max
         return min(most, self.policies.item_tokens_max or most)
 
     @property
     def kernel_policies(self) -> KernelPolicies:
-        """The policies that the kernel consults."""
+        """The policies that the kernel calls."""
         return self.policies.for_kernel()
 
 
@@ -66,19 +67,22 @@ def prepare(
     kv_tokens: int | None = None,
     drafts: DraftLuck | None = None,
 ) -> Setup:
-    """Return what a simulation of a configuration consists of.
+    """Resolve a configuration for simulation.
 
     Args:
         config: The configuration.
-        cost: Says the shape and the size of the KV cache where nothing else does.
-        policies: Policies that take the place of configured ones, by table, such as `encode.encoding`.
-        info: The model's shape; by default the cost model's, else that of the checkpoint at `model.path`.
-        kv_tokens: The KV cache of a replica; by default what `generate.memory` pins, else the cost model's.
-        drafts: What comes of drafts; without it nobody drafts.
+        cost: Cost model; also the fallback for the model shape and the KV cache size.
+        policies: Replacements for configured policies, by table, such as `encode.encoding`.
+        info: The model's shape; by default the cost model's, else the shape of the checkpoint at
+            `model.path`.
+        kv_tokens: KV cache size of a replica; by default as pinned by `generate.memory`, else the
+            cost model's.
+        drafts: Speculative decoding parameters; off by default.
 
     Raises:
-        ConfigError: When the shape or the size of the KV cache is not known, or something does not fit.
-        PolicyError: When a policy is none of its table's kind.
+        ConfigError: When the shape or the KV cache size is unknown, or settings contradict each
+            other.
+        PolicyError: When a policy does not implement the contract of its table.
     """
     if isinstance(config, LoadedConfig):
         configured, config = config.policies, config.config
@@ -98,7 +102,7 @@ def prepare(
                 remedy="raise generate.memory.tokens or --kv-tokens",
             )
         )
-    arena_layout(config, info)  # refuses what has no room for a page
+    arena_layout(config, info)  # raises ConfigError if a page does not fit
     drafts = drafts or DraftLuck()
     limits = msgspec.structs.replace(
         scheduler_limits(config, info, configured, blocks=blocks),
@@ -145,10 +149,10 @@ def _kv_tokens(config: Config, info: ModelInfo, cost: CostModel, given: int | No
 
 
 def inspect_checkpoint(config: Config, path: str | os.PathLike[str]) -> ModelInfo:
-    """Return the shape of a checkpoint, by the configured plug-in; nothing is loaded.
+    """Return the shape of a checkpoint, read by the configured plug-in without loading weights.
 
     Raises:
-        CheckpointError: When there is none, or it is not supported.
+        CheckpointError: When the checkpoint is missing or not supported.
         ConfigError: When no path is given.
     """
     if not str(path):

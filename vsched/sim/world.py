@@ -1,4 +1,4 @@
-"""What the parts of a simulated engine share: the clock, the faults, the requests sent, and what must never happen."""
+"""State shared by the parts of a simulated engine: clock, fault injection, requests sent, and violations found."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from vsched.types import MediaItem
 
 logger = logging.getLogger(__name__)
 ORIGIN_NS = 10_000_000_000
-"""Time after which a simulated engine has started; by default the times of workloads and faults count from then."""
+"""Virtual time by which a simulated engine has started; workload and fault times count from it by default."""
 
 
 HINTS_MAX = 5
 
 
 class StepCosts(Protocol):
-    """What says how long steps take, in nanoseconds; a `CostModel`, say."""
+    """Step durations in nanoseconds, as given by a `CostModel`."""
 
     def encode_ns(self, tokens: Sequence[int]) -> float:
-        """Return the time of an encoder step with images of these numbers of tokens."""
+        """Duration of an encoder step for images with these token counts."""
         ...
 
     def generate_ns(
         self, *, decodes: int, context: int, prefill: int = 0, pairs: float = 0.0
     ) -> float:
-        """Return the time of a generator step."""
+        """Duration of a generator step."""
         ...
 
     def swap_ns(self, size: int) -> float:
-        """Return the time of copying so many bytes of KV blocks to host memory, or back."""
+        """Duration of copying `size` bytes of KV blocks to host memory or back."""
         ...
 
 
@@ -57,7 +57,7 @@ QUICK = CostModel(
 
 
 class Delays(msgspec.Struct, frozen=True, kw_only=True):
-    """How long things take that no cost model of steps knows; `noise` is the relative spread of a step's time."""
+    """Durations outside the step cost model; `noise` is the relative spread of step times."""
 
     load_ns: int = 200_000_000
     build_ns: int = 5_000_000
@@ -70,17 +70,19 @@ class World:
     """The environment of one simulated engine.
 
     Attributes:
-        rng: Seeds the parts that draw; used only while the world is made, so the order of their draws does not matter.
-        origin_ns: When the times of workloads and faults count from.
-        injector: Hands out the faults to the parts that they strike.
-        launches: How often ranks of each group were started.
-        items: Items of requests that were accepted, by the request's number.
-        cached: The same under the keys that the embedding cache knows them by.
-        by_set: Those keys stand for whole sets of images.
-        appearances: What images look like, by key.
-        violations: What must never happen and did, in order.
-        hints: What may have led to that.
-        digests: Of each log that a group has had, the digest of each entry that a rank of it has accepted.
+        rng: Seeds the random generators of the parts; used only during construction, so the order
+            of draws does not matter.
+        origin_ns: Origin of workload and fault times.
+        injector: Injects the planned faults.
+        launches: Number of times the ranks of each group were started.
+        items: Images of accepted requests, by request number.
+        cached: The same images under their embedding-cache keys.
+        by_set: Whether embedding-cache keys cover all images of a request rather than one.
+        appearances: Simulated image contents, by key.
+        violations: Broken invariants, in order.
+        hints: Suspicious events that may explain a violation.
+        digests: For each decision log of a group, the digest of every entry that one of its ranks
+            has accepted.
     """
 
     def __init__(
@@ -115,15 +117,15 @@ class World:
         self._pids = itertools.count(1)
 
     def generator(self, name: str) -> random.Random:
-        """Return a generator of its own for a part of the simulation."""
+        """Return a separate random generator for a named part of the simulation."""
         return random.Random(f"{self.seed} {name}")  # noqa: S311
 
     def next_pid(self) -> int:
-        """Return the number of a new process."""
+        """Return a new process id."""
         return next(self._pids)
 
     def accept(self, number: int, items: tuple[MediaItem, ...]) -> None:
-        """Note what a request holds."""
+        """Record the images of an accepted request."""
         self.items[number] = items
         self.cached[number] = keyed_by_set(items) if self.by_set else items
         for item, cached in zip(items, self.cached[number], strict=True):
@@ -131,26 +133,26 @@ class World:
                 self.appearances[cached.key] = self.appearances[item.key]
 
     def violate(self, what: str) -> None:
-        """Note what must never happen; the simulation goes on, and fails in the end."""
+        """Record a broken invariant; the simulation continues and fails at the end."""
         self.violations.append(f"at {self.loop.time():.9f} s: {what}")
         self.violated.set()
 
     def violations_and_hints(self) -> list[str]:
-        """Return the violations, and the hints where there are any."""
+        """Return the violations, followed by hints if there are violations."""
         return [*self.violations, *self.hints[:HINTS_MAX]] if self.violations else []
 
     def hint(self, what: str) -> None:
-        """Note what is suspicious, and does no harm as long as nothing comes of it."""
+        """Record a suspicious event, reported only together with a violation."""
         self.hints.append(f"at {self.loop.time():.9f} s: {what}")
 
     def expect(self, condition: object, what: str) -> None:
-        """Note a violation unless a condition holds."""
+        """Record a violation unless a condition holds."""
         if not condition:
             self.violate(what)
 
 
 def _moved(plan: FaultPlan, origin_ns: int) -> FaultPlan:
-    """Return a plan whose times count from the beginning of the loop."""
+    """Return the plan with times counted from the start of the loop."""
     moved = tuple(
         msgspec.structs.replace(fault, at_ns=fault.at_ns + origin_ns) for fault in plan.faults
     )

@@ -1,4 +1,4 @@
-"""A whole engine in simulation: all of vsched but the models, on a virtual clock, with faults and oracles."""
+"""A whole engine in simulation: all of vsched except the models, on a virtual clock, with faults and oracles."""
 
 from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config

@@ -1,4 +1,4 @@
-"""Clients of a simulated engine: each sends one request, over HTTP or as a library, and checks what it gets."""
+"""Simulated clients: each sends one request, over HTTP or the library API, and checks the response."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SessionOutcome = Literal["", "finished", "refused", "failed", "left"]
 
 
 class ClientBehaviour(msgspec.Struct, frozen=True, kw_only=True):
-    """How a client asks: over HTTP or as a library, streaming or not, with its images or with links to them.
+    """Behaviour of a client: HTTP or library API, streaming or not, images inline or as URLs.
 
-    `stop_token_ids` and `stop` end the answer where the first of them comes. With `choices` it must be one of them, or
-    the beginning of one.
-    It asks for so many `answers`, which share the prompt and are all the same. `adapter` is the number of the one that
-    it names, in the order in which they were loaded; 0 for none.
+    `stop_token_ids` and `stop` end the output at their first occurrence. With `choices` the output
+    must be one of them, or a prefix of one. `answers` is the number of choices requested (`n`),
+    which share the prompt and are all equal. `adapter` is the number of the requested adapter in
+    loading order; 0 for none.
     """
 
     http: bool = True
@@ -58,17 +58,17 @@ class ClientBehaviour(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def choice(self) -> list[str]:
-        """The choices as texts."""
+        """The `choices` as texts."""
         return [" ".join(map(str, each)) for each in self.choices]
 
 
 def adapter_name(number: int) -> str:
-    """Return the name of the adapter that was loaded as the `number`-th."""
+    """Return the name of the `number`-th loaded adapter."""
     return f"adapter-{number}"
 
 
 class SessionAnswer(msgspec.Struct):
-    """The answer to a request; `reason` is why it ended, empty while it has not."""
+    """One choice of a response; `reason` is its finish reason, empty until it ends."""
 
     text: str = ""
     tokens: list[int] = []
@@ -76,14 +76,14 @@ class SessionAnswer(msgspec.Struct):
 
 
 class ClientSession:
-    """One request of a client, and what came of it.
+    """One client request and its outcome.
 
     Attributes:
-        arrival: What it asks.
-        answers: The answers so far; over HTTP they have no token ids.
-        outcome: How it ended; empty while it has not.
-        code: Of the error that it ended with.
-        number: The kernel's, once it is accepted.
+        arrival: The request to send.
+        answers: The choices received so far; over HTTP without token ids.
+        outcome: Empty until the request ends.
+        code: Error code, if it ended with an error.
+        number: The kernel's request number, once accepted.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ClientSession:
             world.appearances[images.key_of(image, arrival.tenant)] = images.appearance_of(image)
 
     def _put(self, part: PromptPart) -> Image | list[int]:
-        """Add a part to the prompt, as a server must understand it; return what the client sends of it."""
+        """Append a part to the expected prompt, and return the part as sent by the client."""
         if isinstance(part, Image):
             expansion = image_tokens(part.tokens)
             item = MediaItem(
@@ -136,18 +136,18 @@ class ClientSession:
 
     @property
     def received(self) -> SessionAnswer:
-        """The first answer so far."""
+        """The first choice received so far."""
         return self.answers[0]
 
     @property
     def expected(self) -> SessionAnswer:
-        """The answer that it must get."""
+        """The correct output."""
         received = SessionAnswer(reason="length")
         count, choices = self.arrival.output_tokens, self.behaviour.choices
         for token in held_answer(self.prompt, self.items, count, choices, self.behaviour.adapter):
             received.tokens.append(token)
             if token in self.behaviour.stop_token_ids:
-                received.reason = "stop"  # it is no part of the text
+                received.reason = "stop"  # not part of the text
                 break
             received.text += f"{token} "
             ends = [
@@ -159,11 +159,11 @@ class ClientSession:
                 received.text, received.reason = received.text[: min(ends)[1]], "stop"
                 break
             if tuple(received.tokens) in choices:
-                received.reason = "stop"  # nothing may follow
+                received.reason = "stop"  # generation must end here
         return received
 
     def accepted(self, number: int, request: Request) -> None:
-        """The kernel has accepted this request; it must be what was asked."""
+        """Check that the kernel accepted this request unchanged."""
         self.number, self._request = number, request
         same = request.prompt_token_ids == self.prompt and len(request.items) == len(self.items)
         same = same and request.adapter == self.behaviour.adapter
@@ -172,7 +172,7 @@ class ClientSession:
         self._world.expect(same, f"{self}: it was accepted as something else")
 
     def phase(self, kernel: Scheduler | None) -> RequestPhase | None:
-        """Return where it is; None when it is not under way."""
+        """Return the current phase; None before sending and after the end."""
         if self.sent_ns < 0 or self.outcome or self._left:
             return None
         if self._uploading:
@@ -191,7 +191,7 @@ class ClientSession:
         )
 
     def leave(self) -> None:
-        """Go away."""
+        """Disconnect."""
         self._left = True
         if self._call is not None:
             self._call.disconnect()
@@ -199,7 +199,7 @@ class ClientSession:
             self._task.cancel()
 
     async def run(self, engine: Engine, client: AsgiClient) -> None:
-        """Ask, and read the answer to its end."""
+        """Send the request and read the response to its end."""
         loop = self._world.loop
         self.sent_ns = loop.now_ns()
         ask = self._over_http(client) if self.behaviour.http else self._as_library(engine)
@@ -232,7 +232,7 @@ class ClientSession:
             self.code, self.message = error.code or "", error.message
 
     def _check(self) -> None:
-        """Nothing may be missing, doubled or wrong."""
+        """Check that no output is missing, duplicated or wrong."""
         expected = self.expected
         for one in self.answers:
             if self.outcome == "finished":
@@ -246,7 +246,7 @@ class ClientSession:
             self._world.expect(self._left, f"{self}: it was left alone")
 
     def __str__(self) -> str:
-        """Name it as a person would."""
+        """Return the request's name for messages."""
         return f"request {self.index} ({self.arrival.request_id})"
 
     # --- as a library ---

@@ -1,7 +1,7 @@
-"""A simulated engine: `vsched.engine.Engine` and the HTTP application over it, with everything around them simulated.
+"""A simulated engine: `vsched.engine.Engine` with its HTTP application, on a simulated environment.
 
-Kernel, shell, worker groups, leaders, decision logs, ranks up to their workers, sizing of KV caches, supervisor,
-administration, streams, media pipeline and HTTP are the production code.
+Kernel, shell, worker groups, leaders, decision logs, ranks up to their workers, KV cache sizing,
+supervisor, administration, streams, media pipeline and HTTP are production code.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from vsched.types import Request, group_names, stage_of
 REMEDY = "a whole engine loses a group through its ranks. Remedy: name a fault of a rank, such as worker_crash or hang"
 SHUT_DOWN_S = 60.0
 HELD_SHARE = 0.2
-"""How many answers are held to a grammar."""
+"""Share of requests with a grammar."""
 HEAL_S = 120.0
-"""Virtual seconds within which everything must have ended once the last fault is over."""
+"""Virtual seconds after the last fault within which everything must have ended."""
 
 
 def small_config(**changes: Any) -> Config:
-    """Return a configuration in which a few small requests make everything scarce, and faults are noticed soon.
+    """Return a configuration small enough that a few small requests exhaust everything, with short fault timeouts.
 
     Args:
         changes: Sections to replace, by name.
@@ -87,26 +87,27 @@ class SimEngine:
 
     Args:
         config: By default `small_config()`; its workers must be the simulated ones.
-        seed: Of everything that is drawn.
-        faults: What goes wrong, at times that count from when the engine has started.
-        costs: How long steps take.
-        delays: How long everything else takes.
-        links: What the links between leaders and ranks are like without faults.
-        host_links: What the links to other hosts are like, where `cluster.hosts` has any.
-        origin_ns: The time that workloads and faults count from; by default ten seconds from now, when the engine has
-            started.
-        answers_max: The most answers that a request asks for, where its manner is drawn.
-        allow_policy_failures: Whether policies may fail; by default, a policy failure fails the simulation.
+        seed: Seed of all random draws.
+        faults: Planned faults; their times count from `origin_ns`.
+        costs: Step durations.
+        delays: Other durations.
+        links: Properties of the links between leaders and ranks, without faults.
+        host_links: Properties of the links to the hosts in `cluster.hosts`.
+        origin_ns: Origin of workload and fault times; by default ten seconds from now, when the
+            engine has started.
+        answers_max: Maximum number of choices per request, for randomly drawn behaviours.
+        allow_policy_failures: Whether policies may fail; by default, a policy failure fails the
+            simulation.
 
     Raises:
-        ConfigError: When a fault is of a kind that only groups as a whole have, or of a host that there is not.
+        ConfigError: When a fault applies only to whole groups, or names an unknown host.
 
     Attributes:
         engine: The production engine.
-        client: Of the HTTP application.
-        world: What it stands on, and the list of violations.
-        sessions: All requests that were sent through `send` and `run`.
-        operations: All that operators were told to do.
+        client: Client of the HTTP application.
+        world: The simulated environment, with the list of violations.
+        sessions: All requests sent through `send` and `run`.
+        operations: All operator actions.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class SimEngine:
         self.engine = Engine(self.config, environment=environment)
         self.client = AsgiClient(create_app(self.engine, ApiSettings()))
 
-    # --- life ---
+    # --- lifecycle ---
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -170,14 +171,14 @@ class SimEngine:
             self.check_violations()
 
     async def start(self) -> None:
-        """Start the engine, and let the time come from which plans count.
+        """Start the engine and advance to the origin of plan times.
 
         Raises:
             CheckpointError, DeviceOutOfMemory, GroupLostError: As `Engine.start`.
         """
         self._around.enter_context(self.world.injector.armed())
         loop = self.world.loop
-        await asyncio.sleep(1e-3)  # a time of 0 means never to the kernel
+        await asyncio.sleep(1e-3)  # the kernel reads time 0 as "never"
         try:
             await self.engine.start()
         except BaseException:
@@ -204,7 +205,7 @@ class SimEngine:
         self.world.expect(not left, f"tasks are left after the stop: {names}")
 
     async def _end_hosts(self) -> None:
-        """See that no rank outlives the engine for longer than a host can be in doubt, and end the hosts."""
+        """Check that no rank outlives the engine longer than a host's silence timeout, and stop the hosts."""
         if self.launcher.machines:
             deadlines = self.config.deadlines
             await self.sleep_until(self.plan.end_ns)
@@ -214,10 +215,10 @@ class SimEngine:
         await self.launcher.end()
 
     async def shut_down(self) -> None:
-        """Stop the production engine, as a server does, while clients wait; each must hear of it.
+        """Stop the production engine while clients wait, as a server does; every client must get an error.
 
         Raises:
-            SimulationFailed: When one does not, or anything was violated before.
+            SimulationFailed: When a client gets none, or anything was violated before.
         """
         await self.engine.stop()
         self.was_shut_down = True
@@ -227,9 +228,10 @@ class SimEngine:
         self.check_violations()
 
     async def _resume_groups(self) -> None:
-        """Give drained groups work again: all of them when every request has ended.
+        """Resume drained groups: all of them once every request has ended.
 
-        Before, only where operators have drained all that are left of a stage: requests wait for that.
+        Until then, only if every remaining group of a stage is drained: requests wait for that
+        stage.
         """
         while True:
             rows = self.engine.groups()
@@ -274,7 +276,7 @@ class SimEngine:
         *,
         after: ClientSession | None = None,
     ) -> ClientSession:
-        """Send a request now, or when another has ended."""
+        """Send a request now, or after another session has ended."""
         index = len(self.sessions)
         session = ClientSession(
             self.world, index, arrival, behaviour or self._draw_behaviour(index)
@@ -290,9 +292,9 @@ class SimEngine:
         await session.run(self.engine, self.client)
 
     async def run(self, workload: Iterable[Arrival]) -> list[ClientSession]:
-        """Send requests when their time has come; return once it has come for the last.
+        """Send requests at their arrival times; return after the last one is sent.
 
-        A turn of a conversation is sent when the turn before has ended.
+        A conversation turn is sent after the previous turn has ended.
         """
         sessions: list[ClientSession] = []
         turns: dict[str, ClientSession] = {}
@@ -306,7 +308,7 @@ class SimEngine:
         return sessions
 
     def operate(self, operation: Operation) -> None:
-        """Have an operator do something when its time has come."""
+        """Perform an operator action at its time."""
         self.operations.append(operation)
         self._operating.append(self.world.loop.create_task(self._operate(operation)))
 
@@ -315,7 +317,7 @@ class SimEngine:
         await operate(self.world, self.client, operation)
 
     async def sleep_until(self, at_ns: int) -> None:
-        """Sleep until a time, counted as plans and workloads do."""
+        """Sleep until a time, counted from `origin_ns`."""
         left_ns = self.world.origin_ns + at_ns - self.world.loop.now_ns()
         await asyncio.sleep(max(left_ns, 0) / 1e9)
 
@@ -335,10 +337,11 @@ class SimEngine:
         )
 
     async def heal(self, *, within_s: float = HEAL_S) -> None:
-        """Wait until all faults are over and every request has ended; then see that nothing is left behind.
+        """Wait until all faults are over and every request has ended; then check that no resource is held.
 
         Raises:
-            SimulationFailed: When requests do not end, something is held, or anything was violated before.
+            SimulationFailed: When requests do not end, something is held, or anything was violated
+                before.
         """
         await self.sleep_until(self.plan.end_ns)
         await asyncio.gather(*self._operating)
@@ -351,17 +354,17 @@ class SimEngine:
         self.check_violations()
 
     def check_violations(self) -> None:
-        """Raise when something happened that must never happen.
+        """Raise if an invariant was violated.
 
         Raises:
-            SimulationFailed: With all of it.
+            SimulationFailed: With all violations.
         """
         if self.world.violations:
             raise SimulationFailed("\n".join(self.world.violations_and_hints()))
 
     @property
     def digest(self) -> str:
-        """Over all that the kernel heard and decided, and when."""
+        """Digest of all kernel events and commands, with their times."""
         return self.observer.digest if self.observer is not None else ""
 
     @property
@@ -369,10 +372,10 @@ class SimEngine:
         """The names of all groups."""
         return groups_of(self.config)
 
-    # --- faults that strike from outside ---
+    # --- external faults ---
 
     def _note_accept(self, number: int, request: Request) -> None:
-        index = request.sampling.seed  # sessions have it for this
+        index = request.sampling.seed  # sessions use their index as seed
         if 0 <= index < len(self.sessions):
             self.sessions[index].accepted(number, request)
 
@@ -382,7 +385,7 @@ class SimEngine:
             self.world.loop.call_soon(self._look)
 
     def _look(self) -> None:
-        """Have clients go away that are where a fault wants one to be."""
+        """Disconnect clients that are in the phase of a due `Disconnect` fault."""
         self._look_due = False
         kernel = self.observer.kernel if self.observer is not None else None
         phases = {session.phase(kernel): session for session in reversed(self.sessions)}
@@ -401,13 +404,13 @@ class SimEngine:
 
 
 def _draw_stops(rng: random.Random) -> list[int]:
-    """Draw tokens that may end an answer; most requests have none."""
+    """Draw stop tokens; most requests have none."""
     some = range(FIRST_TOKEN, FIRST_TOKEN + TOKENS)
     return rng.sample(some, rng.randint(1, 8)) if rng.random() < 0.25 else []
 
 
 def _draw_choices(rng: random.Random) -> list[tuple[int, ...]]:
-    """Draw answers of which one must come: they begin alike, part at one token, and none begins another."""
+    """Draw choices for the output: they share a prefix, differ at one token, and none is a prefix of another."""
     some = range(FIRST_TOKEN, FIRST_TOKEN + TOKENS)
     head = tuple(rng.choices(some, k=rng.randint(0, 4)))
     return [

@@ -1,8 +1,7 @@
-"""Other hosts of a simulated engine: `vsched host` as it is, on machines and links that fail.
+"""Other hosts of a simulated engine: the production `vsched host` on machines and links that fail.
 
-What speaks is production code: placement, the streams of `vsched.aio.hosts` with their windows and silences, the server
-of a host, and the ranks that it starts. What it stands on is not: sockets, keys, and machines, which end, stand still
-and come back.
+Production code: placement, the streams of `vsched.aio.hosts` with their windows and timeouts, the
+host server, and its ranks. Simulated: sockets, keys, and machines, which crash, stall and restart.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from vsched.sim.world import World
 from vsched.transport.arena import Arena
 
 KNOCK_NS = 100_000_000
-"""How soon a connection is tried again that nobody took; ZeroMQ's default."""
+"""Retry interval of a refused connection; ZeroMQ's default."""
 GREETING_BYTES = 500
-"""About what the handshake of CURVE takes in a direction."""
+"""Approximate size of a CURVE handshake, per direction."""
 
 
 class Strike(NamedTuple):
-    """A fault struck a host that these groups ran on."""
+    """A host fault, and the groups that ran on the host."""
 
     at_ns: int
     fault: HostFault
@@ -44,10 +43,10 @@ class Connection:
     """The connection of one start of a worker group to its host; for the engine, an `EngineEnd`.
 
     Attributes:
-        hung_up: As `EngineEnd` says; here everybody has the key.
-        boot: The life of the host that it was made with; None before.
-        gone: Whether the host has heard that the engine's end is closed.
-        groups: Served over it.
+        hung_up: As in `EngineEnd`; keys always match in simulation.
+        boot: The run of the host that accepted it; None before.
+        gone: Whether the host knows that the engine's end is closed.
+        groups: Groups served over it.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Connection:
         on_frame: Callable[[bytes], None],
         on_cut: Callable[[str], None],
     ) -> None:
-        self.address, self.host_key = "", b""  # no host reaches another
+        self.address, self.host_key = "", b""  # hosts do not connect to each other
         self.hung_up = 0
         self.identity = identity
         self.boot: Boot | None = None
@@ -78,13 +77,13 @@ class Connection:
         self._knock()
 
     def _after(self, lane: Lane, size: int, callback: Callable[..., object], *args: object) -> None:
-        """Have something happen at the other end, after all that was sent on this connection before."""
+        """Schedule a call at the other end, after everything already sent in this direction."""
         due_ns = self._last_ns[lane] = max(self._last_ns[lane], lane.arrival_ns(size))
         self._under_way[lane].append(partial(callback, *args))
         self._loop.call_at_ns(due_ns, self._next, lane, context=self._engine.copy())
 
     def _next(self, lane: Lane) -> None:
-        """Let the first happen; which timer brings it, of several at one moment, is all the same."""
+        """Run the oldest pending call; timers due at the same moment are interchangeable."""
         self._under_way[lane].popleft()()
 
     # --- the engine's end ---
@@ -109,7 +108,7 @@ class Connection:
                 self.send(frame)
 
     def send(self, frame: bytes) -> bool:
-        """Send a frame, or keep it until the host has answered."""
+        """Send a frame, or queue it until the handshake is done."""
         if self._greeted:
             self._after(self._machine.there, len(frame), self._arrive, frame)
         else:
@@ -120,19 +119,19 @@ class Connection:
         boot = self._machine.boot
         if boot is not None and boot is self.boot:
             boot.take(self.identity, frame)
-        elif boot is not None:  # it knows of no such connection
+        elif boot is not None:  # the restarted host does not know this connection
             self._after(self._machine.back, 0, self.cut)
 
     def read(self) -> None:
-        """Do nothing: what has arrived was heard when it did."""
+        """No-op: frames are handled on arrival."""
 
     def cut(self) -> None:
-        """Tell the engine that the connection broke."""
+        """Report to the engine that the connection broke."""
         if not self.closed:
             self._on_cut("closed the connection")
 
     def close(self) -> None:
-        """Hear nothing more; what was sent still arrives."""
+        """Stop receiving; frames already sent still arrive."""
         if not self.closed:
             self.closed = True
             self._after(self._machine.there, 0, self._hang_up)
@@ -143,7 +142,7 @@ class Connection:
     # --- the host's end ---
 
     def reply(self, frame: bytes) -> bool:
-        """Send a frame to the engine; return False when the host knows that nobody hears it."""
+        """Send a frame to the engine; return False if the host knows that the engine's end is closed."""
         if not self.gone:
             self._after(self._machine.back, len(frame), self._hear, frame)
         return not self.gone
@@ -155,15 +154,15 @@ class Connection:
             self._on_frame(frame)
 
     def break_off(self) -> None:
-        """The host's process has ended, and its system says so."""
+        """Close the connection after the host's process has ended."""
         self._after(self._machine.back, 0, self.cut)
 
 
 class Boot:
-    """One life of a host: its `vsched host`, and the ranks that this has started.
+    """One run of a host: its `vsched host` process and the ranks started by it.
 
     Attributes:
-        ended: Nothing that it says is heard any more.
+        ended: Whether the process has ended; its frames are dropped.
     """
 
     def __init__(self, machine: FailingHost, number: int) -> None:
@@ -183,7 +182,7 @@ class Boot:
         )
 
     def take(self, peer: bytes, frame: bytes) -> None:
-        """Take a frame that has arrived; it is read when the host runs."""
+        """Queue an arrived frame, to be read when the host runs."""
         self._inbox.append((peer, frame))
         self._machine.world.loop.call_soon(self._read, context=self._context.copy())
 
@@ -195,22 +194,22 @@ class Boot:
         return self.ended or self._machine.connections[peer].reply(frame)
 
     async def close(self) -> None:
-        """End `vsched host`, and its ranks.
+        """Stop `vsched host` and its ranks.
 
-        Blocks: no time; longer where the host stands still.
+        Blocks: no virtual time, unless the host is stalled.
         """
         await self._server.close()
 
 
 class FailingHost:
-    """Another host, and the link to it.
+    """Another host and the link to it.
 
     Attributes:
-        there: The direction from the engine.
-        back: The direction to it.
-        boot: Its life now; None while it is down.
-        connections: All that ever were, by the identity of the engine's end.
-        ranks: All that were ever started there.
+        there: The direction from the engine to the host.
+        back: The direction from the host to the engine.
+        boot: The current run; None while the host is down.
+        connections: All connections ever opened, by the identity of the engine's end.
+        ranks: All ranks ever started on it.
     """
 
     def __init__(
@@ -275,25 +274,25 @@ class FailingHost:
                 one.break_off()
 
     async def close(self) -> None:
-        """End it for good."""
+        """Stop the host for good."""
         if self.boot is not None:
             await self.boot.close()
         await asyncio.gather(*self._closing)
 
 
 class SimulatedCluster:
-    """Starts ranks where a configuration says: on the engine's host, or on simulated machines. Implements `Launcher`.
+    """Starts ranks as configured, on the engine's host or on simulated machines. Implements `Launcher`.
 
     Attributes:
-        ranks: All that were ever started, on all hosts.
+        ranks: All ranks ever started, on all hosts.
         machines: Other hosts, by name.
     """
 
     def __init__(self, world: World, config: Config, profile: HostLinkProfile) -> None:
-        """Prepare.
+        """Create the machines.
 
         Raises:
-            ConfigError: When a fault is of a host that there is not, or Ray is to place ranks.
+            ConfigError: When a fault names an unknown host, or ranks are placed by Ray.
         """
         self.ranks: list[SimulatedRank] = []
         self._world = world
@@ -322,7 +321,7 @@ class SimulatedCluster:
         on_lost: Callable[[str], None],
         on_rows_lost: Callable[[Sequence[int]], None],
     ) -> Host:
-        """Return the host whose turn it is."""
+        """Return the next host for these groups."""
         self._world.launches.update(groups)
         host = self._launcher.place(groups, arena, on_lost, on_rows_lost)
         if host.name:
@@ -331,15 +330,15 @@ class SimulatedCluster:
         return host
 
     def close(self) -> None:
-        """Give everything back; every rank has ended."""
+        """Release everything; all ranks have ended."""
         self._launcher.close()
 
     @property
     def strikes(self) -> list[Strike]:
-        """Faults that struck hosts, and the groups that ran there."""
+        """Faults that hit hosts, with the groups that ran there."""
         return [strike for machine in self.machines.values() for strike in machine.strikes]
 
     async def end(self) -> None:
-        """End all machines."""
+        """Stop all machines."""
         for machine in self.machines.values():
             await machine.close()

@@ -1,4 +1,4 @@
-"""The media pipeline's threads and network in simulation: work is done on the loop, when its time is over."""
+"""Simulated threads and network of the media pipeline: the work runs on the loop after its virtual duration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Work(NamedTuple):
 
 
 class SimulatedThreads(Executor):
-    """A pool of simulated threads: at most `threads` calls at a time, each made when its virtual time is over."""
+    """A simulated thread pool: at most `threads` calls at a time, each executed at the end of its virtual duration."""
 
     def __init__(self, world: World, threads: int) -> None:
         self._loop = world.loop
@@ -40,11 +40,11 @@ class SimulatedThreads(Executor):
         self._closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Have something called when a thread is free."""
+        """Schedule a call on the next free thread."""
         if self._closed:
             raise RuntimeError("cannot schedule new futures after shutdown")
         outcome: Future[T] = Future()
-        if fn is return_freed_memory:  # it is about the real process
+        if fn is return_freed_memory:  # it concerns the real process
             outcome.set_result(None)  # type: ignore[arg-type]
             return outcome
         self._waiting.append(_Work(outcome, lambda: fn(*args, **kwargs)))
@@ -70,7 +70,7 @@ class SimulatedThreads(Executor):
             self._begin()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more; what runs is done by then, if it is to be waited for."""
+        """Accept no more calls; with `wait`, finish the running ones now."""
         self._closed = True
         if cancel_futures:
             while self._waiting:
@@ -89,7 +89,7 @@ def _call(work: _Work) -> None:
 
 
 def _fetch(world: World) -> Callable[[str, MediaSettings, Reserve], Awaitable[bytes]]:
-    """Return what fetches the images that `remote_url` names."""
+    """Return a simulated fetcher for the images that `remote_url` names."""
 
     async def fetch(reference: str, settings: MediaSettings, reserve: Reserve) -> bytes:
         try:
@@ -109,7 +109,7 @@ def _fetch(world: World) -> Callable[[str, MediaSettings, Reserve], Awaitable[by
 
 
 def media_of(world: World) -> Callable[[Preprocessor, PixelStore, MediaSettings], MediaPipeline]:
-    """Return what makes the production pipeline, on simulated threads and a simulated network."""
+    """Return a factory of the production media pipeline, on simulated threads and a simulated network."""
 
     def damaged(_: DecodeError) -> RequestRefused:
         return RequestRefused("injected: the image cannot be decoded", code="image_invalid")

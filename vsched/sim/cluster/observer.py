@@ -1,4 +1,4 @@
-"""Sees every event of the kernel and what came of it: the digest of a run, its oracles, the groups that are down."""
+"""Observes every kernel event and the resulting commands: digest of a run, oracles, and group losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vsched.types import ModelInfo, Request
 
 
 class GroupLoss(msgspec.Struct, frozen=True):
-    """A group went down; `back_ns` is when it was ready again, None while it is not."""
+    """A group loss; `back_ns` is when the group was ready again, or None."""
 
     group: str
     at_ns: int
@@ -28,14 +28,14 @@ class GroupLoss(msgspec.Struct, frozen=True):
 
 
 class EngineObserver:
-    """Stands where the record of a kernel would; see `vsched.aio.shell.Recorder`.
+    """Takes the place of a kernel record; see `vsched.aio.shell.Recorder`.
 
     Attributes:
-        kernel: The scheduler that it observes.
-        losses: Groups that went down, in order.
-        retired: Groups that did not come back.
-        on_event: Called after each event, before anything comes of it.
-        on_accept: Called with the kernel's number of a request and the request.
+        kernel: The observed scheduler.
+        losses: Group losses, in order.
+        retired: Groups that did not return.
+        on_event: Called after each event, before its commands are executed.
+        on_accept: Called with the kernel's request number and the request.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EngineObserver:
         self._ids: dict[str, bytes] = {}
 
     def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
-        """Note an event."""
+        """Record an event."""
         self.events += 1
         self._digest.update(self._words(event, now_ns, commands))
         self._follow(event, now_ns, commands)
@@ -75,14 +75,14 @@ class EngineObserver:
             try:
                 self._oracles.see(now_ns, event, commands, self.kernel)
             except AssertionError as error:
-                self._broken = True  # what the oracles know is wrong from here on
+                self._broken = True  # the oracles' state is invalid from here on
                 self._world.violate(f"after {type(event).__name__}: {error}")
         if len(self.kernel.policy_failures) > self._failed_policies:
             self._note_policy_failures()
         self.on_event()
 
     def _note_policy_failures(self) -> None:
-        """Report the first failure of each policy as a violation: the default decided in its place."""
+        """Report the first failure of each policy as a violation: the default policy decided instead."""
         failures = list(self.kernel.policy_failures.items())
         for name, trace in failures[self._failed_policies :]:
             if not self._allow_policy_failures:
@@ -90,15 +90,15 @@ class EngineObserver:
         self._failed_policies = len(failures)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """No-op."""
 
     @property
     def digest(self) -> str:
-        """The digest of all events and commands so far, with their times."""
+        """Digest of all events and commands so far, with their times."""
         return self._digest.hexdigest()
 
     def _words(self, event: Event, now_ns: int, commands: Sequence[Command]) -> bytes:
-        """Return all that was heard and decided; ids, which servers draw at random, by their order of arrival."""
+        """Encode an event and its commands, with random request ids replaced by their order of arrival."""
         words = self._encoder.encode((now_ns, type(event).__name__, event, list(commands)))
         named = [one for one in (event, *commands) if isinstance(one, _NAMED)]
         for one in named:

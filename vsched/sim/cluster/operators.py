@@ -1,4 +1,4 @@
-"""What operators do to a simulated engine, over HTTP: drain, restart and resume groups, clear, look."""
+"""Operator actions on a simulated engine over HTTP: drain, restart and resume groups, clear, read status."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from vsched.sim.world import World
 Action = Literal["drain", "restart", "resume", "clear", "look", "load", "unload"]
 LOOKS = ("/health", "/metrics", "/admin/statistics", "/admin/replicas", "/v1/models")
 UNDERSTOOD = (200, 409, 503)
-"""Done, not possible now, not served any more."""
+"""Expected statuses: done, not possible now, not served any more."""
 EXTRA = "extra"
 """The adapter that operators load and unload; no request names it."""
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that an operator does; `group` is for actions on one."""
+    """An operator action; `group` is set for actions on a group."""
 
     at_ns: int
     action: Action
@@ -30,7 +30,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 def draw_operations(
     rng: random.Random, groups: Sequence[str], span_ns: int
 ) -> tuple[Operation, ...]:
-    """Draw what operators do in a scenario: mostly nothing."""
+    """Draw the operator actions of a scenario; most have none."""
     if rng.random() < 0.7:
         return ()
     actions: list[Action] = ["drain", "drain", "restart", "resume", "resume", "clear", "look"]
@@ -44,14 +44,14 @@ def draw_operations(
 
 
 def draw_adapter_changes(rng: random.Random, span_ns: int) -> tuple[Operation, ...]:
-    """Draw when operators load and unload an adapter."""
+    """Draw the times at which operators load and unload an adapter."""
     actions: list[Action] = ["load", "unload"]
     times = sorted(rng.randrange(span_ns) for _ in range(rng.randint(1, 6)))
     return tuple(Operation(at_ns=at_ns, action=actions[n % 2]) for n, at_ns in enumerate(times))
 
 
 async def operate(world: World, client: AsgiClient, operation: Operation) -> None:
-    """Do something now, and see that the answer makes sense."""
+    """Perform an action now, and check the response."""
     calls: list[tuple[str, str, object]]
     if operation.action == "look":
         calls = [("GET", path, None) for path in LOOKS]

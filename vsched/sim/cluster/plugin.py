@@ -1,6 +1,7 @@
-"""The worker plug-in of a simulated engine, as far as the engine itself asks: facts, and a preprocessor.
+"""The worker plug-in of a simulated engine: model facts and a preprocessor.
 
-Text is token ids in decimal, with blanks between them. What ranks load is in `workers.py`.
+Text consists of decimal token ids separated by blanks. The workers that ranks load are in
+`symbolic_workers`.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ IMAGE_TEXT = "<image>"
 ITEM_TOKENS_MAX = 128
 CONTEXT_TOKENS = 4096
 HYBRID = "simulated-hybrid"
-"""Path of a checkpoint whose layers keep a state, too; any other is of one without."""
+"""Path of the checkpoint whose layers have a recurrent state; all others have none."""
 STATE_BYTES = 4 << 20
 SEES_IMAGES, SEES_PROMPTS = "simulated-sees-images", "simulated-sees-prompts"
-"""Paths of checkpoints in which the positions of an image see each other, or those of a prompt."""
+"""Paths of checkpoints with bidirectional attention within an image, or within the prompt."""
 SEEN_TOKENS_MAX = 49
-"""Tokens of an image that sees itself: they fit a step of a small engine."""
+"""Maximum tokens of an image with bidirectional attention: it fits into a step of a small engine."""
 
 
 class SimulatedDetokenizer:
-    """Writes each token as a number and a blank."""
+    """Detokenizer that writes each token as a number and a blank."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join(f"{token} " for token in token_ids)
@@ -59,7 +60,7 @@ class SimulatedDetokenizer:
 
 
 class SimulatedPreprocessor:
-    """Tokenizer, chat template and image processor of no model."""
+    """Tokenizer, chat template and image processor without a model."""
 
     settings_digest = SETTINGS_DIGEST
     companion = Companion("tokens", ("tokens",))
@@ -121,7 +122,7 @@ class SimulatedPreprocessor:
 
 
 class SimulatedPlugin:
-    """What the configuration of a simulated engine names."""
+    """The plug-in that the configuration of a simulated engine names."""
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
         del dtype
@@ -144,25 +145,25 @@ class SimulatedPlugin:
         )
 
     def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
-        """Every number of ranks will do."""
+        """Accept any number of ranks."""
 
     def load_grammars(self, info: ModelInfo) -> SymbolicGrammars:
-        """Return what compiles choices of tokens."""
+        """Return the compiler of grammars that are choices of token sequences."""
         del info
         return SymbolicGrammars()
 
     def verifies_drafts(self, info: ModelInfo, *, device: str) -> bool:
-        """Return whether steps can run drafts: no row takes back what it did to a state."""
+        """Return True if the model has no recurrent state: rejected draft tokens cannot be removed from a state."""
         del device
         return not info.state_bytes
 
     def swaps_kv(self, info: ModelInfo, *, device: str) -> bool:
-        """Return whether KV is all that a sequence has."""
+        """Return True if the KV cache is the whole state of a sequence."""
         del device
         return not info.state_bytes
 
     def keep_adapter(self, info: ModelInfo, path: str, kept: str, *, rank_max: int) -> AdapterFacts:
-        """Keep nothing: an adapter is no more than its number."""
+        """Store nothing: a simulated adapter is only a number."""
         del info, path, kept
         return AdapterFacts(rank=rank_max)
 

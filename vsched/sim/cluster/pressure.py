@@ -1,8 +1,9 @@
-"""Scenarios under pressure: everything is scarce and busy when faults and operators strike, so coincidences meet.
+"""Scenarios under pressure: resources are scarce and busy when faults and operator actions occur.
 
-A request is preempted in few steps and a group lost in few, so a plain scenario hardly ever has both at once. Here KV
-cache, embeddings and slots are as small as they can be, all requests arrive together, and what goes wrong is drawn in
-patterns that are known to meet: losses one after another, starts that fail, clients and operators who act meanwhile.
+Preemptions and group losses are rare, so a plain scenario hardly ever has both at once. Here KV
+cache, embeddings and slots are as small as possible, all requests arrive together, and faults are
+drawn in patterns known to interact: repeated losses, failed starts, and disconnects and operator
+actions in between.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from vsched.types import stage_of
 SPAN_NS = 1_500_000_000
 MILLISECOND_NS = 1_000_000
 BACK_MS = 205
-"""About what a lost group takes until its KV cache is sized; see `vsched.sim.world.Delays`."""
+"""Approximate time from a group loss to KV cache sizing; see `vsched.sim.world.Delays`."""
 STARTS = 4
-"""As many failed starts in a row as end a group."""
+"""Number of consecutive failed starts after which a group is retired."""
 
 
 def press_config(rng: random.Random, config: Config) -> Config:
-    """Return a configuration with as little of everything as can be."""
+    """Return a configuration with minimal resources."""
     generate = msgspec.structs.replace(
         config.generate,
         slots=rng.choice([3, 6, 8]),
@@ -51,7 +52,7 @@ def press_config(rng: random.Random, config: Config) -> Config:
 
 
 def press_arrivals(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
-    """Return requests with long answers, which arrive almost together."""
+    """Return requests with long outputs that arrive almost together."""
     gap_ns = rng.choice([0, 5, 50]) * MILLISECOND_NS
     return tuple(
         msgspec.structs.replace(arrival, at_ns=index * gap_ns, output_tokens=rng.randint(1, 64))
@@ -62,7 +63,7 @@ def press_arrivals(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arr
 def draw_patterns(
     rng: random.Random, groups: Sequence[str]
 ) -> tuple[FaultPlan, tuple[Operation, ...]]:
-    """Draw what goes wrong, and what operators do beside it."""
+    """Draw faults and operator actions."""
     faults: list[AnyFault] = []
     operations: list[Operation] = []
     generators = [name for name in groups if stage_of(name) == "generate"]
@@ -79,7 +80,7 @@ def draw_patterns(
 def _losses(
     rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], _: list[Operation]
 ) -> None:
-    """A group is lost several times, and clients leave meanwhile."""
+    """Lose a group several times; clients disconnect in between."""
     for _again in range(rng.randint(1, 3)):
         moment = rng.choice(("before_reply", "after_reply"))
         faults.append(WorkerCrash(at_ns=at_ns, group=group, moment=moment))  # type: ignore[arg-type]
@@ -92,7 +93,7 @@ def _losses(
 def _no_return(
     _rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], _: list[Operation]
 ) -> None:
-    """A group is lost, and does not come back."""
+    """Lose a group that fails to restart."""
     faults.append(WorkerCrash(at_ns=at_ns, group=group))
     faults += [OutOfMemory(at_ns=at_ns, group=group, during="load")] * STARTS
 
@@ -100,7 +101,7 @@ def _no_return(
 def _failed_batches(
     rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], _: list[Operation]
 ) -> None:
-    """Steps find no memory, most likely those of the encoder."""
+    """Make steps run out of memory, mostly encoder steps."""
     group = group.replace("generate", "encode") if rng.random() < 0.7 else group
     faults += [
         OutOfMemory(at_ns=at_ns + 5 * index * MILLISECOND_NS, group=group)
@@ -111,7 +112,7 @@ def _failed_batches(
 def _cleared(
     rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], operations: list[Operation]
 ) -> None:
-    """A group is lost, and everything is cleared at about the time when it comes back."""
+    """Lose a group, and clear all requests at about the time it returns."""
     faults.append(WorkerCrash(at_ns=at_ns, group=group))
     later_ms = rng.randint(BACK_MS - 5, BACK_MS + 40)
     operations.append(Operation(at_ns=at_ns + later_ms * MILLISECOND_NS, action="clear"))
@@ -120,7 +121,7 @@ def _cleared(
 def _left(
     rng: random.Random, at_ns: int, _: str, faults: list[AnyFault], operations: list[Operation]
 ) -> None:
-    """Clients leave one after another, or all requests are cleared, while everybody is busy."""
+    """Disconnect clients one after another, or clear all requests, under full load."""
     if rng.random() < 0.5:
         operations.append(Operation(at_ns=at_ns, action="clear"))
     else:
@@ -130,7 +131,7 @@ def _left(
 def _administered(
     rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], operations: list[Operation]
 ) -> None:
-    """A group is drained, and lost, resumed or restarted before it is through."""
+    """Drain a group, then lose, resume or restart it before it is drained."""
     operations.append(Operation(at_ns=at_ns, action="drain", group=group))
     at_ns += rng.randint(5, 300) * MILLISECOND_NS
     if rng.random() < 0.4:

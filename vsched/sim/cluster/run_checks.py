@@ -1,4 +1,4 @@
-"""What must hold of a run as a whole: faults were noticed in time, losses have a cause, nothing is left behind."""
+"""Checks of a whole run: timely fault detection, a cause for every group loss, and no leaked resources."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 SECOND_NS = 1_000_000_000
 AT_ONCE_S = 0.05
-"""What an exit or the last word of a rank takes to be noticed."""
+"""Maximum time to detect a process exit or a rank's error report."""
 BROKEN_S = 1.0
-"""What a connection that breaks takes to be noticed: it comes after all bytes that are under way."""
+"""Maximum time to detect a broken connection: the close arrives after all bytes in flight."""
 HARMLESS = (
     Disconnect,
     TiePermutation,
@@ -53,7 +53,7 @@ HARMLESS = (
     LateHeartbeat,
     ReplicaRestart,
 )
-"""Faults that must never cost a group."""
+"""Faults that must not cause a group loss."""
 ALWAYS_REFUSED = (
     "queue_full",
     "rate_limit_exceeded",
@@ -61,14 +61,14 @@ ALWAYS_REFUSED = (
     "context_length_exceeded",
     "images_exceed_cache",
 )
-"""As a library tells it, and as HTTP does."""
+"""Error codes of the library and of HTTP that are always possible."""
 POLL_S = 0.5
 RECOVERY_S = 60.0
-"""All pauses between restarts, and as many starts."""
+"""Sum of all restart delays and as many starts."""
 
 
 class CheckedRun(Protocol):
-    """The run of one simulated engine, as far as these checks read it; see `vsched.sim.cluster.engine.SimEngine`."""
+    """The part of a run that these checks read; see `vsched.sim.cluster.engine.SimEngine`."""
 
     config: Config
     plan: FaultPlan
@@ -82,12 +82,12 @@ class CheckedRun(Protocol):
 
 
 def silence_s(deadlines: DeadlinesConfig) -> float:
-    """Return within how many seconds it is noticed that nothing is heard any more."""
+    """Return the maximum time to detect silence, in seconds."""
     return deadlines.rank_timeout_s + 2 * deadlines.heartbeat_s + deadlines.rank_timeout_s / 4
 
 
 def limits_s(struck: Struck, deadlines: DeadlinesConfig) -> float | None:
-    """Return within how many seconds after it struck a fault must have cost its group; None where it need not."""
+    """Return the maximum seconds from a fault to the loss of its group; None if the group may survive."""
     fault = struck.fault
     beat_s = deadlines.heartbeat_s
     silent_s = silence_s(deadlines)
@@ -95,7 +95,7 @@ def limits_s(struck: Struck, deadlines: DeadlinesConfig) -> float | None:
         case WorkerCrash():
             return AT_ONCE_S
         case OutOfMemory(during="step") if stage_of(fault.group) == "generate":
-            return deadlines.step_s + 2 * beat_s  # the step takes its time first
+            return deadlines.step_s + 2 * beat_s  # the step runs first
         case MissedDecision():
             return deadlines.step_s + 2 * beat_s
         case Hang() if fault.end_ns - struck.now_ns > (silent_s + beat_s) * SECOND_NS:
@@ -105,7 +105,7 @@ def limits_s(struck: Struck, deadlines: DeadlinesConfig) -> float | None:
 
 
 def check_detection(world: World, observer: EngineObserver, deadlines: DeadlinesConfig) -> None:
-    """Every fault that strikes a group for good is noticed in bounded time."""
+    """Check that every fault that disables a group is detected in bounded time."""
     now_ns = world.loop.now_ns()
     for struck in world.injector.struck:
         limit_s = limits_s(struck, deadlines)
@@ -120,7 +120,7 @@ def check_detection(world: World, observer: EngineObserver, deadlines: Deadlines
 def check_hosts(
     world: World, strikes: Sequence[Strike], observer: EngineObserver, deadlines: DeadlinesConfig
 ) -> None:
-    """Every fault of a host that lasts takes all groups there down, in bounded time."""
+    """Check that every lasting host fault takes down all groups of the host, in bounded time."""
     faults = world.injector.plan.faults
     slow = {fault.host for fault in faults if isinstance(fault, HostCut | SlowHostLink)}
     for strike in strikes:
@@ -138,7 +138,7 @@ def check_hosts(
 
 
 def _was_lost(observer: EngineObserver, group: str, since_ns: int, until_ns: int) -> bool:
-    """Return whether a group went down in this time, or was down in it."""
+    """Return True if a group went down or was down in this interval."""
     return any(
         loss.group == group
         and loss.at_ns <= until_ns
@@ -152,7 +152,7 @@ def _told(struck: Struck) -> str:
 
 
 def check_causes(world: World, observer: EngineObserver) -> None:
-    """No group is lost but for a fault that costs one."""
+    """Check that every group loss has a fault as its cause."""
     causes = [one.fault for one in world.injector.struck if not isinstance(one.fault, HARMLESS)]
     wires = [one for one in causes if isinstance(one, MessageFault | MissedDecision | Partition)]
     for loss in observer.losses:
@@ -161,7 +161,7 @@ def check_causes(world: World, observer: EngineObserver) -> None:
 
 
 def check_ends(run: CheckedRun) -> None:
-    """Requests end well but for a reason."""
+    """Check that requests end without an error unless a fault explains it."""
     kinds = {type(fault) for fault in run.plan.faults}
     losses = run.observer.losses if run.observer is not None else []
     allowed = set(ALWAYS_REFUSED)
@@ -188,7 +188,7 @@ def check_ends(run: CheckedRun) -> None:
 
 
 async def check_healed(run: CheckedRun) -> None:
-    """After the last fault: all groups are back, or rightly given up, and nothing is held by anybody."""
+    """Check the state after the last fault: all groups are back or correctly retired, and nothing is held."""
     world, observer, served = run.world, run.observer, run.engine
     if observer is None:
         return
@@ -196,7 +196,8 @@ async def check_healed(run: CheckedRun) -> None:
     try:
         async with asyncio.timeout(RECOVERY_S):
             rests_s = 0.0
-            while rests_s < limits.rank_timeout_s + 3 * limits.heartbeat_s:  # no group is lost late
+            # long enough to see a late loss
+            while rests_s < limits.rank_timeout_s + 3 * limits.heartbeat_s:
                 await asyncio.sleep(POLL_S)
                 rests_s = rests_s + POLL_S if _rests(run, observer) else 0.0
     except TimeoutError:
@@ -211,7 +212,7 @@ async def check_healed(run: CheckedRun) -> None:
 
 
 def _check_given_up(run: CheckedRun) -> None:
-    """A group is given up after as many attempts as there are to be."""
+    """Check that a group was retired only after all restart attempts."""
     for row in run.engine.groups():
         launches = run.world.launches[row["name"]]
         given_up = row["state"] == "retired"
@@ -222,7 +223,7 @@ def _check_given_up(run: CheckedRun) -> None:
 
 
 def _rests(run: CheckedRun, observer: EngineObserver) -> bool:
-    """Return whether all groups are back, and no step is in flight."""
+    """Return True if all groups are back and no step is in flight."""
     if run.engine.state not in ("ready", "degraded"):
         return True
     kernel = observer.kernel

@@ -1,4 +1,4 @@
-"""Scenarios drawn from a seed: an engine of some shape, requests that meet in it, and faults; then all must heal."""
+"""Scenarios drawn from a seed: a configuration, overlapping requests, and faults; then everything must recover."""
 
 from __future__ import annotations
 
@@ -42,24 +42,25 @@ from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text
 from vsched.sim.world import QUICK
 
 SPAN_NS = 3_000_000_000
-"""How long faults may begin, and last."""
+"""Span in which faults start, and their maximum duration."""
 REQUESTS = 8
 DEADLY = (WorkerCrash, OutOfMemory, Hang, MissedDecision)
-"""What takes groups down; many of these show how one is given up."""
+"""Faults that take groups down; many of them lead to retired groups."""
 FIRST_PRESSED = 1000
-"""From here on, every other seed is a scenario under pressure. Earlier seeds are what they have always been."""
+"""From this seed on, every other scenario is under pressure. Earlier seeds keep their meaning."""
 IMAGES = 6
-"""The number of images that requests share, and of beginnings of texts."""
+"""Number of images that requests share, and of shared text prefixes."""
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a run depends on: the same scenario is the same run.
+    """Everything a run depends on: equal scenarios give equal runs.
 
     Attributes:
-        slower: How many times as slow steps are as in other scenarios.
-        host_links: What the links to other hosts are like.
-        answers_max: The most answers that a request asks for.
-        shut_down_ns: When the server is stopped, while clients wait; by default it runs until all is healed.
+        slower: Factor on step durations.
+        host_links: Properties of the links to other hosts.
+        answers_max: Maximum number of choices per request.
+        shut_down_ns: When the server is stopped while clients wait; by default it runs until
+            everything has recovered.
     """
 
     seed: int
@@ -86,18 +87,18 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, config=config)
 
     def with_faults(self, plan: FaultPlan) -> Scenario:
-        """Return the scenario with other faults."""
+        """Return the scenario with another fault plan."""
         return msgspec.structs.replace(self, plan=plan)
 
 
 class ScenarioReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a scenario.
+    """Outcome of a scenario.
 
     Attributes:
-        violations: What must never happen and did; empty when all went as it must.
-        digest: Over all that the kernel heard and decided, and when.
-        struck: Faults that found an occasion.
-        probes: How often each probe was reached that was; see `vsched.probes`.
+        violations: Violated invariants; empty if the scenario passed.
+        digest: Digest of all kernel events and commands, with their times.
+        struck: Number of faults that had an effect.
+        probes: Number of hits of each probe that was reached; see `vsched.probes`.
     """
 
     violations: tuple[str, ...] = ()
@@ -115,9 +116,10 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
     pressed = seed >= FIRST_PRESSED and seed % 2
     drawn = draw_pressed(seed, requests=2 * requests) if pressed else _draw_plain(seed, requests)
     if seed % 10 == 7:
-        # By the seed, not by what is drawn: so the scenarios of other models stay what they were.
+        # Chosen by the seed rather than a draw, so that the scenarios of other models do not
+        # change.
         model = msgspec.structs.replace(drawn.config.model, path=SEES_IMAGES)
-        # The least that is enough: so an image waits wherever another prompt takes of the step.
+        # The minimum that suffices: an image waits whenever another prompt takes part of the step.
         room = SEEN_TOKENS_MAX + drawn.config.generate.slots
         generate = msgspec.structs.replace(drawn.config.generate, max_batch_tokens=room)
         config = msgspec.structs.replace(drawn.config, model=model, generate=generate)
@@ -136,7 +138,7 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
 
 
 def _with_hosts(drawn: Scenario) -> Scenario:
-    """Have replicas run on other hosts, which fail, as do the links to them."""
+    """Place replicas on other hosts, and make hosts and their links fail."""
     rng = random.Random(f"hosts {drawn.seed}")  # noqa: S311
     lists = [["far"], ["far", "farther"], ["farther", "far"], [OWN_HOST, "far"], [OWN_HOST]]
     together = drawn.config.placement == "together"
@@ -163,7 +165,7 @@ def _with_hosts(drawn: Scenario) -> Scenario:
 
 
 def _with_drafts(drawn: Scenario) -> Scenario:
-    """Have a draft model guess, which is right now and then, or lookup; some requests are swapped out meanwhile."""
+    """Draft with an unreliable draft model or prompt lookup; sometimes with swapping."""
     rng = random.Random(f"drafts {drawn.seed}")  # noqa: S311
     ngram = rng.choice([0, 0, 1])
     drafting = {
@@ -187,7 +189,7 @@ def _with_drafts(drawn: Scenario) -> Scenario:
 
 
 def _with_swapping(drawn: Scenario) -> Scenario:
-    """Have preempted requests swapped out, with room for all, for some, or for hardly any."""
+    """Swap out preempted requests, with space for all, some, or hardly any of them."""
     generate, info = drawn.config.generate, plugin.inspect("", dtype="", item_tokens_max=0)
     places = random.Random(f"swap {drawn.seed}").choice([3, 12, 200])  # noqa: S311
     generate = msgspec.structs.replace(
@@ -201,7 +203,7 @@ def _with_swapping(drawn: Scenario) -> Scenario:
 
 
 def _with_adapters(drawn: Scenario) -> Scenario:
-    """Have requests name one of two adapters or none, while operators load and unload a third."""
+    """Make requests use one of two adapters or none, while operators load and unload a third."""
     adapters = AdaptersConfig(
         count_max=3,
         load={adapter_name(number): "at start" for number in (1, 2)},
@@ -258,7 +260,7 @@ def draw_pressed(seed: int, *, requests: int) -> Scenario:
 
 
 def slower_by(factor: float) -> CostModel:
-    """Return the quick costs, `factor` times as slow."""
+    """Return the quick costs times `factor`."""
     scaled = {
         stage: type(cost)(
             **{name: factor * value for name, value in msgspec.structs.asdict(cost).items()}
@@ -269,7 +271,7 @@ def slower_by(factor: float) -> CostModel:
 
 
 def draw_config(rng: random.Random) -> Config:
-    """Draw a small engine: replicas, ranks, policies, and what is scarce."""
+    """Draw a small engine: replicas, ranks, policies, and scarce resources."""
     base = small_config()
     ranks = rng.choice([1, 1, 1, 2])
     encoders, generators = rng.choice([(1, 1), (1, 1), (1, 2), (2, 2), (2, 1)])
@@ -315,7 +317,7 @@ def draw_config(rng: random.Random) -> Config:
 
 
 def draw_arrivals(rng: random.Random, requests: int) -> tuple[Arrival, ...]:
-    """Draw requests that share beginnings and images; they arrive in bursts or one by one."""
+    """Draw requests that share prefixes and images; they arrive in bursts or one by one."""
     gap_s = rng.choice([0.0, 0.02, 0.2, 0.4])
     arrivals: list[Arrival] = []
     at_ns = 0
@@ -338,7 +340,7 @@ def draw_arrivals(rng: random.Random, requests: int) -> tuple[Arrival, ...]:
 
 
 def _draw_turn(rng: random.Random, before: Arrival) -> tuple[PromptPart, ...]:
-    """Draw what a client says after the answer to a request: its prompt, the answer, and a little more."""
+    """Draw the next conversation turn: the previous prompt and output, and a new text."""
     more = Text(rng.randrange(1000), rng.randint(1, 12))
     return (*before.prompt, Reply(before.output_tokens), more)
 
@@ -353,7 +355,7 @@ def _draw_prompt(rng: random.Random) -> tuple[PromptPart, ...]:
 
 
 async def play(scenario: Scenario) -> ScenarioReport:
-    """Run a scenario on the running virtual loop, to its healed end."""
+    """Run a scenario on the running virtual loop until everything has recovered."""
     engine = SimEngine(
         scenario.config,
         seed=scenario.seed,
@@ -368,7 +370,7 @@ async def play(scenario: Scenario) -> ScenarioReport:
         for operation in scenario.operations:
             engine.operate(operation)
         await engine.run(scenario.arrivals)
-        with contextlib.suppress(SimulationFailed):  # the report has it
+        with contextlib.suppress(SimulationFailed):  # the report contains it
             if scenario.shut_down_ns is None:
                 await engine.heal()
             else:
@@ -393,6 +395,6 @@ def _report_on(engine: SimEngine) -> ScenarioReport:
 
 
 def run_scenario(scenario: Scenario) -> ScenarioReport:
-    """Run a scenario on a virtual loop of its own."""
+    """Run a scenario on a new virtual loop."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(play(scenario))

@@ -1,7 +1,7 @@
-"""The swarm: many scenarios drawn from seeds, each with faults of its own, until one breaks what must always hold.
+"""The swarm: runs many scenarios drawn from seeds, each with its own faults, until one breaks an invariant.
 
-Each scenario has a random subset of the kinds of faults, and an engine and requests of its own. What fails is told with
-its seed, its plan as JSON, made as short as it can be, and the command that runs it again.
+Each scenario has a random subset of fault kinds, and its own engine and requests. A failure is
+reported with its seed, its minimized fault plan as JSON, and the command that reproduces it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ OnReport = Callable[[int, ScenarioReport], None]
 
 
 class SwarmFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A scenario that failed.
+    """A failed scenario.
 
     Attributes:
-        violations: What happened that must never happen.
-        plan: The faults that are left when all are dropped that it fails without.
-        dropped: How many that were.
-        arguments: Further arguments of the command that repeats it.
+        violations: The violated invariants.
+        plan: The minimized plan: without any of these faults, the scenario passes.
+        dropped: Number of faults removed from the plan.
+        arguments: Further arguments of the command that reproduces it.
     """
 
     seed: int
@@ -41,11 +41,14 @@ class SwarmFailure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """The command that runs it again; with the plan in a file, `--faults FILE` runs it with no more than that."""
+        """The command that reproduces the failure.
+
+        With the plan in a file, `--faults FILE` limits it to the minimized plan.
+        """
         return f"vsched simulate --swarm 1 --seed {self.seed}{self.arguments}"
 
     def describe(self) -> str:
-        """Return seed, violations, faults and the command that repeats them, a line each."""
+        """Return seed, violations, faults and the reproducing command, one per line."""
         dropped = f" ({self.dropped} more that it fails without)" if self.dropped else ""
         return "\n".join(
             [
@@ -58,11 +61,10 @@ class SwarmFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SwarmOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a swarm; the counts are sums over its scenarios.
+    """Outcome of a swarm; counts are sums over its scenarios.
 
     Attributes:
-        probes: In how many scenarios each probe was reached, in the order of their declaration; 0 for those that were
-            reached in none.
+        probes: Number of scenarios that reached each probe, in declaration order; 0 if none did.
     """
 
     scenarios: int
@@ -91,17 +93,17 @@ def swarm(
     arguments: str = "",
     on_report: OnReport = lambda _seed, _report_on: None,
 ) -> SwarmOutcome:
-    """Run `count` scenarios, with the seeds from `seed` on.
+    """Run `count` scenarios with consecutive seeds, starting at `seed`.
 
     Args:
-        count: How many.
+        count: Number of scenarios.
         seed: The first seed.
-        faults: A file with a fault plan that takes the place of those that are drawn.
-        twice: Run each scenario twice, and compare the digests.
+        faults: File with a fault plan that replaces the drawn ones.
+        twice: Run each scenario twice and compare the digests.
         failures_max: Stop after this number of failures.
         policies: Policy tables, by path, that replace the drawn ones.
-        arguments: Further arguments of the command that repeats a failure.
-        on_report: Told of each scenario.
+        arguments: Further arguments of the command that reproduces a failure.
+        on_report: Called with the report of each scenario.
 
     Raises:
         ConfigError: When the plan cannot be read.
@@ -138,7 +140,7 @@ def swarm(
 
 
 def run_guarded(scenario: Scenario, *, twice: bool = False) -> ScenarioReport:
-    """Run a scenario; what it raises is a violation, and so is another digest the second time."""
+    """Run a scenario; report an exception, or a different digest on the second run, as a violation."""
     try:
         with observed() as probes:
             report = run_scenario(scenario)
@@ -154,7 +156,7 @@ def run_guarded(scenario: Scenario, *, twice: bool = False) -> ScenarioReport:
 
 
 def _shortened(scenario: Scenario, report: ScenarioReport, *, twice: bool) -> SwarmFailure:
-    """Drop faults as long as the scenario fails without them: one less leaves what the others do as it was."""
+    """Minimize the plan: remove each fault without which the scenario still fails; the others are unaffected."""
     plan = scenario.plan
     for fault in reversed(scenario.plan.faults):
         fewer = msgspec.structs.replace(
@@ -173,7 +175,7 @@ def _shortened(scenario: Scenario, report: ScenarioReport, *, twice: bool) -> Sw
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the log of engines that are broken on purpose to ourselves."""
+    """Silence the logs of engines that are broken on purpose."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

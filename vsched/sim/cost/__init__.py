@@ -1,1 +1,1 @@
-"""Cost models: how long steps take, and how that is calibrated against a real engine."""
+"""Cost models: step durations and their calibration against a real engine."""

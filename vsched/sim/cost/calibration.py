@@ -1,9 +1,9 @@
-"""From what a real engine was seen doing to a cost model that a simulation can use.
+"""Fit a cost model to an observation of a real engine.
 
-Measurements on a machine that does other things too are wrong in one direction only: too long. So everything is
-measured in several rounds, and only those count that are hardly slower than the best. What slows steps down because the
-engine itself has other work at that moment is told apart by when each process was at work: the costs of steps come from
-those that were alone, and how much company costs (`HostCost.contention`) from the others.
+Other work on the machine can only make measurements too long. So everything is measured in several
+rounds, and only rounds about as fast as the best one count. Slowdown caused by the engine's own
+concurrent work is separated by recording when each process was busy: step costs come from steps
+that ran alone, and the cost of concurrency (`HostCost.contention`) from the others.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ from vsched.sim.cost.observations import (
 from vsched.types import stage_of
 
 ALONE = 0.95
-"""A step was alone if no other process was at work for this share of it."""
+"""A step ran alone if no other process was busy for this share of it."""
 CONTENTION_S = 0.3
-"""That many processes must have been at work together for this long, or their speed is that of one fewer."""
+"""Minimum time that this many processes were busy together; with less, the slowdown of one process fewer applies."""
 PACE_LEAST = 0.01
 ROUND_LONGER = 1.05
-"""Rounds count in which steps typically take at most this multiple of their time in the best round."""
+"""Maximum typical step time of a usable round, as a multiple of the best round's."""
 ODD = 1.5
-"""A step that takes this multiple of the expected time was disturbed by something else than the model."""
+"""Steps that take this multiple of the predicted time are outliers."""
 CONTENTION_LEAST = 1.03
-"""Less than this is not told from noise."""
+"""Smaller slowdowns are treated as noise."""
 KIND_STEPS_MIN = 8
-"""Steps of one kind that tell how much their times differ."""
+"""Minimum number of steps of one kind for an estimate of their spread."""
 BUCKET = 1.2
 """Steps whose sizes differ by less than this factor are of the same kind."""
 LEAST_NS = 1000
-"""What takes less is taken to take so long, because errors are relative."""
+"""Lower bound on measured durations, because errors are relative."""
 NORMAL_MAD = 1.4826
-"""The standard deviation of a normal distribution, in median absolute deviations."""
+"""Standard deviation of a normal distribution, in median absolute deviations."""
 
 
 def calibrate(
     observation: Observation, *, name: str, source: str, cores: int = 0, **more: Any
 ) -> CostModel:
-    """Return the model that fits what was seen best, with how far it is from it.
+    """Fit a model to an observation and record its errors.
 
-    `cores` is how many processes can be at work without taking turns; 0 for as many as ever were. `more` goes to the
-    model as it is: the shape, the KV cache, the machine.
+    `cores` is the number of processes that can run at full speed; 0 means the largest number
+    observed. `more` is passed to the model unchanged: shape, KV cache, machine.
 
     Raises:
-        ConfigError: When a part was not seen, or cannot have been as it was reported.
+        ConfigError: When a stage was not observed, or a reported time is impossible.
     """
     steps = [step for step in observation.steps if is_work(step.sample)]
     _check(steps)
@@ -104,9 +104,9 @@ def calibrate(
 
 
 def slowness(model: CostModel, observation: Observation) -> dict[str, float]:
-    """Return by stage how many times as long steps took, of those that were alone, as a model says.
+    """Return, by stage, the ratio of observed to predicted step times, for steps that ran alone.
 
-    Of a stage that was hardly ever alone, it is that of the other.
+    A stage that rarely ran alone gets the ratio of the other.
     """
     times: dict[str, list[tuple[float, float]]] = {"encode": [], "generate": []}
     for step, was_idle in _alone(observation):
@@ -117,10 +117,10 @@ def slowness(model: CostModel, observation: Observation) -> dict[str, float]:
 
 
 def rehearsed(model: CostModel, observation: Observation) -> CostModel:
-    """Return a model that fits steps among others of other kinds, by an observation of ordinary requests.
+    """Adjust a model to mixed steps, from an observation of ordinary requests.
 
-    Those that followed another step tell how much longer steps take than in a row of their own; the others tell what
-    it costs that ranks had nothing to do before.
+    Steps that directly followed another show how much longer steps take than in a series of equal
+    ones; the others show the cost of starting on idle ranks.
     """
     warm: list[tuple[float, float]] = []
     cold: list[tuple[float, float]] = []
@@ -133,7 +133,7 @@ def rehearsed(model: CostModel, observation: Observation) -> CostModel:
 
 
 def _alone(observation: Observation) -> Iterator[tuple[ObservedStep, bool]]:
-    """Return the steps beside which hardly anything was at work, and whether their ranks were idle before."""
+    """Yield steps that ran almost alone, and whether their ranks were idle before."""
     concurrency = Concurrency(observation)
     for step, since_ns in began(observation.steps):
         within = concurrency.within(step.start_ns, step.ended_ns)
@@ -142,12 +142,12 @@ def _alone(observation: Observation) -> Iterator[tuple[ObservedStep, bool]]:
 
 
 def _compared(model: CostModel, step: ObservedStep, *, was_idle: bool) -> tuple[float, float]:
-    """Return the time of a step, and what a model says."""
+    """Return the measured and the predicted time of a step."""
     return step.sample.ns, predict(model, step.sample) * (model.host.cold if was_idle else 1.0)
 
 
 def predict(model: CostModel, sample: EncodeSample | GenerateSample) -> float:
-    """Return the time that a model gives a step that was measured."""
+    """Predicted time of a measured step."""
     if isinstance(sample, GenerateSample):
         return model.generate_ns(
             decodes=sample.decodes,
@@ -178,7 +178,7 @@ def _check(steps: Sequence[ObservedStep]) -> None:
 
 
 def _kind(sample: EncodeSample | GenerateSample) -> Hashable:
-    """Return what steps of about the same size have in common."""
+    """Key shared by steps of about the same size."""
     if isinstance(sample, EncodeSample):
         return sample.items, sample.tokens, sample.pairs
     sizes = (sample.context, sample.prefill, sample.pairs)
@@ -193,12 +193,12 @@ def _by_kind(steps: Sequence[ObservedStep]) -> dict[Hashable, list[ObservedStep]
 
 
 def _typical(kind: Sequence[ObservedStep]) -> ObservedStep:
-    """Return the step that took the median time."""
+    """Return the step with the median duration."""
     return sorted(kind, key=lambda step: step.sample.ns)[len(kind) // 2]
 
 
 def _undisturbed(observation: Observation, steps: Sequence[ObservedStep]) -> set[int]:
-    """Return the rounds in which steps took hardly longer than in the best one, by what is typical of each kind."""
+    """Return the rounds whose median duration per kind is close to the best round's."""
     longer: dict[int, list[float]] = {}
     for kind in _by_kind(steps).values():
         of_rounds: dict[int, list[ObservedStep]] = {}
@@ -213,9 +213,9 @@ def _undisturbed(observation: Observation, steps: Sequence[ObservedStep]) -> set
 
 
 def _scale(model: CostModel, samples: Sequence[EncodeSample | GenerateSample]) -> CostModel:
-    """Return a model by which all these steps together take the time that they did.
+    """Scale a model so that its total predicted time matches the measured total.
 
-    What is typical was fitted. Where many steps follow each other, it is the mean that counts, which is longer.
+    The fit targets typical steps. Over a long series the mean counts, and it is larger.
     """
     factors = [
         _factor((one.ns, predict(model, one)) for one in samples if isinstance(one, kind))
@@ -225,7 +225,7 @@ def _scale(model: CostModel, samples: Sequence[EncodeSample | GenerateSample]) -
 
 
 def slower(model: CostModel, encode: float, generate: float) -> CostModel:
-    """Return a model by which the steps of the two stages take these multiples of their time."""
+    """Return the model with step costs of the two stages multiplied by these factors."""
     encoding, generating = (
         {name: cost * factor for name, cost in msgspec.structs.asdict(costs).items()}
         for costs, factor in ((model.encode, encode), (model.generate, generate))
@@ -236,13 +236,13 @@ def slower(model: CostModel, encode: float, generate: float) -> CostModel:
 
 
 def _factor(times: Iterable[tuple[float, float]]) -> float:
-    """Return how much longer all takes than it should; given are the time of each, and what it should be."""
+    """Ratio of total measured to total expected time, without outliers, from pairs of the two."""
     kept = [(took_ns, need_ns) for took_ns, need_ns in times if took_ns < ODD * need_ns]
     return sum(took for took, _ in kept) / sum(need for _, need in kept) if kept else 1.0
 
 
 def _noise(kinds: Sequence[Sequence[ObservedStep]]) -> float:
-    """Return how much the times of steps of one kind differ: a relative standard deviation, but for outliers."""
+    """Relative standard deviation of step times within a kind, estimated robustly."""
     away = [
         abs(step.sample.ns / _typical(kind).sample.ns - 1)
         for kind in kinds
@@ -255,18 +255,18 @@ def _noise(kinds: Sequence[Sequence[ObservedStep]]) -> float:
 def _error(
     model: CostModel, samples: Sequence[EncodeSample | GenerateSample], stage: type
 ) -> FitError:
-    """Return how far a model is from all steps of a stage, those of disturbed rounds included."""
+    """Return the errors of a model over all steps of a stage, including disturbed rounds."""
     errors = [abs(predict(model, one) / one.ns - 1) for one in samples if isinstance(one, stage)]
     median, p95 = np.percentile(errors, [50, 95])
     return FitError(samples=len(errors), median=float(median), p95=float(p95))
 
 
-# --- the engine, and company ---
+# --- the engine, and contention ---
 
 
 def _prepare_cost(requests: Sequence[ObservedRequest]) -> tuple[dict[str, float], FitError]:
-    """Return what preparing requests costs, by the names of `HostCost`."""
-    # Threads prepare several images at a time: that is not the sum of what each of them takes.
+    """Return the cost of request preparation, by field of `HostCost`."""
+    # Threads process several images at a time, so the total is not the sum over images.
     single = [one for one in requests if one.images <= 1]
     if not single:
         raise ConfigError("no request was seen being prepared. Remedy: measure some")
@@ -279,7 +279,7 @@ def _prepare_cost(requests: Sequence[ObservedRequest]) -> tuple[dict[str, float]
 
 
 def _latencies(steps: Sequence[ObservedStep], concurrency: Concurrency) -> tuple[float, float]:
-    """Return the time that a step takes beyond its work: on ranks that were idle, and on those that were not."""
+    """Return the mean step overhead beyond its work, for idle and for busy ranks."""
     idle: list[float] = []
     busy: list[float] = []
     for step, since_ns in began(steps):
@@ -290,7 +290,7 @@ def _latencies(steps: Sequence[ObservedStep], concurrency: Concurrency) -> tuple
 
 
 def _middle(values: Sequence[float]) -> float:
-    """Return the mean of what lies between the tenth of the least and the tenth of the largest."""
+    """Trimmed mean: without the lowest and highest tenth."""
     cut = len(values) // 10
     middle = sorted(values)[cut : len(values) - cut]
     return statistics.fmean(middle) if middle else 0.0
@@ -299,11 +299,11 @@ def _middle(values: Sequence[float]) -> float:
 def _contention(
     model: CostModel, contended: Sequence[tuple[ObservedStep, npt.NDArray[np.float64]]], cores: int
 ) -> tuple[float, ...]:
-    """Return how many times as long work takes by the number of those at work; empty where it makes no difference.
+    """Return the slowdown by number of busy processes; empty if there is none.
 
-    While `k` are at work, each gets on at some pace. What a step needs alone is the sum, over all `k`, of its pace and
-    how long that was so, multiplied: which is linear in the paces. More than there are cores take turns, as with
-    `Contention`, so their time counts for that of a full machine, in proportion.
+    While `k` processes are busy, each progresses at some pace. The time a step needs alone is the
+    sum over `k` of pace times duration, which is linear in the paces. More processes than cores
+    take turns, as in `Contention`, so their time counts proportionally as time on a full machine.
     """
     if not contended:
         return ()
@@ -315,7 +315,7 @@ def _contention(
         within[:, cores] += within[:, count] * cores / count
     within = within[:, : cores + 1]
     seen = within[:, 2:].sum(axis=0) >= CONTENTION_S * 1e9
-    # A second of a long step counts as much as one of a short step.
+    # Weight steps so that a second of a long step counts like a second of a short one.
     weights = 1 / np.sqrt(took)
     paces = non_negative(
         within[:, 2:][:, seen] * weights[:, None], (needed - within[:, :2].sum(axis=1)) * weights

@@ -1,8 +1,9 @@
-"""What a step costs: linear models of encoder and generator steps, fitted to measured ones.
+"""Linear cost models of encoder and generator steps, fitted to measured steps.
 
-A step's time is a sum of parts, each proportional to something that a decision says: so the model is fitted by linear
-least squares, on relative errors (a step of 2 ms counts as much as one of 2 s), with coefficients that are not negative
-(no work makes a step shorter), and with less and less regard for steps that something else has delayed.
+A step's time is a sum of terms, each proportional to a size in its decision. The model is fitted by
+weighted linear least squares: on relative errors (a step of 2 ms counts as much as one of 2 s),
+with non-negative coefficients (more work never makes a step shorter), and with decreasing weights
+for steps delayed by other causes.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from vsched.types import ModelInfo
 Nanoseconds = Annotated[float, Meta(ge=0)]
 FIT_ROUNDS = 10
 LATE_WEIGHT = 0.3
-"""What counts at first whoever takes longer than the model says."""
+"""Initial weight of samples slower than the prediction."""
 FAR = 0.4
-"""A relative error with which a row counts no more."""
+"""Relative error from which a sample has weight zero."""
 
 
 class EncodeCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An encoder step; `token_pair_ns` counts the tokens of an image squared, summed over its images."""
+    """Cost of an encoder step; `token_pair_ns` applies to the squared token count of each image, summed over images."""
 
     step_ns: Nanoseconds = 0.0
     item_ns: Nanoseconds = 0.0
@@ -39,9 +40,10 @@ class EncodeCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class GenerateCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A generator step: requests that decode and their contexts together, prompt tokens and their pairs.
+    """Cost of a generator step: decodes and their total context, prompt tokens and their pairs.
 
-    A pair is a prompt token and one before it, as in `vsched.kernel.generate.step_budget.pairs_of`.
+    A pair is a prompt token and an earlier one, as in
+    `vsched.kernel.generate.step_budget.pairs_of`.
     """
 
     step_ns: Nanoseconds = 0.0
@@ -52,18 +54,19 @@ class GenerateCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class HostCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the engine and the machine add.
+    """Costs of the engine and the machine around the steps.
 
     Attributes:
-        decision_ns: From a decision to the start of its step on ranks that are idle, and from its end to its result.
-        gap_ns: Between two steps of ranks that have the next decision already.
-        request_ns: Preparing a request, beside its images; likewise `token_ns` for each token of its prompt.
-        image_ns: Preparing an image on a thread; likewise `pixel_ns` for each pixel of it.
-        contention: Where processes share the cores of one machine: how many times as long all work takes while one, two
-            and more of them are at work: those of ranks, and the engine's with its threads. Empty where they do not
-            slow each other down.
-        cold: How many times as long a step takes that begins on ranks which had nothing to do: their caches are cold.
-        swap_byte_ns: Copying a byte of a KV block to host memory, or back.
+        decision_ns: From a decision to the start of its step on idle ranks, and from its end to its
+            result.
+        gap_ns: Between two steps on ranks that already have the next decision.
+        request_ns: Preparing a request without its images; likewise `token_ns` per prompt token.
+        image_ns: Preparing an image on a thread; likewise `pixel_ns` per pixel.
+        contention: Slowdown of all work while one, two, ... processes are busy on the cores of one
+            machine: ranks, and the engine with its threads. Empty if processes do not slow each
+            other down.
+        cold: Slowdown of a step that starts on idle ranks, whose caches are cold.
+        swap_byte_ns: Copying a byte of a KV block to host memory or back.
     """
 
     decision_ns: Nanoseconds = 0.0
@@ -78,7 +81,7 @@ class HostCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class FitError(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a fitted model is from its samples: relative errors, 0.1 for 10 %."""
+    """Relative errors of a fitted model on its samples; 0.1 is 10 %."""
 
     samples: int
     median: float
@@ -86,11 +89,12 @@ class FitError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a model was measured, and when.
+    """Machine and time of a calibration.
 
     Attributes:
-        others: Cores that other programs kept busy meanwhile, on average: the less, the better the figures.
-        settings: What of the configuration the figures depend on, as plain values.
+        others: Average number of cores kept busy by other programs; lower means more accurate
+            figures.
+        settings: Configuration values that affect the figures.
     """
 
     measured: str
@@ -102,17 +106,19 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The costs of one model on one machine, and what else a simulation must know of the two.
+    """Costs of one model on one machine, and the properties of both that a simulation needs.
 
     Attributes:
-        source: Where the figures are from, for readers.
-        pixels_per_token: Pixels of an image, once resized, for each of its tokens.
-        bytes_per_token: Bytes of what its encoder reads, for each of its tokens: three a pixel where pixels are bytes.
-        noise: Relative standard deviation of a step's time; drawn anew for each step from the simulation's seed.
-        shape: The model's shape; None where a checkpoint has to say.
-        kv_tokens: KV cache of a replica where the configuration pins none; 0 for unknown.
-        encode_error: None for figures that were not fitted; likewise `generate_error` and `prepare_error`.
-        machine: None for figures that were not measured.
+        source: Origin of the figures, for readers.
+        pixels_per_token: Pixels per image token, after resizing.
+        bytes_per_token: Encoder input bytes per image token: three per pixel for 8-bit pixels.
+        noise: Relative standard deviation of step times; drawn for each step from the simulation's
+            seed.
+        shape: The model's shape; None if it must come from a checkpoint.
+        kv_tokens: KV cache size of a replica if the configuration pins none; 0 if unknown.
+        encode_error: None if the figures were not fitted; likewise `generate_error` and
+            `prepare_error`.
+        machine: None if the figures were not measured.
     """
 
     name: str
@@ -131,7 +137,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     machine: Machine | None = None
 
     def encode_ns(self, tokens: Sequence[int]) -> float:
-        """Return the time of an encoder step with images of these numbers of tokens."""
+        """Duration of an encoder step for images with these token counts."""
         cost = self.encode
         pairs = sum(count * count for count in tokens)
         return (
@@ -144,7 +150,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def generate_ns(
         self, *, decodes: int, context: int, prefill: int = 0, pairs: float = 0.0
     ) -> float:
-        """Return the time of a generator step; `context` is the tokens that all decodes see together."""
+        """Duration of a generator step; `context` is the total context length of all decodes."""
         cost = self.generate
         return (
             cost.step_ns
@@ -155,16 +161,16 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def swap_ns(self, size: int) -> float:
-        """Return the time of copying so many bytes of KV blocks to host memory, or back."""
+        """Duration of copying `size` bytes of KV blocks to host memory or back."""
         return self.host.swap_byte_ns * size
 
     def image_ns(self, tokens: int) -> float:
-        """Return the time to decode and process an image of this number of tokens."""
+        """Time to decode and preprocess an image with this many tokens."""
         return self.host.image_ns + self.host.pixel_ns * tokens * self.pixels_per_token
 
 
 class EncodeSample(msgspec.Struct, frozen=True, kw_only=True, tag="encode"):
-    """A measured encoder step; `pairs` is the sum of squares of its images' tokens."""
+    """A measured encoder step; `pairs` is the sum of squared token counts of its images."""
 
     items: int
     tokens: int
@@ -185,12 +191,12 @@ class GenerateSample(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
 def fit(
     samples: Sequence[EncodeSample | GenerateSample], *, name: str, source: str, **more: Any
 ) -> CostModel:
-    """Return the model that fits measured steps best, with how far it is from them.
+    """Fit a model to measured steps and record its errors.
 
-    `more` goes to the model as it is: host costs, the shape, the KV cache.
+    `more` is passed to the model unchanged: host costs, shape, KV cache.
 
     Raises:
-        ConfigError: When there are no samples of one of the two stages, or one of them cannot have been measured.
+        ConfigError: When a stage has no samples, or a sample is impossible.
     """
     _check(samples)
     encode = [one for one in samples if isinstance(one, EncodeSample)]
@@ -228,11 +234,11 @@ def _check(samples: Sequence[EncodeSample | GenerateSample]) -> None:
 def fit_linear(
     rows: Sequence[Sequence[float]], times: Sequence[float]
 ) -> tuple[list[float], FitError]:
-    """Return coefficients that are not negative and fit best, and their relative errors on all that is given."""
+    """Return the best non-negative coefficients, and their relative errors on all samples."""
     features, wanted = np.asarray(rows, dtype=float), np.asarray(times, dtype=float)
     relative = features / wanted[:, None]
     scale = np.linalg.norm(relative, axis=0)
-    scale[scale == 0] = 1.0  # what never occurs costs nothing
+    scale[scale == 0] = 1.0  # unused features have zero cost
     found = robust_fit(relative / scale, np.ones(len(wanted))) / scale
     errors = np.abs(relative @ found - 1)
     median, p95 = np.percentile(errors, [50, 95])
@@ -241,11 +247,11 @@ def fit_linear(
 
 
 def robust_fit(matrix: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return coefficients of at least 0 that most rows agree on; those that something has delayed come out too low.
+    """Return non-negative coefficients that fit most rows, with low weight for delayed outliers.
 
-    Whatever else a machine does makes steps longer, never shorter, and some of them many times. So the first rounds
-    look for what few rows exceed; from there on, a row counts the less the farther off it is, and not at all beyond
-    `FAR`.
+    Other work on the machine makes steps longer, never shorter, and some of them many times longer.
+    The first rounds therefore fit a lower envelope; later rounds reduce the weight of a row with
+    its distance, to zero beyond `FAR`.
     """
     found = non_negative(matrix, wanted)
     for _ in range(FIT_ROUNDS):
@@ -261,9 +267,9 @@ def robust_fit(matrix: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> np
 def non_negative(
     matrix: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
-    """Return the coefficients of at least 0 that solve least squares best, by trying which of them are 0.
+    """Solve non-negative least squares by trying every subset of non-zero coefficients.
 
-    Five coefficients have 31 subsets, so there is no need for an active-set method and its tolerances.
+    Five coefficients have 31 subsets, so an active-set method with its tolerances is not needed.
     """
     columns = range(matrix.shape[1])
     best, best_error = np.zeros(len(columns)), float(wanted @ wanted)
@@ -286,10 +292,10 @@ def save_cost_model(model: CostModel, path: str | os.PathLike[str]) -> None:
 
 
 def load_cost_model(name: str | os.PathLike[str]) -> CostModel:
-    """Return a built-in model by its name, or the one in a JSON file.
+    """Return a built-in model by name, or load one from a JSON file.
 
     Raises:
-        ConfigError: When there is neither, or the file is not a cost model.
+        ConfigError: When there is no such model or file, or the file is not a cost model.
     """
     if isinstance(name, str) and name in COST_MODELS:
         return COST_MODELS[name]
@@ -353,4 +359,4 @@ _H100_7B = CostModel(
     kv_tokens=800_000,
 )
 COST_MODELS = {model.name: model for model in (_H100_7B, _TINY25)}
-"""The built-in models; both are rough: calibrate one before you trust absolute times."""
+"""Built-in models. Both are rough: calibrate one before relying on absolute times."""

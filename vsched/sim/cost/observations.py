@@ -1,4 +1,4 @@
-"""What was seen of a real engine at work: its steps, its threads, the requests that it prepared."""
+"""Observation of a real engine at work: steps, worker threads, and request preparation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from vsched.sim.cost.model import EncodeSample, GenerateSample
 
 
 class ObservedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of a group: what it consisted of, when it was decided, and when its result was there.
+    """An observed step: its sizes, when it was decided, and when its result arrived.
 
-    One that `paused` was not at work all the time; the steps in between are seen, too.
+    A step that `paused` was not running all the time; the steps run in the pauses are observed as
+    well.
     """
 
     group: str
@@ -26,19 +27,19 @@ class ObservedStep(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def start_ns(self) -> int:
-        """When ranks began with it, or a little later."""
+        """When the ranks started it, or slightly later."""
         return self.ended_ns - int(self.sample.ns)
 
 
 class ObservedJob(msgspec.Struct, frozen=True, array_like=True):
-    """A thread of the engine was at work on a request's images."""
+    """A period in which a thread of the engine processed a request's images."""
 
     start_ns: int
     end_ns: int
 
 
 class ObservedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The preparation of a request, during which there was no other."""
+    """The preparation of a request, with no other request in preparation."""
 
     tokens: int
     images: int
@@ -48,7 +49,7 @@ class ObservedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was seen of an engine; `rounds_ns` is when each round began."""
+    """Everything observed of an engine; `rounds_ns` holds the start of each round."""
 
     rounds_ns: list[int]
     steps: list[ObservedStep]
@@ -56,12 +57,12 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     requests: list[ObservedRequest]
 
     def round_of(self, at_ns: int) -> int:
-        """Return the number of the round that a time lies in."""
+        """Return the number of the round that contains a time."""
         return bisect.bisect_right(self.rounds_ns, at_ns)
 
 
 class Concurrency:
-    """How many groups were at work, at any time; the engine's threads, which share a process, count as one."""
+    """Number of busy groups over time; the engine's threads share a process and count as one."""
 
     def __init__(self, observation: Observation) -> None:
         groups: dict[str, list[tuple[int, int]]] = {}
@@ -84,13 +85,13 @@ class Concurrency:
         ]
 
     def within(self, start_ns: int, end_ns: int) -> npt.NDArray[np.float64]:
-        """Return for how many nanoseconds of a span none, one, two and more were at work."""
+        """Return how long zero, one, two, ... groups were busy within a span, in nanoseconds."""
         ends = np.array([start_ns, end_ns], dtype=float)
         return np.array([np.diff(np.interp(ends, self._times, one))[0] for one in self._passed])
 
 
 def _united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the times in which there is one of these spans at least."""
+    """Return the union of these spans."""
     united: list[tuple[int, int]] = []
     for start_ns, end_ns in sorted(spans):
         if united and start_ns <= united[-1][1]:
@@ -101,7 +102,7 @@ def _united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def began(steps: Iterable[ObservedStep]) -> Iterator[tuple[ObservedStep, int]]:
-    """Return steps and since when their ranks could have been at work; the first step of a group tells nothing."""
+    """Yield steps with the earliest time their ranks could have started; skips the first step of each group."""
     before: dict[str, ObservedStep] = {}
     for step in steps:
         previous, before[step.group] = before.get(step.group), step
@@ -110,7 +111,7 @@ def began(steps: Iterable[ObservedStep]) -> Iterator[tuple[ObservedStep, int]]:
 
 
 def is_work(sample: EncodeSample | GenerateSample) -> bool:
-    """Return whether a step ran the model: not if all its requests had ended in the one before, say."""
+    """Return True if a step ran the model, False if all its requests had already ended."""
     if isinstance(sample, EncodeSample):
         return sample.items > 0
     return sample.decodes > 0 or sample.prefill > 0

@@ -1,1 +1,1 @@
-"""The fast simulator: the production scheduler over groups that only take time."""
+"""The fast simulator: the production scheduler over groups that only model time."""

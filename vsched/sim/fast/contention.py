@@ -1,4 +1,4 @@
-"""Processes that share the cores of one machine, and slow each other down."""
+"""Contention: processes that share the cores of one machine slow each other down."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from typing import Protocol
 
 
 class SharedWork(Protocol):
-    """A step or a job; an end that was announced with an earlier `incarnation` is void."""
+    """A step or a job; an end announced with an earlier `incarnation` is void."""
 
     incarnation: int
 
     @property
     def process(self) -> object:
-        """The process that it runs in: work of the same process does not slow it down."""
+        """The process it runs in: work of the same process does not slow it down."""
         ...
 
 
 class Contention:
-    """The work under way, and when each piece of it ends while the others take their share of the cores.
+    """Work in progress, and the end of each piece under the current load of the cores.
 
-    Whenever work begins or ends, the speed of all other work changes, and with it their ends: these are announced anew.
+    When work begins or ends, the speed of all other work changes, and so do their ends: these are
+    announced again.
     """
 
     def __init__(
         self, slowdowns: Sequence[float], announce: Callable[[SharedWork, int], None]
     ) -> None:
-        """Prepare for times that are multiplied as `HostCost.contention` says; `announce` is told of ends."""
+        """Use the slowdowns of `HostCost.contention`; `announce` is called with the end of each piece of work."""
         assert slowdowns, "without contention there is nothing to count"
         self._slowdowns = slowdowns
         self._announce = announce
@@ -40,18 +41,18 @@ class Contention:
     def of(
         cls, slowdowns: Sequence[float], announce: Callable[[SharedWork, int], None]
     ) -> Contention | None:
-        """Return the contention, or None where processes do not slow each other down."""
+        """Return the contention, or None if processes do not slow each other down."""
         return cls(slowdowns, announce) if slowdowns else None
 
     def enter(self, work: SharedWork, need_ns: int, now_ns: int) -> None:
-        """Begin work that takes `need_ns` when it is alone."""
+        """Begin work that takes `need_ns` when alone."""
         self._advance(now_ns)
         self._left_ns[work] = need_ns
         self._processes[work.process] += 1
         self._change(now_ns, newcomer=work)
 
     def leave(self, work: SharedWork, now_ns: int) -> None:
-        """End work, or take it away; nothing happens where it has ended already."""
+        """End or withdraw work; no-op if it has already ended."""
         if work in self._left_ns:
             self._advance(now_ns)
             del self._left_ns[work]
@@ -61,7 +62,7 @@ class Contention:
             self._change(now_ns)
 
     def _advance(self, now_ns: int) -> None:
-        """Take off what has been done since the last change."""
+        """Subtract the progress since the last change."""
         done_ns = (now_ns - self._since_ns) / self._slowdown
         self._since_ns = now_ns
         for work in self._left_ns:
@@ -81,4 +82,5 @@ class Contention:
         known = len(self._slowdowns)
         if count <= known:
             return self._slowdowns[max(count - 1, 0)]
-        return self._slowdowns[-1] * count / known  # more than were measured take equal shares
+        # beyond the measured range, processes share the cores equally
+        return self._slowdowns[-1] * count / known

@@ -1,8 +1,9 @@
-"""A fault plan in the fast simulator: what each fault comes to for a group as a whole.
+"""Fault plans in the fast simulator: the effect of each fault on a whole group.
 
-The fast simulator has groups, not ranks, and neither messages nor clients. So a fault that takes a group down is an
-outage of it, as long as it takes to be noticed and to restart, and one that stalls a rank holds the steps of its group.
-A fault that a group as a whole does not show is refused, rather than left out in silence.
+The fast simulator has groups but no ranks, messages or clients. A fault that takes a group down
+becomes an outage that lasts as long as detection and restart; one that stalls a rank delays the
+steps of its group. A fault without an effect on a whole group raises an error instead of being
+ignored.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from vsched.sim.faults.plan import (
 )
 
 Span = tuple[int, float]
-"""Beginning and end in nanoseconds; what is for good has an infinite end."""
+"""Start and end in nanoseconds; the end is infinite for permanent outages."""
 GroupFault = GroupOutage | Slowdown | Hang | EncodeFailure
-"""What a group as a whole can show: the faults of a plan come down to these."""
+"""Faults with an effect on a whole group; other faults of a plan are converted to these."""
 REMEDY = (
     "this simulator has groups, but neither messages, images nor clients. Remedy: leave it out, or run whole engines "
     "with `vsched simulate --swarm`"
@@ -41,15 +42,15 @@ REMEDY = (
 
 
 def group_faults(plan: FaultPlan, config: Config, *, restart_s: float) -> list[GroupFault]:
-    """Return what the faults of a plan come to for the groups of a server; a hang ends before it is noticed.
+    """Convert a plan to faults of groups; a hang ends no later than its detection.
 
     Args:
-        plan: What goes wrong.
-        config: Says when a rank that hangs is given up, and which groups share processes.
+        plan: The planned faults.
+        config: Provides the hang timeout and the groups that share processes.
         restart_s: From the loss of a group until it serves again.
 
     Raises:
-        ConfigError: When a fault is of a kind that only whole engines have.
+        ConfigError: When a fault needs a whole simulated engine.
     """
     patience_ns, restart_ns = int(config.deadlines.rank_timeout_s * 1e9), int(restart_s * 1e9)
     found: list[GroupFault] = []
@@ -75,7 +76,7 @@ def group_faults(plan: FaultPlan, config: Config, *, restart_s: float) -> list[G
 
 
 def _outages(down: Mapping[str, list[Span]], *, together: bool) -> list[GroupOutage]:
-    """Return outages that do not overlap: a group that is down already is not lost again."""
+    """Return non-overlapping outages: a group that is already down is not lost again."""
     worker_groups: defaultdict[str, list[str]] = defaultdict(list)
     for group in down:
         worker_groups[group.partition("-")[2] if together else group].append(group)
@@ -99,7 +100,7 @@ def _united(spans: Iterable[Span]) -> list[Span]:
 
 
 class GroupDown(msgspec.Struct, frozen=True):
-    """A group is lost, for good or not."""
+    """A group is lost, temporarily or for good."""
 
     group: SimulatedGroup
     for_good: bool
@@ -112,16 +113,16 @@ class GroupUp(msgspec.Struct, frozen=True):
 
 
 Change = GroupDown | GroupUp | Callable[[], None]
-"""What happens to a group; the scheduler does not hear of what is only called."""
+"""A state change of a group; plain callables send no event to the scheduler."""
 
 
 def changes(
     faults: Iterable[GroupFault], groups: Sequence[SimulatedGroup], *, start_ns: int
 ) -> Iterator[tuple[int, Change]]:
-    """Return what happens to groups, and when, in a workload that begins at `start_ns`.
+    """Yield state changes of groups with their times, for a workload that begins at `start_ns`.
 
     Raises:
-        ConfigError: When there is no such group, or it does not encode.
+        ConfigError: When a group is unknown, or has to encode and does not.
     """
     named = {group.name: group for group in groups}
     for fault in faults:

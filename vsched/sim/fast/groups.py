@@ -1,10 +1,11 @@
-"""Groups of ranks that take decisions and tell how long they would take: no memory, no tokens, no processes.
+"""Groups of ranks that model only the duration of steps, without memory, tokens or processes.
 
-A sequence yields a token in every step from the one with its last chunk until it is done, and a decision says only
-what changes. So when a sequence begins to decode, the step in which it ends is known, and nobody looks at it before: a
-steady step costs the same however many sequences run. Contexts need no counting either: they all grow by one each step,
-so their sum is a constant plus the number of sequences times the number of the step. Drafts that prove right move the
-end of their sequence, and only those with a grant are looked at.
+A sequence yields a token in every step from the one with its last chunk until it ends, and a
+decision contains only changes. So the last step of a sequence is known when it starts to decode,
+and the sequence is not visited before then: a steady step costs the same for any number of
+sequences. Context lengths all grow by one per step, so their sum is a constant plus the number of
+sequences times the step number. Accepted draft tokens move the end of a sequence earlier; only
+sequences with a draft grant are visited.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from vsched.sim.workload.requests import OUTPUT_TOKEN
 from vsched.types import FinishReason
 
 EMPTY_STEP_NS = 20_000.0
-"""What ranks take to see that there is nothing to do."""
+"""Duration of a step without work."""
 NOTHING_SWAPPED = (0, 0)
 NOISE_LEAST = 0.1
-"""A step takes at least this share of its time, however the noise falls."""
+"""Minimum duration of a step after noise, as a share of its nominal duration."""
 
 
 class SharedDevice:
-    """What carries out one step at a time, for one group or for two that share their processes.
+    """Executes one step at a time, for one group or for two that share their processes.
 
     Attributes:
-        running: Whose step is under way.
-        ready: Groups in the order of their decisions that have not begun.
+        running: The group whose step is running.
+        ready: Groups with pending decisions, in the order of the decisions.
     """
 
     __slots__ = ("ready", "running")
@@ -50,7 +51,7 @@ class SharedDevice:
 def make_devices(
     encoders: Sequence[str], generators: Sequence[str], *, together: bool
 ) -> dict[str, SharedDevice]:
-    """Return the device of each group; `together` lets an encode and a generate group share one."""
+    """Return the device of each group; with `together`, an encode and a generate group share one."""
     devices = {name: SharedDevice() for name in encoders}
     if together:
         pairs = zip(encoders, generators, strict=True)
@@ -59,18 +60,20 @@ def make_devices(
 
 
 class SimulatedGroup:
-    """One group; the simulation asks it when its step ends or pauses, and for the event that it ends with.
+    """One group; computes when each step ends or pauses, and the resulting event.
 
     Attributes:
-        link: The link to its host, if that is another; None on the engine's.
-        log: Decisions that are out with when they were decided, and when they are there; the first is under way if the
-            device runs this group.
-        losses: How often it was lost.
-        told_ns: When the engine hears of the step that ended last.
-        incarnation: Counts losses, and ends that were announced anew; one announced in an earlier incarnation is void.
-        slowdown: What the time of a step is multiplied by.
+        link: The link to its host; None on the engine's host.
+        log: Pending decisions, each with the times it was decided and received; the first one is
+            running if the device runs this group.
+        losses: Number of losses.
+        told_ns: When the engine receives the result of the last step.
+        incarnation: Counts losses and rescheduled ends; an end announced in an earlier incarnation
+            is void.
+        slowdown: Factor on step durations.
         held_ns: No step begins before this time.
-        steps: How many are done; `busy_ns` is the time in them, and in the time slices of one that pauses.
+        steps: Number of completed steps; `busy_ns` is the time in them and in the time slices of a
+            paused one.
     """
 
     def __init__(self, name: str, cost: CostModel, device: SharedDevice, rng: Random) -> None:
@@ -95,11 +98,11 @@ class SimulatedGroup:
 
     @property
     def process(self) -> object:
-        """What carries its steps out."""
+        """The device that executes its steps."""
         return self.device
 
     def decide(self, decision: Decision, now_ns: int) -> int:
-        """Take a decision; return when its step ends, or 0 when it cannot begin yet."""
+        """Take a decision; return the end of its step, or 0 if it cannot start yet."""
         there_ns = now_ns if self.link is None else self.link.decision_ns(decision, now_ns)
         self.log.append((decision, now_ns, there_ns))
         device = self.device
@@ -107,28 +110,28 @@ class SimulatedGroup:
         return self.begin(now_ns) if device.running is None else 0
 
     def begin(self, now_ns: int) -> int:
-        """Begin the step that this group is the next to carry out, or go on with it; return when that ends."""
+        """Start or continue the group's next step; return its end."""
         device = self.device
         device.ready.popleft()
         device.running = self
         decision, decided_ns, there_ns = self.log[0]
         took_ns = self._start(decision)
         if now_ns == decided_ns:
-            took_ns *= self._cold  # nothing ran when it was decided
+            took_ns *= self._cold  # the ranks were idle when it was decided
         if self._noise:
             took_ns *= max(self._rng.gauss(1.0, self._noise), NOISE_LEAST)
         self._start_ns = max(there_ns + self._decision_ns, now_ns + self._gap_ns, self.held_ns)
         return self._start_ns + (int(took_ns * self.slowdown) or 1)
 
     def end(self, now_ns: int) -> Event | None:
-        """End what is under way; return the event that tells the scheduler, None where a step only pauses."""
+        """End the running step or time slice; return the resulting event, None for a pause."""
         device = self.device
         device.running = None
         took_ns = now_ns - self._start_ns
         self._took_ns = took_ns if took_ns > 0 else 1
         self.busy_ns += self._took_ns
         if self._left_ns:
-            device.ready.append(self)  # it goes on after what was decided meanwhile
+            device.ready.append(self)  # continues after decisions made in the meantime
             return None
         decision, _, _ = self.log.popleft()
         self.told_ns = now_ns if self.link is None else self.link.result_ns(decision, now_ns)
@@ -136,7 +139,7 @@ class SimulatedGroup:
         return self._finish(decision, now_ns)
 
     def lose(self) -> None:
-        """Forget everything, as the loss of the processes does."""
+        """Forget everything, as a loss of the processes does."""
         self.incarnation += 1
         self.losses += 1
         self._left_ns = 0.0
@@ -159,7 +162,7 @@ class TimedEncodeGroup(SimulatedGroup):
     """An encode group.
 
     Attributes:
-        faults: Why the next steps fail.
+        faults: Errors of the next steps.
     """
 
     def __init__(self, name: str, cost: CostModel, device: SharedDevice, rng: Random) -> None:
@@ -188,7 +191,8 @@ class TimedEncodeGroup(SimulatedGroup):
 class _Sequence:
     """A request in a slot; `first_step` is -1 until it decodes.
 
-    `last` is the step in which it ends, `gained` are tokens that drafts brought, and `blocks` its KV blocks.
+    `last` is its last step, `gained` the number of accepted draft tokens, and `blocks` its number
+    of KV blocks.
     """
 
     __slots__ = ("blocks", "first_step", "gained", "last", "length", "live", "number", "slot")
@@ -207,9 +211,9 @@ class TimedGenerateGroup(SimulatedGroup):
     """A generate group.
 
     Attributes:
-        live_requests: The requests by number.
-        itl: Takes the times between tokens.
-        decoded: Tokens that were decoded, but for first tokens; likewise `prefilled`.
+        live_requests: The requests, by number.
+        itl: Collects inter-token latencies.
+        decoded: Number of decoded tokens without first tokens; likewise `prefilled`.
     """
 
     def __init__(
@@ -227,10 +231,11 @@ class TimedGenerateGroup(SimulatedGroup):
         drafts: DraftLuck | None = None,
         block_size: int = 16,
     ) -> None:
-        """Prepare an empty group.
+        """Create an empty group.
 
-        `exact_tokens` makes the token batch of each step tell which slots yielded; else one batch serves for all steps,
-        because the scheduler reads those of slots that yielded only. `drafts` says what comes of drafts.
+        With `exact_tokens`, the token batch of each step shows which slots yielded a token;
+        otherwise all steps share one batch, since the scheduler reads only slots that yielded.
+        `drafts` models speculative decoding.
         """
         super().__init__(name, cost, device, rng)
         self.decoded = 0
@@ -260,7 +265,7 @@ class TimedGenerateGroup(SimulatedGroup):
         self._drafts: list[tuple[_Sequence, int]] = []
 
     def lose(self) -> None:
-        """Forget everything; tokens that were yielded stay where they are."""
+        """Forget everything except the times of tokens already yielded."""
         for sequence in self._slots.values():
             if sequence.first_step >= 0:
                 sequence.live.last_token_ns = self._stepped_ns
@@ -287,13 +292,13 @@ class TimedGenerateGroup(SimulatedGroup):
         if decision.chunks:
             prefill_ns = self._prefill(decision)
         elif not yielding:
-            return EMPTY_STEP_NS + swap_ns  # all requests finished in the step before
+            return EMPTY_STEP_NS + swap_ns  # all requests finished in the previous step
         if self._luck.acceptance:
             prefill_ns += self._draft(decision)
         return step_ns + decode_ns * yielding + context_ns * context + prefill_ns + swap_ns
 
     def _draft(self, decision: GenerateDecision) -> float:
-        """Draft for the slots with a grant, within their blocks and up to their ends; return the time of that."""
+        """Draft tokens for the granted slots, within their blocks and output limits; return the time."""
         for slot in decision.grown[::2]:
             self._slots[slot].blocks += 1
         self._grants |= {grant.slot: grant for grant in decision.granted}
@@ -314,7 +319,7 @@ class TimedGenerateGroup(SimulatedGroup):
         return decode_ns * rows + deepest * model_ns
 
     def _verify(self) -> list[Drafted]:
-        """Say which drafts prove right, and move the ends of their sequences."""
+        """Draw the accepted draft tokens, and move the ends of their sequences."""
         told: list[Drafted] = []
         for sequence, drafts in self._drafts:
             right = 0
@@ -332,7 +337,7 @@ class TimedGenerateGroup(SimulatedGroup):
         return told
 
     def _prefill(self, decision: GenerateDecision) -> float:
-        """Take the chunks of a step; return their time."""
+        """Apply the chunks of a step; return their time."""
         tokens, pairs, step = 0, 0.0, decision.step
         for chunk in decision.chunks:
             count = chunk.stop - chunk.start
@@ -340,7 +345,7 @@ class TimedGenerateGroup(SimulatedGroup):
             pairs += pairs_of(chunk.start, count)
             sequence = self._slots[chunk.slot]
             if chunk.stop == sequence.length:
-                # It yields in this step already, and decodes from the next on.
+                # It yields a token in this step already, and decodes from the next one on.
                 sequence.first_step = step
                 self._started.append(sequence)
                 self._decoding += 1
@@ -352,7 +357,7 @@ class TimedGenerateGroup(SimulatedGroup):
         return cost.prefill_ns * tokens + cost.pair_ns * pairs
 
     def _leave(self, sequence: _Sequence) -> None:
-        """A sequence gives its slot back: it is done already, or it is preempted or aborted."""
+        """Release the slot of a sequence that is finished, preempted or aborted."""
         if sequence.first_step >= 0:
             sequence.live.last_token_ns = self._stepped_ns
             self._stop(sequence)
@@ -380,10 +385,10 @@ class TimedGenerateGroup(SimulatedGroup):
             return self._stepped(step, tokens, _NONE_FINISHED, drafted)
         finished = []
         if len(ending) > 1:
-            # As ranks do: those that decoded by slot, then the chunks in their order.
+            # Same order as in ranks: decodes by slot, then chunks in their order.
             ending.sort(key=lambda one: one.slot if one.first_step < step else self._slots_max)
         for sequence in ending:
-            if sequence.first_step >= 0:  # else it left before its time
+            if sequence.first_step >= 0:  # otherwise it was removed early
                 self._stop(sequence)
                 finished.append(Finished(sequence.slot, sequence.number, FinishReason.LENGTH))
         return self._stepped(step, tokens, finished, drafted)
@@ -409,4 +414,4 @@ class TimedGenerateGroup(SimulatedGroup):
 _NONE_FINISHED: list[Finished] = []
 """Shared by all steps in which no request finished; never changed."""
 _NONE_DRAFTED: list[Drafted] = []
-"""Likewise by those in which nobody drafted."""
+"""Shared by all steps without draft tokens; never changed."""

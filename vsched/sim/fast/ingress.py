@@ -1,7 +1,7 @@
-"""The way of a simulated request into the scheduler: limits, room for pixels, and threads that process images.
+"""Simulated request intake: limits, pixel memory, and threads that process images.
 
-It does what `vsched.media.pipeline` does, with times from a cost model. Pixels stay until their request has ended, so
-under bursts the arena's pixel region bounds how many requests are in at all.
+Models `vsched.media.pipeline`, with times from a cost model. Pixels are held until their request
+has ended, so in bursts the pixel region of the arena limits the number of requests in the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vsched.sim.workload.requests import Arrival, RequestMaker
 
 
 class IncomingRequest(NamedTuple):
-    """A request on its way: its number at the front door, when it was sent and came in, and its pixels' bytes."""
+    """A request in preparation: its arrival number, when it was sent and admitted, and its pixel bytes by image."""
 
     arrival: Arrival
     knock: int
@@ -26,13 +26,13 @@ class IncomingRequest(NamedTuple):
 
 
 class ImageJob:
-    """An image that a thread processes; an end that was announced with an earlier `incarnation` is void."""
+    """An image being processed by a thread; an end announced with an earlier `incarnation` is void."""
 
     __slots__ = ("incarnation", "left", "need_ns", "prepared")
     process = "engine"
 
     def __init__(self, prepared: IncomingRequest, need_ns: int, left: list[int]) -> None:
-        """Prepare one of a request's jobs, which share `left`: the number of those that are not done."""
+        """Create a job of a request; `left` counts the unfinished jobs and is shared by all of them."""
         self.incarnation = 0
         self.prepared = prepared
         self.need_ns = need_ns
@@ -40,10 +40,10 @@ class ImageJob:
 
 
 class Ingress:
-    """Prepares requests, and tells when each will be ready, or why it is refused.
+    """Prepares requests and reports when each is ready or why it was refused.
 
     Attributes:
-        preparing: Requests that wait for room for their pixels, or whose images are being processed.
+        preparing: Number of requests that wait for pixel memory or have images in processing.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Ingress:
         on_ready: Callable[[int, IncomingRequest], None],
         on_refused: Callable[[IncomingRequest, str, int], None],
     ) -> None:
-        """Prepare to prepare; `on_job` is handed jobs that begin, with their ends and the time, for `done`."""
+        """Initialize; each started job is passed to `on_job` with its end and the time; `done` ends it."""
         self.preparing = 0
         self._media = config.media
         self._takes_images = config.encode.replicas > 0
@@ -75,7 +75,7 @@ class Ingress:
         self._on_refused = on_refused
 
     def take(self, arrival: Arrival, now_ns: int, *, knock: int, sent_ns: int) -> None:
-        """A request, sent at a time before, was let in."""
+        """Start to prepare an admitted request, sent at an earlier time."""
         images = arrival.images
         bytes_of = self._maker.pixel_bytes
         prepared = IncomingRequest(
@@ -104,11 +104,11 @@ class Ingress:
             self._waiting.append(prepared)
 
     def submitted(self) -> None:
-        """A request that was ready went on to the scheduler."""
+        """Count a ready request as passed to the scheduler."""
         self.preparing -= 1
 
     def release(self, pixels: Mapping[str, int], now_ns: int) -> None:
-        """A request ended: others may take the room of its pixels."""
+        """Release the pixels of an ended request, and start waiting requests."""
         for key, size in pixels.items():
             self._held[key] -= 1
             if not self._held[key]:
@@ -125,7 +125,7 @@ class Ingress:
             self._waiting.popleft()
 
     def _process(self, prepared: IncomingRequest, now_ns: int) -> bool:
-        """Give a request its room and process its images; return False when there is no room yet."""
+        """Allocate pixel memory and process the images; return False if there is not enough memory yet."""
         pixels, kept = prepared.pixels, self._kept
         absent = [key for key in pixels if key not in self._held and key not in kept]
         needed = sum(pixels[key] for key in absent)
@@ -158,7 +158,7 @@ class Ingress:
             self._on_job(job, now_ns + job.need_ns, now_ns)
 
     def done(self, job: ImageJob, now_ns: int) -> None:
-        """A thread is done with an image: it takes the next, and the request of the last one is ready."""
+        """Finish an image job: start the next one, and finish the request after its last job."""
         self._threads_free += 1
         job.left[0] -= 1
         if not job.left[0]:
@@ -166,7 +166,7 @@ class Ingress:
         self._begin(now_ns)
 
     def _finish(self, prepared: IncomingRequest, now_ns: int) -> None:
-        """The images of a request are there."""
+        """Schedule the ready time of a request whose images are processed."""
         host = self._cost.host
         took_ns = host.request_ns + host.token_ns * prepared.arrival.prompt_tokens
         self._on_ready(now_ns + int(took_ns), prepared)

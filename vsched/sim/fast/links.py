@@ -1,10 +1,11 @@
-"""Links to other hosts: how long what decisions read, and what comes of them, is on its way.
+"""Links to other hosts: transfer times of decisions, their inputs and their results.
 
-What goes to a host shares its link: bytes leave one after another at the rate of the link, and arrive a latency later,
-in order. Ahead of a batch go its pixels, and of a step the rows that its chunks cover; the rows that a batch yielded
-come before its result. With `cluster.direct` they go from host to host, and the result is heard when they are there.
-Decisions and results themselves count as nothing beside these. Ray's replicas have a link of their own each, for nobody
-knows before which of them share a node.
+All traffic to a host shares its link: bytes leave one after another at the rate of the link, and
+arrive in order after the latency. Pixels are sent ahead of an encode batch, and the embeddings
+covered by its chunks ahead of a generate step; the embeddings from a batch come before its result.
+With `cluster.direct` they go from host to host, and the result is reported after they arrive.
+Decisions and results themselves count as zero bytes. With Ray each replica has its own link,
+because the replicas that will share a node are not known in advance.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class LinkWay:
     """One direction of the link to a host.
 
     Attributes:
-        bytes: Of all that went.
-        busy_ns: How long bytes were leaving.
+        bytes: Total bytes sent.
+        busy_ns: Total time spent sending.
     """
 
     def __init__(self, profile: HostLinkProfile, rng: Random) -> None:
@@ -33,12 +34,12 @@ class LinkWay:
         self._profile = profile
         self._rng = rng
         self._free_ns = self._latest_ns = 0
-        # One that sends more than a window waits each time until it hears that the window was taken.
+        # A transfer larger than the window waits for an acknowledgement after each window.
         window_ns = profile.window_bytes * 1e9 / profile.bytes_per_s
         self._wait_ns = max(2 * profile.latency_ns - window_ns, 0.0)
 
     def arrival_ns(self, size: int, now_ns: int) -> int:
-        """Return when so many bytes arrive that are there to be sent now."""
+        """Return when `size` bytes sent now arrive."""
         profile, leaves_ns = self._profile, max(now_ns, self._free_ns)
         if size:
             took_ns = size * 1e9 / profile.bytes_per_s
@@ -54,9 +55,10 @@ class LinkWay:
 
 
 class Rows:
-    """Where the embedding rows in the arena's pages are, when they go from host to host.
+    """Locations of embeddings in the arena's pages, for transfers from host to host.
 
-    Of the first page of an embedding, `home` is the group that encoded it, and `there` are groups that fetched it.
+    Keyed by the first page of an embedding: `home` is the group that encoded it, and `there` are
+    groups that fetched it.
     """
 
     def __init__(self) -> None:
@@ -64,18 +66,18 @@ class Rows:
         self.there: dict[int, set[GroupLink]] = {}
 
     def forget(self, link: GroupLink) -> None:
-        """A group is lost, with what it had."""
+        """Forget the copies held by a lost group."""
         for groups in self.there.values():
             groups.discard(link)
 
 
 class GroupLink:
-    """The link of a group on another host; groups on one host share its ways, `there` and `back`."""
+    """The link of a group on another host; groups on one host share the directions `there` and `back`."""
 
     def __init__(
         self, host: str, *, there: LinkWay, back: LinkWay, row_bytes: int, rows: Rows | None
     ) -> None:
-        """Prepare a link; with `rows`, rows go from host to host."""
+        """Create a link; `rows` is set if embeddings go from host to host."""
         self.host = host
         self.readers: Sequence[GroupLink] = ()
         self.there = there
@@ -84,7 +86,7 @@ class GroupLink:
         self._rows = rows
 
     def decision_ns(self, decision: Decision, now_ns: int) -> int:
-        """Return when a decision and all that it reads are there."""
+        """Return when a decision and all its inputs have arrived."""
         if isinstance(decision, EncodeDecision):
             size = sum(task.extent.size for task in decision.tasks)
             return self.there.arrival_ns(size, now_ns)
@@ -97,7 +99,7 @@ class GroupLink:
         return self.there.arrival_ns(size, now_ns)
 
     def _fetched_ns(self, page: int, rows: int, now_ns: int) -> int:
-        """Return when the engine has rows that it has to ask an encoder's host for."""
+        """Return when the engine has embedding rows that it must fetch from an encoder's host."""
         if self._rows is None or self in self._rows.there.get(page, ()):
             return now_ns
         home = self._rows.home.get(page)
@@ -107,7 +109,7 @@ class GroupLink:
         return home.back.arrival_ns(rows * self._row_bytes, asked_ns)
 
     def result_ns(self, decision: Decision, now_ns: int) -> int:
-        """Return when the engine hears of the end of a step that ended now."""
+        """Return when the engine receives the result of a step that ended now."""
         if not isinstance(decision, EncodeDecision):
             return self.back.arrival_ns(0, now_ns)
         if self._rows is None:
@@ -123,13 +125,13 @@ class GroupLink:
         return self.back.arrival_ns(0, there_ns)
 
     def lose(self) -> None:
-        """The group is lost: what it was sent is gone."""
+        """Drop the state of a lost group."""
         if self._rows is not None:
             self._rows.forget(self)
 
 
 def _covered(chunk: ChunkPlan) -> list[tuple[int, int]]:
-    """Return the first page of each embedding that a chunk meets, and how many of its rows."""
+    """Return the first page of each embedding in a chunk, with the number of covered rows."""
     covered = []
     for item in chunk.items:
         rows = min(chunk.stop, item.offset + item.tokens) - max(chunk.start, item.offset)
@@ -141,7 +143,7 @@ class Links:
     """The links of a simulation.
 
     Attributes:
-        groups: The link of each group that is on another host, by name.
+        groups: The link of each group on another host, by name.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class Links:
                 back=ways[host][1],
                 row_bytes=0
                 if together
-                else info.embedding_row_bytes,  # else they stay in a process
+                else info.embedding_row_bytes,  # otherwise they stay in one process
                 rows=rows,
             )
             for group, host in hosts.items()
@@ -183,19 +185,19 @@ class Links:
 
     @property
     def bytes(self) -> int:
-        """Bytes that went to other hosts, and came from them."""
+        """Total bytes to and from other hosts."""
         return sum(way.bytes for way in self._ways)
 
     @property
     def busiest_ns(self) -> int:
-        """How long bytes were leaving on the busiest of all ways."""
+        """Sending time of the busiest direction."""
         return max((way.busy_ns for way in self._ways), default=0)
 
 
 def hosts_of(
     config: Config, encoders: Sequence[str], generators: Sequence[str]
 ) -> Mapping[str, str]:
-    """Return the host that each group starts on."""
+    """Return the initial host of each group."""
     hosts: dict[str, str] = {}
     for stage, groups in (("encode", encoders), ("generate", generators)):
         placed = "generate" if config.placement == "together" else stage

@@ -1,7 +1,8 @@
-"""What a simulation measures, in memory that does not grow with the number of requests.
+"""Simulation metrics, in memory independent of the number of requests.
 
-Times go into sketches: counts of buckets whose width is under 0.8 % of their value. Gauges and rates are sampled at an
-interval that doubles whenever there are too many samples, so that a minute and a week take the same room.
+Durations are counted in sketches: histograms with a bucket width below 0.8 % of the value. Gauges
+and rates are sampled at an interval that doubles when there are too many samples, so a minute and a
+week take the same memory.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ SUB_BITS = 7
 """Each power of two is divided into `2 ** SUB_BITS` buckets."""
 SAMPLES_MAX = 1024
 SAMPLE_NS = 50_000_000
-"""The first interval between samples."""
+"""Initial sampling interval."""
 CDF_POINTS = 200
 TENANTS_MAX = 16
-"""Tenants with figures of their own."""
+"""Maximum number of tenants with separate figures."""
 REASONS_MAX = 16
 """Maximum number of reasons with counters of their own."""
 REASON_CHARACTERS = 80
@@ -33,7 +34,7 @@ MS = 1e-6
 
 
 class Sketch:
-    """Counts of whole numbers of at least 0, known to 0.4 %."""
+    """Histogram of non-negative integers, accurate to 0.4 %."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -47,16 +48,16 @@ class Sketch:
 
     @property
     def count(self) -> int:
-        """Values that were counted."""
+        """Number of counted values."""
         return sum(self.counts)
 
     @property
     def mean(self) -> float:
-        """The mean, exactly; 0 where there is nothing."""
+        """Exact mean; 0 if empty."""
         return self.total / max(self.count, 1)
 
     def quantile(self, share: float) -> float:
-        """Return the value that so large a share of all do not exceed; 0 where there is nothing."""
+        """Return a quantile; 0 if empty."""
         wanted, seen = share * self.count, 0
         for index, count in enumerate(self.counts):
             if count and seen + count >= wanted:
@@ -66,7 +67,7 @@ class Sketch:
         return 0.0
 
     def cdf(self, points: int = CDF_POINTS) -> list[tuple[float, float]]:
-        """Return points (value, share of all that do not exceed it), the shares about evenly apart."""
+        """Return points of the cumulative distribution as (value, share), with shares about evenly spaced."""
         found: list[tuple[float, float]] = []
         last, every = 0.0, self.count
         for index, seen in enumerate(accumulate(self.counts)):
@@ -78,14 +79,14 @@ class Sketch:
 
 
 def _bounds(index: int) -> tuple[int, int]:
-    """Return the least value of a bucket and that of the next."""
+    """Return the lower and upper bound of a bucket."""
     shift = max((index >> SUB_BITS) - 1, 0)
     low = (index - (shift << SUB_BITS)) << shift
     return low, low + (1 << shift)
 
 
 class TimeSpread(msgspec.Struct, frozen=True, kw_only=True):
-    """How a time is distributed, in milliseconds."""
+    """Distribution of a duration, in milliseconds."""
 
     mean: float
     p50: float
@@ -100,14 +101,14 @@ def spread_of(sketch: Sketch) -> TimeSpread:
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """What a good answer is: both times at most so long. A request's own target for the first token comes first."""
+    """Maximum latencies that count as goodput; a request's own TTFT target takes precedence."""
 
     ttft_ms: float = 2000.0
     tpot_ms: float = 100.0
 
 
 class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one tenant's requests; see `SimulationFigures`."""
+    """Figures of one tenant's requests; see `SimulationFigures`."""
 
     requests: int
     finished: int
@@ -119,24 +120,26 @@ class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one simulation.
+    """Figures of one simulation.
 
     Attributes:
         span_s: From the first arrival to the end of the last request, simulated.
-        ttft_ms: From sending a request to its first token, preparation of images included.
+        ttft_ms: From sending a request to its first token, including image preparation.
         itl_ms: Between two tokens of one request, over all tokens.
-        tpot_ms: From first to last token, divided by the tokens after the first; one value a request.
-        queue_ms: From submission to the scheduler to the first step that a request is in.
-        goodput: Requests a second that met the targets.
-        good_share: Share of all requests that met the targets; what was refused did not.
-        prefix_hits: Share of prompt tokens that came from the prefix cache.
-        embedding_hits: Share of embeddings asked for that were there, or on their way.
-        failed: Requests that were refused or ended in an error, by code.
-        reasons: Requests that the front-door policy shed, by reason, cut before its first value, with numbers as `#`.
-        encode_busy: Share of the span that encode groups worked; likewise `generate_busy`.
-        link_bytes: Bytes that went to other hosts, and came from them.
-        link_busy: Share of the span that bytes were leaving on the busiest way to or from a host.
-        tenants: By tenant, the first few of them, where the workload names any.
+        tpot_ms: From first to last token, divided by the tokens after the first; one value per
+            request.
+        queue_ms: From submission to the scheduler to the request's first step.
+        goodput: Requests per second that met the targets.
+        good_share: Share of all requests that met the targets; refused requests did not.
+        prefix_hits: Share of prompt tokens found in the prefix cache.
+        embedding_hits: Share of requested embeddings that were cached or being encoded.
+        failed: Refused and failed requests, by code.
+        reasons: Requests shed by the front-door policy, by reason, cut before its first value, with
+            numbers as `#`.
+        encode_busy: Busy share of encode groups over the span; likewise `generate_busy`.
+        link_bytes: Bytes to and from other hosts.
+        link_busy: Share of the span that the busiest direction to or from a host was sending.
+        tenants: Figures by tenant, for the first few tenants of the workload.
     """
 
     requests: int
@@ -174,9 +177,9 @@ class LiveRequest:
 
     Attributes:
         sent_ns: When its client sent it.
-        total: Its tokens once it has ended: prompt and answer.
-        target_ns: Its own target for the first token, from sending it; None where the simulation's counts.
-        last_token_ns: When the last token of an earlier life came; 0 in its first life.
+        total: Prompt and output tokens at its end.
+        target_ns: Its own TTFT target, from sending; None if the simulation's target applies.
+        last_token_ns: Time of the last token before it was restarted; 0 if it was not.
     """
 
     __slots__ = (
@@ -203,7 +206,7 @@ class LiveRequest:
 
 
 class TenantCollector:
-    """Adds up what happens to one tenant."""
+    """Accumulates the figures of one tenant."""
 
     def __init__(self) -> None:
         self.ttft, self.tpot = Sketch(), Sketch()
@@ -224,7 +227,7 @@ class TenantCollector:
 
 
 class Collector:
-    """Adds up what happens, and keeps nothing of single requests."""
+    """Accumulates figures without keeping single requests."""
 
     def __init__(self, targets: Targets) -> None:
         self.ttft, self.itl, self.tpot = Sketch(), Sketch(), Sketch()
@@ -241,7 +244,7 @@ class Collector:
         self._tpot_ns = int(targets.tpot_ms * 1e6)
 
     def arrived(self, now_ns: int, tenant: str = "") -> None:
-        """A client sent a request."""
+        """Count a sent request."""
         self.requests += 1
         if tenant and (tenant in self.tenants or len(self.tenants) < TENANTS_MAX):
             self.tenants.setdefault(tenant, TenantCollector()).requests += 1
@@ -249,7 +252,7 @@ class Collector:
             self.first_ns = now_ns
 
     def fail(self, code: str, tenant: str, reason: str = "") -> None:
-        """Count a request that was refused, or ended in an error, and the reason that a policy gave."""
+        """Count a refused or failed request, with the reason given by a policy."""
         self.failed[code] = self.failed.get(code, 0) + 1
         own = self.tenants.get(tenant)
         if own is not None:
@@ -261,7 +264,7 @@ class Collector:
             self.reasons[kind] = self.reasons.get(kind, 0) + 1
 
     def end(self, live: LiveRequest, finish: Finish, now_ns: int) -> None:
-        """A request ended."""
+        """Count an ended request."""
         times, outputs = finish.times, live.arrival.output_tokens
         self.last_ns = now_ns
         self.preemptions += times.preemptions
@@ -301,7 +304,7 @@ def _reason_kind(reason: str) -> str:
 
 
 GAUGES = ("waiting", "running", "items_waiting", "kv_held", "pages_used")
-"""What is sampled: requests, items, and shares of the KV cache and of the embedding pages."""
+"""Sampled gauges: requests, images, and shares of the KV cache and of the embedding pages."""
 SUMS = (
     "steps",
     "decode_tokens",
@@ -312,11 +315,14 @@ SUMS = (
     "encode_busy_ns",
     "generate_busy_ns",
 )
-"""What is counted between samples."""
+"""Counters, as differences between samples."""
 
 
 class Series(msgspec.Struct, kw_only=True):
-    """Gauges and sums over time; sample k lies at `(k + 1) * interval_s`, and sums are those since the one before."""
+    """Gauges and counters over time.
+
+    Sample k is at `(k + 1) * interval_s`; counters hold the increments since the previous sample.
+    """
 
     interval_s: float
     gauges: dict[str, list[float]]
@@ -324,7 +330,7 @@ class Series(msgspec.Struct, kw_only=True):
 
 
 class Sampler:
-    """Keeps at most `SAMPLES_MAX` samples: when there are more, neighbours become one."""
+    """Keeps at most `SAMPLES_MAX` samples, by merging neighbours when there are more."""
 
     def __init__(self, start_ns: int) -> None:
         self.interval_ns = SAMPLE_NS
@@ -334,7 +340,7 @@ class Sampler:
         self._before = [0] * len(SUMS)
 
     def take(self, now_ns: int, gauges: Sequence[float], totals: Sequence[int]) -> None:
-        """Take all samples that are due: nothing has changed since the event before."""
+        """Take all samples that are due: values have not changed since the previous event."""
         while self.due_ns <= now_ns:
             for column, value in zip(self._gauges, gauges, strict=True):
                 column.append(value)
@@ -357,7 +363,7 @@ class Sampler:
         ]
 
     def series(self) -> Series:
-        """Return what was sampled."""
+        """Return the samples."""
         return Series(
             interval_s=self.interval_ns / 1e9,
             gauges=dict(zip(GAUGES, self._gauges, strict=True)),
@@ -366,18 +372,18 @@ class Sampler:
 
 
 class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a simulation.
+    """Outcome of a simulation.
 
     Attributes:
-        label: What tables and legends call it.
+        label: Name in tables and legends.
         policies: The policy of each table, with its fields.
-        groups: How many encode and generate groups there are.
-        scaled_down: Images that were larger than an image may be.
-        events: Events that the scheduler heard.
-        digest: Over all that the scheduler decided, and when: equal for equal decisions.
-        wall_s: What the simulation took, of real time.
-        policy_failures: The traceback of the first failure of each policy that failed, by its class.
-        cdf: Points (milliseconds, share of all at most so long) of `ttft`, `itl`, `tpot` and `e2e`.
+        groups: Number of encode and generate groups.
+        scaled_down: Number of images above the size limit.
+        events: Number of events handled by the scheduler.
+        digest: Digest of all scheduler decisions and their times: equal for equal decisions.
+        wall_s: Real time that the simulation took.
+        policy_failures: Traceback of the first failure of each failed policy, by class.
+        cdf: Points (milliseconds, cumulative share) of `ttft`, `itl`, `tpot` and `e2e`.
     """
 
     label: str
@@ -405,10 +411,11 @@ def figures_of(
     kernel: Mapping[str, Any],
     links: tuple[int, int] = (0, 0),
 ) -> SimulationFigures:
-    """Return the figures.
+    """Compute the figures.
 
-    `totals` are those of `SUMS`, `groups` how many encode and generate groups there are, `kernel` its statistics,
-    `links` the bytes of all links and how long the busiest way was busy.
+    `totals` are the values of `SUMS`, `groups` the numbers of encode and generate groups, `kernel`
+    its statistics, and `links` the total bytes of all links and the busy time of the busiest
+    direction.
     """
     hits, misses = kernel["encode"]["cache_hits"], kernel["encode"]["cache_misses"]
     of = dict(zip(SUMS, totals, strict=True))

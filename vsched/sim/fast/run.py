@@ -1,7 +1,7 @@
-"""The fast simulator: the production scheduler and policies, a heap of events, and groups that only take time.
+"""The fast simulator: the production scheduler and policies, an event heap, and groups that only model time.
 
-There is no event loop, no wire and no memory here, so a policy can be tried on an hour of load in seconds. What the
-scheduler decides is what it would decide in a server that hears the same events at the same times.
+There is no event loop, network or memory, so a policy can be tried on an hour of load in seconds.
+The scheduler decides exactly as in a server that receives the same events at the same times.
 """
 
 from __future__ import annotations
@@ -48,31 +48,32 @@ def simulate(
     observers: Sequence[EventObserver] = (),
     check_every: int | None = None,
 ) -> SimulationOutcome:
-    """Simulate a workload on a server with a configuration; return what came of it.
+    """Simulate a workload on a server with a configuration.
 
     Args:
-        config: The configuration; only what the scheduler and the ingress of requests read counts.
-        workload: The requests; they are read as time passes.
-        cost: What steps take.
-        seed: Of the noise of step times, if the cost model has any.
-        oracles: Whether to check everything after every event; see `Oracles`.
-        progress: Told now and then how many requests have ended.
-        label: What to call the outcome.
-        policies: Policies that take the place of configured ones, by table, such as `encode.encoding`.
-        faults: What goes wrong, and when; the times count from the beginning of the workload.
+        config: The configuration; only settings of the scheduler and of request intake matter.
+        workload: The requests; read as time passes.
+        cost: The cost model.
+        seed: Seed of the step time noise, if the cost model has any.
+        oracles: Whether to check all invariants after every event; see `Oracles`.
+        progress: Called occasionally with the number of ended requests.
+        label: Name of the outcome.
+        policies: Replacements for configured policies, by table, such as `encode.encoding`.
+        faults: Planned faults; times count from the start of the workload.
         restart_s: From the loss of a group by a fault until it serves again.
-        targets: What counts as goodput.
-        info: The model's shape, where it is not the cost model's.
-        kv_tokens: Tokens of a replica's KV cache, where they are not what `generate.memory` pins.
-        drafts: What comes of drafts; without it nobody drafts.
-        host_links: What the links to the hosts of `cluster` are like.
-        observers: See every event; with them the tokens of a step tell which slots yielded.
-        check_every: Events between two checks of the kernel's whole state, with `oracles`; by default as many as keep
-            them affordable.
+        targets: Latency targets for goodput.
+        info: The model's shape, if not the cost model's.
+        kv_tokens: Tokens of a replica's KV cache, if not pinned by `generate.memory`.
+        drafts: Speculative decoding parameters; off by default.
+        host_links: Properties of the links to the hosts of `cluster`.
+        observers: Called with every event; with observers, the tokens of a step show which slots
+            yielded one.
+        check_every: Events between full-state checks of the kernel, with `oracles`; by default
+            enough to keep them cheap.
 
     Raises:
-        ConfigError: When the configuration, the model and the faults do not go together.
-        SimulationFailed: When the kernel or an oracle found something wrong.
+        ConfigError: When the configuration, the model and the faults do not fit together.
+        SimulationFailed: When the kernel or an oracle found an error.
     """
     setup = prepare(config, cost, policies=policies, info=info, kv_tokens=kv_tokens, drafts=drafts)
     simulation = Simulation(
@@ -96,7 +97,7 @@ def simulate(
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Let Python look for cycles rarely: the kernel makes none, and looking takes a tenth of the time."""
+    """Make garbage collection rare: the kernel creates no cycles, and collection takes a tenth of the time."""
     before = gc.get_threshold()
     gc.set_threshold(200_000, 20, 100)
     try:
@@ -106,7 +107,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 def header_of(config: Config) -> SegmentHeader:
-    """Return what a timeline begins with, of a run that was not recorded."""
+    """Return the header of a timeline for a run that was not recorded."""
     return SegmentHeader(
         run=b"",
         segment=1,

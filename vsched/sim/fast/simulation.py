@@ -1,4 +1,4 @@
-"""One run of the fast simulator: a heap of what will happen, and the production scheduler that hears of it."""
+"""One run of the fast simulator: a heap of future events, and the production scheduler that handles them."""
 
 from __future__ import annotations
 
@@ -63,26 +63,26 @@ from vsched.sim.workload.requests import Arrival, RequestMaker, Workload
 from vsched.types import group_names
 
 START_NS = 1_000_000
-"""The kernel's time when a workload begins: 0 means never to it."""
+"""Kernel time of the start of a workload: the kernel reads 0 as "never"."""
 PROGRESS_EVERY = 64
 STEP, READY, ARRIVE, TURN, TIMER, CHANGE, JOB, LEAVE, TOLD = range(9)
-"""Kinds of entries of the heap: a step ends, a request is prepared, sent, sent as a later turn, and so on."""
+"""Kinds of heap entries: a step ends, a request is prepared, sent, sent as a later turn, and so on."""
 OnRequests = Callable[[int], None]
-"""Told how many requests have ended."""
+"""Called with the number of ended requests."""
 
 
 class EventObserver(Protocol):
-    """Sees every event and what came of it, in order."""
+    """Observes every event and the resulting commands, in order."""
 
     def see(
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
     ) -> None:
-        """See an event, what came of it, and the kernel after it."""
+        """Observe an event, the resulting commands, and the kernel after it."""
         ...
 
 
 class Simulation:
-    """One run; `vsched.sim.fast.run.simulate` is the way to use it."""
+    """One run; use it through `vsched.sim.fast.run.simulate`."""
 
     def __init__(
         self,
@@ -176,14 +176,14 @@ class Simulation:
             self._push(START_NS, CHANGE, GroupUp(group))
 
     def check_with(self, oracles: EventObserver) -> None:
-        """Let oracles see every event, too."""
+        """Add oracles that observe every event."""
         self._observers.append(oracles)
 
     def schedule(self, faults: Iterable[GroupFault]) -> None:
-        """Let these things go wrong.
+        """Schedule faults.
 
         Raises:
-            ConfigError: When there is no such group.
+            ConfigError: When a group is unknown.
         """
         for at_ns, change in changes(faults, [*self._groups.values()], start_ns=START_NS):
             self._push(at_ns, CHANGE, change)
@@ -191,7 +191,7 @@ class Simulation:
     # --- the loop ---
 
     def run(self, workload: Workload, progress: OnRequests | None = None) -> None:
-        """Go through a workload until nothing is left to happen.
+        """Run a workload until no event is left.
 
         Raises:
             SimulationFailed: See `simulate`.
@@ -224,7 +224,7 @@ class Simulation:
                 self._sample(now_ns)
             if kind == STEP:
                 if incarnation != subject.incarnation:
-                    continue  # it was lost meanwhile
+                    continue  # lost or rescheduled meanwhile
                 event = self._end(subject, now_ns)
             else:
                 event = self._happen(kind, subject, incarnation, now_ns)
@@ -251,14 +251,14 @@ class Simulation:
         self._digested.clear()
 
     def _run(self, work: SharedWork, end_ns: int, now_ns: int) -> None:
-        """Let a step or a job begin that ends then, unless others slow it down."""
+        """Start a step or a job with the given end, which contention may delay."""
         if self._contention is None:
             self._announce(work, end_ns)
         else:
             self._contention.enter(work, end_ns - now_ns, now_ns)
 
     def _end(self, group: SimulatedGroup, now_ns: int) -> Event | None:
-        """End the step of a group; return what the scheduler hears of it now."""
+        """End the step of a group; return the resulting event if the scheduler receives it now."""
         event = group.end(now_ns)
         if self._contention is not None or group.device.ready:
             self._leave(group, now_ns)
@@ -268,7 +268,7 @@ class Simulation:
         return None
 
     def _leave(self, group: SimulatedGroup, now_ns: int) -> None:
-        """End the work of a group: a group that shares its processes begins, or it goes on itself."""
+        """Free the group's device: a group that shares it starts its step, or the same group continues."""
         ready = group.device.ready
         if self._contention is not None:
             self._contention.leave(group, now_ns)
@@ -286,10 +286,10 @@ class Simulation:
     def _push(self, at_ns: int, kind: int, subject: object) -> None:
         heappush(self._heap, (at_ns, next(self._sequence), kind, subject, 0))
 
-    # --- what happens ---
+    # --- heap entries ---
 
     def _happen(self, kind: int, subject: Any, incarnation: int, now_ns: int) -> Event | None:
-        """Let one thing happen; return what the scheduler hears of it, if anything."""
+        """Process a heap entry; return the event for the scheduler, if any."""
         if kind == ARRIVE:
             self._next_arrival()
             self.collector.arrived(now_ns, subject.tenant)
@@ -309,7 +309,7 @@ class Simulation:
             heard: Event | None = told if losses == group.losses else None
             return heard
         if kind == JOB:
-            if incarnation == subject.incarnation:  # else its end was announced anew
+            if incarnation == subject.incarnation:  # else its end was rescheduled
                 if self._contention is not None:
                     self._contention.leave(subject, now_ns)
                 self._ingress.done(subject, now_ns)
@@ -368,7 +368,7 @@ class Simulation:
         if arrival is not None:
             self._push(max(START_NS + arrival.at_ns, self.now_ns), ARRIVE, arrival)
 
-    # --- what the scheduler wants ---
+    # --- commands of the scheduler ---
 
     def _obey(self, command: Command, now_ns: int, progress: OnRequests | None) -> None:
         match command:
@@ -399,10 +399,10 @@ class Simulation:
                 self.collector.fail(command.code, entering.arrival.tenant)
                 self._ended(entering.arrival, entering.pixels, now_ns)
             case _:
-                pass  # notices, and restarts of groups: faults say when these come back
+                pass  # notices, and group restarts: the fault plan determines when groups return
 
     def _refused(self, prepared: IncomingRequest, code: str, now_ns: int) -> None:
-        """The ingress refused a request."""
+        """Record a request refused at intake."""
         self.collector.fail(code, prepared.arrival.tenant)
         self._push(now_ns, LEAVE, prepared.knock)
         self._ended(prepared.arrival, {}, now_ns)
@@ -449,7 +449,7 @@ class Simulation:
         )
 
     def outcome(self, label: str, workload: Workload, wall_s: float) -> SimulationOutcome:
-        """Return what came of it."""
+        """Return the outcome."""
         collector = self.collector
         sketches = {name: getattr(collector, name) for name in ("ttft", "itl", "tpot", "e2e")}
         policies = self.setup.policies.by_table()

@@ -1,1 +1,1 @@
-"""Fault plans: what goes wrong in a simulation, as data, and where it is injected."""
+"""Fault plans: the faults of a simulation as data, and their injection."""

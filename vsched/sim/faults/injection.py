@@ -1,4 +1,4 @@
-"""Hands out the faults of a plan at the places where they strike."""
+"""Injection of planned faults."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from vsched.sim.loop.virtual_loop import VirtualLoop
 F = TypeVar("F", bound=Fault)
 L = TypeVar("L", bound=Lasting)
 Kinds = type[F] | tuple[type[F], ...]
-"""A kind of fault, or any of several."""
+"""A kind of fault, or several."""
 
 
 class Struck(msgspec.Struct, frozen=True):
-    """A fault, and when it first did something."""
+    """A fault, and the first time it had an effect."""
 
     now_ns: int
     fault: AnyFault
 
 
 class Injector:
-    """The faults of a plan, on a virtual loop.
+    """Injects the faults of a plan on a virtual loop.
 
-    A fault that strikes once is handed out to the first part that asks when it is due; one that lasts is shown to all
-    that ask meanwhile. Ties are permuted from here.
+    A one-time fault goes to the first caller that asks once it is due; a lasting fault is visible
+    to all callers while it lasts. `TiePermutation` is applied here.
 
     Attributes:
-        plan: Where the faults come from.
-        struck: The faults that have done something, in order; the others of the plan found no occasion.
+        plan: The planned faults.
+        struck: Faults that had an effect, in order; the other planned faults found no occasion.
     """
 
     def __init__(self, plan: FaultPlan, loop: VirtualLoop) -> None:
@@ -46,7 +46,7 @@ class Injector:
             loop.call_at_ns(fault.at_ns, self._permute, fault)
 
     def of(self, kind: Kinds[F], *, group: str | None = None, rank: int | None = None) -> list[F]:
-        """Return the faults of a kind that are for this target, past and future; None leaves it open."""
+        """Return all planned faults of a kind for this target, past and future; None matches any."""
         return [
             fault for fault in self.plan.faults if isinstance(fault, kind) and _hits(fault, group, rank)
         ]  # fmt: skip
@@ -59,7 +59,7 @@ class Injector:
         rank: int | None = None,
         such: Callable[[F], bool] = lambda _: True,
     ) -> F | None:
-        """Return the first fault of a kind that is due for this target, and take it out of the plan."""
+        """Remove and return the first fault of a kind that is due for this target."""
         now_ns = self._loop.now_ns()
         for place, fault in enumerate(self._left):
             if fault.at_ns > now_ns:
@@ -73,7 +73,7 @@ class Injector:
     def active(
         self, kind: Kinds[L], *, group: str | None = None, rank: int | None = None
     ) -> list[L]:
-        """Return the faults of a kind that hold now for this target."""
+        """Return the faults of a kind that are active for this target."""
         now_ns = self._loop.now_ns()
         found = [
             fault for fault in self.of(kind, group=group, rank=rank) if fault.at_ns <= now_ns < fault.end_ns
@@ -83,7 +83,7 @@ class Injector:
         return found
 
     def note(self, fault: Fault) -> None:
-        """Note that a lasting fault does something."""
+        """Record that a lasting fault had an effect."""
         for place, one in enumerate(self._left):
             if one is fault:
                 del self._left[place]
@@ -91,15 +91,15 @@ class Injector:
                 return
 
     def raise_at(self, point: str, kind: type[F], error: Callable[[F], Exception]) -> None:
-        """Have a fault point raise `error(fault)` for each fault of a kind, once it is due.
+        """Make a fault point raise `error(fault)` for each fault of a kind, once it is due.
 
-        A fault that names a group strikes where that group is the subject.
+        A fault that names a group applies only when that group is the subject.
         """
         self._points[point] = (kind, error)  # type: ignore[assignment] # the kind goes with its error
 
     @contextmanager
     def armed(self) -> Iterator[None]:
-        """Let the fault points of production code strike meanwhile."""
+        """Enable the fault points of production code within the context."""
         with armed(self._on_point):
             yield
 
@@ -116,7 +116,7 @@ class Injector:
 
 
 def _hits(fault: Fault, group: str | None, rank: int | None) -> bool:
-    """Return whether a fault is for a target; one that names no group is for all."""
+    """Return True if a fault applies to a target; a fault without a group applies to all."""
     return (group is None or getattr(fault, "group", group) == group) and (
         rank is None or getattr(fault, "rank", rank) == rank
     )

@@ -1,8 +1,8 @@
-"""What can go wrong, as data: a plan is a seed and a list of faults at virtual times, and reads and writes as JSON.
+"""Fault plans as data: a seed and a list of faults at virtual times, stored as JSON.
 
-A plan says what is to happen, not how: the parts of a simulation look up what strikes them, see `injection.py`. Faults
-are drawn in one place, by random numbers for a swarm and by Hypothesis for shrinking; see
-`vsched.testing.schedules.strategies`.
+A plan describes faults, not their mechanism: each part of a simulation looks up the faults that
+affect it, see `injection.py`. Faults are drawn in one place, from random numbers for a swarm and
+from Hypothesis for shrinking; see `vsched.testing.schedules.strategies`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vsched.failures import EncodeErrorKind
 T = TypeVar("T")
 MILLISECOND_NS = 1_000_000
 FAULTS_MAX = 8
-"""Most faults of a drawn plan: more hide each other."""
+"""Maximum number of faults in a drawn plan: more would mask each other."""
 
 TimeNs = Annotated[int, msgspec.Meta(ge=0)]
 Rank = Annotated[int, msgspec.Meta(ge=0)]
@@ -31,7 +31,7 @@ Effect = Literal["loss", "delay", "duplication", "reordering", "corruption"]
 
 
 def _tag(name: str) -> str:
-    """Return the name of a class as the kind of a fault: `WorkerCrash` is `worker_crash`."""
+    """Derive the kind of a fault from its class name: `WorkerCrash` is `worker_crash`."""
     return "".join(f"_{one.lower()}" if one.isupper() else one for one in name).lstrip("_")
 
 
@@ -43,34 +43,34 @@ class Fault(
     tag_field="kind",
     tag=_tag,
 ):
-    """Something that goes wrong at, or as soon as there is an occasion after, a virtual time."""
+    """A failure at a virtual time, or at the first occasion after it."""
 
     at_ns: TimeNs = 0
 
     @property
     def end_ns(self) -> int:
-        """When it is over, as far as the plan says: what it has caused may take longer."""
+        """Planned end of the fault; its consequences may last longer."""
         return self.at_ns
 
     def refused(self, why: str) -> ConfigError:
-        """Return the error of a simulator that does not have this kind of fault."""
+        """Return the error of a simulator that does not support this kind of fault."""
         kind = type(self).__struct_config__.tag
         return ConfigError(f"faults: {kind} at {self.at_ns / 1e9:g} s: {why}")
 
 
 class Lasting(Fault, frozen=True, kw_only=True):
-    """A fault that holds for a while."""
+    """A fault with a duration."""
 
     duration_ns: TimeNs
 
     @property
     def end_ns(self) -> int:
-        """When it is over."""
+        """End of the fault."""
         return self.at_ns + self.duration_ns
 
 
 class WorkerCrash(Fault, frozen=True, kw_only=True):
-    """A rank's process ends, when it has carried out its next step, before or after it said so."""
+    """A rank's process ends after its next step, before or after the reply."""
 
     group: str
     rank: Rank = 0
@@ -78,7 +78,7 @@ class WorkerCrash(Fault, frozen=True, kw_only=True):
 
 
 class Hang(Lasting, frozen=True, kw_only=True):
-    """A rank stops in its next step, its pulse included."""
+    """A rank blocks in its next step and stops its heartbeat."""
 
     group: str
     rank: Rank = 0
@@ -93,14 +93,14 @@ class Slowdown(Lasting, frozen=True, kw_only=True):
 
 
 class LostHeartbeat(Fault, frozen=True, kw_only=True):
-    """A rank's next answer to a heartbeat does not reach the leader."""
+    """A rank's next heartbeat reply is lost."""
 
     group: str
     rank: Rank = 0
 
 
 class LateHeartbeat(Fault, frozen=True, kw_only=True):
-    """A rank's next answer to a heartbeat comes late."""
+    """A rank's next heartbeat reply is late."""
 
     group: str
     rank: Rank = 0
@@ -108,16 +108,16 @@ class LateHeartbeat(Fault, frozen=True, kw_only=True):
 
 
 class MissedDecision(Fault, frozen=True, kw_only=True):
-    """One rank of a group does not get the next decision; the others do."""
+    """One rank of a group does not receive the next decision; the others do."""
 
     group: str
     rank: Rank = 0
 
 
 class MessageFault(Lasting, frozen=True, kw_only=True):
-    """A share of the frames between a leader and a rank is lost, late, doubled, overtaken or damaged.
+    """A share of the frames between a leader and a rank is lost, delayed, duplicated, reordered or corrupted.
 
-    `late_ns` is how much later a delayed frame comes, a copy after its original, and a frame that others overtake.
+    `late_ns` is the delay of a delayed frame, of a duplicate, and of a frame that others overtake.
     """
 
     group: str
@@ -129,7 +129,7 @@ class MessageFault(Lasting, frozen=True, kw_only=True):
 
 
 class Partition(Lasting, frozen=True, kw_only=True):
-    """Nothing passes between a leader and a rank; what is under way meanwhile waits for the end, or is lost."""
+    """No frame passes between a leader and a rank; frames in flight are held until the end, or lost."""
 
     group: str
     rank: Rank = 0
@@ -137,21 +137,21 @@ class Partition(Lasting, frozen=True, kw_only=True):
 
 
 class Disconnect(Fault, frozen=True, kw_only=True):
-    """The client of the first request that is in this phase goes away."""
+    """The client of the first request in this phase disconnects."""
 
     phase: RequestPhase
 
 
 class FetchStall(Lasting, frozen=True, kw_only=True):
-    """The next image that is fetched stops coming."""
+    """The download of the next fetched image stalls."""
 
 
 class DecodeError(Fault, frozen=True, kw_only=True):
-    """The next image that is decoded turns out to be damaged."""
+    """The next decoded image is corrupt."""
 
 
 class OutOfMemory(Fault, frozen=True, kw_only=True):
-    """A rank finds no memory on its device, while it loads or in a step."""
+    """A rank runs out of device memory, while loading or in a step."""
 
     group: str
     rank: Rank = 0
@@ -165,52 +165,52 @@ class ReplicaRestart(Fault, frozen=True, kw_only=True):
 
 
 class GroupOutage(Fault, frozen=True, kw_only=True):
-    """A group is lost, with those that share its processes, for a while or, without a duration, for good."""
+    """A group is lost, with the groups that share its processes: for a while, or for good if there is no duration."""
 
     group: str
     duration_ns: TimeNs | None = None
 
     @property
     def end_ns(self) -> int:
-        """When it is over; of an outage for good, when it begins."""
+        """End of the outage; its start if it is permanent."""
         return self.at_ns + (self.duration_ns or 0)
 
 
 class EncodeFailure(Fault, frozen=True, kw_only=True):
-    """The next step of an encode group that ends fails; its ranks go on."""
+    """The next encode step of a group fails when it ends; its ranks keep running."""
 
     group: str = "encode"
     error: EncodeErrorKind = EncodeErrorKind.FAILED
 
 
 class HostCrash(Lasting, frozen=True, kw_only=True):
-    """A host ends with all its ranks, and is there again in the end; nothing tells it where it loses its power."""
+    """A host and all its ranks end, and restart after the duration; after a power loss, peers get no notice."""
 
     host: str
     manner: Literal["killed", "powered_off"] = "killed"
 
 
 class HostStall(Lasting, frozen=True, kw_only=True):
-    """A host stands still with all its ranks; what is sent to it meanwhile waits there."""
+    """A host and all its ranks stand still; messages sent to it wait."""
 
     host: str
 
 
 class HostCut(Lasting, frozen=True, kw_only=True):
-    """Nothing passes between the engine and a host; what is under way comes afterwards, as TCP sends it again."""
+    """Nothing passes between the engine and a host; data in flight arrives afterwards, as TCP resends it."""
 
     host: str
 
 
 class SlowHostLink(Lasting, frozen=True, kw_only=True):
-    """The link to a host has less bandwidth and more latency by a factor."""
+    """The link to a host has lower bandwidth and higher latency by a factor."""
 
     host: str
     factor: Annotated[float, msgspec.Meta(ge=1)] = 10.0
 
 
 class TiePermutation(Fault, frozen=True, kw_only=True):
-    """From now on, what is due at the same moment runs in an order drawn from this seed."""
+    """From this time on, callbacks due at the same moment run in an order drawn from this seed."""
 
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
 
@@ -231,25 +231,25 @@ DrawnFault = (
     | MessageFault
     | Partition
 )
-"""What strikes ranks, links, images and clients."""
+"""Faults of ranks, links, images and clients."""
 GroupWideFault = GroupOutage | EncodeFailure
-"""What strikes a group as a whole: in the fast simulator only, and only where it is named."""
+"""Faults of a whole group: only in the fast simulator, and never drawn."""
 HostFault = HostStall | SlowHostLink | HostCut | HostCrash
-"""What strikes another host, or the link to it."""
+"""Faults of another host or the link to it."""
 AnyFault = DrawnFault | GroupWideFault | HostFault
 KINDS: tuple[type[AnyFault], ...] = get_args(DrawnFault)
-"""The kinds that are drawn, the simpler ones first: shrinking goes that way."""
+"""Drawn kinds, simpler first: the direction of shrinking."""
 HOST_KINDS: tuple[type[AnyFault], ...] = get_args(HostFault)
-"""The kinds that are drawn where there are other hosts, besides."""
+"""Additional kinds drawn if there are other hosts."""
 
 
 def drawn_kinds(
     hosts: Sequence[str], kinds: Sequence[type[AnyFault]] | None = None
 ) -> Sequence[type[AnyFault]]:
-    """Return what can go wrong with these hosts: `kinds`, and without any named all that there are.
+    """Return the kinds of faults that can occur with these hosts: `kinds`, by default all.
 
     Raises:
-        ValueError: When a kind strikes a host, and there is none.
+        ValueError: When a kind needs a host and there is none.
     """
     if kinds is None:
         return (*KINDS, *HOST_KINDS) if hosts else KINDS
@@ -262,33 +262,33 @@ def drawn_kinds(
 
 
 class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What goes wrong in a run; `seed` is for everything in the run that is random."""
+    """The faults of a run; `seed` seeds everything random in it."""
 
     seed: int = 0
     faults: tuple[AnyFault, ...] = ()
 
     @property
     def end_ns(self) -> int:
-        """When the last fault is over: from then on, a run has to heal."""
+        """End of the last fault; afterwards a run must recover."""
         return max((fault.end_ns for fault in self.faults), default=0)
 
     def with_more(self, faults: Iterable[AnyFault]) -> FaultPlan:
-        """Return a plan with other faults besides, in the order of time."""
+        """Return the plan with more faults, ordered by time."""
         together = sorted((*self.faults, *faults), key=lambda fault: fault.at_ns)
         return msgspec.structs.replace(self, faults=tuple(together))
 
     def to_json(self) -> str:
-        """Return the plan as JSON, a fault a line."""
+        """Return the plan as JSON, one fault per line."""
         lines = (msgspec.json.encode(fault).decode() for fault in self.faults)
         faults = "".join(f"\n  {line}," for line in lines).removesuffix(",")
         return f'{{"seed": {self.seed}, "faults": [{faults}\n]}}'
 
     @staticmethod
     def from_json(text: str | bytes) -> FaultPlan:
-        """Read a plan.
+        """Parse a plan.
 
         Raises:
-            ConfigError: Says where the plan is wrong.
+            ConfigError: When the plan is invalid; names the place.
         """
         try:
             return msgspec.json.decode(text, type=FaultPlan)
@@ -300,7 +300,7 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Read a plan from a file.
 
         Raises:
-            ConfigError: When it cannot be read, or says where it is wrong.
+            ConfigError: When the file cannot be read or the plan is invalid; names the place.
         """
         try:
             return FaultPlan.from_json(Path(path).read_bytes())
@@ -311,17 +311,17 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Choices(Protocol):
-    """Where drawn numbers come from: a random generator, or Hypothesis."""
+    """Source of drawn values: a random generator, or Hypothesis."""
 
     def integer(self, low: int, high: int) -> int:
-        """Draw from `low` to `high`, both included; simpler is lower."""
+        """Draw an integer from `low` to `high`, inclusive; lower is simpler."""
 
     def choice(self, options: Sequence[T]) -> T:
-        """Draw one; simpler is earlier."""
+        """Draw one option; earlier is simpler."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """Where faults are drawn for: the groups, the ranks of each, the span of virtual time, and other hosts."""
+    """Targets of drawn faults: groups, ranks per group, the span of virtual time, and other hosts."""
 
     groups: tuple[str, ...]
     span_ns: int
@@ -330,7 +330,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_fault(choices: Choices, kind: type[AnyFault], stage: Stage) -> AnyFault:
-    """Draw a fault of a kind; times are whole milliseconds, so that a plan can be read."""
+    """Draw a fault of a kind; times are whole milliseconds, to keep plans readable."""
     hints = get_type_hints(kind)
     values: dict[str, Any] = {
         name: _draw_field(choices, name, hints[name], stage) for name in _fields(kind)
@@ -339,7 +339,7 @@ def draw_fault(choices: Choices, kind: type[AnyFault], stage: Stage) -> AnyFault
 
 
 def _fields(kind: type[AnyFault]) -> list[str]:
-    """Return the fields of a kind in the order in which they are drawn: the time last."""
+    """Return the fields of a kind in drawing order: the time last."""
     return sorted(kind.__struct_fields__, key=lambda name: name == "at_ns")
 
 
@@ -389,10 +389,10 @@ def random_plan(
     faults_max: int = FAULTS_MAX,
     hosts: Sequence[str] = (),
 ) -> FaultPlan:
-    """Draw a plan: first which kinds there are at all, then faults of these; by default of all, see `drawn_kinds`.
+    """Draw a plan: first a subset of kinds, then faults of these kinds (by default all, see `drawn_kinds`).
 
-    A run without some of the kinds reaches what they would have hidden: a system that is restarted all the time never
-    gets slow.
+    Leaving some kinds out reaches states that they would mask: a system that restarts all the time
+    never runs slowly.
     """
     stage = Stage(groups=tuple(groups), span_ns=span_ns, ranks=ranks, hosts=tuple(hosts))
     choices = _RandomChoices(rng)

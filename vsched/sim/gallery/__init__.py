@@ -1,1 +1,1 @@
-"""The gallery: what policies do to small workloads, in the simulator."""
+"""The gallery: effects of policies on small workloads in the simulator."""

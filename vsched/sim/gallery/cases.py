@@ -1,6 +1,6 @@
-"""The cases of the gallery: small workloads, and the policies that somebody would choose between on each.
+"""Gallery cases: small workloads, each with the policies to compare on it.
 
-Everything is a function of the case: the same figures come out on every machine.
+Everything depends on the case alone, so the figures are the same on every machine.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ SETTINGS = (
 )
 TARGETS = Targets(ttft_ms=2000.0, tpot_ms=50.0)
 PolicyChange = tuple[str, Mapping[str, Any]]
-"""A policy table, and what stands in it."""
+"""A policy table and its fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GalleryCase:
-    """A workload, and choices to compare on it.
+    """A workload and the policies to compare on it.
 
     Attributes:
-        title: What happens.
-        workload: Makes the requests.
-        settings: Keys of the configuration beside those of all cases.
-        choices: By label; the first is the default.
-        shown: Tenants that figures show, in order.
-        kv_tokens: Tokens of a replica's KV cache, where they are not the cost model's.
-        in_time: Whether nearly all requests are within the targets under every choice.
+        title: Description of the workload.
+        workload: Creates the requests.
+        settings: Configuration keys in addition to the common ones.
+        choices: Policy changes by label; the first is the default.
+        shown: Tenants in the figures, in order.
+        kv_tokens: KV cache tokens of a replica, if not the cost model's.
+        in_time: Whether nearly all requests meet the targets under every choice.
     """
 
     name: str
@@ -178,7 +178,7 @@ CASES: dict[str, GalleryCase] = {
 
 
 def run_case(case: GalleryCase, labels: tuple[str, ...] = ()) -> list[SimulationOutcome]:
-    """Simulate the choices of a case, all or those that are named."""
+    """Simulate the choices of a case: all, or the named ones."""
     config = load_config(None, sets=(*SETTINGS, *case.settings), environ={})
     cost, workload = load_cost_model(COST), case.workload()
     outcomes = []
@@ -213,11 +213,11 @@ DEFAULTS = {
     ("encoding", "chunk-aware"): "albums",
     ("dispatch", "fewest-held-up"): "albums",
 }
-"""The cases that show policies of the choice that changes nothing."""
+"""Cases that show the default policy of each kind, which needs no change of tables."""
 
 
 def case_of(kind: str, name: str) -> GalleryCase | None:
-    """Return the case in which a policy is one of the choices; None where none shows it."""
+    """Return the case that compares a policy; None if there is none."""
     for case in CASES.values():
         for changes in case.choices.values():
             if any(

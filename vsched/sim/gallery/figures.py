@@ -1,4 +1,4 @@
-"""The figures of the gallery: what clients saw, tenant by tenant, under each choice."""
+"""Gallery figures: latencies and goodput by tenant under each choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BAR_COLUMNS = 30
 
 
 class GalleryMeasure(NamedTuple):
-    """What a panel shows of each tenant."""
+    """The quantity in a panel, for each tenant."""
 
     title: str
     unit: str
@@ -31,12 +31,12 @@ _GOOD = GalleryMeasure(
 
 
 def measures_of(case: GalleryCase) -> tuple[GalleryMeasure, GalleryMeasure]:
-    """Return what the panels of a case show: where nearly all are in time, how long half of them wait."""
+    """Return the measures of a case; goodput is left out if nearly all requests meet the targets."""
     return (_P50, _P95) if case.in_time else (_P95, _GOOD)
 
 
 def draw_case(case: GalleryCase, outcomes: Sequence[SimulationOutcome], path: Path) -> None:
-    """Draw a PNG: a panel a measure, a group of bars a choice, a bar a tenant; needs matplotlib."""
+    """Draw a PNG with a panel per measure, a group of bars per choice, and a bar per tenant; needs matplotlib."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -65,7 +65,7 @@ def draw_case(case: GalleryCase, outcomes: Sequence[SimulationOutcome], path: Pa
 
 
 def lines_of(case: GalleryCase, outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
-    """Yield the same as lines of text."""
+    """Yield the same figures as lines of text."""
     yield f"{case.title} (simulated, cost model {COST})"
     width = max(len(one.label) for one in outcomes)
     names = max(len(tenant) for tenant in case.shown)

@@ -1,6 +1,6 @@
-"""The requests of the gallery's cases: functions of nothing, so that the same come out on every machine.
+"""Workloads of the gallery cases: without arguments, so that they are the same on every machine.
 
-They belong to tenants, which only name what is looked at apart: texts and images, chats and long documents.
+Tenants only serve to show figures separately: texts and images, chats and long documents.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _arrival(
 
 
 def _content(tenant: str, number: int) -> int:
-    """Return a number that stands for a text which nobody else sends."""
+    """Return the number of a text that no other request sends."""
     return (1 << 42) + (sum(ord(letter) for letter in tenant) << 20 | number)
 
 
@@ -54,7 +54,7 @@ def _poisson(seed: str, rate: float, until_s: float) -> Iterator[float]:
 def _conversations(
     tenant: str, *, rate: float, until_s: float, turns: int, every_s: float, image: int
 ) -> Iterator[Arrival]:
-    """Yield conversations whose every turn repeats those before, with an image at the beginning if it has tokens."""
+    """Yield conversations whose turns repeat all earlier ones, starting with an image if `image` is not 0 tokens."""
     rng = Random(tenant)  # noqa: S311 - a seeded workload
     for number, start_s in enumerate(_poisson(tenant, rate, until_s)):
         prompt: tuple[PromptPart, ...] = (Image(f"{tenant}-{number}", image),) if image else ()
@@ -67,7 +67,7 @@ def _conversations(
 
 
 def image_burst() -> Workload:
-    """Return chats for half a minute, and 40 requests with a large image at 10 s."""
+    """Chats for half a minute, and 40 requests with a large image at 10 s."""
     texts = _arrivals(
         "texts", _poisson("texts", 8.0, 30.0), lambda rng, _: (300, 0, rng.randint(60, 180))
     )
@@ -76,7 +76,7 @@ def image_burst() -> Workload:
 
 
 def long_context() -> Workload:
-    """Return chats for 40 s beside a tenant who sends 12,000 tokens every second or so."""
+    """Chats for 40 s next to a tenant that sends about 12,000 tokens every second."""
     chats = _arrivals(
         "chat",
         _poisson("chat", 5.0, 40.0),
@@ -89,7 +89,7 @@ def long_context() -> Workload:
 
 
 def overload() -> Workload:
-    """Return twice as much as can be served, for 30 s; a third is urgent and has a target of 1 s."""
+    """Twice the sustainable load for 30 s; a third is urgent, with a TTFT target of 1 s."""
 
     def urgent(arrival: Arrival) -> Arrival:
         return msgspec.structs.replace(arrival, priority=5, ttft_target_ms=1000)
@@ -104,14 +104,14 @@ def _overload_sizes(rng: Random, _: int) -> tuple[int, int, int]:
 
 
 def conversations() -> Workload:
-    """Return conversations of six turns for a minute: half of them begin with an image."""
+    """Conversations of six turns for a minute; half of them begin with an image."""
     texts = _conversations("texts", rate=3.0, until_s=40.0, turns=6, every_s=8.0, image=0)
     images = _conversations("images", rate=3.0, until_s=40.0, turns=6, every_s=8.0, image=1600)
     return workload_of("conversations", [*texts, *images])
 
 
 def scan() -> Workload:
-    """Return conversations beside a tenant whose long documents never come again."""
+    """Conversations next to a tenant whose long documents are never repeated."""
     chats = _conversations("chat", rate=0.8, until_s=60.0, turns=6, every_s=8.0, image=0)
     scanned = _arrivals(
         "scan", _poisson("scan", 1.0, 80.0), lambda rng, _: (rng.randint(3000, 6000), 0, 20)
@@ -120,7 +120,7 @@ def scan() -> Workload:
 
 
 def long_answers() -> Workload:
-    """Return requests whose answers outgrow the KV cache: some with long prompts, others with long answers."""
+    """Requests whose outputs outgrow the KV cache: some with long prompts, others with long outputs."""
     talks = _arrivals(
         "talks", _poisson("talks", 3.0, 40.0), lambda rng, _: (200, 0, rng.randint(400, 1000))
     )
@@ -133,7 +133,7 @@ def long_answers() -> Workload:
 
 
 def albums() -> Workload:
-    """Return albums of eight large images beside single small ones."""
+    """Albums of eight large images next to single small ones."""
 
     def album(number: int, at_s: float) -> Arrival:
         shown = [

@@ -1,4 +1,4 @@
-"""A simulation that has come to rest too early, and what each of its tasks was waiting for."""
+"""Deadlock report of a simulation: each task and the calls it waits in."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ TASKS_SHOWN_MAX = 50
 
 
 class VirtualDeadlock(RuntimeError):
-    """Nothing can ever run again: in real life, this program would hang."""
+    """Nothing can ever run again: in production this program would hang."""
 
 
 def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
-    """Return the tasks of a loop in the order of their names, and for each the calls that it waits in."""
+    """List the tasks of a loop by name, with the calls each one waits in."""
     tasks = [task for task in asyncio.all_tasks(loop) if not task.done()]
     tasks.sort(key=lambda task: (len(task.get_name()), task.get_name()))
     lines = [f"{len(tasks)} tasks wait:" if tasks else "no task is left"]
@@ -28,9 +28,9 @@ def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
 
 
 def _places(waiting: object) -> Iterator[str]:
-    """Yield where a coroutine stands, then where the one stands that it awaits, and so on."""
+    """Yield the source position of a coroutine, then of the one it awaits, and so on."""
     while waiting is not None:
-        # Coroutines, generators and asynchronous generators say the same in three ways.
+        # Coroutines, generators and asynchronous generators use different attribute names for it.
         kind = next((one for one in ("cr", "gi", "ag") if hasattr(waiting, f"{one}_frame")), None)
         if kind is None:
             return

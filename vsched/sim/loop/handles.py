@@ -1,4 +1,4 @@
-"""What a virtual loop runs: timers, tasks, and calls in threads."""
+"""Handles of a virtual loop: timers, tasks, and calls in threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class LoopTimer(asyncio.TimerHandle):
-    """A timer that knows whether it has left the clock."""
+    """A timer that records whether it was taken from the queue."""
 
     __slots__ = ("fired",)
 
@@ -19,7 +19,7 @@ class LoopTimer(asyncio.TimerHandle):
 
 
 class _Task(asyncio.Task[Any]):
-    """A task whose name, and whose place in a set, are the same in every run."""
+    """A task whose name and hash are the same in every run."""
 
     def __init__(self, number: int, coroutine: Coroutine[Any, Any, Any], **settings: Any) -> None:
         self._number = number
@@ -30,13 +30,13 @@ class _Task(asyncio.Task[Any]):
         return self._number
 
     def set_name(self, value: object) -> None:
-        """Set the name; Python 3.13.0 sets None where none was given."""
+        """Set the name; Python 3.13.0 passes None if there is none."""
         if value is not None:
             super().set_name(value)
 
 
 class Numbers:
-    """Numbers the tasks of one loop."""
+    """Task factory that numbers the tasks of one loop."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -44,17 +44,17 @@ class Numbers:
     def make_task(
         self,
         loop: asyncio.AbstractEventLoop,
-        coroutine: Any,  # what typeshed says differs between versions
+        coroutine: Any,  # the type in typeshed differs between versions
         /,
         **settings: Any,
     ) -> asyncio.Task[Any]:
-        """Make the next task; what asyncio calls a task factory."""
+        """Create the next task; an asyncio task factory."""
         self._last += 1
         return _Task(self._last, coroutine, loop=loop, **settings)
 
 
 def has_no_place(handle: asyncio.Handle) -> bool:
-    """Return whether asyncio leaves open when this runs among what is ready: a task's step, or a timer."""
+    """Return True if asyncio does not define the order of a ready handle: a task step or a timer."""
     if isinstance(handle, LoopTimer):
         return True
     callback = handle._callback  # type: ignore[attr-defined] # noqa: SLF001
@@ -62,7 +62,7 @@ def has_no_place(handle: asyncio.Handle) -> bool:
 
 
 class ThreadCall:
-    """A call in an executor that waits for its turn, and the future that gets its result."""
+    """A queued executor call, and the future of its result."""
 
     def __init__(
         self, submit: Callable[[], concurrent.futures.Future[Any]], result: asyncio.Future[Any]
@@ -73,16 +73,16 @@ class ThreadCall:
 
     @property
     def started(self) -> bool:
-        """Whether its turn has come."""
+        """Whether it was submitted."""
         return self._running is not None
 
     @property
     def over(self) -> bool:
-        """Whether it has returned, or was cancelled before its turn; one that runs cannot be stopped."""
+        """Whether it has returned, or was cancelled before it started; a running call cannot be stopped."""
         return self._running.done() if self._running is not None else self.result.done()
 
     def start(self, on_done: Callable[[], None]) -> None:
-        """Let a thread begin; `on_done` is called in that thread."""
+        """Submit the call; `on_done` is called in the worker thread."""
         try:
             self._running = self._submit()
         except RuntimeError as error:  # the executor was shut down meanwhile
@@ -91,7 +91,7 @@ class ThreadCall:
             self._running.add_done_callback(lambda _: on_done())
 
     def deliver(self) -> None:
-        """Hand on the outcome, unless its future is done already."""
+        """Pass the outcome to the future, unless that is already done."""
         if self.result.done() or self._running is None:
             return
         if self._running.cancelled():

@@ -1,24 +1,29 @@
-"""An event loop on a virtual clock: the same seed yields the same order of everything, and a day passes in no time.
+"""An event loop on a virtual clock: a seed determines the order of everything, and a day passes in no time.
 
-Prior art: looptime, aiotools' virtual clock, trio's `MockClock`, and the simulations of FoundationDB and TigerBeetle.
-What the published loops for asyncio leave open is what makes a run repeat exactly, and this loop closes:
+Prior art: looptime, aiotools' virtual clock, trio's `MockClock`, and the simulations of
+FoundationDB and TigerBeetle. The published loops for asyncio do not make runs exactly repeatable;
+this loop does:
 
-- *Time* is a whole number of nanoseconds. It stands still while anything can run, then jumps to the next timer. A timer
-  set for later than now fires later than now, so a wait that floating point left a hair too short still ends.
-- *Equal deadlines* fire in the order in which they were set; asyncio's own heap promises nothing there.
-- *Threads*: a call in an executor begins when nothing else can run, in its turn and alone, and the clock stands until
-  it has returned. So no race between threads, nor how fast one is, changes anything.
-- *Sets of tasks*: asyncio cancels the tasks of a group in the order of a set, that is, by address. Tasks of this loop
-  are hashed by their number.
-- *Ties*: what asyncio does not promise, code must not rely on. With a seed, tasks and timers that are due at the same
-  moment run in an order drawn from it; plain callbacks keep theirs, because `call_soon` promises that.
-- *Standstill*: what was begun in a place, by the context variable `PLACE`, can be held for a while, as a machine that
-  stands still: callbacks and tasks of its go on together afterwards, in their order.
-- *Hangs*: nothing can run, no timer is set, no thread is awaited: that is an error at once, with what each task
-  waits for.
+- *Time* is an integer number of nanoseconds. It stands still while anything can run, then jumps to
+  the next timer. A timer set for a later time fires at a later time, so a wait made slightly too
+  short by floating point still ends.
+- *Equal deadlines* fire in the order they were set; asyncio's heap does not guarantee that.
+- *Threads*: a call in an executor starts when nothing else can run, in order and alone, and the
+  clock stands still until it returns. So neither races between threads nor their speed change
+  anything.
+- *Sets of tasks*: asyncio cancels the tasks of a group in set order, that is, by address. Tasks of
+  this loop are hashed by their number.
+- *Ties*: code must not rely on orders that asyncio does not guarantee. With a seed, tasks and
+  timers due at the same moment run in a random order drawn from it; plain callbacks keep theirs,
+  because `call_soon` guarantees it.
+- *Stalls*: everything started under one value of the context variable `PLACE` can be stalled for a
+  while, like a machine that stands still: its callbacks and tasks continue together afterwards, in
+  order.
+- *Deadlocks*: if nothing can run, no timer is set and no thread is awaited, an error is raised at
+  once, with the calls each task waits in.
 
-Sockets work as far as the peer is in the same process. ZeroMQ does not: its threads are unknown to the loop. Code that
-polls with `sleep(0)` keeps the clock where it is for ever.
+Sockets work if the peer is in the same process. ZeroMQ does not: its threads are unknown to the
+loop. Code that polls with `sleep(0)` stops the clock forever.
 """
 
 from __future__ import annotations
@@ -48,17 +53,17 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 SECOND_NS = 1_000_000_000
 OUTSIDE_LIMIT_S = 60.0
-"""Real seconds that the loop waits for a thread, while nothing else can run, until it takes it for stuck."""
+"""Real seconds to wait for a thread while nothing else can run, before it counts as stuck."""
 _CANCELLED_MIN = 100
-"""So few cancelled timers are not worth the work of sweeping them out."""
+"""Up to this number, cancelled timers are not removed."""
 PLACE: ContextVar[object] = ContextVar("PLACE", default=None)
-"""Where a callback or task runs, for what can stand still; everything that is begun there is there, too."""
+"""Location of a callback or task that can be stalled; inherited by everything started there."""
 
 _Event = tuple[selectors.SelectorKey, int]
 
 
 class LoopStatistics(msgspec.Struct, frozen=True):
-    """What a loop has done so far: jumps of the clock, calls of executors, rounds whose order was drawn."""
+    """Counters of a loop: jumps of the clock, executor calls, and rounds with a drawn order."""
 
     jumps: int
     calls: int
@@ -69,7 +74,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock jumps to the next timer when nothing can run.
 
     Args:
-        tie_seed: Draw the order of ties from this seed; None runs them first come, first served.
+        tie_seed: Draw the order of ties from this seed; None runs them in order of arrival.
         outside_limit_s: Real seconds to wait for a thread, see `OUTSIDE_LIMIT_S`.
     """
 
@@ -102,7 +107,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     # --- time ---
 
     def now_ns(self) -> int:
-        """Return the virtual time in nanoseconds; a new loop is at 0."""
+        """Return the virtual time in nanoseconds; a new loop starts at 0."""
         return self._now_ns
 
     def time(self) -> float:
@@ -116,10 +121,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Call back at this time, rounded to nanoseconds; after the timers that are already set for it."""
+        """Schedule a callback, with the time rounded to nanoseconds; runs after timers already set for that time."""
         due_ns = round(when * SECOND_NS)
         if due_ns <= self._now_ns and when > self.time():
-            due_ns = self._now_ns + 1  # else a waiter for `when` would set it again, for ever
+            due_ns = self._now_ns + 1  # otherwise a waiter for `when` would set it again forever
         return self.call_at_ns(due_ns, callback, *args, context=context)
 
     def call_at_ns(
@@ -129,7 +134,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Call back at this time in nanoseconds; after the timers that are already set for it."""
+        """Schedule a callback at a time in nanoseconds; runs after timers already set for that time."""
         self._check_closed()  # type: ignore[attr-defined]
         timer = LoopTimer(due_ns / SECOND_NS, callback, args, self, context)
         self._timers_set += 1
@@ -149,13 +154,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     # --- ties ---
 
     def permute_ties(self, seed: int | None) -> None:
-        """From now on, draw the order of what is due at the same moment from this seed; None stops that."""
+        """Draw the order of simultaneous callbacks from this seed from now on; None restores arrival order."""
         self._ties = None if seed is None else random.Random(f"ties {seed}")  # noqa: S311
 
-    # --- standstill ---
+    # --- stalls ---
 
     def stand_still(self, place: object, until_ns: int) -> None:
-        """Run nothing whose context has this `PLACE` until then; one that stands still already does so no longer."""
+        """Run nothing whose context has this `PLACE` until then; no-op if the place is already stalled."""
         if place not in self._held:
             self._held[place] = []
             self.call_at_ns(until_ns, self._go_on, place)
@@ -164,7 +169,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._ready.extend(self._held.pop(place))
 
     def _hold(self) -> None:
-        """Keep back what is ready in a place that stands still."""
+        """Move ready handles of stalled places aside."""
         going: list[asyncio.Handle] = []
         for handle in self._ready:
             place = handle._context.get(PLACE)  # type: ignore[attr-defined] # noqa: SLF001
@@ -172,11 +177,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._ready.clear()
         self._ready.extend(going)
 
-    # --- the world outside ---
+    # --- threads and processes outside the loop ---
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Hold the clock, and wait for the outside for real: a thread or process that the loop does not know of."""
+        """Stop the clock and wait in real time for a thread or process unknown to the loop."""
         self._outside += 1
         try:
             yield
@@ -189,9 +194,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         func: Callable[[Unpack[Ts]], T],
         *args: *Ts,
     ) -> asyncio.Future[T]:
-        """Call in a thread, once nothing else can run; it has the program for itself, and the clock stands.
+        """Run a call in a thread once nothing else can run; it runs alone, and the clock stands still.
 
-        What needs another call to go on at the same time waits in vain.
+        A call that waits for another concurrent call never ends.
         """
         self._check_closed()  # type: ignore[attr-defined]
         if executor is None:
@@ -207,7 +212,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return call.result
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
-        """Wait for the threads of the default executor to end, with the clock held."""
+        """Wait in real time for the threads of the default executor to end."""
         if self._calls:
             await asyncio.wait([call.result for call in self._calls])
         with self.frozen():
@@ -222,7 +227,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.Handle:
-        """Call back soon; from another thread, once nothing else can run."""
+        """Schedule a callback soon; from another thread, once nothing else can run."""
         if self._thread_id is None or self._thread_id == threading.get_ident():
             return super().call_soon_threadsafe(callback, *args, context=context)
         self._check_closed()  # type: ignore[attr-defined]
@@ -235,16 +240,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._write_to_self()  # type: ignore[attr-defined]
 
     def forget_wakes(self) -> None:
-        """Take back what `_wake` sent; it has served its purpose."""
+        """Drain the wake-up socket written by `_wake`."""
         self._read_from_self()  # type: ignore[attr-defined]
 
-    # --- what the selector asks ---
+    # --- calls by the selector ---
 
     def idle(self) -> list[_Event]:
-        """Find the next thing to do when no handle is ready; return what happened to descriptors.
+        """Find the next thing to do when no handle is ready; return events of file descriptors.
 
         Raises:
-            VirtualDeadlock: When there is nothing.
+            VirtualDeadlock: When there is nothing to do.
         """
         until_s = time.monotonic() + self._outside_limit_s
         while not self._ready:
@@ -281,7 +286,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         raise VirtualDeadlock(f"at {self.time():.9f} s: {why}\n{describe_tasks(self)}")
 
     def take_due(self) -> None:
-        """Make the timers ready that are due, and put what is ready in the order that is drawn."""
+        """Move due timers to the ready queue, and apply the drawn order to it."""
         timers, ready = self._timers, self._ready
         while timers and timers[0][0] <= self._now_ns:
             timer = heapq.heappop(timers)[2]
@@ -305,15 +310,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._permutations += 1
 
     def statistics(self) -> LoopStatistics:
-        """Return what the loop has done so far."""
+        """Return the counters of the loop."""
         return LoopStatistics(self._jumps, self._calls_made, self._permutations)
 
 
 class _Selector(selectors.BaseSelector):
-    """Asked by asyncio once a round: the one place where a loop can be kept from waiting.
+    """Selector called by asyncio once per round: the only hook that can keep a loop from blocking.
 
     Attributes:
-        own: The descriptors that only wake the loop.
+        own: File descriptors that only wake the loop.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
@@ -333,11 +338,11 @@ class _Selector(selectors.BaseSelector):
 
     @property
     def foreign(self) -> bool:
-        """Whether anybody but the loop itself has a descriptor here."""
+        """Whether any file descriptor not owned by the loop is registered."""
         return len(self._real.get_map()) > len(self.own)
 
     def poll(self, timeout_s: float) -> list[_Event]:
-        """Wait for descriptors for real; return what happened to those that are not the loop's own."""
+        """Wait in real time; return events of file descriptors not owned by the loop."""
         events = self._real.select(timeout_s)
         foreign = [event for event in events if event[0].fd not in self.own]
         if len(foreign) < len(events):

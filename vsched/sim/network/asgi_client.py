@@ -1,8 +1,8 @@
-"""A client of an ASGI application, in its process and on its loop; it notes when everything came.
+"""An in-process ASGI client on the application's loop, with arrival times of all parts of a response.
 
-It behaves to the application as uvicorn does: after a disconnect, `receive` says so and what is sent goes nowhere; the
-end of a complete response is told in the same words. Unlike uvicorn, it asserts that the application keeps the rules:
-one `receive` at a time, one start of a response, nothing after its end.
+It follows uvicorn: after a disconnect, `receive` returns `http.disconnect` and sent messages are
+dropped; `receive` returns the same after a complete response. Unlike uvicorn, it asserts the
+protocol rules: one `receive` at a time, one response start, nothing after the end.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ HeaderLines = Iterable[tuple[str, str]]
 
 
 class BodyChunk(msgspec.Struct, frozen=True):
-    """A piece of a response's body, and when it came: in virtual time, or on the monotonic clock of another loop."""
+    """A chunk of a response body and its arrival time: virtual, or monotonic on other loops."""
 
     at_ns: int
     body: bytes
 
 
 class ServerEvent(msgspec.Struct, frozen=True):
-    """A server-sent event: its data, and when the piece came that completed it."""
+    """A server-sent event: its data, and the arrival time of its last chunk."""
 
     at_ns: int
     data: str
 
     def json(self) -> Any:
-        """Return the data, decoded."""
+        """Decode the data as JSON."""
         return msgspec.json.decode(self.data)
 
 
 class Response(msgspec.Struct, frozen=True):
-    """A response, complete."""
+    """A complete response."""
 
     status: int
     headers: dict[str, str]
@@ -49,20 +49,20 @@ class Response(msgspec.Struct, frozen=True):
 
     @property
     def body(self) -> bytes:
-        """The whole body."""
+        """The complete body."""
         return b"".join(chunk.body for chunk in self.chunks)
 
     def json(self) -> Any:
-        """Return the body, decoded."""
+        """Decode the body as JSON."""
         return msgspec.json.decode(self.body)
 
 
 class Disconnected(ConnectionError):
-    """The response was not complete when the client left, or the application ended."""
+    """The response was incomplete when the client left or the application ended."""
 
 
 class AsgiClient:
-    """Sends requests to an application; as many at a time as there are tasks.
+    """Sends requests to an application; each task can have one in progress.
 
     Args:
         app: The application; its lifespan is not run.
@@ -82,10 +82,10 @@ class AsgiClient:
         body: bytes = b"",
         headers: HeaderLines = (),
     ) -> Response:
-        """Send a request and return the response when it is complete.
+        """Send a request and return the complete response.
 
         Raises:
-            Exception: Whatever the application raised.
+            Exception: Any exception raised by the application.
         """
         async with self.open(method, path, json=json, body=body, headers=headers) as call:
             return await call.response()
@@ -101,23 +101,24 @@ class AsgiClient:
         unread_max: int | None = None,
         headers: HeaderLines = (),
     ) -> HttpCall:
-        """Return a request for `async with`, to be read piece by piece, and left at any moment.
+        """Return a request for `async with`, to be read in chunks and abandoned at any time.
 
         Args:
             method: `GET` and so on.
             path: With the query, if any.
-            json: What to send, encoded; else `body` is sent as it is.
-            body: What to send.
-            pieces: A body that comes in pieces, as slowly as this iterator yields them.
-            unread_max: Unread pieces of the response that hold the application up; None reads eagerly.
-            headers: Sent after those of the client.
+            json: Body to be encoded as JSON, instead of `body`.
+            body: Raw body.
+            pieces: Body in pieces, sent as slowly as this iterator yields them.
+            unread_max: Number of unread response chunks that blocks the application; None reads
+                eagerly.
+            headers: Sent after the client's headers.
         """
         lines = [*self._headers, *headers]
         if json is not None:
             body = msgspec.json.encode(json)
             lines.append(("content-type", "application/json"))
         if any(name.lower() == "content-length" for name, _ in lines):
-            pass  # the caller announces a length of its own
+            pass  # the caller sets its own length
         elif pieces is None:
             lines.append(("content-length", str(len(body))))
         else:
@@ -150,7 +151,7 @@ class HttpCall:
     """One request, from its first byte to the end of the application's work on it.
 
     Attributes:
-        receives: How often the application has asked for more of the request.
+        receives: Number of `receive` calls by the application.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class HttpCall:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave, if the response is not complete, and wait until the application is done with it."""
+        """Disconnect if the response is incomplete, and wait for the application to finish."""
         del kind, trace
         assert self._work is not None
         if not self._complete:
@@ -207,20 +208,20 @@ class HttpCall:
             self._work.result()
 
     async def started(self) -> int:
-        """Return the status, when the response has begun.
+        """Wait for the response to start; return its status.
 
         Raises:
-            Disconnected: When that never came.
+            Disconnected: When it never started.
         """
         await self._until(lambda: self._status is not None)
         assert self._status is not None
         return self._status
 
     async def chunks(self) -> AsyncIterator[BodyChunk]:
-        """Yield the pieces of the body as they come.
+        """Yield the chunks of the body as they arrive.
 
         Raises:
-            Disconnected: When the end never came.
+            Disconnected: When the body was incomplete.
         """
         while True:
             await self._until(lambda: self._complete or self._read < len(self._chunks))
@@ -231,10 +232,10 @@ class HttpCall:
             yield self._chunks[self._read - 1]
 
     async def events(self) -> AsyncIterator[ServerEvent]:
-        """Yield the server-sent events as they come; `[DONE]` is one.
+        """Yield the server-sent events as they arrive, including `[DONE]`.
 
         Raises:
-            Disconnected: When the end never came.
+            Disconnected: When the body was incomplete.
         """
         rest = b""
         async for chunk in self.chunks():
@@ -246,10 +247,10 @@ class HttpCall:
                     yield ServerEvent(chunk.at_ns, "\n".join(data))
 
     async def response(self) -> Response:
-        """Return the response when it is complete.
+        """Return the complete response.
 
         Raises:
-            Disconnected: When the end never came.
+            Disconnected: When it was incomplete.
         """
         async for _ in self.chunks():
             pass
@@ -257,22 +258,22 @@ class HttpCall:
         return self.response_so_far()
 
     def response_so_far(self) -> Response:
-        """Return as much of the response as has come; its status is 0 before it begins."""
+        """Return the part of the response received so far; the status is 0 before it starts."""
         return Response(self._status or 0, self._headers, self._chunks)
 
     def disconnect(self) -> None:
-        """Go away now; reading the response raises `Disconnected`."""
+        """Disconnect now; reading the response raises `Disconnected`."""
         self._disconnected = True
         self._notify()
 
     def cancel(self) -> None:
-        """Cancel the application's work, as a server does that stops."""
+        """Cancel the application's task, as a stopping server does."""
         assert self._work is not None, "it has not begun"
         self._work.cancel()
 
     @property
     def over(self) -> bool:
-        """Whether the application is done with this request."""
+        """Whether the application has finished this request."""
         return self._work is not None and self._work.done()
 
     # --- the application's side ---
@@ -330,7 +331,7 @@ class HttpCall:
     # --- waiting ---
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait for something of the response that may never come."""
+        """Wait for a condition of the response; raise if it can no longer hold."""
         await self._wait(lambda: holds() or self._disconnected or self.over)
         if holds():
             return

@@ -1,4 +1,4 @@
-"""One direction of one link: when a frame arrives, if at all, how often, and what is left of it."""
+"""One direction of a link: loss, delay, duplication and corruption of frames."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from vsched.transport.zmq_link import QUEUE_MAX
 from vsched.wire import Beat, decode_report
 
 _TURN = slice(24, 32)
-"""Where the turn of a log's entry stands in its frame; what is to be carried out has one (`vsched.wire`)."""
+"""Bytes of a frame that hold the turn of a log entry; nonzero for entries to be executed (`vsched.wire`)."""
 
 ShareOfFrames = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a link is like, in both directions.
+    """Properties of a link, in both directions.
 
-    A frame takes `latency_ns`, and on top of it a time drawn from the distribution `jitter` whose mean is `jitter_ns`;
-    it never overtakes the one before. `loss` to `corruption` are shares of the frames that meet this effect; `late_ns`
-    says how much later, as in `MessageFault`. Beyond `queue_max` frames that were not received yet, none is taken.
+    A frame takes `latency_ns` plus a random time from the distribution `jitter` with mean
+    `jitter_ns`; frames never overtake each other. `loss` to `corruption` are the shares of frames
+    with this effect; `late_ns` is the additional delay, as in `MessageFault`. With `queue_max`
+    unreceived frames in the queue, further ones are refused.
     """
 
     latency_ns: Annotated[int, msgspec.Meta(ge=0)] = 50_000
@@ -52,7 +53,7 @@ class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LinkStatistics(msgspec.Struct, frozen=True):
-    """Counts of frames: `sent` were taken, `refused` found the queue full, `unheard` found the other end closed."""
+    """Frame counts: `sent` were accepted, `refused` found the queue full, `unheard` found the other end closed."""
 
     sent: int = 0
     refused: int = 0
@@ -66,7 +67,7 @@ class LinkStatistics(msgspec.Struct, frozen=True):
 
 
 class Party(NamedTuple):
-    """Whose link it is, in the words of faults; a pulse has a link of its own beside that of its rank."""
+    """Owner of a link, as named by faults; a rank's heartbeat has a separate link."""
 
     group: str
     rank: int
@@ -74,7 +75,7 @@ class Party(NamedTuple):
 
 
 class _Fate(NamedTuple):
-    """What becomes of a frame: by effect, how late."""
+    """Fate of a frame: the delay of each effect."""
 
     late_ns: dict[Effect, int]
     corrupt_at: float
@@ -122,7 +123,7 @@ class Channel:
         self._counts: dict[str, int] = dict.fromkeys(LinkStatistics.__struct_fields__, 0)
 
     def send(self, frame: bytes) -> bool:
-        """Send a frame; return False, and do nothing, when the queue is full."""
+        """Send a frame; return False without sending if the queue is full."""
         if len(self._under_way) + self._unread() >= self._profile.queue_max:
             self._counts["refused"] += 1
             return False
@@ -153,7 +154,7 @@ class Channel:
         return True
 
     def _draw_fate(self) -> _Fate:
-        """Draw what happens to a frame; as many numbers for each frame, whatever may strike it."""
+        """Draw the fate of a frame, with the same number of random draws for every frame."""
         draws = [self._generator.random() for _ in _EFFECTS]
         corrupt_at = self._generator.random()
         profile, now_ns = self._profile, self._loop.now_ns()
@@ -169,7 +170,7 @@ class Channel:
         return _Fate(struck, corrupt_at)
 
     def _single_out(self, frame: bytes, late_ns: dict[Effect, int]) -> None:
-        """Look whether this very frame is one that a fault waits for."""
+        """Apply a fault that waits for a frame with this content."""
         if not _is_awaited(frame, self._direction):
             return
         kinds = _SINGLING[self._direction]
@@ -188,7 +189,7 @@ class Channel:
         return profile.latency_ns + round(self._jitter.expovariate(1 / profile.jitter_ns))
 
     def _dispatch(self, arrival_ns: int, frame: bytes) -> None:
-        """Have a frame arrive, unless a partition keeps it."""
+        """Schedule the arrival of a frame, unless a partition prevents it."""
         now_ns = self._loop.now_ns()
         for partition in self._partitions:
             inside = (partition.at_ns <= when < partition.end_ns for when in (now_ns, arrival_ns))
@@ -204,12 +205,12 @@ class Channel:
         self._loop.call_at_ns(arrival_ns, self._arrive)
 
     def _arrive(self) -> None:
-        """Take the frame that is due; which timer brings it, of several at one moment, is all the same."""
+        """Deliver the next frame; timers due at the same moment are interchangeable."""
         frame = heapq.heappop(self._under_way)[2]
         self._counts["delivered" if self._deliver(frame) else "unheard"] += 1
 
     def statistics(self) -> LinkStatistics:
-        """Return what was done so far."""
+        """Return the frame counts."""
         return LinkStatistics(**self._counts)
 
 
@@ -218,19 +219,19 @@ _SINGLING: dict[Direction, tuple[type[Fault], ...]] = {
     "to_rank": (MissedDecision,),
     "to_leader": (LostHeartbeat, LateHeartbeat),
 }
-"""The faults that wait for a frame of a certain content."""
+"""Faults that wait for a frame with a certain content."""
 _UNHARMED = _Fate({}, 0.0)
 
 
 def _is_awaited(frame: bytes, direction: Direction) -> bool:
-    """Return whether faults wait for such a frame: something to carry out, the answer to a heartbeat."""
+    """Return True for frames that faults wait for: an entry to execute, or a heartbeat reply."""
     if direction == "to_rank":
         return any(frame[_TURN])
     return isinstance(decode_report(frame), Beat)
 
 
 def _corrupted(frame: bytes, at: float) -> bytes:
-    """Return a frame with one bit flipped, at this share of its length."""
+    """Return a copy of a frame with one bit flipped, at this share of its length."""
     bit = int(at * len(frame) * 8)
     damaged = bytearray(frame)
     damaged[bit // 8] ^= 1 << bit % 8

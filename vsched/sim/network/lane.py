@@ -1,7 +1,8 @@
-"""One direction of the link between an engine and another host: how long bytes take.
+"""One direction of the link between an engine and another host: transfer times.
 
-All that goes to a host shares its link: a frame leaves when those before it have, in as much time as its bytes take,
-and arrives a latency later. Nothing is lost, for TCP sends again what is: what a cut meets comes when that is over.
+All traffic to a host shares its link: a frame is sent after the previous ones, takes time
+proportional to its size, and arrives after the latency. Nothing is lost, since TCP retransmits:
+data affected by a cut arrives when the cut ends.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from vsched.sim.loop.virtual_loop import SECOND_NS, VirtualLoop
 
 
 class HostLinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the links between an engine and other hosts are like, in both directions.
+    """Properties of the links between an engine and other hosts, in both directions.
 
-    The bytes of a frame take their time at `bytes_per_s`, and then `latency_ns`, and a time drawn from an exponential
-    distribution whose mean is `jitter_ns`. Of one start of a worker group, `window_bytes` are under way at most.
+    A frame is sent at `bytes_per_s`, and arrives after `latency_ns` plus an exponentially
+    distributed time with mean `jitter_ns`. At most `window_bytes` are in flight per start of a
+    worker group.
     """
 
     latency_ns: Annotated[int, msgspec.Meta(ge=0)] = 200_000
@@ -34,7 +36,7 @@ class Lane:
     """One direction of the link to a host.
 
     Attributes:
-        bytes_sent: Of all frames so far.
+        bytes_sent: Total size of all frames so far.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Lane:
         self._free_ns = 0
 
     def arrival_ns(self, size: int) -> int:
-        """Return when a frame of this size arrives that is sent now; those that are sent later leave after it."""
+        """Return when a frame of this size sent now arrives; later frames are sent after it."""
         self.bytes_sent += size
         now_ns, profile, factor = self._loop.now_ns(), self._profile, 1.0
         for slow in self._slow:

@@ -1,11 +1,12 @@
-"""Links in memory between leaders and ranks, with all that a network can do to a frame.
+"""In-memory links between leaders and ranks, with network faults.
 
-The ends look like those of `vsched.transport.zmq_link`, with two differences: a simulated rank cannot block, so it asks
-for a frame without waiting, or waits as a task; and a queue that is full refuses a frame at both ends.
+The ends have the interface of `vsched.transport.zmq_link`, with two differences: a simulated rank
+cannot block, so it polls for a frame or waits as a task; and a full queue refuses frames at both
+ends.
 
-Without faults a link is what ZeroMQ is: every frame once, in order. Each direction of each link draws from a generator
-of its own, and the same number of times for every frame. So one fault more leaves the fate of all other frames as it
-was, and a plan can be shortened fault by fault.
+Without faults a link behaves like ZeroMQ: every frame once, in order. Each direction of each link
+has its own random generator, with a fixed number of draws per frame. So one fault more or less does
+not change the fate of other frames, and a plan can be minimized fault by fault.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from vsched.wire import LogEntry
 
 
 class NetworkStatistics(msgspec.Struct, frozen=True):
-    """Counts of each direction of each link that ever was, by name."""
+    """Frame counts of each direction of every link ever opened, by name."""
 
     links: dict[str, LinkStatistics]
 
     @property
     def total(self) -> LinkStatistics:
-        """The sum of all."""
+        """Sum over all links."""
         names = LinkStatistics.__struct_fields__
         return LinkStatistics(
             **{name: sum(getattr(one, name) for one in self.links.values()) for name in names}
@@ -44,10 +45,11 @@ class Network:
     """All links of a simulation.
 
     Args:
-        loop: Whose clock the links run on.
-        rng: Seeds the links; asked once.
-        faults: What strikes frames: `MessageFault`, `Partition`, `MissedDecision`, `LostHeartbeat`, `LateHeartbeat`.
-        profile: What links are like where no fault strikes.
+        loop: Provides the clock.
+        rng: Seeds the links; drawn from once.
+        faults: Injects `MessageFault`, `Partition`, `MissedDecision`, `LostHeartbeat` and
+            `LateHeartbeat`.
+        profile: Properties of links without faults.
     """
 
     def __init__(
@@ -67,16 +69,17 @@ class Network:
         self._channels: dict[str, Channel] = {}
 
     def listen(self, address: str, on_frame: OnFrame, *, group: str | None = None) -> LeaderEnd:
-        """Return a leader's end, to which ranks can connect.
+        """Open a leader's end, to which ranks can connect.
 
-        `group` is its name in faults; by default the last part of the address, without the number of the start.
+        `group` is its name in faults; by default the last part of the address, without the number
+        of the start.
         """
         assert address not in self._leaders, f"{address} has a leader"
         leader = self._leaders[address] = LeaderEnd(self, address, on_frame, group)
         return leader
 
     def connect(self, address: str, rank: int, *, pulse: bool = False) -> RankEnd:
-        """Return a rank's end, or that of its pulse; nothing is delivered while no leader listens."""
+        """Open a rank's end, or its heartbeat's end; nothing is delivered while no leader listens."""
         identity = pulse_identity(rank) if pulse else rank_identity(rank)
         assert (address, identity) not in self._ranks, f"{identity!r} is connected to {address}"
         leader = self._leaders.get(address)
@@ -92,7 +95,7 @@ class Network:
         deliver: Callable[[bytes], bool],
         unread: Callable[[], int],
     ) -> Channel:
-        """Return one direction of a new link."""
+        """Create one direction of a new link."""
         place = end.address.rpartition("/")[2]
         name = f"{place} {end.identity.decode()} {direction}"
         generator = random.Random(f"{self._seed} {name}")  # noqa: S311
@@ -106,7 +109,7 @@ class Network:
             deliver=deliver,
             unread=unread,
         )
-        while name in self._channels:  # of an earlier process at the same address
+        while name in self._channels:  # an earlier process had the same address
             name += "'"
         self._channels[name] = channel
         return channel
@@ -116,24 +119,24 @@ class Network:
         return self._leaders.get(address)
 
     def rank_at(self, address: str, identity: bytes) -> RankEnd | None:
-        """Return the end that is connected to an address under this identity."""
+        """Return the rank's end with this address and identity."""
         return self._ranks.get((address, identity))
 
     def forget_leader(self, address: str) -> None:
-        """Forget the leader's end at an address."""
+        """Remove the leader's end at an address."""
         self._leaders.pop(address, None)
 
     def forget_rank(self, address: str, identity: bytes) -> None:
-        """Forget the rank's end of this identity."""
+        """Remove the rank's end with this identity."""
         self._ranks.pop((address, identity), None)
 
     def statistics(self) -> NetworkStatistics:
-        """Return what the links have done so far."""
+        """Return the frame counts of all links."""
         return NetworkStatistics({name: one.statistics() for name, one in self._channels.items()})
 
 
 class LeaderEnd:
-    """The leader's end of the links of one group; used like `zmq_link.LeaderLink`."""
+    """The leader's end of a group's links; has the interface of `zmq_link.LeaderLink`."""
 
     def __init__(
         self, network: Network, address: str, on_frame: OnFrame, group: str | None
@@ -145,18 +148,18 @@ class LeaderEnd:
         self._closed = False
 
     def carry(self, entry: LogEntry) -> None:
-        """Do nothing: simulated ranks have the arena itself."""
+        """No-op: simulated ranks access the arena directly."""
 
     def send(self, rank: int, frame: bytes) -> bool:
-        """Send a frame to a rank; return False when it is gone, or its queue is full."""
+        """Send a frame to a rank; return False if the rank is gone or its queue is full."""
         end = self._network.rank_at(self.address, rank_identity(rank))
         return not self._closed and end is not None and end.to_rank.send(frame)
 
     def read(self) -> None:
-        """Do nothing: what has arrived was heard when it did."""
+        """No-op: frames are handled on arrival."""
 
     def take(self, identity: bytes, frame: bytes) -> bool:
-        """Hear a frame that has arrived; return whether anybody listened."""
+        """Handle an arrived frame; return False if the end is closed."""
         if not self._closed:
             self._on_frame(identity, frame)
         return not self._closed
@@ -169,10 +172,10 @@ class LeaderEnd:
 
 
 class RankEnd:
-    """A rank's end of a link; used like `zmq_link.RankLink`, but that nothing blocks.
+    """A rank's end of a link; has the interface of `zmq_link.RankLink`, but nothing blocks.
 
     Attributes:
-        on_readable: Called when a frame has arrived, for ranks that are no tasks.
+        on_readable: Called when a frame has arrived, for ranks that are not tasks.
     """
 
     def __init__(self, network: Network, address: str, identity: bytes, party: Party) -> None:
@@ -188,17 +191,17 @@ class RankEnd:
         self._to_leader = network.open_channel(self, "to_leader", self._report, lambda: 0)
 
     def send(self, frame: bytes) -> bool:
-        """Send a report; return False when the queue is full."""
+        """Send a report; return False if the queue is full."""
         assert not self._closed, "a closed link sends nothing"
         return self._to_leader.send(frame)
 
     def receive(self, timeout_s: float = 0.0) -> bytes | None:
-        """Return the next frame that has arrived; None at once when there is none, whatever the timeout."""
+        """Return the next arrived frame, or None; never waits."""
         del timeout_s
         return self._inbox.popleft() if self._inbox else None
 
     async def next_frame(self, timeout_s: float | None = None) -> bytes | None:
-        """Return the next frame; None when none comes in time, or the link is closed.
+        """Wait for the next frame; return None on timeout or when the link is closed.
 
         Blocks: up to the timeout.
         """
@@ -207,16 +210,16 @@ class RankEnd:
 
     @property
     def readable(self) -> bool:
-        """Whether a frame has arrived that was not received."""
+        """Whether an unreceived frame has arrived."""
         return bool(self._inbox)
 
     @property
     def closed(self) -> bool:
-        """Whether the rank is gone."""
+        """Whether the rank has closed it."""
         return self._closed
 
     def close(self) -> None:
-        """Go away: what is under way to the leader still arrives, as from a process that has ended."""
+        """Close; frames in flight to the leader still arrive, as after a process exit."""
         if not self._closed:
             self._closed = True
             self._inbox.clear()
@@ -243,7 +246,7 @@ class RankEnd:
 
 
 async def wait_readable(ends: Sequence[RankEnd], timeout_s: float | None) -> bool:
-    """Wait until an end has a frame or is closed; return whether one has a frame.
+    """Wait until an end has a frame or is closed; return True if one has a frame.
 
     Blocks: up to the timeout.
     """
@@ -263,7 +266,7 @@ async def wait_readable(ends: Sequence[RankEnd], timeout_s: float | None) -> boo
 
 
 def group_of(address: str) -> str:
-    """Return the group that an address is named after: `generate-1` of `ipc:///run/generate-1-4`, its fourth start."""
+    """Return the group in an address: `generate-1` for `ipc:///run/generate-1-4`, its fourth start."""
     place = address.rpartition("/")[2]
     named = re.fullmatch(r"([a-z]+-\d+)-\d+", place)
     return named[1] if named else place

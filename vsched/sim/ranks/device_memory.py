@@ -1,8 +1,9 @@
-"""The memory of a simulated device: a caching allocator that fragments, on a device that others use too.
+"""Simulated device memory: a caching allocator with fragmentation, on a device shared with other processes.
 
-It does what makes real ones differ from a sum: sizes are rounded up, small requests share segments, a freed block is
-cached and cut up by what comes next, neighbours merge within their segment but never across two, and only a segment
-that is wholly free goes back to the device. Everything is deterministic.
+It models the differences between a real allocator and a sum of sizes: sizes are rounded up, small
+requests share segments, a freed block is cached and split by later requests, neighbours merge
+within a segment but never across two, and only entirely free segments return to the device.
+Everything is deterministic.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _Block:
 
 @dataclass(slots=True)
 class _Segment:
-    """Memory taken from the device in one piece; its blocks cover it, by offset, without gaps."""
+    """Memory taken from the device in one piece; its blocks cover it without gaps, ordered by offset."""
 
     size: int
     small: bool
@@ -46,17 +47,17 @@ class _Segment:
 
 
 class SimulatedMemory:
-    """A device of a fixed size. Implements `DeviceMemory`; `allocate` and `free` are what a model on it would do.
+    """A device of a fixed size. Implements `DeviceMemory`; a model's allocations go through `allocate` and `free`.
 
     Attributes:
-        allocations: How many were asked for so far, failed ones included.
+        allocations: Number of allocations so far, including failed ones.
     """
 
     ROUNDING = 512
     SMALL_MAX = 1 * _MIB
     """Requests up to this size share segments of 2 MiB."""
     SHARED_MAX = 10 * _MIB
-    """Requests up to this size take a segment of 20 MiB when none has room; larger ones take their own."""
+    """Requests up to this size take a new segment of 20 MiB if none has enough space; larger ones take their own."""
 
     def __init__(
         self,
@@ -80,14 +81,14 @@ class SimulatedMemory:
         return self._total_bytes
 
     def available(self) -> int:
-        """Return what neither this process nor another holds; what is cached here is held."""
+        """Return the memory not held by any process; cached memory counts as held."""
         return max(self._total_bytes - self._peers_bytes - self.reserved(), 0)
 
     def reserved(self) -> int:
         return sum(segment.size for segment in self._segments)
 
     def allocated(self) -> int:
-        """Return what is in use; the rest of `reserved` is cache."""
+        """Return the memory in use; the rest of `reserved` is cache."""
         return sum(
             block.size
             for segment in self._segments
@@ -105,18 +106,18 @@ class SimulatedMemory:
         return 0
 
     def release(self) -> None:
-        """Give every segment back that is wholly free."""
+        """Return every entirely free segment to the device."""
         self._segments = [segment for segment in self._segments if not segment.is_free]
 
     def settle(self) -> None:
-        """Keep what is cached."""
+        """No-op: keep the cache."""
 
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:
-        """Take memory for a while.
+        """Hold memory within the context.
 
         Raises:
-            DeviceOutOfMemory: When it cannot.
+            DeviceOutOfMemory: When there is not enough.
         """
         handle = self.allocate(size) if size else None
         try:
@@ -126,23 +127,24 @@ class SimulatedMemory:
                 self.free(handle)
 
     def set_peers_bytes(self, size: int) -> None:
-        """Say what other processes hold from now on."""
+        """Set the memory held by other processes."""
         self._peers_bytes = size
 
     def fail_at(self, number: int) -> None:
-        """Let an allocation run out of memory: 1 is the next one, 2 the one after it."""
+        """Make an allocation fail: 1 is the next one, 2 the one after it."""
         assert number >= 1, "the past cannot fail"
         self._fails.add(self.allocations + number)
 
     def heal(self) -> None:
-        """Forget the failures that are still to come."""
+        """Cancel all planned failures."""
         self._fails.clear()
 
     def allocate(self, size: int) -> int:
-        """Allocate, and return a handle to free it with.
+        """Allocate memory; return a handle for `free`.
 
         Raises:
-            DeviceOutOfMemory: When neither the cache nor the device has room in one piece, or `fail_at` said so.
+            DeviceOutOfMemory: When neither the cache nor the device has a large enough block, or
+                due to `fail_at`.
         """
         assert size > 0, "nothing to allocate"
         self.allocations += 1
@@ -167,7 +169,7 @@ class SimulatedMemory:
         segment.merge_free()
 
     def check_invariants(self) -> None:
-        """Check that the blocks cover their segments, and that the counts agree."""
+        """Check that blocks cover their segments and that the counts agree."""
         for segment in self._segments:
             stop = 0
             for block in segment.blocks:
@@ -185,7 +187,7 @@ class SimulatedMemory:
         assert self.allocated() <= self.reserved() <= self.peak(), "more in use than held"
 
     def _with_room(self, need: int, *, small: bool) -> _Segment | None:
-        """Return the segment with the smallest cached block that will do."""
+        """Return the segment with the smallest sufficient cached block."""
         rooms = [
             (min(block.size for block in fitting), index)
             for index, segment in enumerate(self._segments)

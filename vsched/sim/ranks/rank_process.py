@@ -1,8 +1,8 @@
-"""Simulated rank processes: the production rank as a task, on a clock that runs ahead of the loop's while it computes.
+"""Simulated rank processes: the production rank as a task, on a clock that runs ahead of the loop while it computes.
 
-What a rank does between two waits happens at one moment of the loop. Its own clock moves meanwhile, by what the steps
-cost, and what it sends leaves once the loop has caught up. So the code of ranks is the same as in a process, though it
-never waits there for time to pass.
+Between two waits, a rank runs at a single moment of loop time. Meanwhile its own clock advances by
+the cost of its steps, and its messages leave once the loop has caught up. So ranks run the same
+code as in a process, without waiting for time to pass.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ DEVICE_BYTES = 4 << 30
 KILLED = -9
 CRASHED = -11
 LINGER_S = 0.02
-"""How long a process that fails stays, for its last words to get through."""
+"""Lifetime of a failing process, so that its last messages are delivered."""
 RUN_DIR = "/simulated"
 
 
 class _Sent(NamedTuple):
-    """A frame that leaves when the loop's clock is there."""
+    """A frame to be sent when the loop's clock reaches a time."""
 
     at_ns: int
     end: RankEnd
@@ -54,7 +54,7 @@ class _Sent(NamedTuple):
 
 
 class RankClock:
-    """The clock of a rank: that of the loop, and what the rank has computed since it last waited."""
+    """The clock of a rank: loop time plus the computing time since its last wait."""
 
     def __init__(self, world: World) -> None:
         self._loop = world.loop
@@ -65,12 +65,12 @@ class RankClock:
         return self._loop.now_ns() + self.ahead_ns
 
     def spend(self, duration_ns: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         self.ahead_ns += int(duration_ns)
 
 
 class SimulatedLink:
-    """A rank's end of a link, from which frames leave in the rank's time."""
+    """A rank's end of a link that sends frames at the rank's time."""
 
     def __init__(self, end: RankEnd, clock: RankClock, outbox: deque[_Sent]) -> None:
         self.end = end
@@ -78,23 +78,23 @@ class SimulatedLink:
         self._outbox = outbox
 
     def send(self, frame: bytes) -> None:
-        """Send a report, now or when it is now."""
+        """Send a report now, or when the loop has caught up."""
         if self._clock.ahead_ns or self._outbox:
             self._outbox.append(_Sent(self._clock.now_ns(), self.end, frame))
         else:
             self.end.send(frame)
 
     def receive(self, timeout_s: float = 0.0) -> bytes | None:
-        """Return a frame that has come."""
+        """Return an arrived frame, or None."""
         return self.end.receive(timeout_s)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the link."""
         self.end.close()
 
 
 class Collective:
-    """The collective step of the ranks that one worker group started together: it goes on when all are there."""
+    """Barrier of the ranks of one start of a worker group: a step runs once all have arrived."""
 
     def __init__(self, world: World, ranks: int) -> None:
         self._world = world
@@ -104,7 +104,7 @@ class Collective:
         self._lacking: set[int] | None = None
 
     async def meet(self, rank: int) -> None:
-        """Wait until all ranks are at this step; each comes once before any comes again."""
+        """Wait until all ranks have reached this step; each arrives once before any arrives again."""
         self._missing.discard(rank)
         if self._missing:
             await asyncio.shield(self._met)
@@ -115,7 +115,7 @@ class Collective:
         self._missing = set(range(self._ranks))
 
     def has_memory(self, rank: int, group: str) -> bool:
-        """Return whether all ranks find memory in the step that they have met for: else each of them fails once."""
+        """Return True if all ranks have memory for their common step; otherwise each fails once."""
         if self._lacking is None:
             faults = [
                 self._world.injector.take(
@@ -132,11 +132,11 @@ class Collective:
 
 
 class _Crashed(Exception):
-    """The process ends without a word."""
+    """The process ends without an error report."""
 
 
 class SimulatedRank:
-    """One rank process; looks like `vsched.aio.replicas.process.RankProcess`."""
+    """One rank process; has the interface of `vsched.aio.replicas.process.RankProcess`."""
 
     def __init__(
         self,
@@ -165,10 +165,10 @@ class SimulatedRank:
         self._exited = world.loop.create_future()
         self._task = world.loop.create_task(self._live())
 
-    # --- life ---
+    # --- lifecycle ---
 
     async def end(self, *, grace_s: float) -> None:
-        """Wait for the rank to end; kill it when it has not after the grace."""
+        """Wait for the rank to end; kill it after the grace period."""
         try:
             async with asyncio.timeout(grace_s):
                 await asyncio.shield(self._exited)
@@ -191,7 +191,7 @@ class SimulatedRank:
             self._on_exit(code)
 
     async def _run(self) -> int:
-        """Do what `vsched.rank.run` does; return the exit code."""
+        """Run like `vsched.rank.run`; return the exit code."""
         spec, world = self._spec, self._world
         host = RankHost(
             now_ns=self._clock.now_ns, memory=dict, collect=int, load_worker=self._load_worker
@@ -229,7 +229,7 @@ class SimulatedRank:
         return f"{' and '.join(self._groups.values())} rank {self._spec.rank}"
 
     def _load_worker(self, _name: str) -> WorkerPlugin:
-        return RankPlugin(self._world, self, ROOT)  # type: ignore[return-value] # ranks ask for no more
+        return RankPlugin(self._world, self, ROOT)  # type: ignore[return-value] # ranks call no other methods
 
     async def _load(self, loading: RankLoading[SimulatedLink]) -> None:
         loading.begin()
@@ -272,7 +272,7 @@ class SimulatedRank:
             following.heard_nothing()
 
     def _note_digest(self, member: Member[SimulatedLink]) -> None:
-        """All ranks of a group must have the same log."""
+        """Check that all ranks of a group have the same log."""
         log = member.log
         known = self._world.digests.setdefault((member.link.end.address, log.seq), log.digest)
         self._world.expect(
@@ -283,7 +283,7 @@ class SimulatedRank:
     # --- time ---
 
     async def _finish_step(self) -> None:
-        """Report a step when its time is over, unless the process ends before or after it."""
+        """Report a step at its end time, unless the process crashes before or after it."""
         await self._wait_for_loop(self._clock.now_ns())
         for call in self._at_end:
             call()
@@ -303,7 +303,7 @@ class SimulatedRank:
             raise _Crashed
 
     async def _catch_up(self) -> None:
-        """Wait until the loop's clock is where the rank's is, and let out what was sent on the way."""
+        """Wait until the loop reaches the rank's time, sending queued frames at their times."""
         until_ns = self._clock.now_ns()
         while self._outbox:
             sent = self._outbox[0]
@@ -325,7 +325,7 @@ class SimulatedRank:
             self._clock.ahead_ns = max(0, self._clock.ahead_ns - left_ns)
 
     async def _pulse(self, address: str) -> None:
-        """Beat as `PulseThread` does, but while the process is stopped."""
+        """Send heartbeats as `PulseThread` does, except while the process hangs."""
         spec, loop = self._spec, self._world.loop
         end = self._world.network.connect(address, spec.rank, pulse=True)
         try:
@@ -337,29 +337,29 @@ class SimulatedRank:
         finally:
             end.close()
 
-    # --- questions ---
+    # --- queries ---
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended."""
+        """Whether the process is running."""
         return not self._exited.done()
 
     def sequences(self, group: str) -> set[int] | None:
-        """Return the numbers of the requests that it keeps for a generate group; None where it does not serve it."""
+        """Return the numbers of the requests it holds for a generate group; None if it does not serve the group."""
         for member in self._members:
             executor = member.executor
             if member.link.end.party.group == group and isinstance(executor, GenerateExecutor):
                 return set(executor.rank.sequences)
         return None
 
-    # --- what workers ask ---
+    # --- calls by workers ---
 
     def spend(self, duration_ns: float) -> None:
-        """Let time pass for this rank."""
+        """Advance this rank's clock."""
         self._clock.spend(duration_ns)
 
     def spend_step(self, duration_ns: float) -> None:
-        """Let the time of a step pass; slow, if it is, and stopped, if it is."""
+        """Advance the clock by a step, including slowdowns and hangs."""
         injector, group, rank = self._world.injector, self._current, self._spec.rank
         duration_ns *= 1 + self._world.delays.noise * self._noise.random()
         for slow in injector.active(Slowdown, group=group, rank=rank):
@@ -371,11 +371,11 @@ class SimulatedRank:
         self._clock.spend(duration_ns + stopped_ns)
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Have something done when the step is over; never, if the process ends before."""
+        """Schedule a call for the end of the step; it is dropped if the process ends before."""
         self._at_end.append(call)
 
     def has_memory(self, stage: str, during: str) -> bool:
-        """Return whether the device has memory, as far as faults go."""
+        """Return False if an `OutOfMemory` fault is due."""
         group = self._groups[stage]
         if during == "step":
             return self._collective.has_memory(self._spec.rank, group)
@@ -411,7 +411,7 @@ class SimulatedHost:
         self._start = start
 
     def open_link(self, group: str, on_frame: OnFrame) -> LeaderEnd:
-        """Listen."""
+        """Listen for the ranks of a group."""
         address = link_address(self._run_dir, group, self._start)
         return self._world.network.listen(address, on_frame, group=group)
 
@@ -425,20 +425,20 @@ class SimulatedHost:
         return self._start_rank(spec, on_exit)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """No-op."""
 
 
 class SimulatedLauncher:
-    """Starts simulated ranks, and has their leaders hear them over the simulated network.
+    """Starts simulated ranks, connected to their leaders over the simulated network.
 
     Attributes:
-        ranks: All that were ever started.
+        ranks: All ranks ever started.
     """
 
     def __init__(
         self, world: World, run_dir: str = RUN_DIR, ranks: list[SimulatedRank] | None = None
     ) -> None:
-        """Prepare; `run_dir` is the host's own, and `ranks` are those of others, to which this adds its own."""
+        """Create a launcher with the host's `run_dir`; new ranks are appended to `ranks`."""
         self.run_dir = run_dir
         self.ranks: list[SimulatedRank] = [] if ranks is None else ranks
         self._world = world
@@ -459,7 +459,7 @@ class SimulatedLauncher:
         return SimulatedHost(self._world, self.run_dir, self.start, groups, arena, start)
 
     def start(self, spec: RankSpec, on_exit: Callable[[int], None]) -> SimulatedRank:
-        """Start a rank that was told everything."""
+        """Start a rank with a complete specification."""
         roles = [role for role in (spec.encode, spec.generate) if role is not None]
         place = roles[0].address
         if place not in self._collectives:
@@ -472,4 +472,4 @@ class SimulatedLauncher:
         return rank
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """No-op."""

@@ -1,6 +1,7 @@
-"""Workers without a model: they allocate on simulated memory what a model would, and a subclass says what they yield.
+"""Workers without a model: they allocate simulated memory as a model would; subclasses define their outputs.
 
-Every stand-in worker is built on these: `vsched.sim.ranks.symbolic_workers` in simulated engines, and those of tests.
+All stand-in workers derive from these: `vsched.sim.ranks.symbolic_workers` in simulated engines,
+and those of tests.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from vsched.worker.contract import Batch, EncodeJob, Sampled, SequenceState
 
 
 def stand_in_info(**facts: object) -> ModelInfo:
-    """Return the facts of a model with few bytes and short contexts; `facts` replace some of them."""
+    """Return the facts of a small model with short contexts; `facts` override defaults."""
     small: dict[str, object] = {
         "family": "fake",
         "path": "",
@@ -30,11 +31,11 @@ def stand_in_info(**facts: object) -> ModelInfo:
         "image_token_id": 5,
         "stop_token_ids": (),
     }
-    return ModelInfo(**{**small, **facts})  # type: ignore[arg-type] # its own names and types
+    return ModelInfo(**{**small, **facts})  # the keys are valid fields
 
 
 class StandInWorker:
-    """The memory of a worker: its weights, allocated when it is made.
+    """Memory of a worker: allocates its weights on creation.
 
     Attributes:
         memory: The simulated device.
@@ -57,7 +58,7 @@ class StandInWorker:
 
 
 class StandInEncoder(StandInWorker):
-    """A vision tower that leaves the arena as it is."""
+    """A vision tower that does not write to the arena."""
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Encode nothing."""
@@ -74,14 +75,14 @@ class StandInGenerator(StandInWorker):
         weights_bytes: int = 0,
         state_bytes: int = 0,
     ) -> None:
-        """Allocate the weights; `state_bytes` are those of all slots, and come with the KV cache."""
+        """Allocate the weights; `state_bytes` is the recurrent state of all slots, allocated with the KV cache."""
         super().__init__(memory, weights_bytes=weights_bytes)
         self._kv_bytes_per_token = kv_bytes_per_token
         self._state_bytes = state_bytes
         self._kv: list[int] = []
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
-        """Allocate the KV cache, in place of the one before.
+        """Allocate the KV cache, replacing the previous one.
 
         Raises:
             DeviceOutOfMemory: When it does not fit.
@@ -98,10 +99,10 @@ class StandInGenerator(StandInWorker):
         self._kv = []
 
     def drop_graphs(self) -> None:
-        """Do nothing: there are none."""
+        """No-op: there are no graphs."""
 
     def prepare(self, sequence: SequenceState) -> None:
-        """Do nothing: a sequence needs no state."""
+        """No-op: sequences have no state."""
 
     def step(self, batch: Batch) -> Sampled:
         """Yield a token for every row."""

@@ -1,7 +1,7 @@
-"""Grammars of simulated answers: one of some sequences of tokens, none of which begins like a whole other one.
+"""Grammars of simulated outputs: a choice of token sequences, none of which is a prefix of another.
 
-Of what grammars are, ranks and kernel see where an answer ends, and that what comes next depends on what came before.
-A choice has both, and needs no text.
+Ranks and kernel only see where an output ends, and that the next token depends on earlier ones. A
+choice has both properties and needs no text.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _WORDS = -(-(FIRST_TOKEN + TOKENS) // 32)
 
 
 def next_tokens(choices: Choices, outputs: Sequence[int]) -> list[int]:
-    """Return the tokens that may follow an output, in order; none where it is whole, or none of the choices."""
+    """Return the possible next tokens after an output, in order; empty if it is complete or matches no choice."""
     count = len(outputs)
     begun = [each for each in choices if list(each[:count]) == list(outputs)]
     return sorted({each[count] for each in begun if len(each) > count})
 
 
 def chosen_token(fingerprint: int, allowed: Sequence[int]) -> int:
-    """Return which of these tokens follows a position."""
+    """Return the allowed token that follows a position."""
     return allowed[(fingerprint >> 7) % len(allowed)]
 
 
@@ -48,7 +48,7 @@ def held_answer(
     choices: Choices,
     adapter: int = 0,
 ) -> list[int]:
-    """Return the tokens that follow a prompt where the answer must be one of some choices; any where there are none."""
+    """Return the correct output for a prompt, limited to some choices if there are any."""
     if not choices:
         return answer(prompt, items, count, adapter)
     content = Content(items)
@@ -70,7 +70,7 @@ class SymbolicGrammars:
     """Compiles choices; see `vsched.worker.capabilities.Grammars`."""
 
     def check(self, grammar: str) -> None:
-        """Refuse what is no choice of sequences of tokens.
+        """Refuse a grammar that is not a choice of token sequences.
 
         Raises:
             RequestRefused: With the reason.
@@ -94,7 +94,7 @@ class SymbolicGrammars:
             )
 
     def matcher(self, grammar: str) -> ChoiceMatcher:
-        """Return what follows an output through a choice."""
+        """Return a matcher for a choice."""
         return ChoiceMatcher(_choices(grammar))
 
 
@@ -111,7 +111,7 @@ class SymbolicChecker:
 
 
 class ChoiceMatcher:
-    """Follows one output; see `vsched.worker.contract.TokenMatcher`."""
+    """Matches one output; see `vsched.worker.contract.TokenMatcher`."""
 
     def __init__(self, choices: Choices) -> None:
         self._choices = choices
@@ -121,11 +121,11 @@ class ChoiceMatcher:
 
     @property
     def mask(self) -> npt.NDArray[np.uint32]:
-        """The tokens that may come next."""
+        """Mask of the possible next tokens."""
         return self._mask
 
     def follow(self, token_ids: Sequence[int]) -> FinishReason | None:
-        """Take the next tokens; return whether the output is whole, or fits no choice."""
+        """Advance by tokens; return STOP if the output is complete, ERROR if it matches no choice."""
         self._outputs += token_ids
         if self._outputs in [list(each) for each in self._choices]:
             return FinishReason.STOP
@@ -134,7 +134,7 @@ class ChoiceMatcher:
     def foresee(
         self, wanted: Sequence[int], count: int
     ) -> list[tuple[int, npt.NDArray[np.uint32]]]:
-        """Return up to `count` tokens that may come next, and the mask after each."""
+        """Return up to `count` possible next tokens, each with the mask after it."""
         copy = ChoiceMatcher(self._choices)
         if self._outputs:
             copy.follow(self._outputs)

@@ -1,8 +1,8 @@
-"""What simulated ranks compute: a symbolic model whose answers follow from a simple rule.
+"""The symbolic model of simulated ranks, whose outputs follow a simple rule.
 
-Each position of a sequence has a *fingerprint*, which depends on all tokens and images up to it. It is what a real
-model has as K and V there: it goes into the KV cache, and the next token follows from what is read back. So whatever a
-rank reads that is not what belongs there, however it came about, shows in the answer or before.
+Each position of a sequence has a *fingerprint* of all tokens and images up to it. It takes the
+place of K and V: it is stored in the KV cache, and the next token is computed from the stored
+values. So any wrong data that a rank reads shows in the output, or earlier.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from vsched.types import ArraySpec, MediaItem
 from vsched.worker.contract import ImagePlan
 
 IMAGE_TOKEN = 1 << TEXT_BITS
-"""The tokens of texts are below it."""
+"""Text tokens have lower ids."""
 END_TOKEN = IMAGE_TOKEN + 1
 SEPARATOR_TOKEN = IMAGE_TOKEN + 2
 VOCABULARY = IMAGE_TOKEN + 3
 FIRST_TOKEN = 16
 TOKENS = 97
-"""The model answers with tokens from `FIRST_TOKEN` on, so few that stop tokens are met by chance."""
+"""Number of output tokens, starting at `FIRST_TOKEN`; small, so that stop tokens occur by chance."""
 ROOT = 0x9E3779B97F4A7C15
 DRAFT = "simulated-draft"
-"""Path of a checkpoint that drafts, with the share of its tokens that are right behind it, such as `… 0.7`."""
+"""Path prefix of a draft model checkpoint, followed by its acceptance rate, as in `… 0.7`."""
 _MASK = (1 << 64) - 1
 _ROW = 3
 PIXELS = "pixels"
@@ -38,13 +38,13 @@ PATCH_VALUES = 4
 
 
 def extend(seen: int, content: int) -> int:
-    """Return the fingerprint of a position from that of the position before and what stands there."""
+    """Return the fingerprint of a position from the previous fingerprint and the content of the position."""
     mixed = ((seen ^ content) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK
     return mixed ^ (mixed >> 29)
 
 
 def root_of(adapter: int) -> int:
-    """Return what stands before a sequence: it is another with each adapter."""
+    """Return the initial fingerprint of a sequence, which depends on the adapter."""
     return extend(ROOT, adapter) if adapter else ROOT
 
 
@@ -54,13 +54,13 @@ def next_token(fingerprint: int) -> int:
 
 
 def drafted_token(fingerprint: int, acceptance: float) -> int:
-    """Return what a draft model says follows a position: with a chance of `acceptance` what does follow."""
+    """Return the draft token after a position: correct with probability `acceptance`."""
     right = (extend(fingerprint, 1) >> 11) % 1000 < 1000 * acceptance
     return next_token(fingerprint if right else fingerprint + (1 << 7))
 
 
 class Content:
-    """What stands at the positions of a prompt: tokens, or rows of images."""
+    """Content of the positions of a prompt: tokens or rows of images."""
 
     def __init__(self, items: Iterable[MediaItem]) -> None:
         self._rows = {
@@ -70,7 +70,7 @@ class Content:
         }
 
     def at(self, position: int, token: int) -> int:
-        """Return a number for what stands at a position."""
+        """Return a number for the content of a position."""
         return self._rows.get(position, 0) << 32 ^ token
 
 
@@ -83,7 +83,7 @@ def fingerprints(tokens: Sequence[int], content: Content, adapter: int = 0) -> I
 
 
 def image_tokens(tokens: int) -> tuple[int, ...]:
-    """Return what stands for an image in a prompt: now and then rows of placeholders with separators in between."""
+    """Return the prompt tokens of an image: placeholders, in some cases in rows with separators."""
     if tokens % _ROW:
         return (IMAGE_TOKEN,) * tokens
     row = (SEPARATOR_TOKEN, *[IMAGE_TOKEN] * _ROW)
@@ -91,20 +91,20 @@ def image_tokens(tokens: int) -> tuple[int, ...]:
 
 
 def image_plan(tokens: int) -> ImagePlan:
-    """Return what an image of this number of tokens becomes."""
+    """Return the plan of an image with this many tokens."""
     spec = ArraySpec(PIXELS, "float32", (PATCHES_PER_TOKEN * tokens, PATCH_VALUES))
     return ImagePlan((spec,), tokens, image_tokens(tokens), image_metadata(tokens))
 
 
 def image_metadata(tokens: int) -> bytes:
-    """Return what a decision must say of an image of this number of tokens."""
+    """Return the metadata of an image with this many tokens."""
     return b"%d tokens" % tokens
 
 
 def answer(
     prompt: Sequence[int], items: Sequence[MediaItem], count: int, adapter: int = 0
 ) -> list[int]:
-    """Return the tokens that follow a prompt, however it is scheduled."""
+    """Return the correct output for a prompt, which does not depend on scheduling."""
     content = Content(items)
     *_, seen = fingerprints(prompt, content, adapter)
     tokens: list[int] = []
@@ -116,7 +116,7 @@ def answer(
 
 @lru_cache(maxsize=512)
 def embedding_rows(key: bytes, tokens: int, row_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return the rows that the encoder yields for an item, uint8 [tokens, row bytes]; do not write to them."""
+    """Return the embedding rows of an image, uint8 [tokens, row bytes]; do not write to them."""
     start = blake2b(key, digest_size=8).digest()
     rows = np.zeros((tokens, row_bytes), np.uint8)
     rows[:, :8] = np.frombuffer(start, np.uint8)

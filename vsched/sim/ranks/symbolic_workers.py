@@ -1,8 +1,8 @@
-"""What simulated ranks compute with: no model, but everything that they read and write is checked.
+"""Workers of simulated ranks: they run no model, but verify everything they read and write.
 
-What an encoder yields follows from the pixels that it finds. A generator looks whether the embeddings that it reads in
-the arena are those of its images, and keeps fingerprints in a KV cache of real blocks, which it reads through block
-tables. Where the model has a state, too, each slot keeps the fingerprint of its last token.
+An encoder's output depends on the pixels it reads. A generator checks that the embeddings in the
+arena belong to its images, and stores fingerprints in a KV cache of real blocks, read through block
+tables. If the model has a recurrent state, each slot also stores the fingerprint of its last token.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ WEIGHTS_BYTES = 256 << 20
 ENCODE_LAYERS = 8
 """Layers of the vision tower."""
 DAMAGED = b"damaged"
-"""In place of the key of an image whose pixels are not what they must be."""
+"""Replaces the key of an image with wrong pixels."""
 DAMAGE = 0xBAD
-"""What embeddings that are not what they must be do to a fingerprint."""
+"""Changes the fingerprint if embeddings are wrong."""
 ADAPTER_BYTES = 4 << 20
-"""What each adapter takes that there may be."""
+"""Memory per adapter slot."""
 ACTIVATION_BYTES = 1 << 20
-"""What a token of a step takes."""
+"""Activation memory per token of a step."""
 
 
 class Process(Protocol):
-    """The rank that computes.
+    """The rank of a worker.
 
     Attributes:
-        serving: Whether the KV cache is accepted: what came before is a rehearsal.
+        serving: Whether the KV cache is accepted; steps before that are profiling runs.
     """
 
     serving: bool
@@ -68,19 +68,19 @@ class Process(Protocol):
     def memory(self) -> SimulatedMemory: ...
 
     def spend(self, duration_ns: float) -> None:
-        """Let time pass for this rank."""
+        """Advance this rank's clock."""
         ...
 
     def spend_step(self, duration_ns: float) -> None:
-        """Let the time of a step pass; it may be a slow one, or one in which the rank is stopped for a while."""
+        """Advance the clock by a step, including slowdowns and hangs."""
         ...
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Have something done when the step is over; never, if the process ends before."""
+        """Schedule a call for the end of the step; it is dropped if the process ends before."""
         ...
 
     def has_memory(self, stage: str, during: str) -> bool:
-        """Return whether the device has memory, as far as faults go; False once for each."""
+        """Return False once for each due `OutOfMemory` fault."""
         ...
 
 
@@ -111,11 +111,11 @@ class SymbolicEncoder(StandInEncoder):
     pauses = True
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-        """Take a batch, to be encoded in layers."""
+        """Begin a batch that is encoded layer by layer."""
         self._jobs, self._embeddings, self._left = jobs, embeddings, ENCODE_LAYERS
 
     def advance(self, layers: int) -> bool:
-        """Encode the next `layers` layers, 0 for the rest; the rows are there at the end."""
+        """Encode the next `layers` layers, 0 for all remaining; the rows are written at the end."""
         assert self._left, "no batch was begun"
         layers = min(layers or self._left, self._left)
         whole_ns = self._world.costs.encode_ns([job.tokens for job in self._jobs])
@@ -128,7 +128,7 @@ class SymbolicEncoder(StandInEncoder):
         return True
 
     def threads_here(self) -> int:
-        """Return the number of threads, which never changes."""
+        """Return the constant number of threads."""
         return self._threads
 
     def _need_memory(self) -> None:
@@ -142,9 +142,9 @@ class SymbolicEncoder(StandInEncoder):
                 self._process.at_end(partial(_write_rows, job, seen, embeddings))
 
     def _sees(self, job: EncodeJob) -> bool:
-        """Return whether the pixels are those of the image that is meant.
+        """Return True if the pixels belong to the expected image.
 
-        They need not be when no request wants it any more: the rows are thrown away then.
+        They may be wrong if no request needs the image any more: its embeddings are discarded.
         """
         look = self._world.appearances[job.key]
         expected = np.array([*look.colour, look.tokens], np.float32)
@@ -163,7 +163,7 @@ def _write_rows(job: EncodeJob, seen: bytes, embeddings: npt.NDArray[np.uint8]) 
 
 
 class _Known:
-    """A sequence as a generator knows it: the fingerprints of its positions, uint64 [positions], as far as computed."""
+    """Computed fingerprints of a sequence in a generator, uint64 [positions]."""
 
     def __init__(self, items: Sequence[MediaItem], positions: int, root: int) -> None:
         self.root = root
@@ -209,7 +209,7 @@ class SymbolicGenerator(StandInGenerator):
         self._block_bytes = 0
 
     def threads_here(self) -> int:
-        """Return the number of threads, which never changes."""
+        """Return the constant number of threads."""
         return self._threads
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
@@ -223,14 +223,14 @@ class SymbolicGenerator(StandInGenerator):
         self._block_bytes = block_size * self._kv_bytes_per_token
 
     def build_swap(self, blocks: int) -> None:
-        """Set places aside."""
+        """Allocate swap memory."""
         self._process.spend(self._world.delays.build_ns)
         if not self._process.has_memory("generate", "load"):
             raise DeviceOutOfMemory(f"injected: the host has no memory for {blocks} blocks")
         self._places = np.zeros((blocks, self._blocks.shape[1]), np.uint64)
 
     def swap(self, out: npt.NDArray[np.int32], back: npt.NDArray[np.int32]) -> None:
-        """Copy blocks to places and back; a place is empty when it was read."""
+        """Copy blocks to swap and back; a place is cleared when it is read."""
         self._process.spend(self._world.costs.swap_ns((len(out) + len(back)) * self._block_bytes))
         self._places[out[:, 1]] = self._blocks[out[:, 0]]
         self._blocks[back[:, 1]] = self._places[back[:, 0]]
@@ -238,11 +238,11 @@ class SymbolicGenerator(StandInGenerator):
 
     @property
     def adapter_bytes(self) -> int:
-        """Bytes that were taken for adapters."""
+        """Memory reserved for adapters."""
         return self._adapters_max * ADAPTER_BYTES
 
     def add_adapter(self, number: int, path: str) -> None:
-        """Add an adapter, which is no more than its number."""
+        """Add an adapter, which is represented by its number only."""
         del path
         self._process.spend(self._world.delays.build_ns)
         self._world.expect(
@@ -252,15 +252,15 @@ class SymbolicGenerator(StandInGenerator):
         self._adapters.add(number)
 
     def add_trial_adapter(self, number: int) -> None:
-        """Add one to measure with."""
+        """Add an adapter for profiling."""
         self.add_adapter(number, "")
 
     def remove_adapter(self, number: int) -> None:
-        """Take an adapter away."""
+        """Remove an adapter."""
         self._adapters.discard(number)
 
     def prepare(self, sequence: SequenceState) -> None:
-        """Look up what a request holds."""
+        """Look up the images of a request."""
         items = self._world.items[sequence.number] if self._process.serving else ()
         for place in sequence.items if items else ():
             self._world.expect(
@@ -312,7 +312,7 @@ class SymbolicGenerator(StandInGenerator):
         *,
         damage: int = 0,
     ) -> int:
-        """Compute the KV of positions [start, stop) from all before; return the token that follows."""
+        """Compute the KV of positions [start, stop) from all earlier ones; return the next token."""
         known: _Known = sequence.state
         self._world.expect(
             sequence.adapter in {0, *self._adapters},
@@ -321,7 +321,7 @@ class SymbolicGenerator(StandInGenerator):
         size = self._blocks.shape[1]
         blocks = batch.block_tables[slot, : -(-stop // size)]
         kv = self._blocks[blocks].reshape(-1)
-        if known.length < start:  # of a prefix that another request has computed
+        if known.length < start:  # a prefix computed by another request
             known.grow(sequence, start, self._seen(known))
         if not (kv[:start] == known.fingerprints[:start]).all():
             position = int(np.flatnonzero(kv[:start] != known.fingerprints[:start])[0])
@@ -351,9 +351,10 @@ class SymbolicGenerator(StandInGenerator):
         return int(known.fingerprints[known.length - 1]) if known.length else known.root
 
     def _sees_items(self, chunk: Chunk, embeddings: npt.NDArray[np.uint8]) -> bool:
-        """Return whether the embeddings are those of the images.
+        """Return True if the embeddings belong to the images.
 
-        They need not be in a rank that is given up: what comes of its steps is thrown away.
+        They may be wrong in a rank that is being replaced, since the results of its steps are
+        discarded.
         """
         if not chunk.items:
             return True
@@ -388,10 +389,10 @@ class SymbolicGenerator(StandInGenerator):
 
 
 class SymbolicDraft(SymbolicGenerator):
-    """A draft model: it takes a part of the time, sees no images, and is right now and then."""
+    """A draft model: faster, without images, and correct only sometimes."""
 
     TIME = 0.2
-    """Of a step of the model that it drafts for."""
+    """Step time as a share of the target model's."""
 
     def __init__(
         self, world: World, process: Process, info: ModelInfo, settings: WorkerSettings, root: int
@@ -401,7 +402,7 @@ class SymbolicDraft(SymbolicGenerator):
         self._acceptance = float(info.path.removeprefix(DRAFT))
 
     def prepare(self, sequence: SequenceState) -> None:
-        """Begin to follow a request."""
+        """Start to follow a request."""
         positions = sequence.prompt_length + sequence.sampling.max_tokens + 1
         sequence.state = _Known((), positions, self._root)
 
@@ -437,14 +438,14 @@ class RankPlugin:
         return kind(self._world, self._process, info, settings, self._root)
 
     def load_grammars(self, info: ModelInfo) -> SymbolicGrammars:
-        """Return what compiles choices of tokens."""
+        """Return the compiler of grammars that are choices of token sequences."""
         del info
         return SymbolicGrammars()
 
     def worst_batches(
         self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
     ) -> list[list[ImagePlan]]:
-        """Return the one batch of the largest images."""
+        """Return a single batch of the largest images."""
         del pixels_max
         each = min(info.item_tokens_max, tokens or info.item_tokens_max)
         count = min(items, max(1, tokens // each)) if tokens else items
@@ -452,10 +453,10 @@ class RankPlugin:
 
 
 def _load(process: Process, world: World, stage: str) -> None:
-    """Take the time of loading weights.
+    """Spend the time of loading weights.
 
     Raises:
-        DeviceOutOfMemory: When a fault says so.
+        DeviceOutOfMemory: When an `OutOfMemory` fault is due.
     """
     process.spend(world.delays.load_ns)
     if not process.has_memory(stage, "load"):

@@ -1,1 +1,1 @@
-"""What simulations measured: metrics, comparison tables, and an HTML report with charts."""
+"""Simulation reports: metrics, comparison tables, and an HTML report with charts."""

@@ -1,6 +1,6 @@
-"""The charts of simulations, drawn by matplotlib: as SVG in the report, and side by side in one picture.
+"""Simulation charts, drawn with matplotlib: as SVG in the report, and combined in one picture.
 
-Only a report imports this module: matplotlib is in the extra `report`.
+Only reports import this module: matplotlib is in the extra `report`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vsched.sim.fast.metrics import Series, SimulationOutcome
 COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#475569")
 DECODE, PREFILL, ENCODE = "#2563eb", "#f59e0b", "#16a34a"
 POINTS_MAX = 320
-"""Most points of a line; longer ones are drawn with every n-th point."""
+"""Maximum number of points of a line; longer lines are drawn with every n-th point."""
 QUANTILES = ("p50", "p95", "p99")
 TITLES = {
     "ttft": "Time to first token",
@@ -29,8 +29,8 @@ TITLES = {
     "e2e": "From request to last token",
 }
 SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "vsched",  # the same report, byte for byte
+    "svg.fonttype": "none",  # keep text as text
+    "svg.hashsalt": "vsched",  # makes the report reproducible byte by byte
     "text.parse_math": False,
     "font.size": 9,
     "axes.grid": True,
@@ -64,7 +64,7 @@ def as_svg(draw: DrawChart) -> str:
 
 
 def draw_picture(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
-    """DrawChart a PNG: time to first token, its distribution, time per token, and requests that wait."""
+    """Draw a PNG: time to first token, its distribution, time per token, and waiting requests."""
     first = outcomes[0]
     with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=(10, 6), layout="constrained")
@@ -83,7 +83,7 @@ def draw_picture(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
 
 
 def bars(outcomes: Sequence[SimulationOutcome], name: str) -> DrawChart:
-    """Return the chart of the quantiles of a time, a bar for each outcome."""
+    """Return the chart of the quantiles of a duration, with a bar for each outcome."""
 
     def draw(axes: Any) -> None:
         width = 0.8 / len(outcomes)
@@ -102,7 +102,7 @@ def bars(outcomes: Sequence[SimulationOutcome], name: str) -> DrawChart:
 
 
 def distribution(outcomes: Sequence[SimulationOutcome], name: str) -> DrawChart:
-    """Return the chart of the share of all requests, or tokens, that took at most a time."""
+    """Return the chart of the cumulative distribution of a duration over requests or tokens."""
 
     def draw(axes: Any) -> None:
         if any(outcome.cdf[name] for outcome in outcomes):
@@ -126,7 +126,7 @@ def distribution(outcomes: Sequence[SimulationOutcome], name: str) -> DrawChart:
 
 
 def over_time(outcomes: Sequence[SimulationOutcome]) -> list[DrawChart]:
-    """Return the charts of what waited and what was full while time passed."""
+    """Return the charts of waiting requests and resource usage over time."""
 
     def gauge(title: str, name: str, unit: str, factor: float = 1.0) -> DrawChart:
         def draw(axes: Any) -> None:
@@ -161,7 +161,7 @@ def over_time(outcomes: Sequence[SimulationOutcome]) -> list[DrawChart]:
 
 
 def steps_of(outcomes: Sequence[SimulationOutcome]) -> Iterator[DrawChart]:
-    """Yield the charts of what steps held: for each outcome its generator's and its encoder's."""
+    """Yield the charts of step contents: generator and encoder steps of each outcome."""
     means = [
         (
             _mean(one.series, "decode_tokens", "steps"),
@@ -223,7 +223,7 @@ def _every(series: Series) -> int:
 
 
 def _smooth(series: Series, name: str) -> list[float]:
-    """Return running means of a sum, over a hundredth of the samples."""
+    """Return the running mean of a counter, over a hundredth of the samples."""
     values = series.sums[name]
     window = max(len(values) // 100, 1)
     sums = [0.0, *accumulate(values)]
@@ -234,6 +234,6 @@ def _smooth(series: Series, name: str) -> list[float]:
 
 
 def _mean(series: Series, of: str, by: str) -> list[float]:
-    """Return the mean of a sum, in each step that another sum counts."""
+    """Return the mean of a counter per step, with steps counted by another counter."""
     totals, steps = _smooth(series, of), _smooth(series, by)
     return [total / count if count else 0.0 for total, count in zip(totals, steps, strict=True)]

@@ -1,4 +1,4 @@
-"""What simulations found, side by side: a table for the terminal, CSV and JSON for programs."""
+"""Comparison of simulation outcomes: a table for the terminal, CSV and JSON for programs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Measure(NamedTuple):
     """A row of the comparison.
 
     Attributes:
-        better: `less` or `more` is better; empty where neither is.
-        text: How a value is written.
-        hosts: Whether it is of other hosts only, and left out of the table where none has any.
+        better: `less` or `more`; empty if neither is better.
+        text: Format of a value.
+        hosts: Whether it concerns other hosts only, and is left out of the table if there are none.
         part: Whether it is a breakdown of the row above, and indented.
     """
 
@@ -75,7 +75,7 @@ MEASURES = [
     Measure("busiest link busy", lambda one: one.link_busy, "", "{:.1%}", hosts=True),
     Measure("simulated time, s", lambda one: one.span_s, "", "{:,.1f}"),
 ]
-"""What is compared, in order."""
+"""Compared measures, in order."""
 
 
 def measures_of(
@@ -137,11 +137,11 @@ def _of_tenant(tenant: str, every: Sequence[SimulationFigures]) -> list[Measure]
 
 
 SAME = 0.005
-"""Values that differ by less are as good as each other."""
+"""Values within this relative difference count as equal."""
 
 
 def best(measure: Measure, outcomes: Sequence[SimulationOutcome]) -> set[int]:
-    """Return the outcomes with the best value; none where nothing is better, or all are as good."""
+    """Return the outcomes with the best value; empty if neither direction is better, or all values are equal."""
     values = [measure.value(outcome.figures) for outcome in outcomes]
     if not measure.better or len(values) < 2:
         return set()
@@ -152,7 +152,7 @@ def best(measure: Measure, outcomes: Sequence[SimulationOutcome]) -> set[int]:
 
 
 def comparison(outcomes: Sequence[SimulationOutcome]) -> Table:
-    """Lay outcomes side by side; the best of a row stands out."""
+    """Return outcomes as a table with a column each; the best value of a row is highlighted."""
     first = outcomes[0]
     title = f"{first.workload}, {first.figures.requests:,} requests, cost model {first.cost}"
     table = Table(title=title, title_justify="left")
@@ -176,7 +176,7 @@ def comparison(outcomes: Sequence[SimulationOutcome]) -> Table:
 
 
 def differences(outcomes: Sequence[SimulationOutcome]) -> dict[str, list[str]]:
-    """Return the policy tables in which outcomes differ, with each outcome's policy."""
+    """Return the policy tables that differ between outcomes, with each outcome's policy."""
     tables = outcomes[0].policies
     return {
         table: [outcome.policies[table] for outcome in outcomes]
@@ -186,7 +186,7 @@ def differences(outcomes: Sequence[SimulationOutcome]) -> dict[str, list[str]]:
 
 
 def write_csv(outcomes: Sequence[SimulationOutcome], path: str | os.PathLike[str]) -> None:
-    """Write one row an outcome, one column a figure; times in milliseconds."""
+    """Write one row per outcome, one column per figure; times in milliseconds."""
     measures = measures_of(outcomes, with_hosts=True)
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -206,5 +206,5 @@ def write_json(outcomes: Sequence[SimulationOutcome], path: str | os.PathLike[st
 
 
 def read_json(path: str | os.PathLike[str]) -> list[SimulationOutcome]:
-    """Return what `write_json` wrote."""
+    """Read the output of `write_json`."""
     return msgspec.json.decode(Path(path).read_bytes(), type=list[SimulationOutcome])

@@ -1,7 +1,8 @@
-"""The report of a comparison: one HTML file that holds all it needs, and is read in a minute; or one picture.
+"""The report of a comparison: one self-contained HTML file that reads in a minute, or one picture.
 
-From above to below the report answers: which configuration is better, at what, when, and why. The table first; then
-how long requests took; then what waited and what was full while they did; then what steps were made of.
+From top to bottom the report shows which configuration is better, in which figure, when, and why:
+first the table, then request latencies, then waiting requests and resource usage over time, then
+the contents of steps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TEMPLATE = "report.html.jinja"
 
 
 def render_html(outcomes: Sequence[SimulationOutcome]) -> str:
-    """Return the report.
+    """Return the report as HTML.
 
     Raises:
         ConfigError: When Jinja2 or matplotlib is not installed.
@@ -62,7 +63,7 @@ def write_png(outcomes: Sequence[SimulationOutcome], path: str | os.PathLike[str
 
 @contextmanager
 def _extra(option: str) -> Iterator[None]:
-    """Say what to install when a library of the extra `report` is missing."""
+    """Raise an error with install instructions if a library of the extra `report` is missing."""
     try:
         yield
     except ImportError as error:

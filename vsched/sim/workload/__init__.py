@@ -1,1 +1,1 @@
-"""Workloads: requests made from a seed, or read from recorded traces."""
+"""Workloads: requests generated from a seed, or read from recorded traces."""

@@ -1,6 +1,7 @@
-"""Workloads made to order from a seed: arrivals of several kinds, and shapes that are hard on one policy or another.
+"""Workloads generated from a seed: several arrival processes, and shapes that are hard for some policies.
 
-Every generator is a function of its arguments alone: the same seed gives the same workload in every process.
+Every generator depends on its arguments alone: the same seed gives the same workload in every
+process.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ SECOND_NS = 1_000_000_000
 Gaps = Callable[[Random], float]
 """Draws the seconds between two arrivals."""
 OWN_TEXTS = 1 << 41
-"""Numbers of texts that occur once begin here."""
+"""Texts that occur once are numbered from here."""
 
 
 def poisson(rate: float) -> Gaps:
-    """Return gaps of arrivals that know nothing of each other, `rate` a second."""
+    """Return gaps of a Poisson process with `rate` arrivals per second."""
     return lambda rng: rng.expovariate(rate)
 
 
 def gamma(rate: float, *, cv: float = 2.0) -> Gaps:
-    """Return gaps with a coefficient of variation: above 1, arrivals come in bursts; below, evenly."""
+    """Return gamma-distributed gaps; with a coefficient of variation above 1, arrivals come in bursts."""
     shape = 1 / cv**2
     return lambda rng: rng.gammavariate(shape, 1 / (rate * shape))
 
 
 def weibull(rate: float, *, shape: float = 0.6) -> Gaps:
-    """Return gaps with a long tail for a `shape` below 1: quiet times between bursts."""
+    """Return Weibull-distributed gaps, long-tailed for a `shape` below 1: bursts with quiet times between them."""
     scale = 1 / (rate * math.gamma(1 + 1 / shape))
     return lambda rng: rng.weibullvariate(scale, shape)
 
 
 def _lengths(rng: Random, mean: float, *, spread: float = 0.8, least: int = 1) -> int:
-    """Draw a length, most below the mean and a few far above, as lengths of texts are."""
+    """Draw a lognormal length: most below the mean and a few far above, like lengths of texts."""
     return max(round(rng.lognormvariate(math.log(mean) - spread**2 / 2, spread)), least)
 
 
@@ -51,7 +52,7 @@ def _times(gaps: Gaps, rng: Random, requests: int) -> Iterator[int]:
 
 
 Prompt = Callable[[Random, int], tuple[PromptPart, ...]]
-"""Makes the prompt of the request of a number."""
+"""Creates the prompt of the request with a number."""
 
 
 def independent(
@@ -63,7 +64,7 @@ def independent(
     prompt: Prompt,
     output_tokens: float = 200,
 ) -> Workload:
-    """Return a workload of requests that belong to no conversation."""
+    """Return a workload of requests without conversations."""
 
     def arrivals() -> Iterator[Arrival]:
         rng = Random(f"{name} {seed}")  # noqa: S311 - a seeded workload
@@ -84,20 +85,20 @@ def _text(number: int, tokens: int) -> Text:
 
 
 def _mixed_prompt(rng: Random, number: int) -> tuple[PromptPart, ...]:
-    """Make a prompt of images (none, one, mostly few) and a text of its own."""
+    """Create a prompt of a unique text and mostly few images."""
     count = rng.choice((0, 1, 1, 1, 1, 2, 2, 4))
     images = [Image(f"r{number}/{index}", rng.randint(64, 1280)) for index in range(count)]
     return (*images, _text(number, _lengths(rng, 300)))
 
 
 def mixed(kind: str, *, seed: int, requests: int, rate: float) -> Workload:
-    """Return requests with no, one or few images each; `kind` is that of the arrivals."""
+    """Return requests with no, one or few images each; `kind` is the arrival process."""
     gaps = {"poisson": poisson, "gamma": gamma, "weibull": weibull}[kind](rate)
     return independent(kind, seed=seed, requests=requests, gaps=gaps, prompt=_mixed_prompt)
 
 
 def thin_images(*, seed: int, requests: int, rate: float) -> Workload:
-    """Return requests with many small images: the encoder's cost is in their number, not their size."""
+    """Return requests with many small images: the cost of encoding is in their number, not their size."""
 
     def prompt(rng: Random, number: int) -> tuple[PromptPart, ...]:
         count = rng.randint(8, 32)
@@ -112,10 +113,10 @@ def thin_images(*, seed: int, requests: int, rate: float) -> Workload:
 def shared_prefixes(
     *, seed: int, requests: int, rate: float, prefixes: int = 16, images: int = 64
 ) -> Workload:
-    """Return requests that begin with one of a few instructions, and show one of a few images: some much used."""
+    """Return requests that begin with a shared system prompt and show a shared image; some are far more frequent."""
 
     def prompt(rng: Random, number: int) -> tuple[PromptPart, ...]:
-        # A Pareto draw: the first is in about a third of the requests.
+        # A Pareto draw: the first one is in about a third of the requests.
         prefix = min(int(rng.paretovariate(0.6)), prefixes)
         image = min(int(rng.paretovariate(0.6)), images)
         return (
@@ -132,9 +133,10 @@ def shared_prefixes(
 def bursts(
     *, seed: int, requests: int, rate: float, size: int = 12, image_tokens: int = 16384
 ) -> Workload:
-    """Return texts with a short answer, and now and then `size` requests at once with the largest image there is.
+    """Return texts with short outputs, and sometimes `size` simultaneous requests with the largest possible image.
 
-    Half of the requests are in bursts. An image of more tokens than the server allows is scaled down to its limit.
+    Half of the requests are in bursts. An image with more tokens than the server allows is scaled
+    down to its limit.
     """
 
     def arrivals() -> Iterator[Arrival]:
@@ -180,9 +182,10 @@ def conversations(
     image_tokens: int = 576,
     think_s: float = 20.0,
 ) -> Workload:
-    """Return conversations that show an image with each turn: turn k holds k images and all that was said.
+    """Return conversations with an image in each turn: turn k holds k images and all earlier text.
 
-    `rate` is that of requests. A turn comes `think_s` after the answer to the one before, more or less.
+    `rate` is requests per second. A turn is sent about `think_s` after the response to the previous
+    one.
     """
 
     def arrivals() -> Iterator[Arrival]:
@@ -191,7 +194,7 @@ def conversations(
         waiting: list[tuple[int, int, Iterator[Arrival], Arrival]] = []
         at_s, number, yielded = gap(rng), 0, 0
         while yielded < requests:
-            # Conversations open as time passes; of all that are open, the earliest turn is next.
+            # Conversations start as time passes; the earliest turn of all open ones is next.
             while not waiting or waiting[0][0] >= int(at_s * SECOND_NS):
                 turns_of_it = _turns(rng.randrange(1 << 62), number, int(at_s * SECOND_NS))
                 first = next(turns_of_it)
@@ -207,7 +210,7 @@ def conversations(
 
     def _turns(own_seed: int, number: int, at_ns: int) -> Iterator[Arrival]:
         rng = Random(own_seed)  # noqa: S311 - a seeded workload
-        said: tuple[PromptPart, ...] = (Text(0, 60),)  # the system's instructions, the same for all
+        said: tuple[PromptPart, ...] = (Text(0, 60),)  # a system prompt, the same for all
         for turn in range(turns):
             text = _text((number << 8) + turn, _lengths(rng, 40))
             said = (*said, Image(f"c{number}/{turn}", image_tokens), text)
@@ -228,7 +231,7 @@ def conversations(
 
 
 class Generator(Protocol):
-    """Makes a workload of a number of requests, `rate` a second."""
+    """Creates a workload of `requests` requests at `rate` per second."""
 
     def __call__(self, *, seed: int, requests: int, rate: float) -> Workload: ...
 
@@ -249,11 +252,11 @@ GENERATORS: dict[str, Generator] = {
     "thin-images": thin_images,
     "shared-prefixes": shared_prefixes,
 }
-"""The generators by the names that `vsched simulate --workload` knows."""
+"""Generators by their names in `vsched simulate --workload`."""
 
 
 def generate_workload(name: str, *, seed: int, requests: int, rate: float) -> Workload:
-    """Return a generated workload by its name.
+    """Return a generated workload by name.
 
     Raises:
         ConfigError: When there is no such generator.

@@ -1,4 +1,4 @@
-"""Images of a simulated workload: real PNG files, small, each of a colour of its own."""
+"""Images of a simulated workload: small real PNG files, each in its own colour."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from vsched.sim.workload.requests import Image
 
 SETTINGS_DIGEST = b"simulated"
 SIDE = 4
-"""The side of a square in pixels: an image of n tokens is a strip of n squares."""
+"""Side of a square in pixels: an image of n tokens is a strip of n squares."""
 HOST = "http://images.invalid/"
-"""The URLs of images that are not sent along; fetching them is simulated, too."""
+"""Base URL of remote images; fetching them is simulated as well."""
 
 
 class Appearance(NamedTuple):
-    """What an encoder must find in the pixels of an image."""
+    """Expected pixels of an image."""
 
     colour: tuple[int, int, int]
     tokens: int
 
 
 def appearance_of(image: Image) -> Appearance:
-    """Return what an image looks like."""
+    """Return the expected pixels of an image."""
     red, green, blue = blake2b(f"{image.key} {image.tokens}".encode(), digest_size=3).digest()
     return Appearance((red, green, blue), image.tokens)
 
@@ -44,22 +44,22 @@ def encoded(image: Image) -> bytes:
 
 @lru_cache(maxsize=512)
 def key_of(image: Image, tenant: str) -> bytes:
-    """Return the key that a server knows an image by."""
+    """Return a server's cache key of an image."""
     return item_key(settings_digest=SETTINGS_DIGEST, cache_salt=tenant, encoded=encoded(image))
 
 
 @lru_cache(maxsize=512)
 def data_url(image: Image) -> str:
-    """Return an image as a reference that brings it along."""
+    """Return an image as a data URL."""
     return "data:image/png;base64," + base64.b64encode(encoded(image)).decode()
 
 
 def remote_url(image: Image) -> str:
-    """Return a reference to an image somewhere else."""
+    """Return the URL of a remote image."""
     return f"{HOST}{image.key}/{image.tokens}.png"
 
 
 def image_at(url: str) -> Image:
-    """Return the image that `remote_url` names."""
+    """Return the image at a `remote_url`."""
     key, _, file = url.removeprefix(HOST).rpartition("/")
     return Image(key, int(file.removesuffix(".png")))

@@ -1,8 +1,8 @@
-"""Workloads: requests as they arrive, described by the sizes and the identities of what they hold.
+"""Workloads: arriving requests, described by the sizes and identities of their contents.
 
-Nobody's words are needed: what the scheduler sees of a prompt is its length, its images, and what of it is equal to
-something that it saw before. So a prompt is a sequence of parts, and equal parts become equal token ids: a text is
-known by a number, an image by a key.
+No real text is needed: the scheduler sees a prompt's length, its images, and which parts of it are
+equal to parts seen before. So a prompt is a sequence of parts, and equal parts become equal token
+ids: a text is identified by a number, an image by a key.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from vsched.policy import PositiveCount
 from vsched.types import Extent, MediaItem, ModelInfo, Request, SamplingParams
 
 OUTPUT_TOKEN = 3
-"""The one token that simulated ranks yield; replies that come back in later prompts consist of it."""
+"""The only token that simulated ranks yield; replies repeated in later prompts consist of it."""
 TEXT_BITS = 30
 _TEXT_MASK = (1 << TEXT_BITS) - 1
 
 
 class Text(msgspec.Struct, frozen=True, tag="text", tag_field="kind"):
-    """The first `tokens` tokens of a text; of two texts with the same `content`, one is a beginning of the other."""
+    """The first `tokens` tokens of a text; of two texts with the same `content`, one is a prefix of the other."""
 
     content: int
     tokens: PositiveCount
@@ -42,7 +42,7 @@ class Image(msgspec.Struct, frozen=True, tag="image", tag_field="kind"):
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply", tag_field="kind"):
-    """The first `tokens` tokens of what the model answered earlier in the conversation."""
+    """The first `tokens` tokens of the model's previous output in the conversation."""
 
     tokens: PositiveCount
 
@@ -51,15 +51,16 @@ PromptPart = Text | Image | Reply
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One request, as a client sends it; also a line of a trace of our own.
+    """One request, as a client sends it; also one line of a trace in vsched's format.
 
     Attributes:
-        at_ns: When it is sent, since the start of the workload.
-        output_tokens: Tokens that the model will answer with.
-        conversation: Turns of one conversation go one after the other: each is sent at `at_ns` or `think_ns` after the
-            end of the turn before, whichever is later. Empty for none.
-        tenant: Whose it is (`Request.tenant`); requests of different tenants share nothing (`Request.cache_salt`).
-        adapter: The name of its adapter, empty for none; every name is one that is loaded.
+        at_ns: When it is sent, from the start of the workload.
+        output_tokens: Number of tokens that the model will generate.
+        conversation: Turns of one conversation run one after another: each is sent at `at_ns` or
+            `think_ns` after the end of the previous turn, whichever is later. Empty for none.
+        tenant: Its tenant (`Request.tenant`); requests of different tenants share nothing
+            (`Request.cache_salt`).
+        adapter: Name of a loaded adapter; empty for none.
     """
 
     at_ns: Annotated[int, Meta(ge=0)]
@@ -84,18 +85,18 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return [part for part in self.prompt if type(part) is Image]
 
     def key_of(self, image: Image) -> str:
-        """Return what its images are known by: tenants share nothing."""
+        """Return the key of one of its images; keys differ between tenants."""
         return f"{self.tenant}/{image.key}" if self.tenant else image.key
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Arrivals in order of `at_ns`, which can be gone through any number of times.
+    """Arrivals in order of `at_ns`, which can be iterated any number of times.
 
     Attributes:
-        open: Returns a fresh iterator; nothing is kept, so a workload may be of any length.
-        requests: How many there are; None for unknown.
-        notes: What a reader should know, such as rows of a trace that were left out.
+        open: Returns a new iterator; nothing is stored, so a workload may have any length.
+        requests: Number of requests; None if unknown.
+        notes: Notes for readers, such as skipped rows of a trace.
     """
 
     name: str
@@ -139,7 +140,7 @@ def workload_of(name: str, arrivals: Iterable[Arrival]) -> Workload:
 
 
 class RequestMaker:
-    """Turns arrivals into the requests that an engine would submit for them."""
+    """Converts arrivals to the requests that an engine would submit for them."""
 
     def __init__(
         self,
@@ -152,10 +153,12 @@ class RequestMaker:
         """Prepare for a model.
 
         Args:
-            info: Its shape.
-            bytes_per_token: Of an image, ready for the encoder.
-            item_tokens_max: Images of more tokens are scaled down to it, as a server does.
-            adapted_images: Whether adapters change how images are encoded, so that each has embeddings of its own.
+            info: The model's shape.
+            bytes_per_token: Encoder input bytes per image token.
+            item_tokens_max: Maximum tokens of an image; larger images are scaled down to it, as in
+                a server.
+            adapted_images: Whether adapters change the encoding of images, so that each has its own
+                embeddings.
         """
         self._info = info
         self._adapted_images = adapted_images
@@ -165,7 +168,7 @@ class RequestMaker:
         self.scaled_down = 0
 
     def pixel_bytes(self, image: Image) -> int:
-        """Return the bytes of an image, ready for the encoder."""
+        """Return the size of an image's encoder input."""
         return min(image.tokens, self._item_tokens_max) * self._bytes_per_token
 
     def request(self, arrival: Arrival) -> Request:
@@ -210,10 +213,10 @@ class RequestMaker:
 
 
 def text_tokens(text: Text) -> list[int]:
-    """Return token ids that say which text it is and how far into it they are.
+    """Return token ids that identify a text and the position in it.
 
-    They are no tokens of a vocabulary: the scheduler only compares them. The first two hold the number of the text, so
-    that no two texts begin alike; the others count.
+    They are not ids of a vocabulary: the scheduler only compares them. The first two hold the
+    number of the text, so that different texts have different first blocks; the others count.
     """
     low, high = text.content & _TEXT_MASK, (text.content >> TEXT_BITS) & _TEXT_MASK
     if text.tokens <= 2:

@@ -1,7 +1,7 @@
-"""Traces: recorded or sampled workloads, in the formats that they are published in.
+"""Traces: recorded or sampled workloads in published formats.
 
-The format is seen from the first line. A file is read once when it is loaded, to check every row, and again whenever
-the workload is gone through, so that a trace of any length needs no memory.
+The format is detected from the first line. A file is read once on loading, to check every row, and
+again whenever the workload is iterated, so a trace of any length takes no memory.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from vsched.errors import VschedError
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload
 
 MOONCAKE_BLOCK = 512
-"""Tokens of a block that a hash of the Mooncake traces stands for."""
+"""Tokens per block hash in the Mooncake traces."""
 AZURE_IMAGE_TOKENS = 765
-"""Tokens of an image where a trace gives their number only: those of 1024 x 1024 pixels in the service recorded."""
+"""Tokens per image if a trace has only the number of images: those of 1024 x 1024 pixels in the recorded service."""
 SHIFT = 1 << 40
-"""Numbers of texts that occur once begin here, so that they differ from those of shared blocks."""
+"""Texts that occur once are numbered from here, to differ from shared blocks."""
 
 
 class TraceError(VschedError):
-    """A trace that cannot be read; the message starts with the path and the line."""
+    """An unreadable trace; the message starts with the path and the line."""
 
 
 class TraceRow(NamedTuple):
-    """A row of a trace: its number among the requests, when it arrived, and its fields."""
+    """A row of a trace: its request number and its fields."""
 
     number: int
     fields: Mapping[str, str]
 
     def count(self, name: str) -> int:
-        """Return a field that is a count of tokens."""
+        """Return a field with a count of tokens."""
         text = (self.fields.get(name) or "").strip()
         try:
             value = float(text)
@@ -49,7 +49,7 @@ class TraceRow(NamedTuple):
         return int(value)
 
     def seconds(self, name: str) -> float:
-        """Return a field that is a time in seconds."""
+        """Return a field with a time in seconds."""
         text = (self.fields.get(name) or "").strip()
         try:
             value = float(text)
@@ -61,7 +61,7 @@ class TraceRow(NamedTuple):
 
 
 class _TraceRows(NamedTuple):
-    """Lines of a file with what they mean: an arrival, or None for a row that is no request."""
+    """A parsed row."""
 
     at_s: float
     prompt: tuple[PromptPart, ...]
@@ -69,10 +69,11 @@ class _TraceRows(NamedTuple):
 
 
 def load_trace(path: str | os.PathLike[str]) -> Workload:
-    """Return the workload of a trace; `.gz` files are read as they are.
+    """Return the workload of a trace; `.gz` files are decompressed.
 
     Raises:
-        TraceError: When it cannot be read, its format is not known, or a row is wrong; with the line and what is wrong.
+        TraceError: When it cannot be read, its format is unknown, or a row is invalid; names the
+            line and the problem.
     """
     path = Path(path)
     parse = _format_of(path)
@@ -166,7 +167,7 @@ def _own_text(number: int, tokens: int) -> tuple[PromptPart, ...]:
 
 
 def _images(number: int, tokens: list[int]) -> tuple[PromptPart, ...]:
-    """Return images that occur once; those without tokens are none."""
+    """Return images that occur once; images without tokens are left out."""
     return tuple(Image(f"r{number}/{index}", count) for index, count in enumerate(tokens) if count)
 
 
@@ -187,7 +188,7 @@ def _read_azure(row: TraceRow) -> _TraceRows:
 
 def _read_azure_multimodal(row: TraceRow) -> _TraceRows:
     context, images = row.count("ContextTokens"), row.count("NumImages")
-    # The context counts the images too. At least a token of it is text.
+    # The context includes the images; at least one token of it is text.
     each = min(AZURE_IMAGE_TOKENS, max(context - 1, 0) // images) if images else 0
     parts = _images(row.number, [each] * images)
     prompt = (*parts, *_own_text(row.number, context - each * images))
@@ -217,7 +218,7 @@ CSV_FORMATS: dict[tuple[str, ...], Callable[[TraceRow], _TraceRows]] = {
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens"): _read_azure,
     ("Timestamp", "Request tokens", "Response tokens"): _read_burstgpt,
 }
-"""How to read a row, by the columns that tell the format; of several that fit, the first."""
+"""Row parsers by required columns; the first match is used."""
 
 
 # --- lines of JSON ---
@@ -281,7 +282,7 @@ def _decode_mooncake(line: str, number: int) -> Arrival | None:
 
 
 def save_trace(workload: Workload, path: str | os.PathLike[str]) -> None:
-    """Write a workload as a trace of our own: one arrival a line."""
+    """Write a workload as a trace in vsched's format: one arrival per line."""
     encoder = msgspec.json.Encoder()
     with Path(path).open("wb") as file:
         file.writelines(encoder.encode(arrival) + b"\n" for arrival in workload)
