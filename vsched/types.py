@@ -103,6 +103,10 @@ Spans = tuple[tuple[int, int], ...]
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """One image of a request.
 
+    All arrays are in one extent: a single allocation that succeeds or fails as a whole, and that ranks read as views,
+    without a header to parse. Metadata travels in decisions instead, since generate ranks need it for as long as the
+    request can be recomputed, and hold no lease on the arena.
+
     Attributes:
         key: 32-byte digest over content, shape, dtype and processor settings: equal content, equal key.
         tokens: Encoder output tokens after the spatial merge; also the number of its placeholders in the prompt.

@@ -6,6 +6,9 @@ reported, and the leader gives up the group.
 
 The event loop watches the descriptor of the leader's socket. The descriptor is edge-triggered and signals only that
 something changed, so after every event and every send, the socket is drained until it would block.
+
+Rejected: PUB and SUB sockets, which silently drop messages for slow subscribers; `zmq.asyncio`, whose futures cost more
+than a step of the kernel and put an `await` between a decision and its effect.
 """
 
 from __future__ import annotations
