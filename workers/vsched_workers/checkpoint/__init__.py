@@ -1,1 +1,1 @@
-"""Checkpoints: their facts, weights, preprocessing and detokenizing."""
+"""Checkpoints: their facts, weights, preprocessing and detokenization."""

@@ -1,4 +1,4 @@
-"""Tells what a checkpoint is from its files alone, whether it can be served or not; no weights are read."""
+"""Description of a checkpoint from its files alone, without reading weights, even if it cannot be served."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VISION = re.compile(
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 GROUP_SIZES = range(16, 129, 16)
-"""What `weights_group` may be but 0."""
+"""Values of `weights_group` other than 0."""
 _ENDS = ("embed_tokens.weight", "lm_head.weight")
 _SIZES = (
     "num_hidden_layers",
@@ -41,7 +41,7 @@ _SIZES = (
 
 
 def describe_checkpoint(path: str) -> CheckpointDescription:
-    """Return what the files of a checkpoint say; what cannot be read is left out.
+    """Return the properties of a checkpoint that can be read from its files.
 
     Raises:
         CheckpointError: When there is no checkpoint, or its `config.json` cannot be read.
@@ -71,7 +71,7 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
         tokenizer = tokenizer_files(directory)
         templates = tuple(sorted(chat_templates(directory)))
     except CheckpointError:
-        tokenizer, templates = "", ()  # whoever asks whether it can be served is told why not
+        tokenizer, templates = "", ()  # loading the checkpoint reports the error
     return CheckpointDescription(
         model_type=model_type,
         architecture=str(stated[0]) if isinstance(stated, list) and stated else "",
@@ -93,9 +93,9 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
 
 
 def quantized_bits(name: str, shape: Sequence[int], kind: str, *, group: int = 0) -> int:
-    """Return about how many bits a tensor takes where weights are made into this kind on loading.
+    """Return the approximate number of bits of a tensor if weights are quantized to this kind on loading.
 
-    `group` inputs of an output have one scale, 0 for as many as is usual.
+    `group` is the group size of the scales, 0 for the default.
     """
     count = prod(shape)
     if len(shape) != 2:
@@ -107,22 +107,22 @@ def quantized_bits(name: str, shape: Sequence[int], kind: str, *, group: int = 0
 
 
 def _path_of(model_type: str, directory: Path) -> str:
-    """Return how its language model would be computed."""
+    """Return the kind of implementation for its language model."""
     try:
         family = language_family(model_type, str(directory))
     except CheckpointError:
-        family = None  # whoever asks whether it can be served is told why not
+        family = None  # loading the checkpoint reports the error
     if family is None:
         return "generic"
     return "modules" if family.decoder.experts else "fused"
 
 
 def _windows(model_type: str, directory: Path) -> tuple[int, int]:
-    """Return the tokens of a sliding window, and how many layers have one."""
+    """Return the size of sliding windows in tokens, and the number of layers with one."""
     try:
         text = read_config(directory, model_type).get_text_config()
     except CheckpointError:
-        return 0, 0  # whoever asks whether it can be served is told why not
+        return 0, 0  # loading the checkpoint reports the error
     window = getattr(text, "sliding_window", None)
     if not isinstance(window, int) or window >= (getattr(text, "max_position_embeddings", 0) or 0):
         return 0, 0
@@ -142,11 +142,11 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, Sequence[int], str]]:
                     part = content.get_slice(name)
                     yield name, part.get_shape(), str(part.get_dtype())
         except (SafetensorError, OSError):
-            continue  # whoever asks whether it can be served is told why not
+            continue  # loading the checkpoint reports the error
 
 
 def _unsupported(directory: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what the checkpoint could do elsewhere, and does not here."""
+    """Yield features of the checkpoint that are not supported."""
     if config.get("video_token_id") is not None or "video_token_index" in config:
         yield "videos"
     if any(key in config for key in ("audio_config", "audio_token_id", "audio_token_index")):

@@ -1,12 +1,12 @@
-"""Turns token ids into text as they come, in constant time a token.
+"""Incremental detokenization, in constant time per token.
 
-A byte-level tokenizer writes each byte of the text as one character of its vocabulary, and one of SentencePiece writes
-a blank as `▁` and a byte that it has no letter for as `<0x0A>`. So a token *is* a byte string, and the text of a
-sequence is the concatenation, decoded as UTF-8. An incremental decoder therefore holds back at most three bytes;
-nothing is ever decoded twice, unlike in the usual scheme that decodes a window of tokens at each step.
+A byte-level tokenizer represents each byte of the text by one character of its vocabulary; SentencePiece represents a
+space by `▁` and bytes without a character by `<0x0A>`. So a token *is* a byte string, and the text of a sequence is the
+concatenation, decoded as UTF-8. An incremental decoder therefore holds back at most three bytes; nothing is decoded
+twice, unlike in the common scheme that decodes a window of tokens at each step.
 
-The blank that a SentencePiece tokenizer puts before a text is left out where a whole text is decoded. What a model
-writes goes on from a prompt, so its first blank stays.
+The space that a SentencePiece tokenizer adds before a text is removed when a whole text is decoded. Generated text
+continues a prompt, so its first space stays.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from vsched.errors import CheckpointError
 def _byte_characters() -> dict[str, int]:
     """Map each character of the byte-level alphabet to its byte.
 
-    Printable bytes stand for themselves, the others for characters from 256 on, in order.
-
-    Source: the byte-level alphabet of GPT-2, which every byte-level BPE tokenizer shares.
+    Printable bytes are represented by themselves, the others by characters from 256 on, in order. Source: the
+    byte-level alphabet of GPT-2, which all byte-level BPE tokenizers use.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     characters = {chr(byte): byte for byte in printable}
@@ -65,11 +64,11 @@ MARKS = frozenset(
         "<channel|>",
     ]
 )
-"""Special tokens that texts do show: some tokenizers call these so, by which calls and reasoning are recognised."""
+"""Special tokens that are part of the text: in some tokenizers, marks of tool calls and reasoning are special."""
 
 CHANNEL = "<|channel|>"
 CHANNEL_MARKS = frozenset([CHANNEL, "<|start|>", "<|message|>", "<|constrain|>", "<|end|>"])
-"""As `MARKS`, in tokenizers that have channels: others use some of these for other things."""
+"""Likewise, for tokenizers with channels: others use some of these for other purposes."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -82,10 +81,10 @@ def _byte_level(token: str) -> bytes:
 
 
 def _spelling(tokenizer: Any) -> tuple[Callable[[str], bytes], bool]:
-    """Return what the text of a token is, and whether a text begins with a blank that is not its own.
+    """Return the conversion of a token to bytes, and whether the tokenizer adds a space before a text.
 
     Raises:
-        CheckpointError: When the tokenizer joins its tokens in another way than these.
+        CheckpointError: When the tokenizer has another kind of decoder.
     """
     state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
     stages = {stage.get("type"): stage for stage in state.get("decoders", [state])}
@@ -117,9 +116,9 @@ class TokenTable:
     """The bytes of every token of a vocabulary.
 
     Attributes:
-        raw: Bytes of each token, special tokens included.
-        text: The same, but nothing for special tokens, which no text shows but for `MARKS`.
-        begins_blank: Whether the tokenizer puts a blank before every text.
+        raw: Bytes of each token, including special tokens.
+        text: The same, but empty for special tokens, which are not part of the text, except `MARKS`.
+        begins_blank: Whether the tokenizer adds a space before every text.
     """
 
     __slots__ = ("begins_blank", "raw", "text")
@@ -131,10 +130,10 @@ class TokenTable:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any, *, shown: str = "") -> TokenTable:
-        """Build the table of a `tokenizers.Tokenizer`; special tokens that stand in `shown` are shown as well.
+        """Build the table of a `tokenizers.Tokenizer`; special tokens that occur in `shown` are kept as text, too.
 
         Raises:
-            CheckpointError: When the tokenizer is neither a byte-level one nor one of SentencePiece.
+            CheckpointError: When the tokenizer is neither byte-level nor SentencePiece.
         """
         spelled, begins_blank = _spelling(tokenizer)
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
@@ -153,11 +152,11 @@ class TokenTable:
         return cls(raw, text, begins_blank=begins_blank)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of one token; nothing for an id that the tokenizer does not know."""
+        """Return the bytes of one token; empty for an unknown id."""
         return self.raw[token_id] if 0 <= token_id < len(self.raw) else b""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the whole text of these tokens, special tokens skipped."""
+        """Return the whole text of these tokens, without special tokens."""
         text, size = self.text, len(self.text)
         joined = b"".join([text[index] for index in token_ids if 0 <= index < size])
         decoded = joined.decode("utf-8", errors="replace")
@@ -170,18 +169,18 @@ class ByteDetokenizer:
     __slots__ = ("_decoder", "_is_half", "_text")
 
     def __init__(self, table: TokenTable, *, special: bool = False) -> None:
-        """Begin; with `special`, special tokens are text."""
+        """Begin; `special` makes special tokens part of the text."""
         self._text = table.raw if special else table.text
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_half = False
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens make certain."""
+        """Return the text that is complete after these tokens."""
         text, size = self._text, len(self._text)
         joined = b"".join([text[index] for index in token_ids if 0 <= index < size])
         if not self._is_half:
             try:
-                return joined.decode()  # whole characters, as nearly always: a fifth of the time
+                return joined.decode()  # whole characters, as nearly always, in a fifth of the time
             except UnicodeDecodeError:
                 pass
         decoded = self._decoder.decode(joined)
@@ -189,6 +188,6 @@ class ByteDetokenizer:
         return decoded
 
     def flush(self) -> str:
-        """Return what was held back: a replacement character for half a character, else nothing."""
+        """Return the remaining text: a replacement character for an incomplete character, or nothing."""
         self._is_half = False
         return self._decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""The facts of a checkpoint, read from its settings without torch and without its weights."""
+"""The properties of a checkpoint, read from its configuration files without torch or weights."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 RANKS_MAX = 64
-"""Ranks that a message names at most."""
+"""The largest number of ranks that an error message lists."""
 
 PROCESSOR_DEFAULT_LIMITS = ResizeLimits(minimum=56 * 56, maximum=28 * 28 * 1280)
-"""What the Qwen-VL image processors assume where the settings say nothing."""
+"""Default limits of the Qwen-VL image processors."""
 
 
 def processor_settings(path: Path) -> dict[str, Any]:
@@ -71,10 +71,10 @@ def processor_settings(path: Path) -> dict[str, Any]:
 
 
 def choose_dtype(config: Mapping[str, Any], dtype: str) -> str:
-    """Return the name of the data type to load; `auto` takes the checkpoint's own.
+    """Return the name of the data type to load; `auto` is the checkpoint's own.
 
     Raises:
-        CheckpointError: When the type is not one that can be served.
+        CheckpointError: When the type is not supported.
     """
     name = dtype
     if dtype == "auto":
@@ -84,7 +84,7 @@ def choose_dtype(config: Mapping[str, Any], dtype: str) -> str:
         stated = [table.get(key) for table in tables for key in ("dtype", "torch_dtype")]
         name = next((str(value) for value in stated if value), "float32")
         if name == "float16" and scheme_of(config) is not None:
-            name = "bfloat16"  # which there are products by quantised weights for
+            name = "bfloat16"  # which the products of quantized weights support
     name = name.removeprefix("torch.")
     if name not in DTYPES:
         raise CheckpointError(
@@ -95,7 +95,7 @@ def choose_dtype(config: Mapping[str, Any], dtype: str) -> str:
 
 
 def image_factor(family: Family, config: Mapping[str, Any]) -> int:
-    """Return the side, in pixels, of the square that becomes one token."""
+    """Return the side, in pixels, of the square that corresponds to one token."""
     patch = int(family.vision(config, "patch_size"))
     return patch * int(family.vision(config, "spatial_merge_size"))
 
@@ -109,11 +109,11 @@ def image_limits(
 
 
 def inspect_checkpoint(path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
-    """Read the checkpoint's facts without loading weights.
+    """Read the checkpoint's properties without loading weights.
 
     Raises:
         CheckpointError: When there is no such checkpoint, its family is unsupported, or files are missing.
-        ConfigError: When the token cap of one image is negative.
+        ConfigError: When the token limit of one image is negative.
     """
     directory = checkpoint_directory(path)
     config = read_json(directory, "config.json")
@@ -165,7 +165,7 @@ def _inspect(
 def _inspect_any(
     directory: Path, config: dict[str, Any], dtype: str, item_tokens_max: int
 ) -> ModelInfo:
-    """Read the facts of a model that has no path of its own."""
+    """Read the properties of a model on the generic path."""
     family = model_type_of(config)
     if not family:
         raise CheckpointError(
@@ -210,7 +210,7 @@ def _inspect_any(
 
 
 def model_types(info: ModelInfo) -> list[str]:
-    """Return the architectures that a model without a path of its own is made of, its own first."""
+    """Return the architectures that a model on the generic path consists of, beginning with its own."""
     if not info.takes_images:
         return [info.family]
     from transformers import CONFIG_MAPPING
@@ -224,7 +224,7 @@ def model_types(info: ModelInfo) -> list[str]:
 def _check_files(
     directory: Path, config: Mapping[str, Any], unsupported: str | None = None
 ) -> None:
-    """Check that tokenizer and weights are there; `unsupported` is what the model asks for and does not get."""
+    """Check that tokenizer and weights exist; `unsupported` names an unsupported feature of the model."""
     tokenizer_files(directory)
     if unsupported is not None:
         raise CheckpointError(
@@ -235,10 +235,10 @@ def _check_files(
 
 
 def check_parallel(info: ModelInfo, *, stage: str, ranks: int) -> None:
-    """Check that a stage, `encode` or `generate`, can be shared by this many ranks.
+    """Check that a stage, `encode` or `generate`, can be shared by `ranks` ranks.
 
     Raises:
-        CheckpointError: When a size of the model does not divide; it names all such sizes and what would do.
+        CheckpointError: When a size is not divisible; the message lists all such sizes and possible numbers of ranks.
     """
     sizes = _shared_sizes(info, stage)
     wrong = [f"{name} is {size}" for name, size in sizes.items() if size % ranks]
@@ -253,7 +253,7 @@ def check_parallel(info: ModelInfo, *, stage: str, ranks: int) -> None:
 
 
 def _shared_sizes(info: ModelInfo, stage: str) -> dict[str, int]:
-    """Return the sizes that the number of ranks must divide, by their names; empty where nothing can be shared."""
+    """Return the sizes that the number of ranks must divide, by name; empty if the model cannot be shared."""
     if info.family in FAMILIES:
         config = read_json(checkpoint_directory(info.path), "config.json")
         family = family_of(config)
@@ -282,10 +282,10 @@ def _shared_sizes(info: ModelInfo, stage: str) -> dict[str, int]:
 
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
-"""Sizes that ranks share where they have heads of their own; a rank sees to the others when it builds the model."""
+"""Sizes to divide if attention heads are shared; a rank checks the others when it builds the model."""
 
 
 def _usual_sizes(family: str, path: str) -> Sequence[str]:
-    """Return what the number of ranks must divide in a model of the usual make; empty where it is of none."""
+    """Return the sizes that ranks must divide in a decoder-only model with a decoder description; empty for others."""
     language = language_family(family, path)
     return () if language is None else language.language_sharing.sizes

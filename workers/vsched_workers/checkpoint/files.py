@@ -1,7 +1,6 @@
 """The files of a checkpoint directory.
 
-Messages name files by their base name: they may reach a client, and the directories of the host are no client's
-business.
+Error messages contain base names only: they may reach a client, which should not see the host's directories.
 """
 
 from __future__ import annotations
@@ -69,12 +68,12 @@ def check_new(path: str) -> None:
 
 @contextlib.contextmanager
 def new_checkpoint(path: str) -> Iterator[Path]:
-    """Yield a folder to write a checkpoint to; it appears at `path` when the body is done, and leaves nothing else.
+    """Yield a folder to write a checkpoint to; it appears at `path` when the body is done, or not at all.
 
-    The folder lies beside `path`, so that one rename brings it there: whoever finds the checkpoint finds all of it.
+    The folder is created next to `path`, so that one rename moves it there: a checkpoint is never visible in part.
 
     Raises:
-        CheckpointError: When there is anything but an empty folder at `path`, or nothing can be written there.
+        CheckpointError: When there is anything but an empty folder at `path`, or it is not writable.
     """
     check_new(path)
     target = Path(path).absolute()

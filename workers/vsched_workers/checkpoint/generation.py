@@ -1,7 +1,7 @@
-"""What a checkpoint says of generation: the tokens that end it, and how tokens are chosen where a request does not say.
+"""Generation settings of a checkpoint: stop tokens and default sampling parameters.
 
-The end tokens are those of `generation_config.json`, or of `config.json` where it has none, and the tokenizer's own:
-a chat model may end its turns by a token that only its tokenizer names.
+The stop tokens come from `generation_config.json`, or from `config.json` if it has none, and the tokenizer's EOS
+token: some chat models end their turns with a token that only the tokenizer's settings name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (1e-3, 10.0),
 }
-"""What requests may ask for, too."""
+"""Bounds that requests are subject to as well."""
 
 
 class _AddedToken(msgspec.Struct):
@@ -34,28 +34,28 @@ class _AddedToken(msgspec.Struct):
 
 
 class _AddedTokens(msgspec.Struct):
-    """The part of a tokenizer.json that is of interest; the rest is skipped unread."""
+    """The relevant part of a tokenizer.json; the rest is skipped."""
 
     added_tokens: list[_AddedToken] = []
 
 
 def stop_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that end an answer, each once; nothing where the checkpoint names none.
+    """Return the stop tokens, without duplicates; empty if the checkpoint has none.
 
     Raises:
-        CheckpointError: When a file that names them cannot be read.
+        CheckpointError: When a file that may name them cannot be read.
     """
     stated = next((ids for table in _tables(directory, config) if (ids := _ids(table))), ())
     return tuple(dict.fromkeys((*stated, *_tokenizer_end(directory))))
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Return what `generation_config.json` states of sampling.
+    """Return the sampling parameters in `generation_config.json`.
 
-    `do_sample` is not heeded: a request that wants the likeliest token says so by temperature 0.
+    `do_sample` is ignored: a request asks for greedy decoding by temperature 0.
 
     Raises:
-        CheckpointError: When it states what no request may.
+        CheckpointError: When a value is out of bounds.
     """
     table = _generation(directory)
     stated: dict[str, Any] = {}
@@ -74,10 +74,10 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
                 )
             )
         stated[name] = value
-    if stated.get("top_p") == 0:  # as low as can be: the likeliest token alone
+    if stated.get("top_p") == 0:  # the lowest value: greedy decoding
         stated |= {"top_p": 1.0, "top_k": 1}
     if "top_k" in stated:
-        stated["top_k"] = max(stated["top_k"], 0)  # -1 is none, too
+        stated["top_k"] = max(stated["top_k"], 0)  # -1 means none, too
     return SamplingDefaults(**stated)
 
 
@@ -102,7 +102,7 @@ def _ids(table: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _tokenizer_end(directory: Path) -> tuple[int, ...]:
-    """Return the id of the tokenizer's end token, where its settings name one."""
+    """Return the id of the tokenizer's EOS token, if its settings name one."""
     if not (directory / "tokenizer_config.json").is_file():
         return ()
     settings = read_json(directory, "tokenizer_config.json")
@@ -116,7 +116,7 @@ def _tokenizer_end(directory: Path) -> tuple[int, ...]:
         try:
             listed = msgspec.json.decode(content, type=_AddedTokens).added_tokens
         except msgspec.MsgspecError:
-            listed = []  # whoever loads it says what is wrong with it
+            listed = []  # loading the tokenizer reports the error
         found = [one.id for one in listed if one.content == token]
     else:
         found = []

@@ -1,8 +1,8 @@
-"""Makes a checkpoint from a GGUF file: weights as safetensors, tokenizer, chat template and generation settings.
+"""Conversion of a GGUF file to a checkpoint: safetensors, tokenizer, chat template and generation settings.
 
-Transformers reads the file and undoes its quantisation, unless that is to be kept (`gguf_levels.py`). What it does not
-take over is added here: how SmolLM splits words, the end token as a generation setting, and a tokenizer that is loaded
-as it was saved.
+Transformers reads the file and dequantizes it, unless quantized weights are kept (`gguf_levels.py`). Additions here are
+SmolLM's pre-tokenizer, the EOS token in the generation settings, and a tokenizer class that does not change its rules
+on loading.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from vsched_workers.checkpoint.files import check_new, new_checkpoint
 from vsched_workers.checkpoint.gguf_levels import write_levels
 
 PACKAGES = ("gguf", "accelerate")
-"""What transformers needs to read a GGUF file, beside what it always needs."""
+"""Packages that transformers needs for GGUF files in addition to its dependencies."""
 _GPT2_SPLITS = ("gpt-2", "default")
 _SMOLLM_SPLIT = "smollm"
 
 
 def check_conversion(path: str, *, dtype: str) -> None:
-    """Check what can be checked before a GGUF file is there.
+    """Check the requirements of a conversion before a GGUF file exists.
 
     Raises:
-        CheckpointError: When a package is missing, the type is unknown, or there is something at `path`.
+        CheckpointError: When a package is missing, the type is unknown, or `path` exists.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"unknown data type {dtype!r}. Known: {', '.join(DTYPES)}.")
@@ -47,7 +47,7 @@ def convert_gguf(
 ) -> int:
     """Write the checkpoint of a GGUF file to a directory; return its number of parameters.
 
-    With `keeps_levels`, weights of linear layers stay in the file's few bits, where their format is known.
+    `keeps_levels` keeps the quantized weights of linear layers, if their format is supported.
 
     Raises:
         CheckpointError: When the file cannot be read or converted, or the directory cannot be written.
@@ -80,7 +80,7 @@ def _reading(source: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        # The library parses what may be anything; whatever goes wrong means the same to who asked for it.
+        # Transformers parses an arbitrary file here: every exception means that it cannot be converted.
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{source.name!r} cannot be converted: {first} "
@@ -99,7 +99,7 @@ def _tokenizer(source: Path) -> Any:
     _mend_split(backend, source)
     make: Any = (
         transformers.PreTrainedTokenizerFast
-    )  # a class of the model's would split by rules of its own
+    )  # the model's own class would split by other rules
     special = {name: value for name, value in read.special_tokens_map.items() if value}
     tokenizer = make(tokenizer_object=backend, **special)
     tokenizer.chat_template = read.chat_template
@@ -107,11 +107,11 @@ def _tokenizer(source: Path) -> Any:
 
 
 def _mend_split(backend: Any, source: Path) -> None:
-    """See to the splitting of words where transformers does not know the file's name for it, and takes GPT-2's."""
+    """Correct the pre-tokenizer if transformers does not know the file's name for it and used GPT-2's."""
     from tokenizers import pre_tokenizers
 
     if type(backend.pre_tokenizer) is not pre_tokenizers.ByteLevel:
-        return  # transformers knew it, or the tokenizer splits nothing
+        return  # transformers knew it, or the tokenizer does not split
     name = _field(source, "tokenizer.ggml.pre") or "default"
     if name == _SMOLLM_SPLIT:
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -137,7 +137,7 @@ def _model(source: Path, dtype: str, progress: Progress) -> Any:
     import transformers
 
     def counted(tensors: Iterable[Any], **_: object) -> Iterator[Any]:
-        """Stand in for the progress bar of transformers."""
+        """Replace the progress bar of transformers."""
         held = list(tensors)
         for index, tensor in enumerate(held):
             progress("undoing the quantisation", index / len(held))
@@ -162,7 +162,7 @@ def _model(source: Path, dtype: str, progress: Progress) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the progress bars of transformers from writing into those of the command."""
+    """Suppress the progress bars of transformers, which would mix with the command's own."""
     import transformers
 
     library: Any = transformers

@@ -1,9 +1,9 @@
-"""Writes the checkpoint of a GGUF file with its quantised weights as they are.
+"""Conversion of a GGUF file to a checkpoint with its quantized weights unchanged.
 
-Which tensor of the file is which of the model, and in which order its rows lie there, only transformers knows: names
-are mapped, and the rows of some projections are put in another order. So it is asked: it reads the file once more, and
-instead of values it is given the number of each tensor and row. Where what comes out is whole rows of one tensor, its
-blocks are laid out in that order, and compared with the weight that transformers made of the same tensor.
+Only transformers has the mapping of tensor names and the order of rows, which it permutes in some projections. So the
+file is read once more with transformers, with the numbers of tensors and rows in place of their values. If a result
+consists of whole rows of one tensor, its blocks are written in that order, after a comparison with the weight that
+transformers dequantized from the same tensor.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from vsched_workers.quantized.gguf_blocks import READERS, Levels, read_blocks
 from vsched_workers.quantized.schemes import GGUF_TENSORS
 
 _TENSOR = float(1 << 32)
-"""Numbers of tensors are multiples of this, to which that of a row is added: float64 holds both."""
+"""Numbers of tensors are multiples of this, plus the number of a row: float64 represents both."""
 
 
 def write_levels(source: Path, folder: Path, model: Any) -> int:
-    """Write the weights of a loaded model, and its settings; return how many of its weights are in few bits."""
+    """Write the weights of a loaded model and its configuration; return the number of quantized weights."""
     import torch
     from gguf import GGUFReader
     from safetensors.torch import save_file
@@ -66,7 +66,7 @@ def write_levels(source: Path, folder: Path, model: Any) -> int:
 
 
 def _places(source: Path, model: Any, tensors: list[Any]) -> dict[str, npt.NDArray[np.float64]]:
-    """Return for each tensor of the model the numbers of the file's tensor and rows, as they lie in it."""
+    """Return, for each tensor of the model, the numbers of the file's tensor and rows, as arranged in it."""
     import gguf
     import torch
 
@@ -98,7 +98,7 @@ def _places(source: Path, model: Any, tensors: list[Any]) -> dict[str, npt.NDArr
 
 
 def _levels(places: npt.NDArray[np.float64], tensors: list[Any], weight: Any) -> Levels | None:
-    """Return the levels of a weight by where its rows lie in the file; None where it is not whole rows of a tensor."""
+    """Return a weight's quantized values from the numbers of its rows; None if it is not whole rows of a tensor."""
     import torch
 
     first = places[:, :1]
@@ -116,7 +116,7 @@ def _levels(places: npt.NDArray[np.float64], tensors: list[Any], weight: Any) ->
 
 
 def dequantized(levels: Levels) -> npt.NDArray[np.float32]:
-    """Return what levels stand for, [out, in]."""
+    """Return the dequantized values, [out, in]."""
     centre = 8 if levels.values.dtype == np.uint8 else 0
     group = levels.values.shape[1] // levels.scales.shape[1]
     values = levels.values.astype(np.float32) - np.float32(centre)

@@ -1,7 +1,7 @@
-"""Makes random-weight checkpoints of named sizes, offline.
+"""Creation of checkpoints of named sizes with random weights, offline.
 
-They have everything a published checkpoint has (weights, tokenizer, chat template, processor settings), so that the
-whole path can be run and tested without a download. Their answers mean nothing.
+They have all parts of a published checkpoint (weights, tokenizer, chat template, processor settings), so that the whole
+system can be run and tested without a download. Their output is meaningless.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Size:
     """A named size.
 
     Attributes:
-        learns_from_library: Whether the tokenizer learns from Python's standard library or, quicker, from a short text.
-        image_limits: Least and most pixels of a resized image.
-        spread: Standard deviation of the weights. The small ones need more of it, or every answer is the same.
-        filled: Whether the vocabulary has words that no text has, where the library teaches fewer.
+        learns_from_library: Whether the tokenizer is trained on Python's standard library or, faster, on a short text.
+        image_limits: Minimum and maximum pixels of a resized image.
+        spread: Standard deviation of the weights. Small models need a larger one, or every output is the same.
+        filled: Whether the vocabulary is filled up with unused words, if training yields fewer.
     """
 
     family: str
@@ -116,10 +116,10 @@ def _experts(count: int, chosen: int, inner: int) -> dict[str, Any]:
 
 
 LIBRARY_NAMES = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
-"""What the names of transformers' classes begin with."""
+"""Prefixes of the names of transformers' classes."""
 
 _LEARNT_MAX = 8192
-"""Words that a tokenizer learns in a second or two."""
+"""Vocabulary size that a tokenizer can be trained to in a second or two."""
 
 QWEN3_LIMITS = (65536, 16777216)
 
@@ -212,10 +212,10 @@ SIZES: dict[str, Size] = {
 
 
 def make_checkpoint(path: str, size: str, *, dtype: str = "bfloat16", seed: int = 0) -> int:
-    """Write a checkpoint of a named size into a directory; return its number of parameters.
+    """Write a checkpoint of a named size to a directory; return its number of parameters.
 
-    The same size, type and seed give the same weights; the tokenizer depends on the Python version where it learns from
-    the standard library.
+    The same size, type and seed give the same weights; a tokenizer that is trained on the standard library depends on
+    the Python version.
 
     Raises:
         CheckpointError: When there is no such size or type, or the directory holds a checkpoint already.
@@ -249,14 +249,14 @@ def _make_tokenizer(size: Size) -> Any:
 def learnt_tokenizer(
     texts: Iterable[str], cut: Any, *, words: int, longest: int, filled: int = 0
 ) -> Any:
-    """Return a byte-level tokenizer, with special tokens and chat template, that has learnt its words from texts.
+    """Train a byte-level tokenizer on texts; return it with special tokens and chat template.
 
     Args:
-        texts: What it learns from.
-        cut: What splits a text before words are looked for; the last of it is byte-level.
+        texts: The training texts.
+        cut: Pre-tokenizer; its last stage is byte-level.
         words: Size of the vocabulary.
-        longest: Most tokens of a prompt.
-        filled: Words that there are in the end; those that no merge leads to are only ever generated.
+        longest: Maximum tokens of a prompt.
+        filled: Final size of the vocabulary; words without a merge are only ever generated.
     """
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -275,7 +275,7 @@ def learnt_tokenizer(
         content = json.loads(tokenizer.to_str())
         vocabulary = content["model"]["vocab"]
         for token in range(tokenizer.get_vocab_size(), filled):
-            vocabulary[f"\u0120{token}w"] = token  # a blank, as bytes are spelt
+            vocabulary[f"\u0120{token}w"] = token  # a space in the byte-level alphabet
         tokenizer = Tokenizer.from_str(json.dumps(content))
     make: Any = transformers.PreTrainedTokenizerFast
     wrapped = make(
@@ -296,9 +296,9 @@ def _write_processor(directory: Path, size: Size) -> None:
 
 
 def processor_settings(limits: tuple[int, int], *, is_qwen3: bool) -> dict[str, Any]:
-    """Return the processor's settings, by hand: the class that would write them needs torchvision.
+    """Return the processor's settings, written out: the class that would write them needs torchvision.
 
-    `limits` are the least and the most pixels of an image.
+    `limits` are the minimum and maximum pixels of an image.
     """
     minimum, maximum = limits
     settings: dict[str, Any] = {

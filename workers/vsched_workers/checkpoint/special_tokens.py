@@ -1,18 +1,19 @@
-"""Special tokens in prompts: those of the chat template are tokens, those in a client's text are text.
+"""Special tokens in prompts: a chat template's are tokens, in a client's text they are plain text.
 
-A rendered prompt is one string, in which both look alike. So a mark is put into every special token in a client's
-strings before the template runs, and into what may become one together with the string that follows: an end that
-begins a special token. Afterwards the marks are taken out, and their places are kept beside the text. A special token
-that no mark was in is the template's own.
+A rendered prompt is one string in which both look alike. So before the template runs, a mark is inserted into every
+special token in a client's strings, and into every end of a string that may become a special token together with the
+string that follows. Afterwards the marks are removed, and their positions are kept with the text. A special token
+without a mark is the template's own.
 
-The text between the template's tokens is then encoded by a twin of the tokenizer that recognises no special tokens:
-the ids that transformers gives with `split_special_tokens`. Most prompts have no mark, and are encoded as ever.
+The text between the template's tokens is then encoded by a twin of the tokenizer that does not recognize special
+tokens: the same ids as from transformers with `split_special_tokens`. Most prompts have no mark, and are encoded
+directly.
 
-A prompt that no template made begins as the tokenizer begins every text: with the token of a beginning, where there is
-one. A template writes that by itself.
+A prompt that is not a rendered template begins like every text of the tokenizer: with the BOS token, if there is one.
+Templates write it themselves.
 
-Added tokens that the tokenizer does not call special, such as `<tool_call>`, are part of what models write and of what
-clients send back: they stay tokens everywhere.
+Added tokens that the tokenizer does not call special, such as `<tool_call>`, are part of what models write and clients
+send back: they stay tokens everywhere.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from tokenizers import Tokenizer
 from vsched_workers.checkpoint.tokenize import TextTokenizer
 
 _MARK = "\ufdd0"
-"""No character of any text: Unicode keeps it for internal use. One in a client's text is doubled."""
+"""Not a character of any text: Unicode reserves it for internal use. In a client's text it is doubled."""
 _NAMES = frozenset({"role", "type"})
 """Keys whose values templates compare with names of their own."""
 
 
 class RenderedPrompt(str):
-    """A prompt that a template made; `marks` are the places where special tokens are a client's text, in order."""
+    """A prompt rendered by a template; `marks` are the sorted positions at which special tokens are a client's text."""
 
     marks: tuple[int, ...]
 
@@ -46,13 +47,13 @@ class RenderedPrompt(str):
 
 
 class SpecialTokens:
-    """The special tokens of one tokenizer; nothing is changed once it is made."""
+    """The special tokens of one tokenizer; immutable."""
 
     def __init__(self, backend: Tokenizer, token_bytes: list[bytes], context_tokens: int) -> None:
         added = backend.get_added_tokens_decoder()
         self._ids = {one.content: token_id for token_id, one in added.items() if one.special}
         names = sorted(self._ids, key=len, reverse=True)
-        self._beginning = os.path.commonprefix(names)  # noqa: RUF071 - letters are what is wanted
+        self._beginning = os.path.commonprefix(names)  # noqa: RUF071 - characters, not path components
         self._pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._longest = max(map(len, names), default=0)
         self._prefixes = {name[:end] for name in names for end in range(1, len(name))}
@@ -63,7 +64,7 @@ class SpecialTokens:
         self._first_text = "".join(str(backend.id_to_token(token)) for token in self._first)
 
     def check_size(self, *texts: str) -> None:
-        """Refuse texts that cannot fit the context together.
+        """Check that texts can fit the context together.
 
         Raises:
             RequestRefused: As `TextTokenizer.check_size`.
@@ -71,7 +72,7 @@ class SpecialTokens:
         self._whole.check_size(*texts)
 
     def mark(self, value: Any) -> Any:
-        """Return a client's value for the template, with marks in its strings wherever they may hold special tokens."""
+        """Return a client's value for the template, with marks in all strings that may contain special tokens."""
         if isinstance(value, str):
             return self._marked(value)
         if isinstance(value, Mapping):
@@ -84,7 +85,7 @@ class SpecialTokens:
         return value if key in _NAMES else self.mark(value)
 
     def mark_data(self, value: Any) -> Any:
-        """Return a tool or the arguments of a call: their keys are a client's text, too, and none a template's."""
+        """Return a tool or the arguments of a call with marks: their keys are a client's text, too."""
         if isinstance(value, Mapping):
             return {self._marked(key): self.mark_data(one) for key, one in value.items()}
         if isinstance(value, list):
@@ -103,7 +104,7 @@ class SpecialTokens:
         return text
 
     def unmark(self, rendered: str) -> RenderedPrompt:
-        """Return what the template made, with the marks beside it."""
+        """Return the rendered text without marks, together with their positions."""
         if _MARK not in rendered:
             return RenderedPrompt(rendered)
         pieces: list[str] = []
@@ -121,10 +122,9 @@ class SpecialTokens:
         return RenderedPrompt("".join(pieces), tuple(marks))
 
     def ids(self, text: str, *, plain: str = "") -> list[int]:
-        """Return token ids, none added; a special token with a mark in it is text, and so is the one called `plain`.
+        """Return token ids without additions; special tokens with a mark, and the one named `plain`, are text.
 
-        A prompt that no template made begins as the tokenizer begins every text, such as with a token for that: the
-        template would have written it.
+        A prompt that is not a rendered template gets the BOS tokens, which a template would have written.
 
         Raises:
             RequestRefused: As `TextTokenizer.ids`.
@@ -150,7 +150,7 @@ class SpecialTokens:
 
 
 def _first_tokens(backend: Tokenizer) -> list[int]:
-    """Return the tokens that the tokenizer puts before every text."""
+    """Return the tokens that the tokenizer adds before every text."""
     whole = backend.encode("a", add_special_tokens=True).ids
     own = backend.encode("a", add_special_tokens=False).ids
     places = range(len(whole) - len(own) + 1)
@@ -159,7 +159,7 @@ def _first_tokens(backend: Tokenizer) -> list[int]:
 
 
 def _without_special_tokens(backend: Tokenizer) -> Tokenizer:
-    """Return a tokenizer of the same model, which they share, that takes special tokens for text."""
+    """Return a tokenizer of the same, shared model that treats special tokens as text."""
     twin = Tokenizer(backend.model)
     if backend.normalizer is not None:
         twin.normalizer = backend.normalizer

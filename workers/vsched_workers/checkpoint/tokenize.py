@@ -1,12 +1,12 @@
-"""Turns text into token ids, piece by piece, in memory and time that the context bounds.
+"""Tokenization of prompts, piece by piece, with memory and time bounded by the context.
 
-The `tokenizers` library takes up to 400 bytes of memory for each byte of a text, and tells the number of tokens only at
-the end. So a text that cannot fit the context, whatever it says, is refused by its size; any other is cut where its
-tokens cannot depend on the cut, and tokenized until it ends or exceeds the context.
+The `tokenizers` library takes up to 400 bytes of memory per byte of text, and returns the number of tokens only at the
+end. So a text that cannot fit the context, whatever its content, is refused by its size; any other is split where the
+split cannot change its tokens, and tokenized until it ends or exceeds the context.
 
-A cut lies between a letter or digit and a blank or newline. The regular expressions listed below always end a match
-there, and look no further back and no further ahead; a normalizer to NFC changes neither side; and tokens of the
-vocabulary that would span it are looked for at load. A tokenizer of another kind is not cut.
+A split lies between a letter or digit and a space or newline. The regular expressions listed below always end a match
+there, without lookbehind or lookahead beyond it; NFC normalization changes neither side; and at load, the vocabulary is
+searched for tokens that would span a split. Tokenizers of other kinds are not split.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from vsched.errors import RequestRefused, limit_message
 
 PIECE_CHARACTERS = 32 * 1024
-"""Where the next cut is taken: a piece costs some 30 ms and 13 MB."""
+"""Approximate size of a piece, which costs some 30 ms and 13 MB."""
 STRETCH_BYTES_MIN = 1024 * 1024
 STRETCH_BYTES_PER_TOKEN = 8
 NFC_SHRINKS = 4
-"""Normalizing to NFC makes a text at most 3.5 times smaller in UTF-8: a test tries all characters."""
+"""NFC normalization makes a text at most 3.5 times smaller in UTF-8: a test tries all characters."""
 
 _CUT = re.compile(r"(?<=[A-Za-z0-9\u4e00-\u9fa5])(?=[ \n])")
 _SPANNING = re.compile(r"[A-Za-z0-9\u4e00-\u9fa5][ \n]")
@@ -37,10 +37,10 @@ _CHARACTER_SPLITS = frozenset({r"\d", r"\p{N}"})
 
 
 class TextTokenizer:
-    """A byte-level tokenizer and a context; every method may be called from any thread.
+    """A byte-level tokenizer with a limit of context; all methods are thread-safe.
 
     Attributes:
-        bytes_per_token_max: The most bytes of text that one token can stand for; 0 where nobody can tell.
+        bytes_per_token_max: Maximum bytes of text per token; 0 if unknown.
         cuts: Whether long texts are tokenized in pieces.
     """
 
@@ -62,17 +62,17 @@ class TextTokenizer:
         )
 
     def ids(self, text: str, *, before: int = 0) -> list[int]:
-        """Return token ids, special tokens recognised, none added; other threads run meanwhile.
+        """Return token ids, with special tokens recognized and none added; releases the GIL.
 
-        `before` counts the tokens that the context has to hold beside them.
+        `before` is the number of other tokens that the context has to hold.
 
         Raises:
-            RequestRefused: When the tokens exceed the context, or a stretch without a cut is too long.
+            RequestRefused: When the tokens exceed the context, or a stretch without a split is too long.
         """
         self.check_size(text)
         ids: list[int] = []
         for piece in self._pieces(text):
-            # Unlike `encode`, this releases the GIL; offsets, which nobody reads, are not computed.
+            # Unlike `encode`, this releases the GIL and does not compute the unused offsets.
             encoding = self._backend.encode_batch_fast([piece], add_special_tokens=False)[0]
             if before + len(ids) + len(encoding) > self._context_tokens:
                 raise self._exceeded(f"over {self._context_tokens} tokens")
@@ -80,10 +80,10 @@ class TextTokenizer:
         return ids
 
     def check_size(self, *texts: str) -> None:
-        """Refuse texts that cannot fit the context together, whatever they say.
+        """Check that texts can fit the context together, judging by their size.
 
         Raises:
-            RequestRefused: With the tokens that they have at least.
+            RequestRefused: With their minimum number of tokens.
         """
         most = self.bytes_per_token_max
         if not most:
@@ -115,10 +115,10 @@ class TextTokenizer:
             start = end
 
     def _next_cut(self, text: str, start: int) -> int:
-        """Return where the piece that begins at `start` ends."""
+        """Return the end of the piece that begins at `start`."""
         end = start + PIECE_CHARACTERS
         while self.cuts and end < len(text):
-            # Step by step, so that other threads can run in a long search.
+            # Step by step, so that other threads can run during a long search.
             found = _CUT.search(text, end, end + PIECE_CHARACTERS)
             if found is not None:
                 end = found.start()
@@ -143,7 +143,7 @@ class TextTokenizer:
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """Return a part of a tokenizer as tokenizer.json has it; nothing where there is no such part."""
+    """Return a part of a tokenizer as in tokenizer.json; empty if there is no such part."""
     state: dict[str, Any] = json.loads(part.__getstate__()) if part is not None else {}
     return state
 
@@ -172,7 +172,7 @@ def _keeps_every_byte(pre_tokenizer: Any) -> bool:
 
 
 def _cuts_words(pre_tokenizer: Any) -> bool:
-    """Return whether a match always ends between a letter or digit and a blank, on either side's own account."""
+    """Return whether a match always ends between a letter or digit and a space, independent of the other side."""
     divides = False
     for stage in _stages(pre_tokenizer):
         match stage.get("type"):
@@ -183,7 +183,7 @@ def _cuts_words(pre_tokenizer: Any) -> bool:
                 if _regex(stage) not in _WORD_SPLITS | _CHARACTER_SPLITS:
                     return False
             case "Digits":
-                pass  # it looks at nothing but digits
+                pass  # only concerns digits
             case _:
                 return False
     return divides

@@ -1,10 +1,11 @@
-"""Finds and loads a checkpoint's tokenizer and chat templates, whatever version of the library has written them.
+"""Loading of a checkpoint's tokenizer and chat templates, in the formats of all versions of transformers.
 
-A tokenizer lies in `tokenizer.json`, or in files that transformers converts: vocabulary and merges of byte-level BPE,
-a SentencePiece or tiktoken model, Mistral's `tekken.json`. What only a checkpoint's own code can read is refused.
+A tokenizer is in `tokenizer.json`, or in files that transformers converts: vocabulary and merges of byte-level BPE, a
+SentencePiece or tiktoken model, Mistral's `tekken.json`. Formats that only a checkpoint's own code can read are
+refused.
 
-Chat templates lie, by precedence, in `processor_config.json`, in `chat_template.json`, in `chat_template.jinja` with
-others by name beside it, or in `tokenizer_config.json`, one or a list with names: the order is that of transformers.
+Chat templates are, by precedence, in `processor_config.json`, in `chat_template.json`, in `chat_template.jinja` with
+other named ones next to it, or in `tokenizer_config.json`, one or a list with names: the same order as in transformers.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ DEFAULT_TEMPLATE = "default"
 
 
 def tokenizer_files(directory: Path) -> str:
-    """Return which files the tokenizer is read from, in words; check that what converts them is installed.
+    """Return the names of the tokenizer's files; check that the packages to convert them are installed.
 
     Raises:
-        CheckpointError: When there is no tokenizer, or none that can be read here.
+        CheckpointError: When there is no tokenizer, or none in a supported format.
     """
     if (directory / TOKENIZER_JSON).is_file():
         return TOKENIZER_JSON
@@ -67,12 +68,12 @@ def _check_converters(file: Path) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package around it
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def chat_templates(directory: Path) -> dict[str, str]:
-    """Return the chat templates by name, `default` being the one that is used; nothing where there are none.
+    """Return the chat templates by name; `default` is used unless configured otherwise. Empty if there are none.
 
     Raises:
         CheckpointError: When a file of them cannot be read.
@@ -94,7 +95,7 @@ def chat_templates(directory: Path) -> dict[str, str]:
 
 
 def _named(value: object) -> dict[str, str]:
-    """Return templates by name from what a JSON file may have under `chat_template`."""
+    """Return templates by name from the value of `chat_template` in a JSON file."""
     if isinstance(value, str):
         return {DEFAULT_TEMPLATE: value}
     if isinstance(value, dict):
@@ -118,9 +119,9 @@ def _text(file: Path) -> str:
 
 
 def choose_templates(directory: Path, wanted: str) -> str | dict[str, str] | None:
-    """Return the template to use, or several for transformers to choose from; None where there is none.
+    """Return the template to use, or several for transformers to choose from; None if there is none.
 
-    `wanted` is the name of one of the checkpoint's, or the path of a file; empty for the checkpoint's default.
+    `wanted` is the name of a template of the checkpoint, or the path of a file; empty for the checkpoint's default.
 
     Raises:
         CheckpointError: When there is no such template, or the checkpoint has several and no default.
@@ -144,10 +145,10 @@ def choose_templates(directory: Path, wanted: str) -> str | dict[str, str] | Non
 
 
 def load_tokenizer(directory: Path, *, vocab_size: int, chat_template: str) -> Any:
-    """Load the tokenizer, with the template that `choose_templates` chooses.
+    """Load the tokenizer, with the template of `choose_templates`.
 
     Raises:
-        CheckpointError: When it is missing, cannot be loaded, or has tokens that the model has not.
+        CheckpointError: When it is missing, cannot be loaded, or has tokens outside the model's vocabulary.
     """
     source = tokenizer_files(directory)
     if source != TOKENIZER_JSON:
@@ -158,8 +159,8 @@ def load_tokenizer(directory: Path, *, vocab_size: int, chat_template: str) -> A
             f"the tokenizer cannot be converted from {source}. "
             "Remedy: get the checkpoint's tokenizer.json, or save it with transformers."
         )
-    # Tokens added beyond the model's vocabulary are common, such as an image's in a text model;
-    # a prompt that has one is refused.
+    # Added tokens beyond the model's vocabulary are common, such as an image token in a text model; prompts with one
+    # are refused.
     own = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
     largest = max(own.values(), default=0)
     if largest >= vocab_size:
@@ -176,7 +177,7 @@ def load_tokenizer(directory: Path, *, vocab_size: int, chat_template: str) -> A
 
 
 def load_part(kind: str, directory: Path, what: str, **options: Any) -> Any:
-    """Load a part of the front end by the class of transformers of that name.
+    """Load a part of the preprocessing with the transformers class `kind`.
 
     Raises:
         CheckpointError: When it cannot be loaded.
@@ -188,7 +189,7 @@ def load_part(kind: str, directory: Path, what: str, **options: Any) -> Any:
             str(directory), local_files_only=True, trust_remote_code=False, **options
         )
     except Exception as error:
-        # Loading parses files that we know nothing of; whatever goes wrong means the same to the operator.
+        # Loading parses arbitrary files: every exception means the same to the operator.
         raise CheckpointError(
             f"the {what} cannot be loaded ({type(error).__name__}). "
             "Remedy: give the directory of a complete checkpoint."

@@ -1,8 +1,8 @@
-"""Loads the tensors of one module from safetensors files, and no others.
+"""Loading of one module's tensors from safetensors files.
 
-A stage builds its module on the meta device, which costs nothing, and fills it tensor by tensor through the
-checkpoint's index: the encode worker never touches the language model's weights, nor the other way round. Only
-safetensors is read: the older formats are pickles, and loading one runs whatever it says.
+A stage builds its module on the meta device, at no cost, and loads its tensors by the checkpoint's index: the encode
+worker never touches the language model's weights, nor vice versa. Only safetensors is supported: older formats are
+pickles, and loading one executes its code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMPARED_ROWS = 4096
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Turn whatever goes wrong while a weight file is read into an error that names the file."""
+    """Convert errors while a weight file is read to one that names the file."""
     from safetensors import SafetensorError
 
     try:
@@ -52,10 +52,10 @@ def _reading(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class WeightIndex:
-    """Which file of a checkpoint holds which tensor.
+    """The files of a checkpoint by tensor.
 
     Attributes:
-        tied: Whether output projection and embedding are one tensor, which may lie under either name.
+        tied: Whether output projection and embedding are one tensor, which may be stored under either name.
     """
 
     directory: Path
@@ -67,7 +67,7 @@ class WeightIndex:
         """Read the index, or the header of the only file.
 
         Raises:
-            CheckpointError: When there are no safetensors weights, or a file that the index names is missing.
+            CheckpointError: When there are no safetensors weights, or a file in the index is missing.
         """
         if (directory / INDEX_FILE).is_file():
             return cls(directory, _read_index(directory), tied)
@@ -90,7 +90,7 @@ class WeightIndex:
             return cls(directory, dict.fromkeys(file.keys(), SINGLE_FILE), tied)
 
     def find(self, name: str, prefixes: tuple[str, ...]) -> str | None:
-        """Return the full name of a module's tensor, under the first prefix that has it."""
+        """Return the full name of a module's tensor, with the first prefix that has it."""
         found = next((prefix + name for prefix in prefixes if prefix + name in self.files), None)
         if found is None and self.tied and name == EMBEDDING and HEAD in self.files:
             return HEAD
@@ -98,7 +98,7 @@ class WeightIndex:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files of a checkpoint's weights that are there, and nothing else that lies beside them."""
+    """Return the existing weight files of a checkpoint, without other safetensors files next to them."""
     try:
         named = read_json(directory, INDEX_FILE).get("weight_map")
     except CheckpointError:
@@ -135,14 +135,14 @@ def load_tensors(
     flips: Sequence[str] = (),
     mapped: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Read tensors: `wanted` maps a key to the tensor's full name and the shape that it must have.
+    """Read tensors: `wanted` maps a key to the tensor's full name and its expected shape.
 
-    Where `cuts` has the key, that shape is the one of the part that is read, and nothing else is. What has a key like
-    one of `flips` may lie in the file with its last two dimensions the other way round.
+    For a key in `cuts`, that shape is of the part to be read, and only that part is read. Tensors with a key that
+    matches one of `flips` may have their last two dimensions swapped in the file.
 
     Each file is opened once. The tensors own their memory: a view of the mapped file would be read from disk whenever
-    the page cache is short, and would change under us if somebody replaced the file. Those whose keys are `mapped` may
-    be such views: somebody copies them soon.
+    the page cache is short, and would change if the file were replaced. Tensors with `mapped` keys may be such views,
+    as they are copied soon.
 
     Raises:
         CheckpointError: When a file is corrupt or a tensor has another shape.
@@ -198,10 +198,10 @@ def fill_module(
     mapped: Collection[str] = (),
     scheme: Scheme | None = None,
 ) -> None:
-    """Give a module that was built on the meta device its weights from the checkpoint.
+    """Load the weights of a module that was built on the meta device.
 
-    Where `cuts` has a tensor's name, the module has, and gets, only that part of it. What is `mapped` may stay in the
-    mapped files.
+    For a tensor in `cuts`, the module has, and gets, only that part of it. Tensors in `mapped` may stay in the mapped
+    files.
 
     Raises:
         CheckpointError: When a tensor is missing or of another shape, or a file is corrupt.
@@ -236,7 +236,7 @@ def fill_module(
 def find_quantized_layers(
     module: nn.Module, index: WeightIndex, prefixes: tuple[str, ...], scheme: Scheme
 ) -> None:
-    """Replace the linear layers, on the meta device, that a checkpoint has quantised, for `fill_module` to fill."""
+    """Replace linear layers, on the meta device, whose weights in the checkpoint are quantized, for `fill_module`."""
     from vsched_workers.quantized.layers import find_quantized
 
     find_quantized(module, scheme, lambda name: index.find(name, prefixes) is not None)
@@ -250,7 +250,7 @@ def _fill_quantized(
     dtype: torch.dtype,
     cuts: Mapping[str, Cut],
 ) -> None:
-    """Read the quantised weights of layers, one after the other."""
+    """Read the quantized weights of layers, one after the other."""
     from safetensors import safe_open
 
     from vsched_workers.quantized.layers import QuantizedLinear
@@ -282,7 +282,7 @@ def _fill_quantized(
 
 
 def _make_buffers(module: nn.Module, device: str) -> None:
-    """Make the buffers that no checkpoint holds (rotary frequencies): a meta build left them without values."""
+    """Initialize buffers that no checkpoint contains (rotary frequencies) and that have no values as built."""
     import torch
 
     for child in module.modules():
@@ -306,10 +306,10 @@ def load_head(
     device: str,
     cut: Cut | None = None,
 ) -> torch.Tensor:
-    """Return the output projection [vocabulary, hidden]: the embedding itself, or a view of it, where the two are tied.
+    """Return the output projection [vocabulary, hidden]: the embedding itself, or a view of it, if the two are tied.
 
-    A checkpoint that ties them and yet has two different tensors gets both, as in transformers. `cut` is the part of
-    the vocabulary that is wanted.
+    A checkpoint that ties them but contains two different tensors gets both, as in transformers. `cut` is the wanted
+    part of the vocabulary.
 
     Raises:
         CheckpointError: When it is neither tied nor in the checkpoint.
@@ -335,7 +335,7 @@ def load_head(
 
 
 def _differs(index: WeightIndex, embedding: torch.Tensor) -> bool:
-    """Return whether there is an output projection that is not the embedding; a few rows at a time."""
+    """Return whether there is an output projection that differs from the embedding; compares a few rows at a time."""
     import torch
     from safetensors import safe_open
 

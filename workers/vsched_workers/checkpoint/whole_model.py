@@ -1,7 +1,7 @@
-"""Loads a model of any architecture that transformers has, or a part of one, by transformers' own loading.
+"""Loading of whole or partial models of any architecture, with transformers' own loading.
 
-That knows the names that an architecture's tensors have had, experts that lie in files one by one, and tied weights.
-What it does quietly is an error here: a tensor that is missing would be random.
+Transformers knows all former names of an architecture's tensors, experts in separate tensors, and tied weights. Its
+warnings are errors here: a missing tensor would be random.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LABEL = "loading the language model"
 
 
 def build_whole(path: str, family: str, dtype: torch.dtype) -> Any:
-    """Return an architecture without weights, on the meta device; `dtype` is what it would be loaded in.
+    """Return a model without weights, on the meta device; `dtype` is its data type when loaded.
 
     Raises:
         CheckpointError: When it cannot run on paged attention.
@@ -41,7 +41,7 @@ def build_tower(path: str, family: str) -> Any:
     """Return a vision-language model without its language model and without weights, on the meta device.
 
     Raises:
-        CheckpointError: When it has no features of images, or they are not made by its vision tower alone.
+        CheckpointError: When it has no image features, or its vision tower alone cannot compute them.
     """
     import torch
 
@@ -51,10 +51,10 @@ def build_tower(path: str, family: str) -> Any:
 
 
 def build_without_tower(path: str, family: str, dtype: torch.dtype) -> Any:
-    """Return a vision-language model without what encodes images and without weights, on the meta device.
+    """Return a vision-language model without its image encoder and without weights, on the meta device.
 
     Raises:
-        CheckpointError: When the features of images cannot be given to it.
+        CheckpointError: When the model does not accept image features.
     """
     import torch
     from transformers.utils import logging
@@ -62,14 +62,14 @@ def build_without_tower(path: str, family: str, dtype: torch.dtype) -> Any:
     whole = _vision_language_class(path, family)
     if "mm_encoder_outputs" not in inspect.signature(type(whole).forward).parameters:
         raise refusal(family, "no way to give it the features of images")
-    logging.set_verbosity_error()  # it is warned of the part that is missing
+    logging.set_verbosity_error()  # it warns about the missing part
     whole.config.dtype = dtype
     with torch.device("meta"):
         return part_of(type(whole), _drop_all_but_language)(whole.config).to(dtype)
 
 
 def _vision_language_class(path: str, family: str) -> Any:
-    """Return the whole model, on the meta device: its class, and its configuration."""
+    """Return the whole model, on the meta device, for its class and configuration."""
     import torch
     from transformers import AutoModelForImageTextToText
 
@@ -87,7 +87,7 @@ def _vision_language_class(path: str, family: str) -> Any:
 
 
 def part_of(whole: Any, drop: Callable[[Any], None]) -> Any:
-    """Return the class of a model that is without what `drop` takes away: transformers loads no weights of it."""
+    """Return the class of a model without the parts that `drop` removes: transformers does not load their weights."""
 
     def build(self: Any, *arguments: Any, **options: Any) -> None:
         whole.__init__(self, *arguments, **options)
@@ -98,7 +98,7 @@ def part_of(whole: Any, drop: Callable[[Any], None]) -> Any:
             one: other for one, other in tied.items() if one in left and other in left
         }
 
-    # Of the same name: renamed and converted tensors are found by it.
+    # The same name, by which transformers finds renamed and converted tensors.
     return type(whole.__name__, (whole,), {"__init__": build, "__module__": whole.__module__})
 
 
@@ -125,7 +125,7 @@ def _drop_all_but_language(model: Any) -> None:
 
 
 def left_out(model: Any) -> list[str]:
-    """Return the names of what a part of a model is without."""
+    """Return the names of the parts that a partial model lacks."""
     from torch import nn
 
     return [name for name, module in model.named_modules() if isinstance(module, nn.Identity)]
@@ -148,10 +148,10 @@ def load_whole(
     share: Callable[[Any], None] | None = None,
     mapped: Callable[[Any], Collection[str]] | None = None,
 ) -> Any:
-    """Return the model with its weights; `built` is what `build_whole`, or another function here, returned.
+    """Return the model with its weights; `built` is the result of `build_whole`, or another function here.
 
-    `share` leaves a rank its share, before anything is copied from where the files are mapped. `mapped` tells the
-    parameters of the model that may stay there, since somebody copies them soon.
+    `share` reduces it to a rank's share before anything is copied from mapped files. `mapped` returns the parameters of
+    the model that may stay there, as they are copied soon.
 
     Raises:
         CheckpointError: When tensors are missing or of another shape, or a file cannot be read.
@@ -172,11 +172,11 @@ def load_whole(
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # and told below, by name
+            ignore_mismatched_sizes=True,  # reported below by name
         )
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "conversion" not in str(error):
-            raise  # out of memory, perhaps
+            raise  # possibly out of memory
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             raise
         raise CheckpointError(
@@ -201,10 +201,10 @@ def load_whole(
 
 
 def _own_memory(model: Any, mapped: Collection[str]) -> None:
-    """Copy what lies in mapped files: it would be read from disk whenever the page cache is short."""
+    """Copy parameters in mapped files: they would be read from disk whenever the page cache is short."""
     left = {*mapped}
     own = {
-        tensor: None  # each once, for one that is tied has several names, and some may be left
+        tensor: None  # each once: tied tensors have several names, some of which may be in `left`
         for name, tensor in model.named_parameters(remove_duplicate=False)
         if tensor.device.type == "cpu" and name not in left
     }

@@ -1,4 +1,4 @@
-"""The model families that are supported, one file each; adding one is a file here and a line in `FAMILIES`."""
+"""The supported model families, one file each; a new family needs a file here and an entry in `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
-    """Return the family that a checkpoint's `config.json` names.
+    """Return the model type of a checkpoint's `config.json`.
 
-    Some are published under a `model_type` of their own that nobody else knows, while `architectures` names the class
-    that computes them: Kimi K2, say, is a DeepSeek-V3 in all but name. Then that class's family is meant.
+    Some checkpoints have a `model_type` unknown to transformers, while `architectures` names a class that it has: Kimi
+    K2, for example, is DeepSeek-V3 in all but name. The class then determines the type.
     """
     stated = config.get("model_type")
     name = stated if isinstance(stated, str) else ""
@@ -41,7 +41,7 @@ def model_type_of(config: Mapping[str, Any]) -> str:
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     )
     known = [family for table in tables for family, made in table.items() if made == classes[0]]
-    # Several may share a class: the one that it is named after comes first.
+    # Several types may share a class: the one that the class is named after comes first.
     known.sort(
         key=lambda family: not classes[0].lower().startswith(f"{family.replace('_', '')}for")
     )
@@ -49,7 +49,7 @@ def model_type_of(config: Mapping[str, Any]) -> str:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the family that a checkpoint's `config.json` names.
+    """Return the family of a checkpoint's `config.json`.
 
     Raises:
         CheckpointError: When the family is not supported.
@@ -66,12 +66,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def family_of_rank(name: str, path: str, settings: WorkerSettings) -> Family:
-    """Return the family by whose path a rank runs a checkpoint: by modules of its own where they do.
+    """Return the family that a rank runs a checkpoint with, with vsched's own modules where they are used.
 
-    They are for a CPU; attention that is to be `exact` is transformers', and so are the modules around it.
+    These are for CPUs; with `exact` attention, all modules are transformers'.
 
     Raises:
-        CheckpointError: When the configuration leaves out what has no default.
+        CheckpointError: When the configuration lacks a required entry.
     """
     family = FAMILIES[name]
     if isinstance(family, Qwen25Vl) and settings.device == "cpu" and settings.attention != "exact":
@@ -82,12 +82,12 @@ def family_of_rank(name: str, path: str, settings: WorkerSettings) -> Family:
 def language_family(
     name: str, path: str, settings: WorkerSettings | None = None
 ) -> LanguageFamily | None:
-    """Return the family by whose path a checkpoint's language model runs; None for the one for any architecture.
+    """Return the family of a checkpoint's language model; None for the generic path.
 
-    With the settings of a rank, it is as that rank runs it.
+    With a rank's settings, it is the family that this rank runs it with.
 
     Raises:
-        CheckpointError: When the configuration cannot be read, or asks for what cannot run.
+        CheckpointError: When the configuration cannot be read, or has unsupported features.
     """
     if name in FAMILIES:
         return FAMILIES[name] if settings is None else family_of_rank(name, path, settings)

@@ -1,7 +1,7 @@
-"""What a model family must tell: its sizes, its modules, its token counts and its positions.
+"""The interface of a model family: sizes, modules, token counts and positions.
 
-Everything that reads a plain `config.json` is torch-free, so that inspecting a checkpoint is quick; torch and
-transformers are imported by the methods that build or run a module.
+Everything that only reads `config.json` works without torch, so that inspecting a checkpoint is quick; methods that
+build or run a module import torch and transformers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Items = Sequence[ItemPlace]
 
 
 class LanguageFamily(Protocol):
-    """What loads and runs the language model of a family; attributes and methods as of `Family`."""
+    """A family's language model; attributes and methods as in `Family`."""
 
     @property
     def decoder(self) -> Decoder: ...
@@ -53,18 +53,18 @@ class LanguageFamily(Protocol):
 
 
 class Family(ABC):
-    """One model family; stateless.
+    """A model family; stateless.
 
     Attributes:
         name: The `model_type` of its `config.json`.
-        decoder: The make of its language model.
-        language_prefixes: Where its language model's tensors lie in a checkpoint, newest layout first.
+        decoder: The description of its language model's layers.
+        language_prefixes: Prefixes of its language model's tensors in a checkpoint, newest layout first.
         vision_prefixes: The same for its vision tower.
-        text_defaults: Entries that a `config.json` may leave out of its text part.
+        text_defaults: Defaults of optional entries in the text part of `config.json`.
         vision_defaults: The same for its vision part.
-        language_sharing: How ranks share the language model, its head aside.
-        flips: Patterns of tensors of the language model that may lie in a file with their last dimensions swapped.
-        vision_sharing: How ranks share the vision tower.
+        language_sharing: Tensor parallelism of the language model without its head.
+        flips: Patterns of language model tensors whose last two dimensions may be swapped in a file.
+        vision_sharing: Tensor parallelism of the vision tower.
     """
 
     name: ClassVar[str]
@@ -78,7 +78,7 @@ class Family(ABC):
     vision_sharing: ClassVar[Sharing]
 
     def text(self, config: Mapping[str, Any], key: str) -> Any:
-        """Return one entry of the text part; older checkpoints keep it at the top level."""
+        """Return an entry of the text part; older checkpoints have it at the top level."""
         part = config.get("text_config")
         found = part.get(key) if isinstance(part, Mapping) else None
         if found is None and not isinstance(part, Mapping):
@@ -86,7 +86,7 @@ class Family(ABC):
         return found if found is not None else self._default(self.text_defaults, key, "text_config")
 
     def vision(self, config: Mapping[str, Any], key: str) -> Any:
-        """Return one entry of the vision part."""
+        """Return an entry of the vision part."""
         part = config.get("vision_config")
         found = part.get(key) if isinstance(part, Mapping) else None
         return (
@@ -103,24 +103,24 @@ class Family(ABC):
         return defaults[key]
 
     def unsupported(self, config: Mapping[str, Any]) -> str | None:
-        """Return what a checkpoint of this family may ask for and does not get, in the plural; None for nothing."""
+        """Return an unsupported feature that a checkpoint asks for, in the plural; None if there is none."""
         return None
 
     @abstractmethod
     def head_dim(self, config: Mapping[str, Any]) -> int:
-        """Return the values of one attention head."""
+        """Return the head dimension."""
 
     @abstractmethod
     def embedding_levels(self, config: Mapping[str, Any]) -> int:
-        """Return the rows that the encoder yields a token."""
+        """Return the number of rows that the encoder computes per token."""
 
     @abstractmethod
     def build_language(self, path: str, attention: str) -> nn.Module:
-        """Build the language model without its head, on the current default device, uninitialised."""
+        """Build the language model without its head, on the current default device, uninitialized."""
 
     @abstractmethod
     def build_vision(self, path: str, attention: str) -> nn.Module:
-        """Build the vision tower on the current default device, uninitialised."""
+        """Build the vision tower on the current default device, uninitialized."""
 
     @abstractmethod
     def encode(self, tower: nn.Module, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
@@ -133,9 +133,9 @@ class Family(ABC):
     def largest_units(
         self, limits: ResizeLimits, *, factor: int, tokens_max: int, pixels_max: int
     ) -> dict[int, int]:
-        """Return the largest images: for each number of tokens along the short side the most along the long one.
+        """Return the largest images: the most tokens along the long side for each number along the short side.
 
-        `limits` bound the resized image, `tokens_max` its tokens (0: nothing does), `pixels_max` the image as sent;
+        `limits` bound the resized image, `tokens_max` its tokens (0: no bound), `pixels_max` the original image;
         `factor` is the side of a token in pixels.
         """
 
@@ -143,9 +143,9 @@ class Family(ABC):
     def positions(
         self, config: Any, token_ids: npt.NDArray[np.int32], items: Items
     ) -> tuple[npt.NDArray[np.int64], int]:
-        """Return the M-RoPE positions of a prompt, int64 [3, tokens], and the delta of what follows it.
+        """Return the mrope positions of a prompt, int64 [3, tokens], and the delta of the positions after it.
 
-        `config` is the module's own configuration object (that of the whole model).
+        `config` is the module's own configuration object, of the whole model.
         """
 
     @abstractmethod

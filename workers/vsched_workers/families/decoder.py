@@ -1,8 +1,9 @@
-"""Of what the layers of a language model are made: told once, for backends that compute layers by themselves.
+"""Descriptions of decoder-only language models, for backends with their own layer implementation.
 
-Most decoders are of one make: RMS norms, rotary embedding, grouped queries, a gated feed-forward. They differ in the
-names of their weights and in a few traits. `Decoder` holds both; what a backend computes follows from it and from the
-configuration, never from the name of a family. The table of families that are of this make is in `decoders.py`.
+Most decoders have the same structure: RMS norms, rotary embedding, grouped-query attention, a gated feed-forward. They
+differ in the names of their weights and in a few options. `Decoder` describes both; a backend's computation follows
+from it and from the configuration, never from the name of a family. `decoders.py` lists the families with this
+structure.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ SLIDING = "sliding_attention"
 
 
 class Windows(enum.Enum):
-    """Which layers see `sliding_window` tokens only: none, all, or those that `layer_types` names."""
+    """The layers with a sliding window: none, all, or those in `layer_types`."""
 
     NONE = enum.auto()
     ALL = enum.auto()
@@ -26,7 +27,7 @@ class Windows(enum.Enum):
 
 
 class Activation(enum.Enum):
-    """What the gate of a feed-forward passes through."""
+    """The activation of a gated feed-forward."""
 
     SILU = enum.auto()
     GELU = enum.auto()
@@ -39,11 +40,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": Activation.GELU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
-"""What configurations call them."""
+"""Their names in configurations."""
 
 
 class NormWeights(enum.Enum):
-    """How a norm multiplies by its weights: the rounded row, or before it is rounded, or so by one plus the weight."""
+    """The rounding of a norm's product with its weights: round the row before it, or after it, also with 1 + weight."""
 
     AFTER_ROUNDING = enum.auto()
     BEFORE_ROUNDING = enum.auto()
@@ -52,12 +53,12 @@ class NormWeights(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNorms:
-    """The norms of a layer, by name; empty where there is none.
+    """The names of a layer's norms; empty if absent.
 
     Attributes:
-        before_attention: Of what attention takes; `before_feed_forward` of what the feed-forward takes.
-        after_attention: Of what attention adds to the rows; `after_feed_forward` of what the feed-forward adds.
-        weights: How they multiply by their weights; the norms of heads do alike.
+        before_attention: Norm of the input of attention; `before_feed_forward` likewise.
+        after_attention: Norm of the output of attention, before the residual sum; `after_feed_forward` likewise.
+        weights: The variant of the product with their weights; also of query and key norms.
     """
 
     before_attention: str = "input_layernorm"
@@ -69,16 +70,16 @@ class LayerNorms:
 
 @dataclass(frozen=True, kw_only=True)
 class Entries:
-    """Entries of a configuration that say more of what is computed, by name; empty where nothing is asked for.
+    """Names of configuration entries that modify the computation; empty if not supported.
 
     Attributes:
-        activation: What the gate of a feed-forward passes through.
-        rotates: Of each layer, whether it rotates.
-        rows_factor: What embeddings are multiplied with.
-        added_factor: What attention and feed-forward add is multiplied with.
-        score_bound: Scores are bent towards plus and minus this.
-        logit_divisor: What logits are divided by.
-        logit_bound: Logits are bent towards plus and minus this.
+        activation: Activation of the feed-forward.
+        rotates: Flags of the layers with rotary embedding.
+        rows_factor: Factor of the embeddings.
+        added_factor: Factor of the outputs of attention and feed-forward in the residual sum.
+        score_bound: Soft cap of attention scores.
+        logit_divisor: Divisor of the logits.
+        logit_bound: Soft cap of the logits.
     """
 
     activation: str = "hidden_act"
@@ -91,19 +92,19 @@ class Entries:
 
 
 class LogitRule(NamedTuple):
-    """What becomes of logits: they are divided, and then bent towards plus and minus a bound; None for neither."""
+    """Division of the logits, followed by soft-capping to a bound; None for neither."""
 
     divisor: float | None
     bound: float | None
 
 
 class AttentionKind(NamedTuple):
-    """What the layers of a model may differ in.
+    """Properties of a layer's attention that may differ between layers.
 
     Attributes:
-        window: Tokens that a row sees, itself included; None for all before it.
-        rotates: Whether queries and keys are rotated.
-        frequencies: Which of the frequencies of rotation, by the kind of layer; empty where there are but one.
+        window: Tokens that a row attends to, itself included; None without a sliding window.
+        rotates: Whether rotary embedding is applied.
+        frequencies: The layer type whose rotary frequencies are used; empty if there is only one set.
     """
 
     window: int | None
@@ -113,25 +114,25 @@ class AttentionKind(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """The make of a language model: names of modules within a layer, and traits.
+    """The structure of a language model: names of modules within a layer, and options.
 
     Attributes:
-        axes: Whether positions are those of images, on three axes, beside that in the text.
+        axes: Whether positions are mrope: three axes for images in addition to the text position.
         experts: Whether layers have mixtures of experts.
-        attention: The module of attention, below which are the names of its parts.
-        qkv: Its linear layers for queries, keys and values; one name where they are one layer already.
-        output: Its linear layer after attention.
-        query_norm: Its norm of the heads of queries; empty where there is none.
-        key_norm: The same for keys.
-        norms_all_heads: Whether these norms are of all heads of a row at once.
-        feed_forward: The module of the feed-forward, below which are the names of its parts.
-        gate_up: Its linear layers for the gate and what is gated; one name where they are one layer already.
-        down: Its linear layer back to the hidden size.
-        windows: Which layers have windows.
-        rotates_by_window: Whether, of layers some of which have windows, only those rotate.
-        frequencies_by_kind: Whether each kind of layer has frequencies of rotation of its own.
+        attention: The attention module, which contains the modules below.
+        qkv: Its query, key and value projections; a single name if they are merged.
+        output: Its output projection.
+        query_norm: Its norm of query heads; empty if absent.
+        key_norm: Its norm of key heads; empty if absent.
+        norms_all_heads: Whether these norms extend over all heads of a row.
+        feed_forward: The feed-forward module, which contains the modules below.
+        gate_up: Its gate and up projections; a single name if they are merged.
+        down: Its down projection.
+        windows: The layers with a sliding window.
+        rotates_by_window: Whether, in a model with sliding windows, only layers with a window rotate.
+        frequencies_by_kind: Whether each layer type has its own rotary frequencies.
         norms: The norms of a layer.
-        entries: Entries of the configuration that say more.
+        entries: Configuration entries that modify the computation.
     """
 
     axes: bool = False
@@ -152,7 +153,7 @@ class Decoder:
     entries: Entries = Entries()
 
     def unfit(self, config: Any) -> str:
-        """Return what a configuration asks for beyond this make, in the plural; empty where it is of this make."""
+        """Return an unsupported feature in a configuration, in the plural; empty if this structure applies."""
         if self.experts:
             return "mixtures of experts"
         if getattr(config, "is_heterogeneous", False):
@@ -179,7 +180,7 @@ class Decoder:
 
     @property
     def adds_plainly(self) -> bool:
-        """Whether what attention and feed-forward make is added as it is, and normed as most models do."""
+        """Whether residual sums are plain, with the usual two norms per layer."""
         norms = self.norms
         return (
             bool(norms.before_attention and norms.before_feed_forward)
@@ -189,25 +190,25 @@ class Decoder:
         )
 
     def score_bound(self, config: Any) -> float | None:
-        """Return what scores are bent towards; None for straight ones."""
+        """Return the soft cap of attention scores; None without one."""
         return _number(config, self.entries.score_bound)
 
     def rows_factor(self, config: Any) -> float:
-        """Return what embeddings are multiplied with."""
+        """Return the factor of the embeddings."""
         return _number(config, self.entries.rows_factor) or 1.0
 
     def added_factor(self, config: Any) -> float:
-        """Return what attention and feed-forward add is multiplied with."""
+        """Return the factor of outputs in the residual sum."""
         return _number(config, self.entries.added_factor) or 1.0
 
     def logit_rule(self, config: Any) -> LogitRule | None:
-        """Return what becomes of logits; None where they stay as they are."""
+        """Return the modification of the logits; None without one."""
         divisor = _number(config, self.entries.logit_divisor)
         bound = _number(config, self.entries.logit_bound)
         return None if divisor is None and bound is None else LogitRule(divisor, bound)
 
     def kinds(self, config: Any) -> list[AttentionKind]:
-        """Return what attention of each layer is like."""
+        """Return the attention properties of each layer."""
         count = config.num_hidden_layers
         window = None if self.windows is Windows.NONE else getattr(config, "sliding_window", None)
         if window is not None and window >= config.max_position_embeddings:
@@ -227,7 +228,7 @@ class Decoder:
 
     @property
     def sharing(self) -> Sharing | None:
-        """How ranks share it; None where they cannot, as linear layers that are one already cannot be cut apart."""
+        """Its tensor parallelism; None if not possible, as for merged linear layers."""
         if self.experts or self.norms_all_heads or len(self.qkv) != 3 or len(self.gate_up) != 2:
             return None
         columns = [f"{self.attention}.{name}" for name in self.qkv]
@@ -241,7 +242,7 @@ class Decoder:
 
 
 def head_dim(config: Any) -> int:
-    """Return the values of one attention head."""
+    """Return the head dimension."""
     return int(
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )

@@ -1,7 +1,7 @@
-"""The language models that are of the usual make, by their `model_type`: a line each.
+"""Decoder-only language models with a `Decoder` description, by `model_type`.
 
-A model type that is here and a configuration that fits its make take the path of the families with files of their own:
-fused layers on a CPU, ranks that share the model. What does not fit takes the one for any architecture (`generic.py`).
+A model type in this table, with a configuration that fits its description, is served like the families with their own
+files: with fused layers on a CPU, and tensor parallelism. All others use the generic path (`generic.py`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ DECODERS: Mapping[str, Decoder] = {
         query_norm="q_norm",
         key_norm="k_norm",
         norms=_GEMMA_NORMS,
-        # It has an entry for a bound of scores, too, and does not heed it.
+        # Its configuration has a soft cap of attention scores, too, but the model ignores it.
         entries=replace(_GEMMA_ENTRIES, score_bound=""),
     ),
     "granite": Decoder(
@@ -98,19 +98,19 @@ DECODERS: Mapping[str, Decoder] = {
 
 
 class TextFamily:
-    """A model of text alone that is of the usual make; see `LanguageFamily`."""
+    """A text model with a `Decoder` description; see `LanguageFamily`."""
 
     flips: tuple[str, ...] = ()
     language_prefixes: tuple[str, ...] = ("model.", "")
 
     def __init__(self, name: str, decoder: Decoder) -> None:
-        """Take the `model_type` and its make."""
+        """Take the `model_type` and its description."""
         self.name = name
         self.decoder = decoder
 
     @property
     def language_sharing(self) -> Sharing:
-        """How ranks share it; where they cannot, nothing is named, and only one rank is allowed."""
+        """Its tensor parallelism; an empty table, which allows one rank only, if not possible."""
         return self.decoder.sharing or Sharing({}, ())
 
     def model_config(self, path: str) -> Any:
@@ -118,7 +118,7 @@ class TextFamily:
         return text_config(Path(path), self.name)
 
     def build_language(self, path: str, attention: str) -> nn.Module:
-        """Build the language model without its head, on the current default device, uninitialised."""
+        """Build the language model without its head, on the current default device, uninitialized."""
         from transformers import AutoModel
 
         model: nn.Module = AutoModel.from_config(
@@ -136,12 +136,12 @@ class TextFamily:
 def text_positions(
     token_ids: npt.NDArray[np.int32], items: Items
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the positions of a prompt, the same on all three axes; images have no positions of their own."""
+    """Return the positions of a prompt, the same on all three axes; images have no special positions."""
     del items
     return np.broadcast_to(np.arange(len(token_ids), dtype=np.int64), (3, len(token_ids))), 0
 
 
 def text_family(name: str, config: Any) -> TextFamily | None:
-    """Return the family of a configuration object; None where it is not of the usual make."""
+    """Return the family for a configuration object; None for the generic path."""
     decoder = DECODERS.get(name)
     return None if decoder is None or decoder.unfit(config) else TextFamily(name, decoder)

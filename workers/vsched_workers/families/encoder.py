@@ -1,9 +1,9 @@
-"""Of what the layers of vision towers are made: names of modules, for backends that compute layers by themselves.
+"""Descriptions of vision tower layers: names of modules, for backends with their own layer implementation.
 
-Most towers are of one make, that of the first vision transformers: layer norms, full attention with as many key heads
-as query heads, an inner layer with a GELU. They differ in names, and some scale what a layer adds. A tower is known by
-its modules, not by the name of its family: a layer that has the modules of a make is tried, for what it computes is in
-its code (`backends/cpu/encoder_layers.py`).
+Most towers have the structure of the first vision transformers: layer norms, full attention with as many key heads as
+query heads, an MLP with GELU. They differ in names, and some scale the outputs in residual sums. A tower is recognized
+by its modules, not by its family's name: a layer with the modules of a description is tested, since its computation is
+in its code (`backends/cpu/encoder_layers.py`).
 
 Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (ICLR 2021).
 """
@@ -19,12 +19,11 @@ class Encoder:
     """The names of modules within a layer.
 
     Attributes:
-        norms: The norms before attention and before the inner layer.
-        attention: The module of attention, with linear layers of queries, keys and values, and `num_heads`.
-        output: Its linear layer after attention.
-        inner: The module of the inner layer, with two linear layers and an activation between.
-        scales: Parameters that what is added after attention and after the inner layer is multiplied with; empty where
-            there are none.
+        norms: The norms before attention and before the MLP.
+        attention: The attention module, with query, key and value projections, and `num_heads`.
+        output: Its output projection.
+        inner: The MLP module, with two linear layers and an activation in between.
+        scales: Parameters that scale the outputs of attention and MLP in residual sums; empty if there are none.
     """
 
     norms: Sequence[str] = ("layer_norm1", "layer_norm2")
@@ -46,4 +45,4 @@ ENCODERS: Sequence[Encoder] = (
         scales=("lambda_1", "lambda_2"),
     ),
 )
-"""The makes that are known: those of CLIP and SigLIP, and of InternVL."""
+"""Known structures: CLIP and SigLIP, and InternVL."""

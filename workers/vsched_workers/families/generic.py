@@ -1,7 +1,7 @@
-"""Any other language model that transformers has: its facts, read from its configuration without torch.
+"""Any other language model in transformers: its properties, read from its configuration without torch.
 
-Such a model runs as transformers' own modules, over the attention in `batching/paged_attention.py`. What cannot run so
-is refused, here where the configuration tells, else when the model is built (`backends/reference/whole_model.py`).
+Such a model runs as transformers' own modules, with the attention of `batching/paged_attention.py`. Unsupported models
+are refused, here based on the configuration, otherwise when the model is built (`backends/reference/whole_model.py`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from vsched.errors import CheckpointError
 from vsched_workers.families.recurrent import ATTENDING, NEITHER, STATEFUL, layer_kinds
 
 LAYER_TYPES = ATTENDING | STATEFUL | NEITHER
-"""Kinds of layers that can run."""
+"""Layer types that are supported."""
 
 UNEQUAL = {
     "llama4_text": "temperatures that follow a token's place in the step",
 }
-"""Architectures that a comparison with transformers' `generate` found unequal, and what stands in the way."""
+"""Architectures whose output differs from transformers' `generate` in a comparison, with the reason."""
 
 FROM_THE_BATCH = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose frequencies change once any sequence of a batch is longer than the original."""
+"""Kinds of rotary embedding whose frequencies change once any sequence of a batch exceeds the original length."""
 
 
 def read_config(directory: Path, family: str) -> Any:
@@ -43,7 +43,7 @@ def read_config(directory: Path, family: str) -> Any:
             str(directory), local_files_only=True
         )
     except Exception as error:
-        # Whatever a class of transformers says of what it is given, it cannot be read.
+        # Whatever exception transformers' class raises, the configuration cannot be read.
         raise CheckpointError(
             f"config.json cannot be read as one of {family!r} ({type(error).__name__}). "
             "Remedy: download the checkpoint again."
@@ -51,10 +51,10 @@ def read_config(directory: Path, family: str) -> Any:
 
 
 def text_config(directory: Path, family: str) -> Any:
-    """Return transformers' configuration object of a language model that has no path of its own.
+    """Return transformers' configuration object of a language model on the generic path.
 
     Raises:
-        CheckpointError: When it is none that can run, with the reason.
+        CheckpointError: When it is not supported, with the reason.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -70,7 +70,7 @@ def text_config(directory: Path, family: str) -> Any:
 
 
 def check_text(config: Any, family: str) -> None:
-    """Check that a language model, alone or within a model of several parts, is one that can run.
+    """Check that a language model, alone or as a part of another model, is supported.
 
     Raises:
         CheckpointError: When it is not, with the reason.
@@ -93,7 +93,7 @@ NO_ATTENTION = "no layer that attends, and so no KV cache to share out"
 
 
 def refusal(family: str, what: str) -> CheckpointError:
-    """Word why a model cannot be served."""
+    """Return the error that a model cannot be served."""
     return CheckpointError(
         f"config.json: model_type {family!r} has {what}, and cannot be served. "
         "Remedy: serve a checkpoint of a supported family; docs/models.md lists them."
@@ -101,16 +101,16 @@ def refusal(family: str, what: str) -> CheckpointError:
 
 
 def context_tokens(config: Any, family: str) -> int:
-    """Return the longest sequence.
+    """Return the maximum length of a sequence.
 
-    Where rotary frequencies would change beyond an original length, for all sequences of a step at a time, that length
-    is the longest.
+    If rotary frequencies would change beyond an original length, for all sequences of a step at a time, it is that
+    length.
     """
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int):
         raise refusal(family, "no limit on its positions (max_position_embeddings)")
     rope = getattr(config, "rope_parameters", None) or {}
-    # Some models have parameters for each kind of layer.
+    # Some models have parameters for each layer type.
     tables = [each for each in rope.values() if isinstance(each, dict)] or [rope]
     for table in tables:
         if table.get("rope_type") in FROM_THE_BATCH:
@@ -122,16 +122,16 @@ def context_tokens(config: Any, family: str) -> int:
 
 
 class KeptValues(NamedTuple):
-    """Values of keys and values of a token, and the heads that they are of."""
+    """The number of key and value elements per token, and of their heads."""
 
     values: int
     heads: int
 
 
 def kept_values(config: Any) -> KeptValues:
-    """Return what all layers keep of a token.
+    """Return the sizes of all layers' keys and values per token.
 
-    A rank compares it with what the layers really write, before it serves.
+    A rank compares them with the actual sizes before it serves.
     """
     count = sum(kind in ATTENDING for kind in layer_kinds(config)) or config.num_hidden_layers
     each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else ()
@@ -141,7 +141,9 @@ def kept_values(config: Any) -> KeptValues:
 
 def _kept_by_layer(config: Any) -> KeptValues:
     heads = config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention, written out
+    if getattr(
+        config, "kv_lora_rank", None
+    ):  # multi-head latent attention, with decompressed keys and values
         key = config.qk_nope_head_dim + config.qk_rope_head_dim
         return KeptValues(int(heads * (key + config.v_head_dim)), 2 * int(heads))
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

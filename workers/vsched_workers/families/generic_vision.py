@@ -1,12 +1,12 @@
-"""Any other vision-language model that transformers has: its facts, read from its configuration without torch.
+"""Any other vision-language model in transformers: its properties, read from its configuration without torch.
 
-What such a model makes of an image is told by its `get_image_features`, and given back to it as `mm_encoder_outputs`.
-So the tower runs alone in the encode ranks, and the language model without it. Two conventions hold between them:
+Image features are computed by the model's `get_image_features`, and passed back to it as `mm_encoder_outputs`. So the
+tower runs alone in the encode ranks, and the language model without it. Two conventions hold between them:
 
-- The arrays of an image carry the names of the keyword arguments of `get_image_features`. The small integer ones among
+- The arrays of an image have the names of the keyword arguments of `get_image_features`. Small integer arrays among
   them (`image_grid_thw`, `image_sizes`) are an item's metadata, and not in the arena: positions and merging need them.
-- A row of an embedding is `embedding_levels` times the hidden size of the language model: what takes the place of the
-  token, then what is added in deeper layers (deepstack).
+- A row of an embedding is `embedding_levels` times the hidden size of the language model: the token's embedding, then
+  the features that are added in deeper layers (deepstack).
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from vsched_workers.families.generic import check_text, read_config, refusal
 UNEQUAL: Mapping[str, str] = {
     "ovis2": "features of its tower for tokens of the text around an image",
 }
-"""Architectures that a comparison with transformers' `generate` found unequal, and what stands in the way."""
+"""Architectures whose output differs from transformers' `generate` in a comparison, with the reason."""
 
 EMBEDDED_SIZE = Companion("image_size", ("height", "width in pixels"))
-"""What a client sends beside an embedding: the size of its image, from which all else follows."""
+"""The companion of an embedding in requests: the size of its image, from which all else follows."""
 
 EMBEDDED_PIXELS_MAX = 1 << 24
-"""Pixels of such an image at most: what it becomes is found out with a blank one of its size."""
+"""Maximum pixels of such an image: a blank one of its size may have to be processed."""
 
 FIRST_POSITIONS: Mapping[str, int] = {"paligemma": 1}
-"""Architectures whose positions do not begin with 0."""
+"""Architectures whose positions do not start at 0."""
 
 SEE_IN_IMAGES = frozenset({"gemma3", "gemma4"})
-"""Architectures whose images' positions see each other, unless their text part says otherwise."""
+"""Architectures with bidirectional attention within an image, unless their text configuration disables it."""
 
 SEE_IN_PROMPTS = frozenset({"paligemma"})
-"""Architectures whose prompts' positions see each other."""
+"""Architectures with bidirectional attention within a prompt."""
 
 METADATA_VALUES = 32
-"""Values of an array of integers at most that is kept as metadata of an image; larger ones are masks and indices."""
+"""Maximum size of an integer array that is metadata of an image; larger ones are masks and indices."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionFacts:
-    """What is known of a vision-language model.
+    """Properties of a vision-language model.
 
     Attributes:
-        config: transformers' configuration object of the whole model; `text` is that of its language model.
-        image_token_id: The placeholder of an image's rows.
-        embedding_levels: Rows that the encoder yields a token: 1, plus one for each deepstack level.
-        item_atomic: The positions of an image see each other; `prompt_atomic`: all positions of a prompt do.
+        config: transformers' configuration object of the whole model; `text` is its language model's.
+        image_token_id: The placeholder token of an image's rows.
+        embedding_levels: Rows that the encoder computes per token: 1, plus one for each deepstack level.
+        item_atomic: Whether attention is bidirectional within an image; `prompt_atomic`: within a whole prompt.
     """
 
     config: Any
@@ -68,17 +68,17 @@ class VisionFacts:
 
 
 def takes_images(family: str) -> bool:
-    """Return whether transformers has an architecture as one that answers to images and text."""
+    """Return whether transformers has an architecture as an image-text-to-text model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     return family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
 def vision_facts(directory: Path, family: str) -> VisionFacts:
-    """Return what the configuration of a vision-language model tells that has no path of its own.
+    """Return the properties of a vision-language model on the generic path from its configuration.
 
     Raises:
-        CheckpointError: When it is none that can run, with the reason.
+        CheckpointError: When it is not supported, with the reason.
     """
     config = read_config(directory, family)
     text = config.get_text_config()
@@ -116,7 +116,7 @@ def first_position(family: str) -> int:
 
 
 def is_metadata(array: npt.NDArray[Any]) -> bool:
-    """Return whether an array of an image is metadata: integers, and few."""
+    """Return whether an array of an image is metadata: a small array of integers."""
     return array.dtype.kind in "iu" and array.size <= METADATA_VALUES
 
 

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: windowed vision attention, one embedding row a token."""
+"""Qwen2.5-VL: windowed vision attention, one embedding row per token."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Qwen25Vl(Family):
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
         config = self.model_config(path).text_config
-        config._attn_implementation = attention  # noqa: SLF001  # how transformers itself sets it
+        config._attn_implementation = attention  # noqa: SLF001  # as transformers sets it
         return Qwen2_5_VLTextModel(config)
 
     def build_vision(self, path: str, attention: str) -> nn.Module:

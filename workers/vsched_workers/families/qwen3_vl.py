@@ -1,4 +1,4 @@
-"""Qwen3-VL: deepstack, so that a token has one embedding row and one more for each deepstack level."""
+"""Qwen3-VL: deepstack, so that a token has one embedding row, and one more for each deepstack level."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Qwen3Vl(Family):
         from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
         config = self.model_config(path).text_config
-        config._attn_implementation = attention  # noqa: SLF001  # how transformers itself sets it
+        config._attn_implementation = attention  # noqa: SLF001  # as transformers sets it
         return Qwen3VLTextModel(config)
 
     def build_vision(self, path: str, attention: str) -> nn.Module:

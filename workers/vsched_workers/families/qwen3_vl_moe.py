@@ -1,4 +1,4 @@
-"""Qwen3-VL with a mixture of experts in place of the language model's inner layers."""
+"""Qwen3-VL with a mixture of experts in the language model's feed-forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3VlMoe(Qwen3Vl):
-    """The family `qwen3_vl_moe`; its vision tower is that of `qwen3_vl`."""
+    """The family `qwen3_vl_moe`, with the vision tower of `qwen3_vl`."""
 
     name: ClassVar[str] = "qwen3_vl_moe"
     decoder: ClassVar[Decoder] = Decoder(axes=True, experts=True)
@@ -42,7 +42,7 @@ class Qwen3VlMoe(Qwen3Vl):
     def text(self, config: Mapping[str, Any], key: str) -> Any:
         part = config.get("text_config")
         if key == "num_experts" and isinstance(part, Mapping) and "num_local_experts" in part:
-            return part["num_local_experts"]  # what newer versions of the library call it
+            return part["num_local_experts"]  # its name in newer versions of transformers
         return super().text(config, key)
 
     def head_dim(self, config: Mapping[str, Any]) -> int:
@@ -60,7 +60,7 @@ class Qwen3VlMoe(Qwen3Vl):
         from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel
 
         config = self.model_config(path).text_config
-        config._attn_implementation = attention  # noqa: SLF001  # how transformers itself sets it
+        config._attn_implementation = attention  # noqa: SLF001  # as transformers sets it
         return Qwen3VLMoeTextModel(config)
 
     def build_vision(self, path: str, attention: str) -> nn.Module:

@@ -1,17 +1,16 @@
-"""How the Qwen-VL processors size an image, and the clamp that bounds it to a token budget.
+"""Image sizes in the Qwen-VL processors, and the clamp that bounds them to a token budget.
 
 The processor resizes an image to multiples of one *factor* (patch x merge): one factor squared is one token. It rounds
 both sides; if the area is then above the maximum, it floors both, if below the minimum, it raises both to the ceiling.
-
 Neither bound holds for thin images, and that is the reason for this file:
 
-- Above the maximum each side is floored to at least one factor, so a 1 x r strip of N allowed tokens gets
-  floor(sqrt(N * r)) tokens: more than N while r > N, and r may be 200.
+- Above the maximum each side is floored to at least one factor, so a 1 x r strip of N allowed tokens gets floor(sqrt(N
+  * r)) tokens: more than N while r > N, and r may be 200.
 - Below the minimum of M tokens the two ceilings give up to (sqrt(M / r) + 1) * (sqrt(M * r) + 1) tokens, so a minimum
-  that is just clamped to the maximum still escapes.
+  that is just clamped to the maximum is not enough.
 
-The clamp therefore lowers the maximum to the budget, lowers the minimum so far that no legal aspect ratio escapes
-through it, and `Preprocessor.plan_image` refuses the thin images that the maximum still lets through.
+The clamp therefore lowers the maximum to the budget, and the minimum until no legal aspect ratio exceeds the budget
+through it; `Preprocessor.plan_image` refuses the thin images that still exceed it.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from vsched.worker.capabilities import PixelBounds
 from vsched.worker.contract import Arrays, ImagePlan, ImageRecipe
 
 ASPECT_RATIO_MAX = 200
-"""Longer side over shorter side that the processors still accept."""
+"""Maximum of longer side over shorter side that the processors accept."""
 
 PIXELS = "pixel_values"
-"""What its encoder reads of an image: uint8 [patches, patch values], merge units together.
+"""The encoder's input for an image: uint8 [patches, patch values], merge units together.
 
-The processor makes float32 of each value, and repeats an image that is no video in every slice of time. Both follow
-from the bytes and `LEVELS`, so ranks do it (`vsched_workers.families.qwen_levels`), and an eighth of the bytes travels.
+The processor converts each value to float32, and repeats a still image in every temporal slice. Both follow from the
+bytes and `LEVELS`, so ranks do it (`vsched_workers.families.qwen_levels`), and an eighth of the bytes is transferred.
 """
 
 LEVELS = "levels"
-"""What its processor makes of each of the 256 values of each channel: float32 [channels, 256]."""
+"""The processor's result for each of the 256 values of each channel: float32 [channels, 256]."""
 
 _GRID = struct.Struct("<3q")
 _RATIO_TERM = math.sqrt(ASPECT_RATIO_MAX) + 1 / math.sqrt(ASPECT_RATIO_MAX)
@@ -51,7 +50,7 @@ _RATIO_TERM = math.sqrt(ASPECT_RATIO_MAX) + 1 / math.sqrt(ASPECT_RATIO_MAX)
 
 @dataclass(frozen=True, slots=True)
 class ResizeLimits:
-    """The area that a resized image may have; `maximum` is None where the processor sets none."""
+    """The area limits of a resized image; `maximum` is None without a maximum."""
 
     minimum: int
     maximum: int | None
@@ -60,9 +59,9 @@ class ResizeLimits:
 def image_plan(
     grid: tuple[int, int, int], *, merge: int, patch: int, channels: int, work_bytes: int = 0
 ) -> ImagePlan:
-    """Return the plan of an image by its grid, patches in time, height and width; it is the plan's metadata.
+    """Return the plan of an image with this grid, patches in time, height and width; it is the plan's metadata.
 
-    `patch` is the side of a patch in pixels, and `merge` patches each way become a token.
+    `patch` is the side of a patch in pixels; a token consists of `merge` x `merge` patches.
     """
     patches = math.prod(grid)
     return ImagePlan(
@@ -101,7 +100,7 @@ def resized(height: int, width: int, *, factor: int, limits: ResizeLimits) -> tu
 
 
 def pixel_limits(settings: Mapping[str, Any], default: ResizeLimits) -> ResizeLimits:
-    """Read the limits from processor settings: `min_pixels` and `max_pixels` win over `size`."""
+    """Read the limits from processor settings: `min_pixels` and `max_pixels` take precedence over `size`."""
     size = settings.get("size")
     minimum: int | None = default.minimum
     maximum = default.maximum
@@ -125,7 +124,7 @@ def minimum_tokens_for(tokens: int) -> int:
 
 
 def clamp_limits(limits: ResizeLimits, *, tokens: int, factor: int) -> ResizeLimits:
-    """Bound the limits to a budget of tokens an image; 0 is no budget.
+    """Bound the limits to a budget of tokens per image; 0 is no budget.
 
     Raises:
         ConfigError: When the budget is negative.
@@ -149,9 +148,9 @@ def clamp_limits(limits: ResizeLimits, *, tokens: int, factor: int) -> ResizeLim
 
 
 def clamp_settings(settings: Mapping[str, Any], *, tokens: int, factor: int) -> dict[str, Any]:
-    """Return processor settings in which every limit that is there is bounded alike.
+    """Return processor settings with all present limits bounded likewise.
 
-    Other keys stay as they are and a missing key is not invented; a key that is there without a value means no limit.
+    Other keys are unchanged and missing keys are not added; a key without a value means no limit.
     """
     clamped = dict(settings)
     if tokens == 0:
@@ -177,7 +176,7 @@ def clamp_settings(settings: Mapping[str, Any], *, tokens: int, factor: int) -> 
 
 
 def worst_tokens(limits: ResizeLimits, *, factor: int) -> int | None:
-    """Return a bound on the tokens of any image within these limits; None where there is no maximum."""
+    """Return an upper bound of the tokens of any image within these limits; None without a maximum."""
     if limits.maximum is None:
         return None
     area = factor * factor
@@ -191,10 +190,10 @@ def worst_tokens(limits: ResizeLimits, *, factor: int) -> int | None:
 def bounded_limits(
     limits: ResizeLimits, bounds: PixelBounds, *, tokens: int, factor: int, pixels_max: int
 ) -> ResizeLimits:
-    """Return the limits of an image that a request bounds, within what the memory of encoding was measured with.
+    """Return the limits for an image with bounds in its request, within those that encoder memory was measured with.
 
-    That were images of at most `tokens` tokens, and of no fewer than the minimum gives; and of no more than the largest
-    image that is let in, of `pixels_max` pixels, gives by itself.
+    These were images of at most `tokens` tokens, of at least the minimum area; and at most the area of the largest
+    accepted image, of `pixels_max` pixels.
 
     Raises:
         RequestRefused: With value, limit and remedy.
@@ -226,7 +225,7 @@ def bounded_limits(
 
 
 def replaced(limits: ResizeLimits, bounds: PixelBounds) -> ResizeLimits:
-    """Return the limits with those in their place that a request gives."""
+    """Return the limits with a request's bounds in place of their own."""
     return ResizeLimits(
         limits.minimum if bounds.min_pixels is None else bounds.min_pixels,
         limits.maximum if bounds.max_pixels is None else bounds.max_pixels,
@@ -241,11 +240,11 @@ def _outside(name: str, *, value: str, limit: str, remedy: str) -> RequestRefuse
 
 
 class QwenImages(msgspec.Struct, frozen=True):
-    """What processes images, in the engine and, by its recipe, in picture processes.
+    """Image processing, in the engine and, built from its recipe, in isolated image processes.
 
     Attributes:
         resample: Pillow's number of the filter.
-        levels: What the checkpoint's processor makes of each of the 256 values of each channel.
+        levels: The processor's result for each of the 256 values of each channel.
     """
 
     patch: int
@@ -255,16 +254,16 @@ class QwenImages(msgspec.Struct, frozen=True):
     levels: list[list[float]]
 
     def recipe(self) -> ImageRecipe:
-        """Return how another process makes the same."""
+        """Return the recipe for building it in another process."""
         return ImageRecipe(f"{__name__}:image_processing", msgspec.json.encode(self))
 
     def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> QwenImages:
-        """Return the same for images within bounds that `bounded_limits` has let pass."""
+        """Return the image processing with bounds that passed `bounded_limits`."""
         del pixels_max
         return msgspec.structs.replace(self, limits=replaced(self.limits, bounds))
 
     def process_image(self, image: Image.Image) -> Arrays:
-        """Return the pixels of an RGB image, with the grid that was planned, and what they stand for."""
+        """Return the pixels of an RGB image, with the planned grid, and the table of their values."""
         factor = self.patch * self.merge
         height, width = resized(image.height, image.width, factor=factor, limits=self.limits)
         if image.mode != "RGB":
@@ -279,7 +278,7 @@ class QwenImages(msgspec.Struct, frozen=True):
     def _patches(
         self, pixels: npt.NDArray[np.uint8], rows: int, columns: int
     ) -> npt.NDArray[np.uint8]:
-        """Cut [height, width, channels] into patches, merge units together, channels first within a patch."""
+        """Split [height, width, channels] into patches, merge units together, channels first within a patch."""
         patch, merge = self.patch, self.merge
         channels = pixels.shape[2]
         cut = pixels.reshape(
@@ -289,5 +288,5 @@ class QwenImages(msgspec.Struct, frozen=True):
 
 
 def image_processing(settings: bytes) -> QwenImages:
-    """Make what processes images, by `QwenImages.recipe`."""
+    """Build the image processing of `QwenImages.recipe`."""
     return msgspec.json.decode(settings, type=QwenImages)

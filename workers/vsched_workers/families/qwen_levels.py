@@ -1,8 +1,8 @@
-"""What the image processor makes of pixels: looked up by the rank that reads them, the same to the bit.
+"""Conversion of pixels to the image processor's values on the encoding rank, bit-exact by table lookup.
 
-Rescaling and normalising are functions of a value and its channel, so the front end asks the processor of transformers
-once for all 256 values of each channel, and sends the answers beside the pixels. A look-up is the processor's number by
-definition, whatever its float operations and their order.
+Rescaling and normalization depend on a value and its channel only, so the preprocessor calls transformers' processor
+once for all 256 values of each channel, and sends this table with the pixels. The lookup yields the processor's number
+by definition, regardless of its float operations and their order.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from vsched.worker.contract import Arrays
 from vsched_workers.families.qwen_image import LEVELS, PIXELS
 
 PIECE_PATCHES = 512
-"""Patches that are looked up at a time: a place of 4 bytes for each value is all that it takes beside its result."""
+"""Patches per lookup: temporary memory is 4 bytes for each of their values."""
 
 
 def pixel_values(
     pixels: torch.Tensor, images: Sequence[Arrays], dtype: torch.dtype, *, temporal: int
 ) -> torch.Tensor:
-    """Return what the processor makes of images, whose pixels are on the device one after the other.
+    """Return the processor's values of images, whose pixels are concatenated on the device.
 
-    Each number is rounded to the type as it would be alone, and repeated in `temporal` slices of time.
+    Each value is rounded to the type, and repeated in `temporal` temporal slices.
 
     Shape: uint8 [patches, channels x patch x patch] in, [patches, channels x temporal x patch x patch] out.
     """

@@ -1,7 +1,7 @@
-"""M-RoPE positions by the model's own rule, without an instance of the model.
+"""Mrope positions by the model's own code, without an instance of the model.
 
-`get_rope_index` needs of its instance the configuration and one sibling method only. The generate worker has no whole
-model (the vision tower is not there), so the rule is called on a stand-in that has just these two.
+`get_rope_index` uses only the configuration and one other method of its instance. The generate worker has no whole
+model (it lacks the vision tower), so the method is called on a stand-in with just these two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def rope_positions(
 ) -> tuple[npt.NDArray[np.int64], int]:
     """Return positions, int64 [3, tokens], and the delta to add to a later token's index.
 
-    The items, not the token ids, say where the images are: a model may well sample a placeholder token.
+    The items, not the token ids, determine the places of images: a model may sample a placeholder token.
     """
     length = len(token_ids)
     if not items:

@@ -1,7 +1,7 @@
-"""What layers keep of a sequence besides keys and values, read from a configuration without torch.
+"""Sizes of recurrent states, read from a configuration without torch.
 
-Architectures name these sizes differently, so what is here follows from the names that a configuration has. A rank
-compares it with what the layers really keep, before it serves.
+Architectures name these sizes differently, so the computation depends on the names in a configuration. A rank compares
+the results with the actual sizes before it serves.
 """
 
 from __future__ import annotations
@@ -9,32 +9,32 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 ATTENDING = frozenset({"full_attention", "sliding_attention", "hybrid"})
-"""Kinds of layers that keep keys and values: each token is seen by all later ones, or by those of a window."""
+"""Layer types that keep keys and values: all later tokens attend to each token, or only within a window."""
 
 STATEFUL = frozenset({"linear_attention", "conv", "hybrid"})
-"""Kinds of layers that keep a state of one size, however long the sequence is."""
+"""Layer types with a state of constant size, independent of the sequence's length."""
 
 NEITHER = frozenset({"mlp", "moe"})
-"""Kinds of layers that keep nothing."""
+"""Layer types without keys, values or states."""
 
 
 class LayerState(NamedTuple):
-    """Values that one layer keeps of a sequence: of the model's type, and of float32 whatever that is."""
+    """Number of state values per sequence in one layer: in the model's data type, and always in float32."""
 
     values: int
     float32_values: int = 0
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:
-    """Return the kind of each layer; empty where the configuration names none."""
+    """Return the type of each layer; empty if the configuration does not list them."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     return tuple(kinds)
 
 
 def state_bytes(config: Any, itemsize: int) -> int | None:
-    """Return the bytes that all layers keep of a sequence beside keys and values; 0 where no layer does.
+    """Return the bytes of all layers' recurrent states per sequence; 0 without recurrent layers.
 
-    None where the configuration tells the sizes by no names that are known here.
+    None if the configuration has no known names for the sizes.
     """
     count = sum(kind in STATEFUL for kind in layer_kinds(config))
     if not count:
@@ -46,14 +46,14 @@ def state_bytes(config: Any, itemsize: int) -> int | None:
 
 
 def _layer_state(config: Any) -> LayerState | None:
-    if hasattr(config, "conv_L_cache"):  # a short convolution alone
+    if hasattr(config, "conv_L_cache"):  # only a short convolution
         return LayerState(config.hidden_size * config.conv_L_cache)
     if hasattr(config, "linear_num_value_heads"):  # gated delta rule
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         values = config.linear_num_value_heads * config.linear_value_head_dim
         recurrent = values * config.linear_key_head_dim
         return LayerState((2 * keys + values) * config.linear_conv_kernel_dim, recurrent)
-    if hasattr(config, "mamba_d_head"):  # Mamba 2, by three sets of names
+    if hasattr(config, "mamba_d_head"):  # Mamba 2, with three sets of names
         inner = config.mamba_n_heads * config.mamba_d_head
         groups, size, kernel = config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv
         return LayerState((inner + 2 * groups * size) * kernel, inner * size)

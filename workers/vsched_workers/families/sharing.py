@@ -1,4 +1,4 @@
-"""How ranks share a module: a table of its parts."""
+"""Tables for the tensor parallelism of a module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vsched.errors import CheckpointError
 
 
 class Split(enum.Enum):
-    """How the ranks share a linear layer: by its outputs, by its inputs, or its three parts by outputs each."""
+    """The dimension of a linear layer that ranks split: outputs, inputs, or the outputs of each of three parts."""
 
     COLUMN = enum.auto()
     ROW = enum.auto()
@@ -20,13 +20,13 @@ class Split(enum.Enum):
 
 @dataclass(frozen=True)
 class Sharing:
-    """How several ranks share a module; what is not named every rank has in full.
+    """Tensor parallelism of a module; parts that are not listed are replicated.
 
     Attributes:
         linears: The linear layers to split, by patterns of their names.
         experts: The mixtures of experts, by a pattern of their names; a rank has whole experts of each.
-        absent: Patterns of linear layers that a checkpoint may be without.
-        counts: Attributes of modules that count heads, by patterns of the modules' names; a rank counts its own.
+        absent: Patterns of linear layers that a checkpoint may lack.
+        counts: Attributes of modules that count heads, by patterns of the modules' names; divided by the ranks.
         sizes: Entries of the module's part of `config.json` that the number of ranks must divide.
     """
 
@@ -38,11 +38,11 @@ class Sharing:
 
 
 class PlanEntry(enum.Enum):
-    """What an entry of transformers' plan for tensor parallelism asks of the ranks.
+    """Entries of transformers' tensor-parallel plan.
 
-    COLUMN: share the outputs; PACKED: those of two parts (gate and up) each. GATHERED: share them, and put the results
-    together. ROW: share the inputs, and add up; SPLIT_ROW: the same of inputs that every rank has in full. SUMMED: add
-    up what a module returns, whose weights have entries of their own. WHOLE: every rank has all of it.
+    COLUMN: split the outputs; PACKED: the outputs of two parts (gate and up) each. GATHERED: split the outputs, and
+    gather the results. ROW: split the inputs, and sum the results; SPLIT_ROW: the same for replicated inputs. SUMMED:
+    sum the results of a module whose weights have their own entries. WHOLE: replicate.
     """
 
     COLUMN = enum.auto()
@@ -68,17 +68,17 @@ PLAN_STYLES: Mapping[str, PlanEntry] = {
     "rowwise_rep": PlanEntry.SPLIT_ROW,
     "rowwise_split_input": PlanEntry.SPLIT_ROW,
 }
-"""transformers' names of entries that are known here."""
+"""transformers' names of the supported entries."""
 
 KEYS = ("k_proj", "kv_b_proj", "query_key_value", "qkv_proj")
-"""Linear layers that return the heads of keys."""
+"""Linear layers that compute key heads."""
 
 
 def parallel_plan(config: Any, family: str) -> dict[str, PlanEntry]:
     """Return transformers' plan for a language model, `base_model_tp_plan`, by patterns of modules and parameters.
 
     Raises:
-        CheckpointError: When there is none, or it has an entry that is not known here.
+        CheckpointError: When there is none, or it has an unsupported entry.
     """
     stated: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if not stated:
@@ -90,7 +90,7 @@ def parallel_plan(config: Any, family: str) -> dict[str, PlanEntry]:
 
 
 def shares_heads(config: Any) -> bool:
-    """Return whether ranks that follow the plan have heads of their own, and so a part of the KV cache each."""
+    """Return whether the plan splits heads, and thus the KV cache."""
     plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     return any(
         name.rpartition(".")[2] in KEYS and PLAN_STYLES.get(style) is PlanEntry.COLUMN
@@ -99,7 +99,7 @@ def shares_heads(config: Any) -> bool:
 
 
 def unshared(family: str, why: str) -> CheckpointError:
-    """Word why ranks cannot share a language model."""
+    """Return the error that ranks cannot share a language model."""
     return CheckpointError(
         f"config.json: model_type {family!r} runs on one rank only: {why}. "
         "Remedy: set generate.tensor_parallel to 1."

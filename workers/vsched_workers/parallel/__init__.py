@@ -1,1 +1,1 @@
-"""Several ranks that share one model: slicing, collectives, experts."""
+"""Tensor parallelism: slicing, collectives, experts."""

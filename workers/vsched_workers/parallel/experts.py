@@ -1,10 +1,10 @@
-"""A mixture of experts over several ranks: each holds whole experts, placed by load.
+"""Expert parallelism: each rank has whole experts, placed by load.
 
-The router is the same on every rank, so each rank knows where every row goes; it computes what its own experts make of
-them, and the ranks add up. A step takes as long as the rank with the most rows, so experts are moved now and then to
-where there are few: counted per layer since the last time, placed greedily, the heaviest first, always to the rank with
-the least rows that has room. Every rank holds as many experts as every other, so memory stays what it was. Moving
-changes where an expert is computed, not what it computes.
+The router is the same on every rank, so each rank knows the experts of every row; it computes its own experts, and the
+ranks sum the results. A step takes as long as the rank with the most rows, so experts are rebalanced from time to time:
+by the row counts of each layer since the last time, greedily, the heaviest expert first, to the rank with the fewest
+rows that has a free place. Every rank has the same number of experts, so memory is constant. Rebalancing does not
+change results, only where they are computed.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from vsched_workers.parallel.rank_group import RankGroup
 
 Placement = list[list[int]]
-"""The experts of each rank, in the order in which it holds them."""
+"""The experts of each rank, in the order of its weights."""
 
 BALANCE = "expert-balance"
 
 INTERVAL_S = 600.0
-"""How often the experts are placed anew while there are steps."""
+"""Interval of rebalancing while there are steps."""
 
 GAIN_MIN = 1.2
-"""How many times the rows that they might have the busiest ranks have before experts are placed anew at once."""
+"""Threshold of immediate rebalancing: rows of the busiest ranks, relative to the best placement."""
 
 ROWS_MIN = 4096
-"""Rows, summed over the layers, between two looks at whether that is so."""
+"""Rows, summed over the layers, between two checks of that threshold."""
 
 
 class SharedExperts(nn.Module):
     """The experts of one layer, of which this rank holds its share.
 
-    Shape: `gate_up_proj` [own experts, 2 * inner, hidden], `down_proj` [own experts, hidden, inner]; the experts lie in
+    Shape: `gate_up_proj` [own experts, 2 * inner, hidden], `down_proj` [own experts, hidden, inner]; the experts are in
     the order of `placement[rank]`.
     """
 
@@ -45,7 +45,7 @@ class SharedExperts(nn.Module):
     down_proj: nn.Parameter
 
     def __init__(self, experts: Any, *, ranks: int, rank: int) -> None:
-        """Take the place of transformers' module, which is on the meta device."""
+        """Replace transformers' module, which is on the meta device."""
         super().__init__()
         self.count: int = experts.num_experts
         share = self.count // ranks
@@ -61,14 +61,14 @@ class SharedExperts(nn.Module):
         self._group: RankGroup | None = None
 
     def join(self, group: RankGroup) -> None:
-        """Add up with the other ranks from now on; the weights are there."""
+        """Set the group to sum over; the weights are loaded."""
         self._group = group
         self.rows = torch.zeros(self.count, dtype=torch.int64, device=self.gate_up_proj.device)
 
     def forward(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Run rows [rows, hidden] through the experts that were chosen for each, [rows, choices], and weigh them."""
+        """Run rows [rows, hidden] through their chosen experts, [rows, choices], and return the weighted sums."""
         assert self._group is not None, "join comes first"
         assert self.rows is not None, "join comes first"
         self.rows.index_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
@@ -85,7 +85,7 @@ class SharedExperts(nn.Module):
         return self._group.all_reduce(total)
 
     def move(self, placement: Placement) -> int:
-        """Bring every expert to where a placement has it; return how many went elsewhere. All ranks call this."""
+        """Move experts to a new placement; return the number that moved. Collective call."""
         assert self._group is not None, "join comes first"
         owners = {expert: owner for owner, own in enumerate(self.placement) for expert in own}
         arrived: list[tuple[int, list[torch.Tensor]]] = []
@@ -103,7 +103,7 @@ class SharedExperts(nn.Module):
                 ]
                 if target == self.rank:
                     arrived.append((place, [part for part in parts if part is not None]))
-        # Only now: what lies in a place may have been on its way to another rank.
+        # Not earlier: the previous contents of a place may have been in transit to another rank.
         for place, (gate_up, down) in arrived:
             self.gate_up_proj[place] = gate_up
             self.down_proj[place] = down
@@ -112,7 +112,7 @@ class SharedExperts(nn.Module):
 
 
 class ExpertBalance:
-    """Places the experts of all layers by the rows that they got since the last time."""
+    """Rebalances the experts of all layers by the rows that they had since the last time."""
 
     def __init__(self, layers: Sequence[SharedExperts], group: RankGroup) -> None:
         self.layers = layers
@@ -120,14 +120,14 @@ class ExpertBalance:
         self._looked_at = 0
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         self._looked_at = 0
         for layer in self.layers:
             assert layer.rows is not None, "join comes first"
             layer.rows.zero_()
 
     def wanted(self) -> bool:
-        """Return whether another placement would make the busiest ranks much less busy, as counted here."""
+        """Return whether another placement would relieve the busiest ranks considerably, by this rank's counts."""
         counts = self._counts()
         total = int(counts.sum())
         if total - self._looked_at < ROWS_MIN:
@@ -141,10 +141,10 @@ class ExpertBalance:
 
     @torch.inference_mode()
     def run(self) -> int:
-        """Place the experts anew and move them; return how many moved. All ranks call this at the same step.
+        """Rebalance the experts; return the number that moved. Collective call at the same step on all ranks.
 
-        Every rank has counted the same, as every row passes every router. The sum makes sure of it: a placement that
-        differs would lose experts.
+        Every rank has counted the same, as every row passes every router. The sum over ranks ensures that: different
+        placements would lose experts.
         """
         with self._group.together():
             counts = self._group.all_reduce(self._counts().clone()).tolist()
@@ -160,7 +160,7 @@ class ExpertBalance:
 
 
 def place_experts(rows: Sequence[int], ranks: int) -> Placement:
-    """Give each rank as many experts as the others, and as few rows as the heaviest expert first makes it."""
+    """Give each rank the same number of experts, and balance rows greedily, the heaviest expert first."""
     room = len(rows) // ranks
     placement: Placement = [[] for _ in range(ranks)]
     load = [0] * ranks
@@ -178,9 +178,9 @@ def max_rows(rows: Sequence[int], placement: Placement) -> int:
 
 
 def next_placement(rows: Sequence[int], current: Placement) -> Placement:
-    """Return a better placement with as little to move as is easy to find; the current one where none is better.
+    """Return a better placement with few moves; the current one if there is none.
 
-    Order: what stays with a rank keeps its place; what comes takes the places of what goes.
+    Experts that stay with a rank keep their place; new ones take the free places.
     """
     groups = place_experts(rows, len(current))
     if max_rows(rows, groups) >= max_rows(rows, current):
@@ -193,7 +193,7 @@ def next_placement(rows: Sequence[int], current: Placement) -> Placement:
 
 
 def _matched(groups: Placement, current: Placement) -> Iterator[tuple[int, list[int]]]:
-    """Give each rank the group of experts of which it holds the most, as far as no other rank holds more of it."""
+    """Assign a group of experts to each rank, preferring the largest overlap with the experts that it has."""
     pairs = [(rank, index) for rank in range(len(current)) for index in range(len(groups))]
     pairs.sort(key=lambda pair: (-len({*current[pair[0]]} & {*groups[pair[1]]}), pair))
     ranks, taken = set(range(len(current))), set(range(len(groups)))

@@ -1,10 +1,10 @@
-"""Shares a model of any architecture by transformers' own plan for tensor parallelism.
+"""Tensor parallelism of any architecture, by transformers' own plan.
 
-The plan (`base_model_tp_plan`) names modules and parameters, and how ranks share each. Modules are cut in place, on the
-meta device to see that the model runs so, and again when weights lie in mapped files, of which a rank then copies its
-share alone. What the ranks have is added up, or put together, by hooks, in the order of the ranks.
+The plan (`base_model_tp_plan`) lists modules and parameters with the kind of split. Modules are sliced in place, first
+on the meta device to verify that the model runs, and again when weights are in mapped files, of which a rank copies
+only its share. Hooks sum or gather the results, in the order of the ranks.
 
-What the plan does not name, every rank has in full: embeddings, heads, norms.
+Modules that are not in the plan are replicated: embeddings, heads, norms.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from vsched_workers.parallel.rank_group import RankGroup
 
 GATE_AND_UP = 2
-"""Parts of what is packed."""
+"""Parts of packed projections."""
 
 _INPUTS = (PlanEntry.ROW, PlanEntry.SPLIT_ROW)
 
 
 class PlannedRanks:
-    """The ranks that share a model. Until they join, each stands in for all: shapes are right, and nothing is sent.
+    """The ranks that share a model. Until they join, each stands in for all, with correct shapes and no communication.
 
     Attributes:
-        cuts: This rank's part of each weight that was cut, by its name in the model.
+        cuts: This rank's part of each weight that was split, by its name in the model.
     """
 
     def __init__(self, *, ranks: int, rank: int) -> None:
@@ -43,15 +43,15 @@ class PlannedRanks:
         self._group: RankGroup | None = None
 
     def join(self, group: RankGroup) -> None:
-        """Talk with the other ranks from now on."""
+        """Communicate with the other ranks from now on."""
         self._group = group
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks, the same to the bit on each."""
+        """Return the sum over all ranks, bit-identical on each."""
         return tensor if self._group is None else self._group.all_reduce(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the last dimensions of all ranks side by side."""
+        """Return the concatenation of all ranks' last dimensions."""
         if self._group is None:
             return torch.cat([tensor] * self.size, dim=-1)
         return self._group.all_gather(tensor)
@@ -64,10 +64,10 @@ class PlannedRanks:
 def share_by_plan(
     model: Any, plan: Mapping[str, PlanEntry], family: str, ranks: PlannedRanks
 ) -> None:
-    """Leave a rank its share of a model; `plan` names modules and parameters of its decoder.
+    """Reduce a model to a rank's share; `plan` lists modules and parameters of its decoder.
 
     Raises:
-        CheckpointError: When a size does not divide by the ranks, or a part is not what its entry is for.
+        CheckpointError: When a size is not divisible, or a part does not match its entry.
     """
     decoder: nn.Module = model.base_model
     ranks.cuts.clear()
@@ -104,7 +104,7 @@ def _pattern(name: str) -> str:
 def _require_named(
     module: nn.Module, name: str, plan: Mapping[str, PlanEntry], family: str
 ) -> None:
-    """Refuse parameters beside what is shared that the plan is silent about: they may be for all heads, or be added."""
+    """Check that the plan lists all parameters next to shared modules: they may concern all heads, or be summed."""
     if isinstance(module, nn.Linear):
         return
     for own, _ in module.named_parameters(recurse=False):
@@ -122,7 +122,7 @@ def _share_linear(
     if entry in _INPUTS:
         if entry is PlanEntry.SPLIT_ROW:
             module.register_forward_pre_hook(functools.partial(_split, ranks))
-        module.bias = None  # type: ignore[assignment]  # how a layer without one has it
+        module.bias = None  # type: ignore[assignment]  # as in a layer without a bias
         module.register_parameter("bias_of_all", bias)
         module.register_forward_hook(functools.partial(_summed, ranks))
     elif bias is not None:
@@ -142,7 +142,7 @@ def _cut(
     *,
     name: str = "",
 ) -> None:
-    """Put a rank's part in the place of a parameter: of its inputs, the last dimension, or of its outputs before it."""
+    """Replace a parameter by a rank's part of its inputs, the last dimension, or its outputs, the one before."""
     if entry is PlanEntry.WHOLE:
         return
     if entry is PlanEntry.SUMMED:

@@ -1,18 +1,18 @@
-"""The ranks that share a model: how they add up, and how all of them learn that one of them failed.
+"""The group of ranks that share a model: collectives, and agreement on failures.
 
-A rank that runs out of memory half-way through a step leaves the others waiting in a collective for what never comes.
-So every step is an attempt of the whole group: it begins when all are connected and ends with a vote. Whoever fails
-writes down why, in the store where the ranks found each other, and drops its connections; the others find theirs
-closed at once, read the reason, and fail alike. The next attempt connects anew, in a store of the next *epoch*. Every
-rank counts the failures, the vote makes the counts the same, and so no rank ever retries alone between two collectives
-or takes a number of another step for one of this.
+A rank that runs out of memory in the middle of a step leaves the others waiting in a collective. So every step is an
+attempt of the whole group: it begins when all are connected and ends with a vote. A rank that fails records the reason
+in the store where the ranks met, and closes its connections; the others notice that at once, read the reason, and fail
+likewise. The next attempt connects again, in a store of the next *epoch*. Every rank counts the failures, and the vote
+makes the counts equal, so no rank ever retries alone between two collectives, or mistakes data of another step for this
+one's.
 
-Everything here happens at the same place of the decision log on every rank. Where one process serves two stages, each
-has a group of its own.
+Everything here happens at the same place of the decision log on every rank. If one process serves two stages, each has
+its own group.
 
-The backend gives what the ranks talk through. On a CPU, where that is gloo, small tensors are sent to everybody and
-added up in the order of the ranks, which takes a third of the time of gloo's own sum and gives every rank the same
-bits; so does gloo's sum, which larger tensors of more than two ranks are left to.
+The backend provides the communication. On a CPU, with gloo, small tensors are sent to all ranks and summed in the order
+of the ranks, which takes a third of the time of gloo's own sum and gives every rank bit-identical results; so does
+gloo's sum, which is used for larger tensors of more than two ranks.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from vsched.worker.memory import DeviceMemory
 
 logger = logging.getLogger(__name__)
 TIMEOUT_S = 120.0
-"""How long a rank waits for the others in one collective, and for them to connect."""
+"""Timeout of one collective, and of connecting."""
 
 EXCHANGE_BYTES_MAX = 1 << 20
-"""Larger tensors of more than two ranks are left to gloo's own sum, which does not send each byte to everybody."""
+"""Larger tensors of more than two ranks use gloo's own sum, which does not send each byte to all ranks."""
 
 _DISTRIBUTED: Any = torch.distributed
 _FAILED = "failed"
@@ -47,7 +47,7 @@ _WATCH_S = 0.1
 
 
 class PeerFailed(Exception):
-    """Another rank of the group failed, and not for want of memory; this one did nothing wrong."""
+    """Another rank of the group failed, for another reason than memory; this rank is not at fault."""
 
 
 class _Interrupted(Exception):
@@ -55,12 +55,12 @@ class _Interrupted(Exception):
 
 
 class Collectives(Protocol):
-    """How ranks on one kind of device talk with each other.
+    """Communication between ranks on one kind of device.
 
     Attributes:
-        exchanges: Whether small tensors are sent to every rank and added up by each, in the order of the ranks.
-        wakes_peers: Whether what the others wait for fails when a rank drops its connections.
-        runs_behind: Whether a collective that the host has waited for may still run on the device.
+        exchanges: Whether small tensors are sent to every rank and summed by each, in the order of the ranks.
+        wakes_peers: Whether waiting collectives of the others fail when a rank closes its connections.
+        runs_behind: Whether a collective may still run on the device after the host has waited for it.
     """
 
     exchanges: bool
@@ -76,7 +76,7 @@ class Collectives(Protocol):
 
 
 class RankGroup:
-    """The ranks that share one stage of one replica, as one of them sees the others."""
+    """The group of ranks that share one stage of one replica, from the view of one rank."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class RankGroup:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Do something that all ranks do now; either all succeed or all fail.
+        """Run the body as an attempt of all ranks; either all succeed or all fail.
 
         Blocks: for the other ranks, at most `TIMEOUT_S` in each collective.
 
         Raises:
             DeviceOutOfMemory: When another rank ran out of memory.
-            PeerFailed: When another rank failed otherwise.
-            PeerLost: When another rank is gone or does not answer.
+            PeerFailed: When another rank failed for another reason.
+            PeerLost: When another rank is gone or does not respond.
             RankDesync: When another rank is at another step.
         """
         if self.size == 1:
@@ -128,23 +128,23 @@ class RankGroup:
             raise self._verdict(str(error)) from error
         except BaseException as error:
             if isinstance(error, Exception) and self._aborter is not None and self._aborter.fired:
-                # Another rank failed first. What an aborted collective left behind was computed with, until that broke.
+                # Another rank failed first, and this error results from computing with an aborted collective's data.
                 raise self._verdict(str(error)) from error
             self._tell(epoch, error)
             raise
 
     def vote_early(self) -> None:
-        """Cast this rank's vote now, within `together`: only results that are under way are left to be read.
+        """Vote now, within `together`, when only results of launched work remain to be read.
 
-        Where collectives run behind the host, whoever reads results then waits for the vote as well: once, not twice.
-        What fails all the same after this is a failure of the group, at its next attempt.
+        If collectives run behind the host, reading the results then includes waiting for the vote: one wait, not two. A
+        failure after this is a failure of the group, at its next attempt.
         """
         if self.size > 1 and self._collectives.runs_behind:
             self._ballot = self._cast()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Do something that needs no other rank; should it fail, the others fail in what they do together next."""
+        """Run the body without other ranks; if it fails, the others fail in their next attempt."""
         epoch = self._epoch
         try:
             yield
@@ -154,22 +154,22 @@ class RankGroup:
             raise
 
     def abort(self) -> None:
-        """Fail what the others do together with this rank; nothing when they are to connect anew already."""
+        """Fail the current attempt of the other ranks; no effect if they have to connect again already."""
         if self._group is not None:
             self._tell(self._epoch, DeviceOutOfMemory())
 
     def memory(self, memory: DeviceMemory) -> DeviceMemory:
-        """Return the memory of this rank's device, which holds something back only when every rank can."""
+        """Return the memory of this rank's device, whose `hold` succeeds only if it does on every rank."""
         return memory if self.size == 1 else _AgreedMemory(memory, self)
 
     # --- collectives, within `together` ---
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks, the same to the bit on every one; the tensor may be overwritten."""
+        """Return the sum over all ranks, bit-identical on each; the tensor may be overwritten."""
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
-        # A library's sum has an order that depends on the number of rows.
+        # The order of a library's sum depends on the number of rows.
         few = self.size == 2 or self._always_exchanges
         few = few or tensor.numel() * tensor.element_size() <= EXCHANGE_BYTES_MAX
         if self._collectives.exchanges and few:
@@ -179,7 +179,7 @@ class RankGroup:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the last dimensions of all ranks side by side, in the order of the ranks."""
+        """Return the concatenation of all ranks' last dimensions, in the order of the ranks."""
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
@@ -195,7 +195,7 @@ class RankGroup:
     def move(
         self, tensor: torch.Tensor, index: int, *, source: int, target: int
     ) -> torch.Tensor | None:
-        """Return, on the target, what another rank holds at `index` of a tensor of this shape. All ranks call this."""
+        """Return, on the target, the source's entry at `index` of a tensor of this shape. Collective call."""
         if self.rank == source:
             part = tensor[index].contiguous()
             self._wait(lambda: [self._group.send([part], target, 0)])
@@ -206,7 +206,7 @@ class RankGroup:
         return found
 
     def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Send a tensor to every other rank; return everybody's, in the order of the ranks."""
+        """Send a tensor to every other rank; return the tensors of all, in the order of the ranks."""
         peers = [peer for peer in range(self.size) if peer != self.rank]
         parts = [
             torch.empty_like(tensor) if peer != self.rank else tensor for peer in range(self.size)
@@ -222,8 +222,8 @@ class RankGroup:
     def _wait(self, start: Callable[[], list[Any]]) -> None:
         """Start operations and wait for all of them.
 
-        Nothing refers to them afterwards, not even the traceback of an error: the connections of a group stay open as
-        long as one of its operations is known to anybody.
+        No reference to them may remain, not even in the traceback of an error: the connections of a group stay open as
+        long as one of its operations is referenced.
         """
         works: list[Any] = []
         try:
@@ -238,7 +238,7 @@ class RankGroup:
     # --- epochs ---
 
     def _join(self) -> None:
-        """Connect to the others where that is not done."""
+        """Connect to the other ranks if not connected."""
         if self._group is not None:
             return
         store = self._open()
@@ -246,7 +246,8 @@ class RankGroup:
         everybody = [f"step/{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + self._timeout_s
         while True:
-            # Asked first: who finds the others at another step fails at once, and all who meet are to say that.
+            # Check this first: a rank that finds the others at another step fails at once, but all ranks should report
+            # that.
             failed = store.check([_FAILED])
             if store.check(everybody):
                 break
@@ -264,7 +265,7 @@ class RankGroup:
             raise _Interrupted(str(error)) from None
         if not self._collectives.wakes_peers:
             self._aborter = _PeerAborter(store, self._group)
-        # Whoever goes on is connected to everybody: were it to fail at once, others might wait for it to connect.
+        # A rank that continues must be connected to all: if it failed at once, others might wait for its connection.
         self._barrier()
 
     def _open(self) -> Any:
@@ -274,23 +275,23 @@ class RankGroup:
         return self._store
 
     def _vote(self) -> None:
-        """Agree that every rank has done what this attempt was to do."""
+        """Agree that every rank has completed this attempt."""
         self._barrier()
         self._agreed += 1
 
     def _cast(self) -> torch.Tensor:
-        """Add one to what every rank adds one to."""
+        """Start a sum of ones over all ranks."""
         return self.all_reduce(torch.ones(1, dtype=torch.int64, device=self._device))
 
     def _barrier(self) -> None:
-        """Return when every rank has come as far as this one."""
+        """Return when every rank has reached this point."""
         total, self._ballot = self._cast() if self._ballot is None else self._ballot, None
         if int(total.item()) != self.size:
-            # What an aborted collective of a GPU leaves behind.
+            # The result of an aborted collective on a GPU.
             raise _Interrupted("a collective was aborted")
 
     def _tell(self, epoch: int, error: BaseException) -> None:
-        """Let the other ranks know of a failure here, once, and leave."""
+        """Report a failure to the other ranks, once, and leave the group."""
         if self._epoch != epoch:
             return
         kind = (
@@ -300,7 +301,7 @@ class RankGroup:
         self._leave()
 
     def _verdict(self, words: str) -> Exception:
-        """Leave a group in which a collective was interrupted; return what that means here."""
+        """Leave a group after an interrupted collective; return the resulting exception."""
         store = self._open()
         told = store.get(_FAILED).decode() if store.check([_FAILED]) else ""
         self._leave()
@@ -322,7 +323,7 @@ class RankGroup:
         return PeerFailed(f"another rank of the group, {rank}, failed: {kind}")
 
     def _leave(self) -> None:
-        """Drop the connections, so that what others wait for fails at once; the next attempt connects anew."""
+        """Close the connections, so that waiting peers fail at once; the next attempt connects again."""
         if self._aborter is not None:
             self._aborter.stop()
             self._aborter = None
@@ -334,10 +335,12 @@ class RankGroup:
 
 
 class _PeerAborter:
-    """Aborts a group of GPUs when another rank failed: there a closed connection wakes nobody. Not yet run on a GPU.
+    """Aborts a group of GPUs after another rank's failure: closed connections do not wake peers there.
+
+    Not yet run on a GPU.
 
     Attributes:
-        fired: Whether it did; known before anything can come of it.
+        fired: Whether it did; set before the abort.
     """
 
     def __init__(self, store: Any, group: Any) -> None:
@@ -360,7 +363,7 @@ class _PeerAborter:
 
 
 class _AgreedMemory:
-    """The memory of a device, where holding some back is an attempt of the whole group."""
+    """The memory of a device, with `hold` as an attempt of the whole group."""
 
     def __init__(self, memory: DeviceMemory, group: RankGroup) -> None:
         self._memory = memory
@@ -379,7 +382,7 @@ class _AgreedMemory:
 
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:
-        """Take `size` bytes on every rank; what fails while they are held fails on every rank, too."""
+        """Hold `size` bytes on every rank; a failure while they are held fails every rank, too."""
         with ExitStack() as held:
             with self._group.together():
                 held.enter_context(self._memory.hold(size))

@@ -1,9 +1,9 @@
-"""Cuts a module into the shares of ranks, before it has any weights.
+"""Slicing of a module into the shares of ranks, before it has weights.
 
-A module is built on the meta device in full size, which costs nothing. Then each linear layer that its family's table
-names is replaced by a rank's share of it, and `Cut` tells which part of the checkpoint's tensor that is; so the rest is
-never read. A layer cut by its outputs (column) is followed by one cut by its inputs (row), and only there do the ranks
-add up. What the table does not name, every rank has in full: norms, embeddings, convolutions.
+A module is built on the meta device in full size, at no cost. Then each linear layer in its family's table is replaced
+by a rank's share of it, and `Cut` describes the corresponding part of the checkpoint's tensor; the rest is never read.
+A layer that is split by its outputs (column) is followed by one split by its inputs (row), and only after the latter do
+the ranks sum. Parts that are not in the table are replicated: norms, embeddings, convolutions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vsched_workers.parallel.rank_group import RankGroup
 
 FUSED_PARTS = 3
-"""Queries, keys and values lie one above the other in a fused layer."""
+"""Queries, keys and values are stacked in a fused layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Cut:
         return Cut(dimension, self.whole, self.spans)
 
     def read(self, source: Any) -> torch.Tensor:
-        """Read the part, and nothing else, from a tensor in a file or in memory."""
+        """Read only this part of a tensor in a file or in memory."""
         before = (slice(None),) * self.dimension
         parts = [source[(*before, slice(start, stop))] for start, stop in self.spans]
         part = torch.cat(parts, self.dimension) if len(parts) > 1 else parts[0]
@@ -58,7 +58,7 @@ class Cut:
 
 
 def cut_of(size: int, *, ranks: int, rank: int, dimension: int = 0, parts: int = 1) -> Cut:
-    """Return a rank's part of a dimension that holds `parts` equal parts, each of which is shared."""
+    """Return a rank's part of a dimension that consists of `parts` equal parts, each of which is split."""
     share, rest = divmod(size, parts * ranks)
     assert not rest, f"{size} entries in {parts} parts do not divide by {ranks} ranks"
     starts = [part * share * ranks + rank * share for part in range(parts)]
@@ -66,7 +66,7 @@ def cut_of(size: int, *, ranks: int, rank: int, dimension: int = 0, parts: int =
 
 
 def slice_module(module: nn.Module, sharing: Sharing, *, ranks: int, rank: int) -> dict[str, Cut]:
-    """Leave a rank its share of a module on the meta device; return the cuts by the tensors' names."""
+    """Reduce a module on the meta device to a rank's share; return the cuts by the tensors' names."""
     cuts: dict[str, Cut] = {}
     for name, child in list(module.named_modules()):
         if sharing.experts and fnmatchcase(name, sharing.experts):
@@ -103,7 +103,7 @@ def slice_module(module: nn.Module, sharing: Sharing, *, ranks: int, rank: int) 
 
 
 def sum_rows(module: nn.Module, sharing: Sharing, group: RankGroup) -> None:
-    """Make what is cut by its inputs, and every mixture, add up what the ranks have; the weights are there."""
+    """Make row-split layers and mixtures of experts sum over the ranks; the weights are loaded."""
     for child in module.modules():
         if isinstance(child, SharedExperts):
             child.join(group)
@@ -115,17 +115,17 @@ def sum_rows(module: nn.Module, sharing: Sharing, group: RankGroup) -> None:
 
 
 class SummedLinear(nn.Module):
-    """A linear layer of whose inputs each rank has some. The bias is added once, to the sum."""
+    """A row-split linear layer. The bias is added once, to the sum."""
 
     def __init__(self, linear: nn.Linear, group: RankGroup) -> None:
         super().__init__()
         self.bias = linear.bias
-        linear.bias = None  # type: ignore[assignment]  # how a layer without one has it
+        linear.bias = None  # type: ignore[assignment]  # as in a layer without a bias
         self.partial = linear
         self._group = group
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows [..., a rank's inputs]; returns [..., outputs], the same on every rank."""
+        """Multiply activations [..., a rank's inputs]; return [..., outputs], the same on every rank."""
         total = self._group.all_reduce(self.partial(rows))
         return total if self.bias is None else total + self.bias
 
@@ -133,7 +133,7 @@ class SummedLinear(nn.Module):
 def _shared_linears(
     module: nn.Module, sharing: Sharing
 ) -> Iterator[tuple[str, Split, nn.Module, str, nn.Linear]]:
-    """Yield the layers that the table names: name, split, parent, attribute of it, and the layer."""
+    """Yield the layers of the table: name, split, parent, attribute in it, and the layer."""
     unused = {*sharing.linears} - {*sharing.absent}
     for name, child in list(module.named_modules()):
         for pattern, split in sharing.linears.items():

@@ -1,1 +1,1 @@
-"""Weights in a few bits: their form in memory, and how they are made."""
+"""Quantized weights: their representation in memory, and quantization."""

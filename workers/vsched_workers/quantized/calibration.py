@@ -1,9 +1,9 @@
-"""Files that tell how much each input of a checkpoint's linear layers counts: what `vsched calibrate` writes.
+"""Calibration files: the importance of each input of a checkpoint's linear layers, as written by `vsched calibrate`.
 
-For each layer there is the mean square of what each input was, over texts and images that a user gave. An error of a
-weight counts as much as the square of what it is multiplied with, so scales are chosen by that. The file is
+For each layer there is the mean square of each input, over texts and images provided by the user. An error of a weight
+counts in proportion to the square of its input, so scales are chosen to minimize the weighted error. The file is
 safetensors: `language.` or `vision.` and the name of the layer in its part of the model, float32 [in]. Its metadata has
-a digest of the checkpoint, for values of another one would be of no use and nobody would notice.
+a digest of the checkpoint: values of another one would be useless, without any visible error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STAGES: Mapping[Part, str] = {"language": "generate", "vision": "encode"}
 
 
 class _StoredTensor(NamedTuple):
-    """A tensor in a file: its shape, and where its bytes begin and end."""
+    """A tensor in a file: its shape, and the range of its bytes."""
 
     name: str
     file: Path
@@ -64,9 +64,9 @@ def _stored(directory: Path) -> Iterator[_StoredTensor]:
             try:
                 header = json.loads(file.read(size))
             except (ValueError, MemoryError, OverflowError):
-                continue  # whoever reads the weights tells what is wrong with them
+                continue  # loading the weights reports the error
         if header.get("__metadata__", {}).get("format") == FORMAT:
-            continue  # it may lie beside the weights
+            continue  # it may be next to the weights
         for name, said in header.items():
             if name != "__metadata__":
                 start, stop = said["data_offsets"]
@@ -78,7 +78,7 @@ def _stored(directory: Path) -> Iterator[_StoredTensor]:
 def write_calibration(
     path: Path, directory: Path, squares: Mapping[Part, Squares], said: Mapping[str, str]
 ) -> None:
-    """Write the mean squares of parts of a checkpoint, and what else is to be said of them."""
+    """Write the mean squares for parts of a checkpoint, with metadata."""
     from safetensors.numpy import save_file
 
     tensors = {
@@ -87,17 +87,17 @@ def write_calibration(
         for name, values in found.items()
     }
     metadata = {**said, "format": FORMAT, "checkpoint": checkpoint_digest(directory)}
-    # All or nothing: half a file would look like one of another checkpoint.
+    # All or nothing: a partial file would look like one of another checkpoint.
     partial = path.with_name(f"{path.name}.partial")
     save_file(tensors, partial, metadata=metadata)
     partial.replace(path)
 
 
 def read_calibration(file: str, directory: Path, part: Part) -> Squares:
-    """Return what a file says of a part of a checkpoint.
+    """Return the mean squares for a part of a checkpoint.
 
     Raises:
-        CheckpointError: When it cannot be read, is of another checkpoint, or says nothing usable of a layer.
+        CheckpointError: When the file cannot be read, is of another checkpoint, or has invalid values for a layer.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -138,11 +138,11 @@ def read_calibration(file: str, directory: Path, part: Part) -> Squares:
 
 
 def check_calibration(file: str, directory: Path, part: Part) -> None:
-    """Check a file beside the headers of a checkpoint, as far as that can be told without the model.
+    """Check a file against the headers of a checkpoint, as far as possible without the model.
 
     Raises:
-        CheckpointError: As `read_calibration`, and when a layer has other inputs, or is missing while those of the same
-            name in other layers are there.
+        CheckpointError: As `read_calibration`, and when a layer has other inputs, or is missing while the corresponding
+            layers of other blocks are present.
     """
     squares = read_calibration(file, directory, part)
     patterns = {_NUMBER.sub("*", name) for name in squares}
@@ -156,7 +156,7 @@ def check_calibration(file: str, directory: Path, part: Part) -> None:
 
 
 def check_layer(squares: Squares, name: str, inputs: int, file: str, part: Part) -> None:
-    """Check that a file says of a layer what can be used.
+    """Check that a file has usable values for a layer.
 
     Raises:
         CheckpointError: When the layer is missing or has another number of inputs.
@@ -169,7 +169,7 @@ def check_layer(squares: Squares, name: str, inputs: int, file: str, part: Part)
 
 
 def _ends(name: str) -> Iterator[str]:
-    """Yield a name, and what is left of it without its first parts."""
+    """Yield a name, and its suffixes without the first parts."""
     while name:
         yield name
         name = name.partition(".")[2]

@@ -1,6 +1,6 @@
-"""Blocks of GGUF files as values, scales and offsets: nothing is rounded but the sum of two offsets.
+"""Conversion of GGUF blocks to values, scales and offsets, exact except for the sum of two offsets.
 
-A row of a tensor is a row of blocks. The formats, with nibbles and pairs of bits in the order of llama.cpp's ggml:
+A row of a tensor consists of blocks. The formats, with nibbles and pairs of bits in the order of llama.cpp's ggml:
 
     Q8_0   32 values   d, 32 x int8                                   d q
     Q4_0   32 values   d, 32 x 4 bits                                 d (q - 8)
@@ -8,7 +8,7 @@ A row of a tensor is a row of blocks. The formats, with nibbles and pairs of bit
     Q4_K  256 values   d, e, 8 x (s, t) of 6 bits, 256 x 4 bits       d s q - e t      of 32 values each
     Q6_K  256 values   256 x 6 bits, 16 x s of int8, d                d s (q - 32)     of 16 values each
 
-d, m and e are float16. Values of 4 bits stay such; those of 6 are kept in 8.
+d, m and e are float16. 4-bit values stay 4-bit; 6-bit values are stored in 8 bits.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 CENTRE = 8
-"""What is taken from values of 4 bits in memory."""
+"""The zero point of 4-bit values in memory."""
 
 
 class Levels(NamedTuple):
-    """A weight [out, in] in a few bits.
+    """A quantized weight [out, in].
 
     Attributes:
-        values: int8 [out, in], or uint8 [out, in] of 4 bits, from which 8 is to be taken.
-        scales: [out, groups], which divide the inputs equally.
-        offsets: As scales; None where there are none.
+        values: int8 [out, in], or 4-bit values with a zero point of 8, as uint8 [out, in].
+        scales: [out, groups], for groups of equal size.
+        offsets: As scales; None without offsets.
     """
 
     values: npt.NDArray[Any]
@@ -41,12 +41,12 @@ class Levels(NamedTuple):
 
 
 def _half(blocks: Bytes, start: int) -> Floats:
-    """Return the float16 at a place of each block, [out, blocks, 1]."""
+    """Return the float16 at a position of each block, [out, blocks, 1]."""
     return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16).astype(np.float32)
 
 
 def _nibbles(octets: Bytes) -> Bytes:
-    """Return values of 4 bits: the lower halves of all bytes, then the upper ones."""
+    """Return 4-bit values: the low nibbles of all bytes, then the high ones."""
     return np.concatenate((octets & 15, octets >> 4), axis=-1)
 
 
@@ -90,11 +90,11 @@ READERS: Mapping[str, tuple[int, Callable[[Bytes], Levels]]] = {
     "Q4_K": (144, _q4_k),
     "Q6_K": (210, _q6_k),
 }
-"""Formats by name: the bytes of a block, and what reads blocks [out, blocks, bytes]."""
+"""Formats by name: the bytes of a block, and the reader of blocks [out, blocks, bytes]."""
 
 
 def read_blocks(name: str, rows: Bytes) -> Levels:
-    """Return what the bytes of a tensor's rows, [out, bytes], hold in the format of this name."""
+    """Return the quantized values in a tensor's rows, [out, bytes], of the format with this name."""
     size, read = READERS[name]
     found = read(rows.reshape(len(rows), -1, size))
     grids = (None if each is None else each.reshape(len(rows), -1) for each in found[1:])

@@ -1,4 +1,4 @@
-"""Whether ranks' shares of weights that are made into fewer bits are those of the whole weights."""
+"""Check that quantizing ranks' shares of weights is equivalent to quantizing whole weights."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from vsched_workers.quantized.schemes import GROUPS
 
 
 def check_groups(cuts: Mapping[str, Cut], settings: WorkerSettings, *, stage: str) -> None:
-    """Check that no rank's share of inputs begins or ends within a group: its scale would be another one.
+    """Check that no rank's share of inputs begins or ends within a group, whose scale would differ.
 
     Raises:
-        ConfigError: When one does, with the settings that help.
+        ConfigError: When one does, with the remedy.
     """
     if not settings.quantizes:
         return

@@ -1,4 +1,4 @@
-"""Linear layers whose weights a checkpoint has quantised: found, read, merged and cut apart."""
+"""Linear layers with quantized weights: detection, calibrated quantization, and merging."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from vsched_workers.quantized.schemes import Scheme
 from vsched_workers.quantized.weights import QuantizedWeight, merged_weights, quantize
 
 UNSEEN_SHARE = 0.01
-"""What an input counts beside what it was seen to be, as a share of the mean: others may use it."""
+"""Minimum importance of an input, as a share of the mean: inputs unused in calibration may be used later."""
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer over a quantised weight; it computes with what that stands for until a backend packs it."""
+    """A linear layer with a quantized weight; it computes with the dequantized weight until a backend packs it."""
 
     def __init__(self, linear: nn.Linear, weight: QuantizedWeight | None = None) -> None:
-        """Stand in for a layer, of which the bias stays."""
+        """Replace a layer; its bias is kept."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
@@ -32,17 +32,17 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Any:  # type: ignore[override]  # not a tensor
-        """The quantised weight."""
+        """The quantized weight."""
         return self.quantized
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows [..., in]; returns [..., out]."""
+        """Multiply activations [..., in]; return [..., out]."""
         assert self.quantized is not None, "it has its weight"
         return functional.linear(rows, self.quantized.dequantized().to(rows.dtype), self.bias)
 
 
 def find_quantized(module: nn.Module, scheme: Scheme, has: Callable[[str], bool]) -> None:
-    """Replace the linear layers below a module, on the meta device, of which a checkpoint has a quantised weight."""
+    """Replace the linear layers below a module, on the meta device, whose weights in the checkpoint are quantized."""
     for parent_name, parent in list(module.named_modules()):
         for name, child in list(parent.named_children()):
             full = f"{parent_name}.{name}" if parent_name else name
@@ -58,14 +58,14 @@ def quantize_calibrated(
     part: Part,
     cuts: Mapping[str, Cut] | None = None,
 ) -> None:
-    """Make fewer bits of the weights of linear layers, by the calibration file of the settings; nothing without one.
+    """Quantize the weights of linear layers with the calibration file of the settings; do nothing without one.
 
-    `names` are those of the weights that are packed; a head is left to whoever packs it. `cuts` are a rank's parts of
-    them, and what inputs count is cut alike, so that ranks have the values of one alone. Layers are merged and packed
-    afterwards, as those of a quantised checkpoint.
+    `names` are the weights that get packed; a head is left to the code that packs it. `cuts` are a rank's parts of
+    them; the importance of inputs is split likewise, so that the values are the same as with one rank. Layers are
+    merged and packed afterwards, like layers of a quantized checkpoint.
 
     Raises:
-        CheckpointError: When the file is not one of these layers.
+        CheckpointError: When the file does not match these layers.
     """
     if not settings.calibration:
         return
@@ -95,20 +95,20 @@ def quantize_calibrated(
 
 
 def head_of(module: Any) -> nn.Module | None:
-    """Return the output projection within a module; None where it has none."""
+    """Return the output projection within a module; None if it has none."""
     find = getattr(module, "get_output_embeddings", None)
     head: nn.Module | None = None if find is None else find()
     return head
 
 
 def importance_of(squares: torch.Tensor) -> torch.Tensor:
-    """Return what inputs count, [in], by their mean squares; all the same where none was ever seen."""
+    """Return the importance of inputs, [in], from their mean squares; uniform if all are zero."""
     importance = squares + UNSEEN_SHARE * squares.mean()
     return importance if bool((importance > 0).all()) else torch.ones_like(squares)
 
 
 def merged_quantized(linears: Sequence[nn.Linear]) -> QuantizedLinear | None:
-    """Return one layer of several of one form, its biases left out; None where they are of several, or plain."""
+    """Merge layers of one format, without biases; return None if formats differ, or one is not quantized."""
     weights = [each.quantized for each in linears if isinstance(each, QuantizedLinear)]
     found = [each for each in weights if each is not None]
     if len(found) < len(linears) or len({each.form for each in found}) > 1:
@@ -119,7 +119,7 @@ def merged_quantized(linears: Sequence[nn.Linear]) -> QuantizedLinear | None:
 
 
 def plain_weight(linear: nn.Linear) -> torch.Tensor:
-    """Return the weight of a layer as it is, or what it stands for."""
+    """Return the weight of a layer, dequantized if necessary."""
     if isinstance(linear, QuantizedLinear):
         assert linear.quantized is not None, "it has its weight"
         return linear.quantized.dequantized().to(linear.quantized.dtype)

@@ -1,4 +1,4 @@
-"""Which products a model gets whose weights are made into fewer bits on loading, and its embedding."""
+"""Quantization of a model's products and embedding on loading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vsched_workers.quantized.weights import QuantizedWeight, quantize
 
 
 class LookedUpProduct(Protocol):
-    """A product by a weight [out, in] in a few bits, whose rows can be looked up.
+    """A product with a quantized weight [out, in], whose rows can be looked up.
 
     Attributes:
         size_bytes: Bytes of the weight.
@@ -21,45 +21,45 @@ class LookedUpProduct(Protocol):
     size_bytes: int
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows [..., in]; returns [..., out]."""
+        """Multiply activations [..., in]; return [..., out]."""
         ...
 
     def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return rows of the weight, as of an embedding; indices int64 [n], returns [n, in]."""
+        """Return rows of the weight, as for an embedding; indices int64 [n], returns [n, in]."""
         ...
 
 
 Made = TypeVar("Made", bound=LookedUpProduct)
 MakeProduct = Callable[[QuantizedWeight, torch.Tensor | None], Made]
-"""Makes a product from a weight and its bias."""
+"""Build a product from a weight and its bias."""
 
 HEAD_FORMAT = "int8"
-"""Of the head and the embedding: four bits there cost more of what a model knows than they save."""
+"""Format of the head and the embedding: int4 would cost more accuracy there than it saves."""
 
 
 class Quantizer(Generic[Made]):
-    """Makes the products of one model.
+    """Builds the quantized products of one model.
 
-    Weights are made into fewer bits on the device that products have them on.
+    Weights are quantized on the device of their products.
 
     Attributes:
-        embedding_bytes: Bytes of an embedding that shares nothing with the head.
+        embedding_bytes: Bytes of an embedding that is not tied to the head.
     """
 
     def __init__(self, kind: str, group: int, make: MakeProduct[Made], device: str = "cpu") -> None:
-        """Take a format, the inputs of a group or 0, what makes a product, and the device for that."""
+        """Take a format, the group size or 0, the factory of products, and their device."""
         self._kind, self._group, self._make, self._device = kind, group, make, device
         self._tied: Made | None = None
         self.embedding_bytes = 0
 
     def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> Made:
-        """Return the product by a weight of a layer; what is quantised already stays as it is."""
+        """Return the product of a layer's weight; a weight that is quantized already is unchanged."""
         if isinstance(weight, torch.Tensor):
             weight = quantize(weight.detach().to(self._device), self._kind, group=self._group)
         return self._make(weight, bias)
 
     def head(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> Made:
-        """Return the product by the output projection: that of the embedding where `embed` found the two tied."""
+        """Return the product of the output projection; the embedding's if `embed` found the two tied."""
         if self._tied is not None:
             product, self._tied = self._tied, None
             return product
@@ -69,7 +69,7 @@ class Quantizer(Generic[Made]):
         return self._make(made, bias)
 
     def embed(self, embedding: nn.Module, head: torch.Tensor) -> nn.Module:
-        """Return an embedding over a quantised weight; one that does more than to look up stays as it is."""
+        """Return an embedding with a quantized weight; subclasses of `nn.Embedding` are unchanged."""
         if type(embedding) is not nn.Embedding:
             return embedding
         weight = embedding.weight
@@ -82,16 +82,16 @@ class Quantizer(Generic[Made]):
 
 
 class QuantizedEmbedding(nn.Module):
-    """An embedding that looks rows up in the weight of a product."""
+    """An embedding that looks up rows in the weight of a product."""
 
     def __init__(self, product: LookedUpProduct, weight: torch.Tensor) -> None:
-        """Take the product, and the weight that it stands for."""
+        """Take the product, and its original weight."""
         super().__init__()
         self._product = product
-        # For models that ask for its type; to compute with it is an error.
+        # For models that read its data type; computing with it is an error.
         self.weight = torch.empty_like(weight, device="meta")
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of token ids [...], [..., hidden]."""
+        """Return the embeddings [..., hidden] of token ids [...]."""
         rows = self._product.rows_of(ids.flatten())
         return rows.view(*ids.shape, rows.shape[1])

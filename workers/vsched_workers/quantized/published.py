@@ -1,19 +1,20 @@
-"""Quantised weights of checkpoints as they are published, read into the form that they have in memory.
+"""Reading of published quantized checkpoints into the representation in memory.
 
-What a checkpoint's values mean stands in `quantization_config` of its `config.json`. Values, scales and zeros are laid
-out anew, and nothing is rounded: the weight is to the bit the one that the format's own library dequantises in float32.
+The format of a checkpoint's values is described in `quantization_config` of its `config.json`. Values, scales and zero
+points are rearranged without rounding: the weight is bit-identical to that dequantized in float32 by the format's own
+library.
 
-- *compressed-tensors*: `weight_packed` [out, in / n] of int32, n values of 4 or 8 bits each, the lowest bits first;
-  or `weight` of int8 or FP8; `weight_scale` [out, groups]; maybe `weight_g_idx` [in], the group of each input.
+- *compressed-tensors*: `weight_packed` [out, in / n] of int32, n values of 4 or 8 bits each, the lowest bits first; or
+  `weight` of int8 or FP8; `weight_scale` [out, groups]; optionally `weight_g_idx` [in], the group of each input.
 - *fp8*: `weight` of FP8 and `weight_scale_inv`, one for each block of outputs and inputs.
-- *gptq*: `qweight` [in / n, out], `qzeros` [groups, out / n], `scales` [groups, out]; zeros are one more than they say,
-  but for `gptq_v2`; maybe `g_idx` [in], the group of each input.
-- *awq*: `qweight` [in, out / 8], in whose int32 outputs lie in the order 0, 2, 4, 6, 1, 3, 5, 7; `qzeros` alike.
-- *gguf*, as `vsched make-checkpoint --gguf` writes it: `weight_levels`, int8 or two of 4 bits in a byte, and
-  `weight_scale` and maybe `weight_offset` [out, groups].
+- *gptq*: `qweight` [in / n, out], `qzeros` [groups, out / n], `scales` [groups, out]; zero points are one more than
+  stored, except in `gptq_v2`; optionally `g_idx` [in], the group of each input.
+- *awq*: `qweight` [in, out / 8], with outputs in each int32 in the order 0, 2, 4, 6, 1, 3, 5, 7; `qzeros` likewise.
+- *gguf*, as written by `vsched make-checkpoint --gguf`: `weight_levels`, int8 or two 4-bit values per byte,
+  `weight_scale` and optionally `weight_offset` [out, groups].
 
-Groups of inputs that do not lie side by side (`desc_act`, `actorder`) are put side by side, in the order of the inputs.
-Activations stay as they are, also where a checkpoint asks for them to be quantised: that only rounds less.
+Inputs of a group that are not adjacent (`desc_act`, `actorder`) are made adjacent, in their original order. Activations
+are not quantized, even if a checkpoint asks for it: that only reduces rounding.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from vsched_workers.quantized.weights import (
 )
 
 Read = Callable[[str], torch.Tensor | None]
-"""Reads a tensor of a layer by the end of its name; None where there is none."""
+"""Reads a tensor of a layer by the end of its name; returns None if there is none."""
 
 Reads = Callable[[str], torch.Tensor]
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where each of eight neighbouring outputs lies in its int32, in halves of bytes."""
+"""The position of each of eight adjacent outputs in its int32, in nibbles."""
 _ORDERS = {"gptq": "g_idx", "compressed-tensors": "weight_g_idx"}
-"""The tensor that says which group an input is of."""
+"""The tensor with the group of each input."""
 _FP8_TYPES = (torch.float8_e4m3fn,)
 
 
@@ -51,7 +52,7 @@ def read_quantized(
     """Read the weight [out, in] of a layer.
 
     Raises:
-        CheckpointError: When its tensors are not those of the scheme, with the one that is wrong.
+        CheckpointError: When a tensor does not match the scheme; the message names it.
     """
     readers: Mapping[str, Callable[[Scheme, Reads, tuple[int, int]], dict[str, Any]]] = {
         "compressed-tensors": _compressed,
@@ -89,7 +90,7 @@ def read_quantized(
 
 
 def _order_of(scheme: Scheme, read: Read, inputs: int) -> torch.Tensor | None:
-    """Return which inputs lie side by side, int32 [in], so that those of a group do; None where all do already."""
+    """Return the order of inputs, int32 [in], that makes each group's inputs adjacent; None if they are."""
     name = _ORDERS.get(scheme.method)
     given = None if name is None else read(name)
     if name is None or given is None:
@@ -166,7 +167,7 @@ def _in_order(values: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the values of `bits` in int32 [rows, n], the lowest bits first, [rows, n * 32 / bits]."""
+    """Unpack values of `bits` bits in int32 [rows, n], the lowest bits first, to [rows, n * 32 / bits]."""
     if words.dtype != torch.int32:
         raise _wrong("packed values", str(words.dtype), "int32")
     octets = words.contiguous().view(torch.uint8)
@@ -178,7 +179,7 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
 def _centred(
     bits: int, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return values of unsigned bits with their zeros as values about a centre, and offsets where zeros are not it."""
+    """Return unsigned values about a fixed zero point; other zero points become offsets."""
     centre = 1 << bits - 1
     offsets = None
     if zeros is not None:
@@ -203,7 +204,7 @@ def _of_fp8(values: torch.Tensor, scales: torch.Tensor) -> dict[str, Any]:
 def _spread_blocks(
     scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int] | None
 ) -> torch.Tensor:
-    """Return scales of blocks, or of rows, or one of all, as those of rows' groups, [out, groups]."""
+    """Return scales of blocks, of rows, or of a whole weight, as [out, groups]."""
     if block is None:
         return scales.reshape(-1, 1).expand(shape[0], 1)
     return scales.repeat_interleave(block[0], 0)[: shape[0]]

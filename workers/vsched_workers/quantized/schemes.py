@@ -1,4 +1,4 @@
-"""What `quantization_config` of a checkpoint says, and whether it can be served; read without torch."""
+"""The quantization scheme in `quantization_config` of a checkpoint, and whether it is supported; read without torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from vsched.errors import CheckpointError
 
 FORMATS = ("int8", "int4")
-"""What weights can be made into on loading."""
+"""Formats for quantization on loading."""
 
 GROUPS = {"int8": 128, "int4": 32}
-"""Inputs of a group where none are asked for; a row that has fewer is one group."""
+"""Default group sizes; a row with fewer inputs is one group."""
 
 SUPPORTED = (
     "compressed-tensors (pack-quantized and int-quantized of 4 or 8 bits, float-quantized), fp8, gptq and awq of "
@@ -20,7 +20,7 @@ SUPPORTED = (
 )
 _GROUP_MULTIPLE = 16
 GGUF_TENSORS = ("weight_levels", "weight_scale", "weight_offset")
-"""The tensors of a layer of a checkpoint that was made of a GGUF file."""
+"""The tensors of a layer in a checkpoint converted from a GGUF file."""
 _TENSORS = {
     "gguf": GGUF_TENSORS[:1],
     "compressed-tensors": ("weight_packed", "weight_scale"),
@@ -28,22 +28,22 @@ _TENSORS = {
     "gptq": ("qweight",),
     "awq": ("qweight",),
 }
-"""By which tensors a layer is known to be quantised."""
+"""The tensors by which a quantized layer is recognized."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the linear layers of a checkpoint are quantised.
+    """The quantization of a checkpoint's linear layers.
 
     Attributes:
-        method: `compressed-tensors`, `fp8`, `gptq`, `awq`, or `gguf`, where each layer tells the rest by itself.
+        method: `compressed-tensors`, `fp8`, `gptq`, `awq`, or `gguf`, for which the rest is found in each layer.
         kind: `int8`, `int4` or `fp8`.
-        bits: Of a value.
-        group: Inputs of a group; 0 where a row or a whole weight has one scale.
-        symmetric: Whether there are no zeros.
-        packed: Whether values lie in int32.
-        plain_zeros: Whether zeros of GPTQ are what they say, not one more.
-        block: Outputs and inputs that have one scale; None where rows have their own.
+        bits: Bits per value.
+        group: Group size; 0 for one scale per row or weight.
+        symmetric: Whether there are no zero points.
+        packed: Whether values are packed in int32.
+        plain_zeros: Whether zero points of GPTQ are stored as they are, not minus one.
+        block: Outputs and inputs that share a scale; None for scales per row.
     """
 
     method: str
@@ -57,12 +57,12 @@ class Scheme:
 
     @property
     def known_by(self) -> Sequence[str]:
-        """The ends of names of tensors of which a quantised layer has one."""
+        """Suffixes of tensor names; a quantized layer has one of them."""
         return _TENSORS[self.method]
 
 
 def stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return what a `config.json` says of quantisation; None where it says nothing."""
+    """Return the quantization settings of a `config.json`; None if there are none."""
     text = config.get("text_config")
     tables = (config, text if isinstance(text, Mapping) else {})
     found = (table.get("quantization_config") for table in tables)
@@ -70,10 +70,10 @@ def stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
-    """Return the scheme of a checkpoint by its `config.json`; None where nothing is quantised.
+    """Return the scheme of a checkpoint from its `config.json`; None if it is not quantized.
 
     Raises:
-        CheckpointError: When it is one that cannot be served, by name.
+        CheckpointError: When the scheme is not supported; the message names it.
     """
     given = stated(config)
     if given is None:

@@ -1,13 +1,12 @@
-"""A weight in a few bits, as it lies in memory from when it is read or made until a backend packs it.
+"""The representation of a quantized weight in memory, from loading or quantization until a backend packs it.
 
-All formats come down to one: a value of few bits, and for each group of inputs a scale and maybe an offset,
+All formats are converted to one: a low-bit value, and for each group of inputs a scale and optionally an offset,
 
     weight[o, i] = scale[o, g] * (value[o, i] - centre) + offset[o, g],   g = i // group
 
-Where groups are of inputs that do not lie side by side, inputs lie by their groups, and `order` tells which one lies
-where. Scales that are made here are symmetric: there are no offsets. Those of four bits are the best of a few for each
-group, by the squares of what they are wrong by. Scales are float16 where that holds them, and counted with when values
-are rounded.
+If the inputs of a group are not adjacent, inputs are stored in the order of groups, and `order` is that order.
+Quantization here is symmetric, without offsets. For int4, the scale of a group is the one of several candidates with
+the least squared error. Scales are float16 if that is exact, and values are rounded with the scale as stored.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from vsched_workers.quantized.schemes import GROUPS
 
 INT4_CENTRE = 8
 _INT4_SHRINKS = (1.0, 0.925, 0.85)
-"""Shares of the scale that holds the largest value, which is cut off then."""
+"""Candidate scales, relative to the one that represents the largest value; smaller ones clip it."""
 _TRIED_VALUES_MAX = 1 << 24
-"""Values that are rounded at once: beside those of a layer there should not be much more memory."""
+"""Values that are rounded at once, to limit temporary memory next to a layer's weight."""
 _SEARCHED_VALUES_MAX = 1 << 17
-"""The same where many scales are tried: then they stay in the cache."""
+"""The same with many candidate scales: temporary values then stay in the cache."""
 _SEARCHED = {
     "int8": (127, -127, 127, (0.0, 0.5, 1.0)),
     "int4": (-8, -8, 7, (-0.8, -0.4, 0.0, 0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.4)),
 }
-"""The value that the largest becomes, the least and the most, and by how much more that is: then it is cut off."""
+"""The quantized largest value, the range of values, and additions to the first for smaller, clipping scales."""
 
 _FP8_TYPE = torch.float8_e4m3fn
 _HALF_MIN = 2.0**-14
@@ -43,17 +42,17 @@ _HALF_MIN = 2.0**-14
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [out, in] in a few bits.
+    """A quantized weight [out, in].
 
     Attributes:
         kind: `int8`, `int4` or `fp8` (e4m3).
-        values: [out, in]: int8, or bytes of FP8; of int4 uint8 [out, in / 2], the lower half the first of two inputs.
+        values: [out, in] of int8, or of FP8 as uint8; for int4 uint8 [out, in / 2], the first input in the low nibble.
         scales: [out, groups], float32 or float16.
-        group: Inputs of a group; the last one may have fewer.
+        group: Group size; the last group may be smaller.
         inputs: Inputs of the weight.
-        dtype: The type that it stands for.
-        offsets: As scales and of their type; None where there are none.
-        order: Which input of the layer lies where, int32 [in]; None where they lie in order.
+        dtype: The type of the dequantized weight.
+        offsets: As scales and of their type; None without offsets.
+        order: The layer's input at each position, int32 [in]; None for the original order.
     """
 
     kind: str
@@ -79,7 +78,7 @@ class QuantizedWeight:
         return sum(each.nbytes for each in (*self._tensors(), self.order) if each is not None)
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight as float32, [out, in], its inputs in the order of the layer's."""
+        """Return the weight as float32, [out, in], with inputs in the order of the layer."""
         values = self.unpacked()
         values = values.view(_FP8_TYPE).float() if self.kind == "fp8" else values.float()
         if self.kind == "int4":
@@ -92,7 +91,7 @@ class QuantizedWeight:
         return given.float().repeat_interleave(self.group, 1)[:, : self.inputs]
 
     def unpacked(self) -> torch.Tensor:
-        """Return the values, a byte each, [out, in], as they lie."""
+        """Return the values, one byte each, [out, in], in stored order."""
         if self.kind != "int4":
             return self.values
         pairs = torch.stack((self.values & 15, self.values >> 4), -1)
@@ -137,22 +136,22 @@ class QuantizedWeight:
         )
 
     def owned(self) -> QuantizedWeight:
-        """Return it in memory of its own: values may lie in a mapped file."""
+        """Return a copy in separate memory: values may lie in a mapped file."""
         return self._replaced(*(each.clone() for each in self._tensors()))
 
     def to(self, device: str) -> QuantizedWeight:
-        """Return it in memory of a device."""
+        """Return it on a device."""
         order = None if self.order is None else self.order.to(device)
         moved = self._replaced(*(each.to(device) for each in self._tensors()))
         return dataclasses.replace(moved, order=order)
 
     def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return what rows stand for, as those of an embedding; indices int64 [n], returns [n, in]."""
+        """Return dequantized rows, as for an embedding; indices int64 [n], returns [n, in]."""
         chosen = self._replaced(*(each[indices] for each in self._tensors()))
         return chosen.dequantized().to(self.dtype)
 
     def chunks(self, count: int) -> list[QuantizedWeight]:
-        """Return so many equal parts by outputs, which are views."""
+        """Split it into equal parts by outputs, which are views."""
         parts = [each.chunk(count) for each in self._tensors()]
         return [self._replaced(*part) for part in zip(*parts, strict=True)]
 
@@ -169,13 +168,13 @@ class QuantizedWeight:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What weights that are laid one above the other must have in common."""
+        """The properties that weights must share to be stacked."""
         order = None if self.order is None else self.order.numpy().tobytes()
         return (self.kind, self.group, self.inputs, order)
 
 
 def merged_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return weights of one form as one, one above the other."""
+    """Stack weights of one format."""
     first = weights[0]
     assert len({each.form for each in weights}) == 1, "they are of several forms"
     types = {each.scales.dtype for each in weights}
@@ -196,10 +195,10 @@ def merged_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 def quantize(
     weight: torch.Tensor, kind: str, *, group: int = 0, importance: torch.Tensor | None = None
 ) -> QuantizedWeight:
-    """Return a weight [out, in] in one of `FORMATS`; `group` inputs have one scale, 0 for as many as is usual.
+    """Quantize a weight [out, in] to one of `FORMATS`; `group` is the group size, 0 for the default.
 
-    With the `importance` of inputs, float32 [in], scales are those of which the errors' squares, each times that, are
-    least. An output's values do not depend on the other outputs, nor a group's on the other groups.
+    With the `importance` of inputs, float32 [in], scales minimize the squared errors, weighted by it. An output's
+    values do not depend on other outputs, nor a group's on other groups.
     """
     outputs, inputs = weight.shape
     group = min(group or GROUPS[kind], inputs)
@@ -228,7 +227,7 @@ def quantize(
 def exact_scales(
     scales: torch.Tensor, offsets: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return scales and offsets as float16 where that changes none of them, else as float32."""
+    """Return scales and offsets as float16 if that is exact, otherwise as float32."""
     given = [each for each in (scales, offsets) if each is not None]
     if all(torch.equal(each.half().float(), each.float()) for each in given):
         return scales.half(), None if offsets is None else offsets.half()
@@ -236,7 +235,7 @@ def exact_scales(
 
 
 def packed_int4(values: torch.Tensor) -> torch.Tensor:
-    """Return values 0 to 15, [out, in], two in a byte."""
+    """Pack values 0 to 15, [out, in], two per byte."""
     return _packed(values)
 
 
@@ -246,7 +245,7 @@ def _packed(values: torch.Tensor) -> torch.Tensor:
 
 
 def _grouped(weight: torch.Tensor, group: int) -> torch.Tensor:
-    """Return a weight as [out, groups, group]; the last group is filled with zeros."""
+    """Return a weight as [out, groups, group]; the last group is padded with zeros."""
     padded = functional.pad(weight, (0, -weight.shape[1] % group))
     return padded.view(len(weight), -1, group)
 
@@ -262,7 +261,8 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = groups.gather(-1, places).squeeze(-1)
     best: tuple[torch.Tensor, torch.Tensor] | None = None
     least = torch.empty(0)
-    # The value of the largest is -8, of which there is no other sign; a little less of the others' error may be better.
+    # The largest value becomes -8, which has no positive counterpart; a smaller scale may reduce the errors of the
+    # others.
     for shrink in _INT4_SHRINKS:
         scales = _kept(largest / -INT4_CENTRE * shrink)
         values = (groups / _divisors(scales)).round().clamp(-8, 7)
@@ -283,10 +283,10 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _searched(
     groups: torch.Tensor, *, counts: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values and scales of groups [out, groups, n] whose errors count by [groups, n].
+    """Quantize groups [out, groups, n], with weights of the squared errors [groups, n]; return values and scales.
 
-    A scale rounds a group to values; of all scales, that of least squares fits these best. Of a few such, the best one
-    rounds the group again.
+    A candidate scale rounds a group to values, and the least-squares scale for these values is computed. The best of
+    these scales rounds the group again.
     """
     top, least, most, more = _SEARCHED[kind]
     places = groups.abs().argmax(-1, keepdim=True)
@@ -299,7 +299,7 @@ def _searched(
         values = values.round_().clamp_(least, most)
         product = (values * counted).sum(-1)
         square = values.square_().mul_(counts).sum(-1)
-        # What is left of the error is what the group weighs, less this.
+        # The remaining error is the group's weighted square sum minus this.
         explained = torch.where(square > 0, product.square() / square, 0.0)
         better = explained > highest
         best = torch.where(better, product / square, best)
@@ -312,7 +312,7 @@ def _searched(
 
 
 def _kept(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales as float16 and float32 alike hold them; those below float16's normal numbers become such."""
+    """Return scales as float16, which is exact in float32; scales below float16's normal range are raised to it."""
     small = scales.abs() < _HALF_MIN
     return torch.where(small, scales.sign() * _HALF_MIN, scales).half()
 

@@ -76,7 +76,7 @@ def switch(tower: nn.Module) -> None:
     """Switch a tower, built with another implementation, to the one registered as `FLASH`."""
     # Not earlier: while building, transformers tries to import a package for names with `flash`.
     config: Any = tower.config
-    config._attn_implementation = FLASH  # noqa: SLF001  # how transformers itself sets it
+    config._attn_implementation = FLASH  # noqa: SLF001  # as transformers sets it
 
 
 def register() -> None:

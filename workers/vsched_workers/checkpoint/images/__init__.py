@@ -1,1 +1,1 @@
-"""What an image becomes before the tower sees it, as transformers' processor of the checkpoint has it."""
+"""Image processing with the transformers processor of a checkpoint."""

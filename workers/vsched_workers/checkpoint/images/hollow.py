@@ -1,8 +1,8 @@
-"""Processing of images that have a size and no pixels: what becomes of an image follows from its size alone.
+"""Processing of hollow images, with a size but no pixels: an image's arrays and tokens follow from its size alone.
 
-An array whose strides are zero has a size and one value. What transformers' processors for Pillow do to each pixel,
-which is to resize, to rescale and to normalise, only changes the size and the type here; all else is their own code.
-So the cost is that of the arrays that they return, however large the image is.
+A hollow image is an array with strides of zero, thus a shape and one value. The pixel operations of transformers'
+Pillow processors (resize, rescale, normalize) only change its size and type; all else is their own code. So the cost is
+that of the returned arrays, however large the image is.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from transformers.image_utils import get_image_size_for_max_height_width
 
 
 def hollow_processor(processor: Any) -> Any:
-    """Return transformers' processor for images without pixels; None where its images are processed otherwise."""
+    """Return a copy of transformers' processor for hollow images; None if its backend is another one."""
     own = processor.image_processor
     if not isinstance(own, PilBackend):
         return None
     hollow: Any = copy.copy(own)
-    # What a class does before and after it resizes stays as it is: ours comes after it, and before the backend.
+    # The class's own code around resizing is kept: this backend overrides only the original backend.
     hollow.__class__ = type(f"Hollow{type(own).__name__}", (type(own), HollowBackend), {})
     hollow.spared = False
     made = copy.copy(processor)
@@ -35,20 +35,20 @@ def hollow_processor(processor: Any) -> Any:
 
 
 class HollowBackend(PilBackend):
-    """What a backend does to pixels, to images that have none.
+    """A Pillow backend for hollow images.
 
     Attributes:
-        spared: Whether it was asked to resize an image, and did not have to.
+        spared: Whether `resize` was called, and so saved work.
     """
 
     spared: bool
 
     def process_image(self, image: Any, *_: Any, **__: Any) -> npt.NDArray[Any]:
-        """Bring the channels to the front."""
+        """Move the channels to the front."""
         return np.moveaxis(image, -1, 0)
 
     def resize(self, image: npt.NDArray[Any], size: Any, *_: Any, **__: Any) -> npt.NDArray[Any]:
-        """Return an image of the size that the backend would give it."""
+        """Return an image of the size that the backend would resize to."""
         self.spared = True
         height, width = image.shape[-2:]
         if size.shortest_edge and size.longest_edge:
@@ -69,13 +69,13 @@ class HollowBackend(PilBackend):
         else:
             found = (size.height, size.width)
         if min(found) < 1:
-            raise ValueError("height and width must be > 0")  # as Pillow says it
+            raise ValueError("height and width must be > 0")  # Pillow's message
         return np.broadcast_to(image.dtype.type(0), (image.shape[0], *found))
 
     def rescale(self, image: npt.NDArray[Any], *_: Any, **__: Any) -> npt.NDArray[np.float32]:
-        """Return an image of the type that a rescaled one has."""
+        """Return an image with the type of a rescaled one."""
         return np.broadcast_to(np.float32(0), image.shape)
 
     def normalize(self, image: npt.NDArray[Any], *_: Any, **__: Any) -> npt.NDArray[np.float32]:
-        """Return an image of the type that a normalised one has."""
+        """Return an image with the type of a normalized one."""
         return np.broadcast_to(np.float32(0), image.shape)

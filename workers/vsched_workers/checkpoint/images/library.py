@@ -1,6 +1,6 @@
-"""Which library processes the images of a checkpoint: Pillow with numpy wherever transformers can, else torchvision.
+"""The library for a checkpoint's image processing: Pillow with numpy wherever transformers can, else torchvision.
 
-Nothing here imports transformers, for a process that is to have no torch hides it before it does (`forgo_torch`).
+Nothing here imports transformers: a process without torch hides torch before that import (`forgo_torch`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from vsched.errors import CheckpointError
 from vsched_workers.checkpoint.files import read_json
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-"""Files that may name the class of the image processor: the newer layout, within `image_processor`, and the older."""
+"""Files that may name the image processor's class: the newer layout, within `image_processor`, and the older."""
 
 EXTRA = "pip install 'vsched[torchvision]'"
 
 
 def forgo_torch(directory: Path) -> None:
-    """Hide torch from transformers, which imports it for tokenizers, too: three seconds, and 250 MB.
+    """Hide torch from transformers, which imports it even for tokenizers: that takes three seconds and 250 MB.
 
-    It is left where torchvision processes the images of this checkpoint, with one thread: images are processed in
+    If torchvision processes the images of this checkpoint, torch is kept, with one thread: images are processed in
     several threads already.
     """
     if "torch" in sys.modules:
@@ -35,7 +35,7 @@ def forgo_torch(directory: Path) -> None:
 
         torch.set_num_threads(1)
         return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it raises ImportError
+    sys.modules["torch"] = None  # type: ignore[assignment]  # importing it raises ImportError
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
@@ -61,7 +61,7 @@ def on_pillow(directory: Path) -> bool:
 
 
 def needs_torchvision(family: str) -> CheckpointError:
-    """Word that only torchvision can process images for a model, and is not there."""
+    """Return the error that only torchvision can process a model's images, and is not installed."""
     return CheckpointError(
         f"config.json: model_type {family!r} has an image processor that transformers has for torchvision alone, which "
         f"is not installed. Remedy: {EXTRA}; it brings torch into the engine's process, three seconds and 250 MB."
@@ -72,7 +72,7 @@ def needs_torchvision(family: str) -> CheckpointError:
 def _image_processors() -> Mapping[str, Mapping[str, str]]:
     """Return the classes of transformers' image processors by library, by `model_type`.
 
-    The file is a table that imports nothing; its package, imported, would look for torch.
+    The file is a table without imports; importing its package would look for torch.
     """
     package = importlib.util.find_spec("transformers")
     assert package is not None, "vsched-workers depends on it"

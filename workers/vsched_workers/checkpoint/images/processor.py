@@ -1,13 +1,12 @@
-"""The image processor of any architecture, as transformers has it: what an image becomes, and what stands for it.
+"""The image processor of any architecture, from transformers: arrays and placeholder text of images.
 
-Arrays and expansion follow from an image's size alone, and are found out by processing an image of that size without
-pixels (`hollow.py`), or a blank one where a processor does other things to pixels than are known. Who asks keeps the
-answers. Processors that run on Pillow and numpy are used wherever there are such; the others
-run on torchvision, where it is installed (`library.py`).
+Arrays and text follow from an image's size alone, and are determined by processing a hollow image of that size
+(`hollow.py`), or a blank one for processors with other pixel operations. Callers cache the results. Processors on
+Pillow and numpy are preferred; the others need torchvision (`library.py`).
 
-The combined processor of transformers is made of its parts, without those for video and sound, which would need
-torchvision or torch. Of its steps only two are used: images to arrays, and arrays to the text of an expansion. The
-others tokenize, which is not safe to do in several threads.
+Transformers' combined processor is built without its video and audio parts, which would need torchvision or torch. Only
+two of its steps are used: images to arrays, and arrays to placeholder text. The others tokenize, which is not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -42,33 +41,33 @@ from vsched_workers.families.generic_vision import is_metadata
 from vsched_workers.families.qwen_image import ResizeLimits
 
 STATING_FILES = (*PROCESSOR_FILES, "tokenizer_config.json")
-"""Files that may name the class of the processor, in the order in which transformers heeds them."""
+"""Files that may name the processor's class, in transformers' order of precedence."""
 
 PROBED_SIDES = (64, 333, 700)
 FEW_SIDES = (224, 448, 896, 1344, 2048)
 SIDES = (14, 28, *range(32, 1025, 32), *range(1120, 2049, 112), 3072, 4096)
-"""Sides of images that are tried for the most tokens: those that tell fixed numbers, by images, and by counts alone."""
+"""Sides of trial images: to detect a fixed number of tokens; without a fast count; and with one."""
 PROMISING = 5
-"""Sizes that are tried of those that promise the most."""
+"""The number of most promising sizes to try."""
 
 ASPECT_RATIO_MAX = 200
-"""Longer over shorter side, where the processor itself does not say so."""
+"""Longer over shorter side, for processors without a limit of their own."""
 
 BLANK_PIXELS_MAX = 1 << 24
-"""Pixels of a blank image at most: processing it takes 12 bytes for each, which no budget counts."""
+"""Maximum pixels of a blank image: processing takes 12 bytes per pixel, which no budget includes."""
 
 TRIED = (333, 210)
-"""The size of image by which it is tried whether one without pixels becomes the same."""
+"""The size of a trial that compares a hollow image with a blank one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageShape:
-    """What an image of some size becomes.
+    """The result of processing an image of some size.
 
     Attributes:
         arrays: dtype and shape of each array by its name.
         small: The arrays whose values are an image's metadata; they follow from the size, too, and are not in `arrays`.
-        text: What stands for the image in a prompt, before it is tokenized.
+        text: The image's placeholder text in a prompt, before tokenization.
     """
 
     arrays: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -77,18 +76,18 @@ class ImageShape:
 
 
 class ImageProcessor:
-    """Processes images as transformers' processor of a checkpoint does.
+    """Processes images with transformers' processor of a checkpoint.
 
-    Every method may be called from any thread.
+    All methods are thread-safe.
 
     Attributes:
-        marker: What stands for one image in a prompt, as a chat template writes it.
-        placeholder: The text of the token that an expansion has for each row of the embedding.
-        pixels_max: The most pixels of an image whose shape can be asked for; None where there is no such limit.
+        marker: The mark of one image in a prompt, as written by a chat template.
+        placeholder: The text of the placeholder token, once per embedding row.
+        pixels_max: The maximum pixels of an image for `shape`; None without a limit.
     """
 
     def __init__(self, processor: Any, placeholder: str, *, tensors: str = "np") -> None:
-        """Take transformers' processor, and the kind of tensors that it makes: `np`, or `pt` by torchvision."""
+        """Take transformers' processor, and the type of its tensors: `np`, or `pt` for torchvision."""
         self._processor = processor
         self.marker: str = processor.image_token
         self.placeholder = placeholder
@@ -101,7 +100,7 @@ class ImageProcessor:
         self.pixels_max = None if self._hollow is not None else BLANK_PIXELS_MAX
 
     def _hollow_processor(self) -> Any:
-        """Return the processor for images without pixels; None where they would not become the same."""
+        """Return the processor for hollow images; None if its results differ."""
         from vsched_workers.checkpoint.images.hollow import hollow_processor
 
         made = hollow_processor(self._processor)
@@ -118,15 +117,15 @@ class ImageProcessor:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the arrays depend on besides the image."""
+        """Settings that determine the arrays of an image."""
         own = self._processor.image_processor
         return {"class": type(own).__name__, "own": own.to_dict(), "options": repr(self._options)}
 
     @property
     def area(self) -> tuple[ResizeLimits, int] | None:
-        """Between how many pixels an image is resized, and the side of the squares that it comes out in.
+        """The limits of an image's area in pixels after resizing, and the side of the squares in it.
 
-        None where the processor resizes by other rules.
+        None if the processor has other rules for resizing.
         """
         own = self._processor.image_processor
         size = dict(self._options.get("size") or own.size or {})
@@ -138,25 +137,25 @@ class ImageProcessor:
         return ResizeLimits(int(least), int(most)), side
 
     def within(self, limits: ResizeLimits) -> ImageProcessor:
-        """Return the same for images that are resized within these limits; it has an `area`."""
+        """Return the processor with other limits of the image area; requires an `area`."""
         made = copy.copy(self)
         size = {"shortest_edge": limits.minimum, "longest_edge": limits.maximum}
         made._options = {**self._options, "size": size}  # noqa: SLF001 - its own
         return made
 
     def process(self, image: Image.Image) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays of an RGB image, but for its metadata."""
+        """Return the arrays of an RGB image, without its metadata."""
         arrays, _ = self._run(image, self._processor)
         return {name: array for name, array in arrays.items() if not is_metadata(array)}
 
     def tokens(self, width: int, height: int) -> int:
-        """Return the rows of the embedding of an image of this size."""
+        """Return the number of embedding rows of an image of this size."""
         return self.shape(width, height).text.count(self.placeholder)
 
     def told(self, sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
-        """Return what transformers tells of the tokens of images of these sizes without one, where it does.
+        """Return transformers' counts of tokens for images of these sizes, if it has a function for that.
 
-        With some processors that is more than the rows: all of an expansion.
+        With some processors, they include all of the placeholder text, not only the embedding rows.
         """
         count = getattr(self._processor, "_get_num_multimodal_tokens", None)
         if count is None or not sizes:
@@ -167,11 +166,11 @@ class ImageProcessor:
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError):
             if len(sizes) == 1:
                 return {}
-            middle = len(sizes) // 2  # one that it does not take spoils all
+            middle = len(sizes) // 2  # one invalid size fails the whole call
             return self.told(sizes[:middle]) | self.told(sizes[middle:])
 
     def shape(self, width: int, height: int) -> ImageShape:
-        """Return what an image of this size becomes; one at a time, so that not all threads take memory for it."""
+        """Return the result for an image of this size; one call at a time, to limit memory."""
         with self._shaping:
             if self._hollow is not None:
                 arrays, text = self._run(_hollow_image(width, height), self._hollow)
@@ -198,14 +197,14 @@ class ImageProcessor:
 
 
 def _named_options(processor: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a processor takes by name when it processes images, beside the options of its image processor."""
+    """Return the named parameters for processing images, apart from the options of the image processor."""
     taken = inspect.signature(processor._process_images).parameters.values()  # noqa: SLF001
     names = {each.name for each in taken if each.kind is not inspect.Parameter.VAR_KEYWORD}
     return {name: value for name, value in asked.items() if name in names}
 
 
 def _hollow_image(width: int, height: int) -> npt.NDArray[np.uint8]:
-    """Return an image that has a size and no pixels, [height, width, 3]."""
+    """Return a hollow image, [height, width, 3]."""
     return np.broadcast_to(np.uint8(0), (height, width, 3))
 
 
@@ -218,10 +217,10 @@ def _alike(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
 def load_image_processor(
     directory: Path, family: str, tokenizer: Any, image_token_id: int
 ) -> ImageProcessor:
-    """Load the processor of a checkpoint's images; `tokenizer` is transformers' tokenizer of the checkpoint.
+    """Load the image processor of a checkpoint; `tokenizer` is transformers' tokenizer of the checkpoint.
 
     Raises:
-        CheckpointError: When it cannot be loaded, or needs a package that is not there.
+        CheckpointError: When it cannot be loaded, or needs a package that is not installed.
     """
     name = _processor_name(directory, family)
     placeholder = tokenizer.backend_tokenizer.id_to_token(image_token_id)
@@ -242,7 +241,7 @@ def load_image_processor(
         made = ImageProcessor(processor, placeholder, tensors="np" if pillow else "pt")
         shape = made.shape(224, 224)
     except Exception as error:
-        # Code of transformers that is given settings of a checkpoint: whatever it says, the processor cannot be used.
+        # Transformers' code runs on the settings of a checkpoint here: any exception means that it cannot be used.
         raise CheckpointError(
             f"the processor {name} of the checkpoint cannot be used ({type(error).__name__}: {error}). "
             "Remedy: give the directory of a complete checkpoint."
@@ -256,7 +255,7 @@ def load_image_processor(
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """The fewest and the most tokens of an image, and a size of an image that has the most."""
+    """The fewest and the most tokens of an image, and a size of an image with the most."""
 
     least: int
     most: int
@@ -264,16 +263,16 @@ class TokenRange:
 
 
 def token_range(processor: ImageProcessor) -> TokenRange:
-    """Search for the image of the most tokens.
+    """Search for the image with the most tokens.
 
-    What the search misses is shrunk a little more than it need be.
+    Images that the search misses are shrunk slightly more than necessary.
 
     Raises:
-        ValueError: When the processor takes no image.
+        ValueError: When the processor accepts no image.
     """
     found: dict[tuple[int, int], int] = {}
     for size in telling_sizes(processor):
-        with suppress(ValueError):  # too thin, or too small, as the processor itself says
+        with suppress(ValueError):  # too thin or too small for the processor
             found[size] = processor.tokens(*size)
     size = max(found, key=lambda each: (found[each], -each[0] * each[1]))
     return TokenRange(min(found.values()), found[size], size)
@@ -282,10 +281,10 @@ def token_range(processor: ImageProcessor) -> TokenRange:
 def telling_sizes(
     processor: ImageProcessor, pixels_max: int | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Yield sizes of images, of at most so many pixels, of which some have the most and the fewest tokens.
+    """Yield sizes of images, of at most `pixels_max` pixels, some with the most and the fewest tokens.
 
-    Where transformers counts the tokens of a size without an image, many sizes are tried so, and those are yielded that
-    promise the most; a few of all shapes where it does not.
+    If transformers can count the tokens of a size without an image, many sizes are counted and the most promising ones
+    yielded; otherwise a few of all shapes.
     """
     first = _sizes(PROBED_SIDES, pixels_max)
     yield from first
@@ -301,10 +300,10 @@ def telling_sizes(
 
 
 def clamped_tokens(found: TokenRange, budget: int) -> int:
-    """Return the most tokens that an image may have within the budget of the configuration, 0 for none.
+    """Return the most tokens that an image may have within the configured budget, 0 for none.
 
     Raises:
-        ConfigError: When no image has so few.
+        ConfigError: When all images have more.
     """
     if budget and budget < found.least:
         raise ConfigError(
@@ -328,7 +327,7 @@ def _sizes(sides: Sequence[int], pixels_max: int | None) -> list[tuple[int, int]
 
 
 def _processor_name(directory: Path, family: str) -> str:
-    """Return the class of the processor: as a file names it, else as the architecture has it."""
+    """Return the class of the processor: from a file, or else from the architecture."""
     from transformers.models.auto import processing_auto
 
     known: Mapping[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
@@ -352,7 +351,8 @@ def _stated(directory: Path, file: str) -> dict[str, Any]:
 def _processor_class(name: str, family: str) -> Any:
     """Return transformers' class of a processor.
 
-    Some modules import a function from the torchvision variant of their image processor that the other one has, too.
+    Some modules import a function from the torchvision variant of their image processor that the Pillow variant has,
+    too.
     """
     import transformers
 
@@ -383,10 +383,10 @@ def _pillow_in_place_of_torchvision(package: str, part: str) -> Iterator[None]:
 
 
 def _made(processor_class: Any, parts: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
-    """Make a processor without its parts for video and sound."""
+    """Build a processor without its parts for video and audio."""
 
     def any_class(_self: Any, _name: str, _part: Any) -> None:
-        """Take a part that is missing for one that is there."""
+        """Accept missing parts."""
 
     kind: Any = type(
         processor_class.__name__,

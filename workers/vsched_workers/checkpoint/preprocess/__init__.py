@@ -1,6 +1,6 @@
-"""The front end of a checkpoint: chat template, tokenizer, image processor.
+"""The preprocessing of a checkpoint: chat template, tokenizer, image processor.
 
-Tokenizer and image processor are loaded apart: the combined one needs torchvision. Placeholders are expanded here.
+Tokenizer and image processor are loaded separately: the combined one needs torchvision. Placeholders are expanded here.
 """
 
 from vsched_workers.checkpoint.preprocess.generic import AnyPreprocessor

@@ -1,6 +1,7 @@
-"""Answers read as a checkpoint's `response_template` says, by the parser of transformers.
+"""Parsing of output with a checkpoint's `response_template`, by transformers' parser.
 
-Its parser knows a call when it is whole, so calls are not streamed. What it cannot read is content: nothing is lost.
+The parser recognizes complete tool calls only, so calls are not streamed. Text that it cannot parse becomes content:
+nothing is lost.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ logger = logging.getLogger(__name__)
 
 CALLS = "tool_calls"
 REASONING = frozenset(["thinking", "reasoning", "reasoning_content"])
-"""What templates call what a model thinks; what they call otherwise is content."""
+"""Field names of reasoning in templates; all other fields are content."""
 
 
 class TemplateParser:
-    """Reads one answer; see `vsched.worker.capabilities.AnswerParser`."""
+    """Parses one output; see `vsched.worker.capabilities.AnswerParser`."""
 
     def __init__(
         self, template: Mapping[str, Any], prompt: str, tools: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Begin behind a prompt, whose end may have begun the answer."""
+        """Begin after a prompt, whose end may contain the beginning of the output."""
         from transformers.utils.chat_parsing import ResponseParser
 
         self._parser = ResponseParser(
@@ -36,9 +37,10 @@ class TemplateParser:
         self._begun: set[str] = set()
 
     def push(self, text: str) -> list[AnswerPart]:
-        """Take the next piece of the answer; return what is certain.
+        """Take the next piece of the output; return the parts that are complete.
 
-        Letter by letter: where the parser fails it tells nothing of a piece, and all cuts must come to the same.
+        It is parsed character by character: a failing parser returns nothing for a piece, and the result must not
+        depend on how the text is split.
         """
         parts: list[AnswerPart] = []
         for at, letter in enumerate(text):
@@ -47,14 +49,14 @@ class TemplateParser:
             self._unread += letter
             try:
                 events = self._parser.feed(letter)
-            except Exception:  # noqa: BLE001 - whatever the patterns and conversions of a checkpoint raise
+            except Exception:  # noqa: BLE001 - patterns and conversions of the checkpoint
                 parts += self._give_up()
             else:
                 parts += self._parts(events)
         return parts
 
     def finish(self) -> list[AnswerPart]:
-        """Return what was held back."""
+        """Return the parts that were held back."""
         if self._broken:
             return []
         try:
@@ -64,7 +66,7 @@ class TemplateParser:
         return self._parts(events)
 
     def _give_up(self) -> list[AnswerPart]:
-        """Take what was not read yet, and all that follows, for content."""
+        """Return the unread text as content, and treat all that follows as content."""
         logger.info("an answer does not fit the checkpoint's response_template")
         self._broken = True
         return [AnswerPart("content", self._unread)] if self._unread else []
@@ -88,7 +90,7 @@ class TemplateParser:
         return parts
 
     def _calls(self, value: Any) -> list[AnswerPart]:
-        """Return the calls that a region holds; its text where one of them is none."""
+        """Return the tool calls in a region; its text if one of them is invalid."""
         found = [_call_of(each) for each in (value if isinstance(value, list) else [value])]
         if None in found:
             return [AnswerPart("content", self._unread)]

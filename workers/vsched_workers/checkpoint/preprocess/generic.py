@@ -1,4 +1,4 @@
-"""The front end of a model without a path of its own: any architecture of transformers that takes images."""
+"""Preprocessing on the generic path: any architecture in transformers that takes images."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from vsched_workers.families.generic_vision import (
 )
 
 IMAGE_MARK = "\ufdd1"
-"""Stands for an image in a message that the template is given as one string. Its marker would be a client's text."""
+"""Represents an image in a message with string content; the marker itself could be a client's text."""
 
 USUAL_SIZES = ((640, 480), (333, 333), (1500, 300))
 
 PROCESS_RATIO, RESIZE_BYTES = 5, 12
-"""Most that a processor of transformers takes: bytes for each that it returns, and for each pixel that it is given."""
+"""Maximum memory of transformers' processors: bytes per byte of output, and per pixel of input."""
 
 
 class AnyPreprocessor(TextPreprocessor):
@@ -60,13 +60,13 @@ class AnyPreprocessor(TextPreprocessor):
         self._bounded = lru_cache(BOUNDS_KEPT)(self._with)
         self._edges = ("", "")
         edges = {self._edges_of(processor.shape(*size).text) for size in USUAL_SIZES}
-        if len(edges) == 1:  # else they are tokenized with the image alone
+        if len(edges) == 1:  # otherwise they are tokenized with the image alone
             self._edges = edges.pop()
         self._takes_parts = self._renders([{"type": "image"}], processor.marker)
         self._takes_text = self._renders("vsched", "vsched")
 
     def _take(self, images: GenericImages) -> None:
-        """Have images processed by this."""
+        """Use this image processing."""
         self._images = images
         self.processor = images.processor
         settings = json.dumps(self.processor.settings, sort_keys=True, default=str)
@@ -80,7 +80,7 @@ class AnyPreprocessor(TextPreprocessor):
         self._plan = lru_cache(SIZES_KEPT)(self._plan_of)
 
     def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> Self:
-        """Return the same for images that are resized within other bounds.
+        """Return the preprocessor with other bounds for resized images.
 
         Raises:
             RequestRefused: When the processor has no such bounds, or these are beyond its own.
@@ -88,7 +88,7 @@ class AnyPreprocessor(TextPreprocessor):
         images = self._images.bounded(bounds, pixels_max=pixels_max)
         if images is self._images:
             return self
-        made: Self = self._bounded(images)  # type: ignore[assignment]  # a cache knows no `Self`
+        made: Self = self._bounded(images)  # type: ignore[assignment]  # the cache loses the type `Self`
         return made
 
     def _with(self, images: GenericImages) -> Self:
@@ -97,7 +97,7 @@ class AnyPreprocessor(TextPreprocessor):
         return made
 
     def _renders(self, content: Any, wanted: str) -> bool:
-        """Return whether the chat template writes what is wanted for a message of this content."""
+        """Return whether the chat template's output for a message with this content contains `wanted`."""
         from jinja2 import TemplateError
 
         try:
@@ -109,9 +109,9 @@ class AnyPreprocessor(TextPreprocessor):
         return wanted in text
 
     def _edges_of(self, text: str) -> tuple[str, str]:
-        """Return the plain text that an expansion begins and ends with.
+        """Return the plain text at the beginning and the end of an image's placeholder text.
 
-        It is tokenized together with the text beside the image, as two line breaks with a third one before them.
+        It is tokenized together with the surrounding text, since tokens may span both, such as several line breaks.
         """
         backend = self._tokenizer.backend_tokenizer
         added = backend.get_added_tokens_decoder()
@@ -130,7 +130,7 @@ class AnyPreprocessor(TextPreprocessor):
         return text.replace(IMAGE_MARK, f"{before}{self._placeholder}{after}")
 
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace each image by a bare part, or by its marker where the template knows no parts."""
+        """Replace each image by a bare part, or by its marker if the template does not support parts."""
         content = message.get("content")
         if isinstance(content, str):
             parts = [{"type": "text", "text": content}]
@@ -151,22 +151,22 @@ class AnyPreprocessor(TextPreprocessor):
         return {**message, "content": "\n".join(lines)}
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
-        """Return what an image of this size becomes.
+        """Return the plan of an image of this size.
 
         Raises:
-            RequestRefused: When the image is empty, of a shape that the processor does not take, or of too many tokens.
+            RequestRefused: When the image is empty, has an unsupported shape, or too many tokens.
         """
         check_sides(width, height)
         size = self._images.fitting(width, height)
         plan = self._plan(*size)
         if size == (width, height):
             return plan
-        # Resizing goes through an image of the old height and the new width.
+        # Resizing creates an intermediate image of the old height and the new width.
         resize_bytes = 4 * size[0] * (height + size[1])
         return dataclasses.replace(plan, work_bytes=plan.work_bytes + resize_bytes)
 
     def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
-        """Return the plan of an image by its height and width; refuses as `plan_image` does."""
+        """Return the plan of an image by its height and width; raises as `plan_image`."""
         return self.plan_image(*embedded_size(companion))
 
     def _plan_of(self, width: int, height: int) -> ImagePlan:
@@ -186,11 +186,11 @@ class AnyPreprocessor(TextPreprocessor):
         )
 
     def image_recipe(self) -> ImageRecipe:
-        """Return how a process makes what processes images, without torch."""
+        """Return the recipe for building the image processor in another process, without torch."""
         return self._images.recipe()
 
     def process_image(self, image: Image.Image) -> Arrays:
-        """Return the arrays of an RGB image, but for its metadata.
+        """Return the arrays of an RGB image, without its metadata.
 
         Raises:
             RequestRefused: As `plan_image`.
@@ -200,11 +200,11 @@ class AnyPreprocessor(TextPreprocessor):
     def expand(
         self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
     ) -> tuple[list[int], list[Spans]]:
-        """Replace the i-th image marker as `plans[i]` says; return the ids, and each image's placeholders.
+        """Replace the i-th image marker according to `plans[i]`; return the ids, and each image's placeholders.
 
         Raises:
-            RequestRefused: When markers and images differ in number, or two images touch whose positions follow from
-                where they begin and end.
+            RequestRefused: When the numbers of markers and images differ, or two images touch whose positions follow
+                from their boundaries.
         """
         expanded = expand_images(
             token_ids, plans, placeholder=self.info.placeholder, marker=self._marker

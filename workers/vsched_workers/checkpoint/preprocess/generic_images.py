@@ -1,7 +1,7 @@
-"""What processes images for a model without a path of its own: in the engine and, by its recipe, in picture processes.
+"""Image processing on the generic path: in the engine and, built from its recipe, in isolated image processes.
 
-It has transformers' processor and the most tokens of an image, and nothing of prompts but what the processor needs of
-a tokenizer.
+It consists of transformers' processor and the token limit of an image, with only as much of the tokenizer as the
+processor needs.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from vsched_workers.checkpoint.tokenizer_files import load_tokenizer
 from vsched_workers.families.qwen_image import bounded_limits
 
 SIZES_KEPT = 256
-"""Sizes of images for which is kept what becomes of them."""
+"""The number of image sizes whose results are cached."""
 SHAPES_KEPT = 16
 BOUNDS_KEPT = 16
-"""Bounds of pixels, as requests have them, for which is kept what processes images within them."""
+"""The number of cached processors for pixel bounds of requests."""
 SHRINK = 0.9
 SHRINK_STEPS = 80
-"""An image of too many tokens is made smaller by this factor until it has no more than allowed, so often at most."""
+"""An image with too many tokens is shrunk by this factor until it fits, in at most this many steps."""
 
 
 class GenericImages:
-    """Processes images as transformers does, made smaller before where they would have too many tokens.
+    """Processes images as transformers does, after shrinking images with too many tokens.
 
-    Every method may be called from any thread.
+    All methods are thread-safe.
     """
 
     def __init__(self, processor: ImageProcessor, info: ModelInfo) -> None:
@@ -53,11 +53,11 @@ class GenericImages:
         self.fitting = lru_cache(SIZES_KEPT)(self._fit)
 
     def recipe(self) -> ImageRecipe:
-        """Return how another process makes the same."""
+        """Return the recipe for building it in another process."""
         return ImageRecipe(f"{__name__}:image_processing", msgspec.json.encode(self._info))
 
     def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> GenericImages:
-        """Return the same for images that are resized within other bounds.
+        """Return the image processing with other bounds for resized images.
 
         Raises:
             RequestRefused: When the processor has no such bounds, or these are beyond its own.
@@ -75,10 +75,10 @@ class GenericImages:
         return self if found == limits else GenericImages(self.processor.within(found), self._info)
 
     def process_image(self, image: Image.Image) -> Arrays:
-        """Return the arrays of an RGB image, but for its metadata.
+        """Return the arrays of an RGB image, without its metadata.
 
         Raises:
-            RequestRefused: When it is empty, of a shape that the processor does not take, or of too many tokens.
+            RequestRefused: When the image is empty, has an unsupported shape, or too many tokens.
         """
         check_sides(image.width, image.height)
         size = self.fitting(image.width, image.height)
@@ -92,7 +92,7 @@ class GenericImages:
         try:
             return self.processor.shape(width, height)
         except (ValueError, ArithmeticError) as error:
-            # What the processor says of an image of no pixels but its size.
+            # The processor's message about an image without pixels concerns its size only.
             raise RequestRefused(
                 f"an image of {width} x {height} pixels cannot be processed: {error} "
                 "Remedy: crop or pad the image.",
@@ -100,9 +100,9 @@ class GenericImages:
             ) from error
 
     def _fit(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size to which an image is made smaller, so that it has no more tokens than allowed.
+        """Return the size that an image is shrunk to, so that it has no more tokens than allowed.
 
-        Nor has it more pixels than a blank image may have, where the processor needs one to tell what becomes of it.
+        If the processor needs a blank image to determine its result, the size also respects the limit of its pixels.
         """
         limit, pixels_max = self._info.item_tokens_max, self.processor.pixels_max
         fewest = 0
@@ -120,7 +120,7 @@ class GenericImages:
 
 
 def load_images(info: ModelInfo, tokenizer: Any) -> GenericImages:
-    """Load what processes images; `tokenizer` is transformers' tokenizer of the checkpoint.
+    """Load the image processing; `tokenizer` is transformers' tokenizer of the checkpoint.
 
     Raises:
         CheckpointError: When the processor cannot be loaded.
@@ -131,8 +131,8 @@ def load_images(info: ModelInfo, tokenizer: Any) -> GenericImages:
 
 
 def image_processing(settings: bytes) -> GenericImages:
-    """Make what processes images, by `GenericImages.recipe`, in a process that forks, without torch wherever it can."""
-    # Its threads would be there when the process forks.
+    """Build the image processing of `GenericImages.recipe` in a process that forks, if possible without torch."""
+    # The tokenizer's threads would exist when the process forks.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     info = msgspec.json.decode(settings, type=ModelInfo)
     forgo_torch(checkpoint_directory(info.path))

@@ -1,8 +1,8 @@
-"""Grammars over the tokens of one checkpoint, through llguidance.
+"""Grammars over the tokens of one checkpoint, with llguidance.
 
-The tokens are those of `TokenTable`, whose bytes are what a client reads: what a grammar allows is what comes out,
-whatever kind of tokenizer it is. What compiling a grammar and following it may take is bounded by counts of work, not
-by time, so that the engine and every rank come to the same end.
+The vocabulary is a `TokenTable`, whose bytes are the text of a client: a grammar constrains exactly that text, for
+any kind of tokenizer. Compiling and following a grammar is limited by counts of work, not by time, so that the engine
+and every rank get the same result.
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NESTING_MAX = 64
-"""Brackets within brackets in a grammar or regex: they are parsed recursively, where an overflow ends the process."""
+"""Maximum depth of brackets in a grammar or regex: parsing is recursive, and a stack overflow ends the process."""
 MESSAGE_CHARACTERS_MAX = 2000
 COMPILE_S_MAX = 0.25
-"""CPU time of the engine's compilation: a rank compiles what was accepted between two steps, and others wait."""
+"""Maximum CPU time of the engine's compilation: a rank compiles accepted grammars between two steps, and others wait.
+"""
 TRIED_TOKENS_MAX, TRIED_S_MAX = 32, 0.05
 """Limits of the output that a check generates: tokens, and CPU time in seconds."""
 WORD_BITS = 32
 FORCED_TOKENS_MIN = 16
-"""Minimum number of tokens to make of a text without choices, if it is that long; the library drops up to 4 of them."""
+"""Minimum number of tokens for a text without choices, if it is that long; the library drops up to 4 of them."""
 
 Encode = Callable[[str], list[int]]
-"""Makes tokens of a text."""
+"""Tokenizes a text."""
 
 _WHITESPACE: JsonCompileOptions = {"whitespace_pattern": r"[ \n]{0,1}[ ]{0,16}"}
-"""Between the parts of JSON; without a bound, a model that is not sure of itself writes blanks up to `max_tokens`."""
+"""Whitespace in JSON; without a bound, a model with uncertain output may write spaces up to `max_tokens`."""
 
 
 def load_grammars(info: ModelInfo) -> TokenGrammars | None:
-    """Return what compiles grammars; None where the tokens are no bytes, or none of them ends an answer.
+    """Return the grammar compiler; None if tokens are not bytes, or the model has no stop token.
 
     Raises:
         CheckpointError: When there is no tokenizer.
@@ -77,7 +78,7 @@ def load_grammars(info: ModelInfo) -> TokenGrammars | None:
         ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         return ids
 
-    # One that puts a blank before every text makes other tokens in the middle of an answer.
+    # A tokenizer that adds a space before every text would produce other tokens in the middle of an output.
     known = None if table.begins_blank else encode
     return TokenGrammars(table, vocab_size=info.vocab_size, ends=ends, encode=known)
 
@@ -89,7 +90,7 @@ def _backend(info: ModelInfo) -> Any:
 
         try:
             return Tokenizer.from_file(str(directory / TOKENIZER_JSON))
-        except Exception as error:  # it raises this very class
+        except Exception as error:  # the library raises this very class
             raise CheckpointError(
                 f"{TOKENIZER_JSON} cannot be loaded ({type(error).__name__}). "
                 "Remedy: give the directory of a complete checkpoint."
@@ -99,11 +100,11 @@ def _backend(info: ModelInfo) -> Any:
 
 
 class _Vocabulary:
-    """The tokens as llguidance reads them.
+    """The vocabulary in the interface of llguidance.
 
-    Where a grammar leaves one text only, it allows the first token that `encode` makes of it, so that the model reads
-    the tokens that it was trained on. The library asks for the tokens of all that is left of such a text at every step,
-    and uses the first one.
+    If a grammar allows one text only, it allows the first token of `encode` for it, so that the model sees the tokens
+    it was trained on. The library asks for the tokens of the whole remaining text at every step, and uses the first
+    one.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class _Vocabulary:
         text = text.decode() if isinstance(text, bytes) else text
         text = text[: self._characters_max]
         ids = self._encode(text)
-        # In a literal, `<|im_end|>` is text: its token would end the answer, and no client would see it.
+        # In a literal, `<|im_end|>` is text: the special token would end the output, and clients would not see it.
         return ids if self._special.isdisjoint(ids) else self._longest(text)
 
 
@@ -146,7 +147,7 @@ class TokenGrammars:
         ends: Sequence[int],
         encode: Encode | None = None,
     ) -> None:
-        """Take the tokens; `ends` are those that end an answer. Without `encode`, longest tokens come first."""
+        """Take the tokens; `ends` are the stop tokens. Without `encode`, the longest tokens are preferred."""
         import llguidance
         from llguidance import TokenizerWrapper
 
@@ -183,7 +184,7 @@ class TokenGrammars:
         _try_out(matcher, random.Random(grammar))  # noqa: S311
 
     def matcher(self, grammar: str) -> OutputMatcher:
-        """Return what follows an output through a grammar that was checked."""
+        """Return the matcher of one output for a grammar that was checked."""
         return OutputMatcher(self._compiled(grammar), self._tokenizer.vocab_size)
 
     def _compiled(self, grammar: str) -> LLMatcher:
@@ -194,7 +195,7 @@ class TokenGrammars:
 
 
 def _try_out(matcher: OutputMatcher, rng: random.Random) -> None:
-    """Generate one output with a grammar: most rules are compiled when they are reached, otherwise first in a rank."""
+    """Generate one output with a grammar: most rules are compiled on first use, otherwise first in a rank."""
     started_s = time.thread_time()
     for _ in range(TRIED_TOKENS_MAX):
         allowed = np.flatnonzero(np.unpackbits(matcher.mask.view(np.uint8), bitorder="little"))
@@ -207,11 +208,11 @@ class OutputMatcher:
     """Follows one output; see `vsched.worker.contract.TokenMatcher`.
 
     Attributes:
-        error: Why the grammar cannot be followed; empty while it can.
+        error: The reason why the grammar cannot be followed; empty otherwise.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, *, eager: bool = False) -> None:
-        """Take what follows tokens; an eager one finds out at once what may come next, and whether that fails."""
+        """Take llguidance's matcher; an eager one computes each mask, and finds errors, immediately."""
         self._eager = eager
         self._matcher = matcher
         self._vocab_size = vocab_size
@@ -228,7 +229,7 @@ class OutputMatcher:
         return self._mask
 
     def follow(self, token_ids: Sequence[int]) -> FinishReason | None:
-        """Take the next tokens; return whether the output is whole, or cannot be followed any more."""
+        """Take the next tokens; return a finish reason if the output is complete, or cannot be followed any more."""
         matcher = self._matcher
         if not self.error and not matcher.consume_tokens(list(token_ids)):
             self._fail(matcher.get_error())
@@ -243,7 +244,7 @@ class OutputMatcher:
     def foresee(
         self, wanted: Sequence[int], count: int
     ) -> list[tuple[int, npt.NDArray[np.uint32]]]:
-        """Return up to `count` tokens that may come next, and the mask after each; what fails does so in a copy."""
+        """Return up to `count` next tokens, and the mask after each; errors affect only a copy of the matcher."""
         mask = self.mask
         begins = bool(wanted) and allows(mask, wanted[0])
         if self.error or not (begins or only_token(mask) is not None):
@@ -252,7 +253,7 @@ class OutputMatcher:
         return [] if copy.error else foresee_with(copy, wanted, count)
 
     def _look(self) -> None:
-        """Find out what may come next."""
+        """Compute the mask of the next token."""
         self._looked = True
         matcher = self._matcher
         if not matcher.is_error():
@@ -264,11 +265,11 @@ class OutputMatcher:
 
     def _fail(self, error: str) -> None:
         self.error = error or "unknown"
-        self._mask.fill(0xFFFFFFFF)  # something must be drawn in the step that ends the request
+        self._mask.fill(0xFFFFFFFF)  # a token must be drawn in the step that ends the request
 
 
 class _Tree:
-    """Writes a tree of literals, schemas and texts, as `vsched.api.tools.grammar` makes it, as llguidance reads it."""
+    """Converts a tree of literals, schemas and texts (see `vsched.api.tools.grammar`) to Lark for llguidance."""
 
     def __init__(self) -> None:
         self._terminals: dict[str, str] = {}
@@ -318,7 +319,7 @@ class _Tree:
         most: int | None = None,
         pattern: str | None = None,
     ) -> str:
-        """Return the terminal of a text with its end: both in one, for the longest text would take the end as well."""
+        """Return the terminal of a text including its end marker: a separate text would consume the marker as well."""
         body = [rf"/(.|\n){{{least:d},{'' if most is None else format(most, 'd')}}}/"]
         if not least and most is None:
             body = [r"/(.|\n)*/"]
@@ -334,12 +335,12 @@ class _Tree:
 
 
 def _quoted(literal: str) -> str:
-    """Return a regular expression of a text."""
+    """Return a regular expression that matches a literal."""
     return "".join(each if each.isalnum() else f"\\x{{{ord(each):x}}}" for each in literal)
 
 
 def _whole(pattern: str) -> str:
-    """Return a regular expression of texts in which a schema's pattern is found, without slashes."""
+    """Return a regular expression of texts that contain a match of a schema's pattern, without slashes."""
     inner = pattern.removeprefix("^")
     begin = "" if inner != pattern else r"(.|\n)*"
     ends = inner.endswith("$") and not inner.endswith("\\$")
@@ -349,10 +350,10 @@ def _whole(pattern: str) -> str:
 
 
 def _in_its_form(grammar: str) -> str:
-    """Return a grammar as llguidance reads it.
+    """Return a grammar in llguidance's format.
 
     Raises:
-        RequestRefused: When it is none.
+        RequestRefused: When it is invalid.
     """
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
@@ -361,7 +362,7 @@ def _in_its_form(grammar: str) -> str:
         ((kind, value),) = msgspec.json.decode(grammar, type=dict[str, Any]).items()
         match kind:
             case "json_schema":
-                # A schema of `true` allows anything, one of `false` nothing: a wrapper has room for the options.
+                # A schema of `true` allows anything, `false` nothing: the wrapper can hold the options.
                 kept = rewrite_schema(value)
                 schema = kept if isinstance(kept, dict) else {"allOf": [kept]}
                 return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_WHITESPACE)
@@ -373,7 +374,7 @@ def _in_its_form(grammar: str) -> str:
                 return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(options))
             case "grammar":
                 _check_nesting(value)
-                # The library takes Lark with attributes or modifiers of rules for GBNF.
+                # The library mistakes Lark with attributes or modifiers of rules for GBNF.
                 lark = any_to_lark(value) if "::=" in value else value
                 return LLMatcher.grammar_from_lark(rewrite_lark(lark))
             case "thought":
@@ -386,14 +387,14 @@ def _in_its_form(grammar: str) -> str:
         raise
     except (SchemaError, PatternError) as error:
         raise _unusable(str(error)) from None
-    except Exception as error:  # the converter raises plain ones, and msgspec its own
+    except Exception as error:  # the converter raises plain exceptions, and msgspec its own
         raise _refused(str(error)) from error
     raise _refused(f"{kind} is no kind of grammar")
 
 
 def _behind_thought(end: str, answer: str) -> str:
-    """Return the grammar of any text up to `end`, and of an answer behind it."""
-    # Rules are told as they are, all else in JSON.
+    """Return the grammar of any text up to `end`, followed by an output of the given grammar."""
+    # Lark grammars are plain text, all others JSON.
     grammars = (
         json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
     )
@@ -408,7 +409,7 @@ def _behind_thought(end: str, answer: str) -> str:
 
 
 def _check_nesting(text: str) -> None:
-    """Refuse brackets within too many others; those in strings and classes count as well, which is no matter."""
+    """Check the nesting of brackets; brackets in strings and classes count as well, which is acceptable."""
     depth = deepest = 0
     for character in text:
         if character in "([{":

@@ -1,4 +1,4 @@
-"""Loads the front end of a checkpoint: of text, of a family with a path of its own, or of any other architecture."""
+"""Loading of a checkpoint's preprocessing: for text, a supported family, or the generic path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vsched_workers.families import FAMILIES
 
 
 def load_preprocessor(info: ModelInfo) -> TextPreprocessor:
-    """Load tokenizer, template and, where images are taken, image processor, clamped to `info.item_tokens_max`.
+    """Load tokenizer, chat template and, if the model takes images, image processor, clamped to `info.item_tokens_max`.
 
     Raises:
         CheckpointError: When tokenizer or processor are missing or cannot be loaded.

@@ -1,8 +1,8 @@
-"""The front end of the Qwen families: their image processor's numbers without its detours.
+"""Preprocessing of the Qwen families: bit-exact to their image processor, without its overhead.
 
-The image processor of transformers is asked once, at load, for its settings and for what it makes of each of the 256
-values of each channel. Processing an image is then a resize by Pillow and a transposition, without torch. What its
-bytes stand for, the same numbers to the bit, goes with them, and is looked up by the rank that encodes it.
+Transformers' image processor is called once, at load, for its settings and for its results for each of the 256 values
+of each channel. Processing an image is then a resize by Pillow and a transposition, without torch. The table of values,
+which are bit-identical to the processor's, is sent along with the bytes, and is applied by the encoding rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from vsched_workers.families.qwen_image import (
 )
 
 IMAGE_PROCESSOR = "Qwen2VLImageProcessorPil"
-"""The class of transformers for all these families, whatever older checkpoints call it."""
+"""The class in transformers for all these families, whatever name older checkpoints use."""
 
 
 class QwenPreprocessor(TextPreprocessor):
@@ -78,10 +78,10 @@ class QwenPreprocessor(TextPreprocessor):
         self.settings_digest = _digest(info, settings, limits)
 
     def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> Self:
-        """Return the same for images that are resized within other bounds.
+        """Return the preprocessor with other bounds for resized images.
 
         Raises:
-            RequestRefused: When they are not within what the memory of encoding was measured with.
+            RequestRefused: When they exceed the bounds that encoder memory was measured with.
         """
         factor = self._patch * self._merge
         made = copy.copy(self)
@@ -97,11 +97,11 @@ class QwenPreprocessor(TextPreprocessor):
         return made
 
     def image_recipe(self) -> ImageRecipe:
-        """Return how a process makes what processes images, without tokenizer and torch."""
+        """Return the recipe for building the image processor in another process, without tokenizer and torch."""
         return self._images.recipe()
 
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace each image by a bare marker, so that no image data runs through the template engine."""
+        """Replace each image by a bare marker, so that no image data passes through the template engine."""
         content = message.get("content")
         if not isinstance(content, list):
             return dict(message)
@@ -114,13 +114,13 @@ class QwenPreprocessor(TextPreprocessor):
         return {**message, "content": parts}
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
-        """Return what an image of this size becomes; its metadata is its grid.
+        """Return the plan of an image of this size; its metadata is its grid.
 
         Raises:
             RequestRefused: When the image is empty, too thin, or would have more tokens than allowed.
         """
         rows, columns = self._resized(width, height)
-        # Resizing goes through an image of the old height and the new width; then come two copies of the new one.
+        # Resizing creates an intermediate image of the old height and the new width, then two copies of the result.
         plan = self._plan(
             (1, rows // self._patch, columns // self._patch),
             work_bytes=columns * max(4 * (height + rows), (4 + 2 * self._channels) * rows),
@@ -158,7 +158,7 @@ class QwenPreprocessor(TextPreprocessor):
         """Return the plan of a grid: patches in time, height and width.
 
         Raises:
-            RequestRefused: When a side is empty or does not come out in whole merge units.
+            RequestRefused: When a side is empty or not a multiple of the merge size.
         """
         time, height, width = grid = companion
         merge = self._merge
@@ -175,7 +175,7 @@ class QwenPreprocessor(TextPreprocessor):
         return self._plan((time, height, width))
 
     def process_image(self, image: Image.Image) -> Arrays:
-        """Return the pixels of an RGB image, with the grid of `plan_image`, and what they stand for.
+        """Return the pixels of an RGB image, with the grid of `plan_image`, and the table of their values.
 
         Raises:
             RequestRefused: As `plan_image`.
@@ -186,10 +186,10 @@ class QwenPreprocessor(TextPreprocessor):
     def expand(
         self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
     ) -> tuple[list[int], list[Spans]]:
-        """Replace the i-th image placeholder as `plans[i]` says; return the ids, and each image's placeholders.
+        """Replace the i-th image placeholder according to `plans[i]`; return the ids, and each image's placeholders.
 
         Raises:
-            RequestRefused: When placeholders and images differ in number, or two images touch.
+            RequestRefused: When the numbers of placeholders and images differ, or two images touch.
         """
         placeholder = self.info.placeholder
         expanded = expand_images(token_ids, plans, placeholder=placeholder)
@@ -202,7 +202,7 @@ def load_qwen(info: ModelInfo, directory: Path, tokenizer: Any) -> QwenPreproces
     """Load the image processor of a checkpoint of these families, clamped to `info.item_tokens_max`.
 
     Raises:
-        CheckpointError: When its settings are not those of the checkpoint.
+        CheckpointError: When its settings do not match the checkpoint.
     """
     config = read_json(directory, "config.json")
     family = family_of(config)
@@ -231,7 +231,7 @@ def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: ResizeLimits) 
 
 
 def _level_table(processor: Any) -> npt.NDArray[np.float32]:
-    """Ask the processor what it makes of each value of each channel: float32 [channels, 256]."""
+    """Return the processor's result for each value of each channel: float32 [channels, 256]."""
     channels = len(processor.image_mean)
     ramp = np.broadcast_to(np.arange(256, dtype=np.uint8), (channels, 1, 256))
     image: Any = np.ascontiguousarray(ramp)

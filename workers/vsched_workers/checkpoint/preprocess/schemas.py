@@ -630,7 +630,7 @@ def _add_values(made: dict[str, Any], keyword: str, value: Any, place: LocatedSc
 
 
 def _add_format(made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema) -> None:
-    # Beside a pattern it is an annotation: zod's patterns of dates and times disagree with RFC 3339.
+    # With a pattern, a format is an annotation: zod's patterns of dates and times disagree with RFC 3339.
     if isinstance(value, str) and value in FORMATS and "pattern" not in place.schema:
         made[keyword] = value
 

@@ -1,4 +1,4 @@
-"""The front end of a model of text: chat template and tokenizer. Those of models with images stand on it."""
+"""Preprocessing of a text model: chat template and tokenizer. Base of the preprocessing with images."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PLACEHOLDERS_TOUCH = (
 
 
 class TextPreprocessor:
-    """Tokenizer and chat template of one checkpoint; it refuses images.
+    """Tokenizer and chat template of one checkpoint; images are refused.
 
-    Every method may be called from any thread: nothing is changed after loading.
+    All methods are thread-safe: nothing changes after loading.
     """
 
     settings_digest = b""
@@ -46,7 +46,7 @@ class TextPreprocessor:
 
     @property
     def chat_template(self) -> str:
-        """The text of the chat template, or of all that there are; empty for none."""
+        """The text of the chat template, or of all of them if there are several; empty for none."""
         own = self._tokenizer.chat_template or ""
         return own if isinstance(own, str) else "\n".join(own.values())
 
@@ -56,13 +56,13 @@ class TextPreprocessor:
         return bool(self._response_template)
 
     def answer_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> TemplateParser:
-        """Return what reads the answer to a prompt."""
+        """Return the parser for the output to a prompt."""
         return TemplateParser(self._response_template, prompt, tools)
 
     def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
-        """Render OpenAI-shaped messages with the chat template, one placeholder an image.
+        """Render messages in OpenAI's format with the chat template, with one placeholder per image.
 
-        Special tokens in messages and `tools` are text, which `tokenize` knows from the value that this returns.
+        Special tokens in messages and `tools` are text; the returned value has their positions for `tokenize`.
 
         Raises:
             RequestRefused: When the template rejects the messages, there is none, or their text cannot fit the context.
@@ -113,10 +113,10 @@ class TextPreprocessor:
         return self._special.unmark(self._with_edges(str(rendered)))
 
     def tokenize(self, text: str, *, images: bool = True) -> list[int]:
-        """Return token ids; other threads run meanwhile.
+        """Return token ids; releases the GIL.
 
-        A text that no template made begins with the tokenizer's first tokens, such as `<s>`.
-        Special tokens are recognised but for those in messages. Without `images` the image placeholder is text.
+        A text that is not a rendered template gets the tokenizer's BOS tokens, such as `<s>`. Special tokens are
+        recognized, except in messages. Without `images` the image placeholder is text.
 
         Raises:
             RequestRefused: When they exceed the context, or a stretch of text cannot be divided.
@@ -126,44 +126,44 @@ class TextPreprocessor:
         return self._special.ids(text, plain="" if images else self._placeholder)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens, special tokens skipped."""
+        """Return the text of these tokens, without special tokens."""
         return self._table.decode(token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token stands for."""
+        """Return the bytes of one token."""
         return self._table.bytes_of(token_id)
 
     def detokenizer(self, *, special: bool = False) -> ByteDetokenizer:
-        """Return a fresh incremental detokenizer for one request; its text has special tokens only with `special`."""
+        """Return an incremental detokenizer for one request; its text includes special tokens only with `special`."""
         return ByteDetokenizer(self._table, special=special)
 
     def _with_edges(self, text: str) -> str:
-        """Return a text with what is to stand beside each image in it: nothing."""
+        """Return a text with the additions around each image in it: none here."""
         return text
 
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message whose content is one string: templates of such models know no parts."""
+        """Return a message with string content: templates of text models do not support parts."""
         content = message.get("content")
         if not isinstance(content, list):
             return dict(message)
         return {**message, "content": "\n".join(part.get("text", "") for part in content)}
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
-        """Refuse an image."""
+        """Raise the error that images are not supported."""
         raise self._refusal()
 
     def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
-        """Refuse an image."""
+        """Raise the error that images are not supported."""
         raise self._refusal()
 
     def process_image(self, image: Image.Image) -> Arrays:
-        """Refuse an image."""
+        """Raise the error that images are not supported."""
         raise self._refusal()
 
     def expand(
         self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
     ) -> tuple[list[int], list[Spans]]:
-        """Return the ids, in which nothing stands for an image.
+        """Return the ids unchanged.
 
         Raises:
             RequestRefused: When there are images.
@@ -179,7 +179,7 @@ class TextPreprocessor:
 
 
 def check_sides(width: int, height: int) -> None:
-    """Refuse an image without pixels."""
+    """Check that an image has pixels."""
     if width < 1 or height < 1:
         raise RequestRefused(
             limit_message(
@@ -193,7 +193,7 @@ def check_sides(width: int, height: int) -> None:
 
 
 def too_many_tokens(width: int, height: int, tokens: int, limit: int) -> RequestRefused:
-    """Word that an image has more tokens than it may have."""
+    """Return the error that an image has too many tokens."""
     return RequestRefused(
         limit_message(
             f"an image of {width} x {height} pixels has too many tokens",
@@ -206,7 +206,7 @@ def too_many_tokens(width: int, height: int, tokens: int, limit: int) -> Request
 
 
 def touching(token_ids: Sequence[int], marker: int) -> bool:
-    """Return whether two markers stand side by side."""
+    """Return whether two markers are adjacent."""
     places = places_of(token_ids, marker)
     return any(next_one == one + 1 for one, next_one in itertools.pairwise(places))
 
@@ -225,7 +225,7 @@ def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def digest_of(*parts: bytes) -> bytes:
-    """Digest what arrays depend on besides the image: equal in every process and on every host."""
+    """Return a digest of the settings that determine arrays: equal in every process and on every host."""
     digest = hashlib.blake2b(digest_size=32)
     for part in parts:
         digest.update(struct.pack("<Q", len(part)) + part)

@@ -1,5 +1,5 @@
-"""The modules of families whose ranks do without transformers, whose import takes most of the start of a rank.
+"""Modules for families whose ranks run without transformers, whose import takes most of a rank's start time.
 
-They have the names that transformers' modules have, down to the tensors, and compute the same to the bit:
+Modules and tensors have the same names as transformers', and the results are bit-identical:
 `tests/workers/families/test_own_modules.py` compares them.
 """

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL by modules of its own, so that a rank does without transformers."""
+"""Qwen2.5-VL with vsched's own modules, so that a rank does not import transformers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class OwnQwen25Vl(Qwen25Vl):
-    """The family for one checkpoint that is within what the modules can do."""
+    """The family for one checkpoint that the modules support."""
 
     def __init__(self, settings: QwenSettings) -> None:
-        """Take what `config.json` says."""
+        """Take the settings from `config.json`."""
         self._settings = settings
 
     def model_config(self, path: str) -> QwenSettings:
@@ -48,20 +48,20 @@ class OwnQwen25Vl(Qwen25Vl):
 
 
 def own_modules(family: Qwen25Vl, path: str) -> OwnQwen25Vl | None:
-    """Return the family by its own modules for a checkpoint; None where transformers' are needed.
+    """Return the family with vsched's own modules for a checkpoint; None if transformers' are needed.
 
     Raises:
-        CheckpointError: When `config.json` leaves out what has no default.
+        CheckpointError: When `config.json` lacks a required entry.
     """
     settings = read_settings(path, family.text, family.vision)
     return None if settings is None else OwnQwen25Vl(settings)
 
 
 def positions_of(length: int, items: Items, *, merge: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Return M-RoPE positions [3, length], and the delta to add to a later token's index.
+    """Return mrope positions [3, length], and the delta to add to a later token's index.
 
-    Text advances all axes by one a token. An image starts where the text before it ended: its tokens have their frame,
-    row and column on the axes, and what follows starts behind the longest of its sides.
+    Text advances all axes by one per token. An image starts at the position after the text before it: the axes of its
+    tokens are frame, row and column, and what follows starts after the longest of its sides.
     """
     positions = np.empty((3, length), dtype=np.int64)
     following = at = 0

@@ -1,4 +1,4 @@
-"""The language model of Qwen2.5-VL over a packed row, its attention that of the paged cache."""
+"""The language model of Qwen2.5-VL over a packed batch, with paged attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class QwenAxesRotary(nn.Module):
-    """Cosines and sines of positions on three axes, each of which has sections of the frequencies."""
+    """Cosines and sines of mrope positions: each axis has sections of the frequencies."""
 
     inv_freq: torch.Tensor
     rope_type = "default"
@@ -51,7 +51,7 @@ class QwenAttention(nn.Module):
     """The attention of one layer.
 
     Attributes:
-        attend: What attends, in the way of transformers' attention functions; `QwenLanguageModel.attend_by` tells it.
+        attend: The attention function, with transformers' interface; set by `QwenLanguageModel.attend_by`.
     """
 
     attend: Callable[..., tuple[torch.Tensor, object]]
@@ -70,7 +70,7 @@ class QwenAttention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, rows: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Return what attention adds to rows [1, rows, hidden]."""
+        """Return the output of attention for rows [1, rows, hidden]."""
         query, key, value = (
             product(rows).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for product in (self.q_proj, self.k_proj, self.v_proj)
@@ -107,7 +107,7 @@ class QwenLanguageModel(nn.Module):
         super().__init__()
         self.config = config
         size = config.vocab_size, config.hidden_size
-        # Drawn values would be overwritten, and have torch import its compiler where there are none to draw.
+        # Random values would be overwritten; on the meta device, drawing them would make torch import its compiler.
         self.embed_tokens = nn.Embedding(*size, _weight=torch.empty(size))
         self.layers = nn.ModuleList(
             QwenLayer(config, index) for index in range(config.num_hidden_layers)
@@ -116,7 +116,7 @@ class QwenLanguageModel(nn.Module):
         self.rotary_emb = QwenAxesRotary(config)
 
     def attend_by(self, attend: Callable[..., tuple[torch.Tensor, object]]) -> None:
-        """Have the layers attend by this function."""
+        """Set the attention function of all layers."""
         for layer in self.layers:
             assert isinstance(layer, QwenLayer)
             layer.self_attn.attend = attend
@@ -124,7 +124,7 @@ class QwenLanguageModel(nn.Module):
     def forward(
         self, *, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, use_cache: bool
     ) -> SimpleNamespace:
-        """Run a packed row [1, rows, hidden] at positions [4, 1, rows], of the text and on three axes."""
+        """Run a packed batch [1, rows, hidden] at positions [4, 1, rows]: the text position and three mrope axes."""
         assert not use_cache, "the running step has the cache"
         angles = self.rotary_emb(inputs_embeds, position_ids[-3:])
         rows = inputs_embeds

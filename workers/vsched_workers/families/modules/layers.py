@@ -1,4 +1,4 @@
-"""What the language model and the vision tower have in common."""
+"""Modules that the language model and the vision tower share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class QwenRmsNorm(nn.Module):
-    """Divides rows by the root of the mean of their squares; the weight multiplies what is rounded already."""
+    """RMS norm; the normalized row is rounded before the product with the weight."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class QwenRmsNorm(nn.Module):
 
 
 class QwenFeedForward(nn.Module):
-    """Two products side by side, one the gate of the other, and one back."""
+    """A gated feed-forward."""
 
     def __init__(self, width: int, inner: int, *, bias: bool) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class QwenFeedForward(nn.Module):
 
 
 def frequencies(theta: float, values: int) -> torch.Tensor:
-    """Return the frequencies of rotation of so many values, float32 [values / 2]."""
-    # Where a module is built without values, this would have torch import its compiler, for two seconds.
+    """Return the rotary frequencies for `values` values, float32 [values / 2]."""
+    # On the meta device, this would make torch import its compiler, which takes two seconds.
     with torch.device("cpu"):
         return 1.0 / (theta ** (torch.arange(0, values, 2, dtype=torch.float) / values))
 
 
 def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of a value of the first half and one of the second; all three broadcast together."""
+    """Apply rotary embedding to heads, whose halves form the rotated pairs; all three broadcast together."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin

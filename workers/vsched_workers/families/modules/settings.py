@@ -1,4 +1,4 @@
-"""What a Qwen2.5-VL checkpoint's `config.json` says, by the names of transformers' configuration objects."""
+"""The settings in a Qwen2.5-VL checkpoint's `config.json`, with the names of transformers' configuration objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 _THETA = 1_000_000.0
 _PLAIN_ROPE = {"default", "mrope"}
-"""What configurations call frequencies that nothing is done to."""
+"""Names of the unscaled rotary embedding in configurations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class QwenTextSettings:
 
     @property
     def head_dim(self) -> int:
-        """Values of an attention head."""
+        """The head dimension."""
         return self.hidden_size // self.num_attention_heads
 
 
@@ -72,12 +72,12 @@ def read_settings(
     text: Callable[[Mapping[str, Any], str], Any],
     vision: Callable[[Mapping[str, Any], str], Any],
 ) -> QwenSettings | None:
-    """Return what a checkpoint says; None where it asks for more than the modules here can do, or leaves something out.
+    """Return a checkpoint's settings; None if they are incomplete, or the modules here do not support them.
 
     `text` and `vision` read an entry of a part, as the family does.
 
     Raises:
-        CheckpointError: When an entry is missing that has no default.
+        CheckpointError: When a required entry is missing.
     """
     config: dict[str, Any] = msgspec.json.decode(Path(path, "config.json").read_bytes())
     rope = _rope(config)
@@ -135,7 +135,7 @@ _VISION_STATED = {"depth", "window_size", "out_hidden_size", "fullatt_block_inde
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the parameters of rotary embedding, in the newer layout or the older; None for another kind."""
+    """Return the rotary embedding parameters, in the newer layout or the older; None for unsupported kinds."""
     part = config.get("text_config")
     part = part if isinstance(part, Mapping) else config
     found = part.get("rope_scaling") or part.get("rope_parameters")

@@ -21,7 +21,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class QwenPatchEmbedding(nn.Module):
-    """A row for each patch: a convolution whose stride is its kernel."""
+    """The patch embedding: a convolution whose stride equals its kernel size."""
 
     def __init__(self, config: QwenVisionSettings) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class QwenPatchEmbedding(nn.Module):
 
 
 class QwenPatchRotary(nn.Module):
-    """Cosines and sines of the place of a patch in its image."""
+    """Cosines and sines of a patch's position in its image."""
 
     inv_freq: torch.Tensor
 
@@ -67,7 +67,7 @@ class QwenPatchAttention(nn.Module):
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, rows: torch.Tensor, cu_seqlens: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Return what attention adds to rows [patches, hidden]; each sees those of its own sequence."""
+        """Return the output of attention for rows [patches, hidden], within each sequence of `cu_seqlens`."""
         qkv = self.qkv(rows).reshape(len(rows), 3, self.num_heads, -1)
         cos, sin = (each[:, None].float() for each in angles)
         query, key = (
@@ -110,7 +110,7 @@ class QwenBlock(nn.Module):
 
 
 class QwenMerger(nn.Module):
-    """Makes a row of the language model of a square of patches."""
+    """The projector: a square of patches to one row of the language model."""
 
     def __init__(self, config: QwenVisionSettings) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class QwenMerger(nn.Module):
 
 
 class QwenVisionTower(nn.Module):
-    """The tower and its merger."""
+    """The tower and its projector."""
 
     def __init__(self, config: QwenVisionSettings) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def _places(sizes: list[tuple[int, int, int]], merge: int) -> Iterator[torch.Ten
 def _windows(
     sizes: list[tuple[int, int, int]], merge: int, side: int
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return the tokens of all images, window by window, and where windows end, 0 first."""
+    """Return the tokens of all images, window by window, and the ends of windows, starting with 0."""
     order, ends, first = [], [0], 0
     for frames, rows, columns in sizes:
         high, wide = rows // merge, columns // merge
