@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP layer over an engine."""
+"""The OpenAI-compatible HTTP API of an engine."""
 
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings, EngineContract, Generation

@@ -1,4 +1,4 @@
-"""The adapters of a server: to look at them, load one, take one away; in our form and in vLLM's."""
+"""Endpoints that list, load and unload adapters, in vsched's and in vLLM's format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT = b"text/plain; charset=utf-8"
 
 
 class AdapterEndpoints:
-    """What operators do with adapters; a client that disconnects meanwhile stops nothing."""
+    """Adapter endpoints for operators; an operation continues if its client disconnects."""
 
     def __init__(self, engine: EngineContract, bodies: RequestBodies) -> None:
         self._engine = engine
@@ -33,28 +33,28 @@ class AdapterEndpoints:
         return json_response(AdapterList([AdapterRow(**row) for row in self._engine.adapters()]))
 
     async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Load one."""
+        """Load an adapter."""
         exchange = HttpExchange(scope, receive, send)
         await exchange.answer(self._load(exchange))
 
     async def unload(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take one away."""
+        """Unload an adapter."""
         exchange = HttpExchange(scope, receive, send)
         await exchange.answer(self._unload(scope["path_params"]["name"]))
 
     async def load_lora(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Load one, as vLLM is asked to."""
+        """Load an adapter, in vLLM's format."""
         exchange = HttpExchange(scope, receive, send)
         await _answer_in_text(exchange, self._load_lora(exchange))
 
     async def unload_lora(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take one away, as vLLM is asked to."""
+        """Unload an adapter, in vLLM's format."""
         exchange = HttpExchange(scope, receive, send)
         await _answer_in_text(exchange, self._unload_lora(exchange))
 
     async def _load(self, exchange: HttpExchange) -> AdapterRow:
         asked = await self._bodies.read(exchange, AdapterRequest, tokens=0)
-        exchange.release_room()  # it may take long
+        exchange.release_room()  # loading may take long
         await self._engine.load_adapter(asked.name, asked.path)
         return next(
             AdapterRow(**row) for row in self._engine.adapters() if row["name"] == asked.name
@@ -79,10 +79,10 @@ class AdapterEndpoints:
 
 
 class Endpoint:
-    """An ASGI application that is an object, so that the router hands it the connection as it is."""
+    """An ASGI application as an object, so that the router passes the connection to it unchanged."""
 
     def __init__(self, serve: Any) -> None:
-        """Take what serves a connection."""
+        """Wrap a coroutine function that serves a connection."""
         self._serve = serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,7 +91,7 @@ class Endpoint:
 
 
 async def _answer_in_text(exchange: HttpExchange, work: Awaitable[str]) -> None:
-    """Send a sentence, or an error with the status that vLLM has for it."""
+    """Send a sentence, or an error with the status that vLLM uses for it."""
 
     async def answer() -> None:
         try:

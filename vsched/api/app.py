@@ -1,4 +1,4 @@
-"""The application: routes, access checks, and the errors 404 and 405."""
+"""The application: routes, access checks, and errors 404 and 405."""
 
 from __future__ import annotations
 
@@ -46,11 +46,10 @@ def create_app(
     *,
     resumption: Resumption | None = None,
 ) -> Starlette:
-    """Build the HTTP application over an engine.
+    """Build the HTTP application for an engine.
 
-    The engine may still be loading: `/health` tells, and completions are refused until it is ready. `metrics` are
-    those that requests are counted in, by default its own. What `resumption` has of an engine before this one is told
-    by the ids of its answers.
+    The engine may still be loading: `/health` reports it, and completions are refused until it is ready. Requests are
+    counted in `metrics`, by default a new instance. `resumption` serves answers of an earlier engine by their ids.
     """
     metrics = metrics or ApiMetrics(engine, tenants_max=settings.tenants_max)
     resumption = resumption or Resumption()
@@ -67,7 +66,7 @@ def create_app(
 def create_front(
     engine: ServingContract, settings: ApiSettings, metrics: ApiMetrics, operations: ASGIApp
 ) -> Starlette:
-    """Build the application of a process that has no engine of its own: `operations` has what only that can tell."""
+    """Build the application of an API process, which has no engine: `operations` serves the operator routes."""
     bodies = RequestBodies(settings)
     # Only the paths and methods of these routes are used; their endpoints are never called.
     operating = _operating(cast("EngineContract", engine), metrics, bodies)
@@ -83,7 +82,7 @@ def create_front(
 def create_operations(
     engine: EngineContract, settings: ApiSettings, metrics: ApiMetrics
 ) -> Starlette:
-    """Build what `create_front` leaves out; who may call was judged there."""
+    """Build the operator routes that `create_front` forwards; access was checked there."""
     return _application(_operating(engine, metrics, RequestBodies(settings)), None)
 
 
@@ -94,7 +93,7 @@ def _answering(
     bodies: RequestBodies,
     resumption: Resumption,
 ) -> list[Route]:
-    """Return the routes of clients, and those of what a process knows by itself."""
+    """Routes for clients, and routes that need no engine."""
     described = Descriptions(engine)
     parts = engine, settings, metrics, bodies, resumption.journal
     messages = MessagesEndpoint(*parts)
@@ -126,7 +125,7 @@ def _answering(
 
 
 def _operating(engine: EngineContract, metrics: ApiMetrics, bodies: RequestBodies) -> list[Route]:
-    """Return the routes of operators: what the engine alone can tell, and do."""
+    """Routes for operators, which need the engine."""
     operations = Operations(engine, metrics)
     adapters = AdapterEndpoints(engine, bodies)
     return [
@@ -147,8 +146,8 @@ def _operating(engine: EngineContract, metrics: ApiMetrics, bodies: RequestBodie
 def _application(routes: list[Route], settings: ApiSettings | None) -> Starlette:
     """Build the application; without settings, access was checked by another process.
 
-    Access checks wrap each route, behind the routing: a request with an unknown path or method gets a 404 or 405, not
-    a misleading 401 or 415.
+    Access checks wrap each route, after routing: a request with an unknown path or method gets a 404 or 405, not a
+    misleading 401 or 415.
     """
     middleware, guards = access_middleware(settings) if settings is not None else ([], [])
     for route in routes:
@@ -206,6 +205,6 @@ async def _mistake(request: Request, error: Exception) -> Response:
     del error
     failed = RequestFailed("the server made a mistake")
     response = json_response(form_of(request.url.path).error(failed), failed.status)
-    # What answers this stands before all middleware.
+    # This handler runs outside all middleware, so the response is tagged here.
     response.headers["x-request-id"] = response_id(request.scope).decode()
     return response

@@ -1,4 +1,4 @@
-"""/v1/chat/completions and /v1/completions: decode, check, generate, write."""
+"""/v1/chat/completions and /v1/completions: decode, check, generate, respond."""
 
 from __future__ import annotations
 
@@ -53,25 +53,26 @@ from vsched.worker.capabilities import ParsesAnswers
 logger = logging.getLogger(__name__)
 
 _INLINE_CHARACTERS_MAX = 16_384
-"""Messages up to this length are rendered on the loop: a hop to a thread costs more than it."""
+"""Messages up to this length are rendered on the event loop: a switch to a thread takes longer."""
 _INLINE_VALUES_MAX = 4096
-"""So many log-probabilities of prompts are worded on the loop; more take a thread."""
+"""Up to this number of prompt log-probabilities are formatted on the event loop; more take a thread."""
 _PART_CHARACTERS = 128
-"""A message, or a part of one, takes a template as long as that many characters of a text."""
+"""Rendering a message, or a part of one, takes as long as rendering this many characters of text."""
 _NAMED_MAX = 8
-"""So many adapters are named to who asks for one that is not there."""
+"""Maximum number of adapters listed in the error for an unknown model."""
 _RETRY_AFTER_S = {"loading": 5, "draining": 5, "stopped": 30}
 
 
 class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready for the engine.
 
-    To each prompt `drawn` answers are generated, and the best `n` of them told. `hides_logprobs` is that those of its
-    tokens are needed for that alone. `echoes` are the texts of prompts, or of a chat's last message, that are told,
-    None for a prompt of tokens. `constrained_by` is the parameter that its grammar comes from. `wording` makes the
-    parser of a choice with tool calls or reasoning, `make_stop_scope` the scope that excludes tool calls from stop
-    strings. `asked` is what the answer of a dialect repeats of the request. `model` is the name that the answer has,
-    and `adapter` is it where it names one, else empty.
+    `drawn` choices are generated for each prompt, and the best `n` of them are returned. `hides_logprobs` means that
+    log-probabilities are needed only for that selection. `echoes` are the texts of prompts, or of a chat's last
+    message, to repeat in the response; None for a prompt of token ids. `constrained_by` is the parameter that the
+    grammar comes from. `wording` creates the parser of a choice with tool calls or reasoning, `make_stop_scope` the
+    scope that excludes tool calls from stop strings. `asked` are the request fields that another vendor's API repeats
+    in its response. `model` is the name in the response, and `adapter` is the same name if it is an adapter, otherwise
+    empty.
     """
 
     prompts: Sequence[Prompt]
@@ -98,7 +99,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_model(name: str | None, engine: ServingContract) -> str:
-    """Return the adapter that a request names as its model, empty for the model alone; refuse any other.
+    """Adapter that a request names as its model, empty for the base model; reject any other name.
 
     Raises:
         ParameterRefused: With status 404.
@@ -114,7 +115,7 @@ def check_model(name: str | None, engine: ServingContract) -> str:
 
 
 def check_ready(engine: ServingContract) -> None:
-    """Refuse while the engine does not take requests.
+    """Reject a request while the engine is not ready.
 
     Raises:
         RequestRefused: With status 503.
@@ -132,10 +133,10 @@ def check_ready(engine: ServingContract) -> None:
 def rendered(
     engine: ServingContract, messages: list[dict[str, Any]], arguments: dict[str, Any]
 ) -> str | Callable[[], str]:
-    """Render messages with the checkpoint's template; long ones are left to the thread that tokenizes them.
+    """Render messages with the checkpoint's template; long ones are rendered later, in the tokenizer's thread.
 
     Raises:
-        RequestRefused: When the template rejects them.
+        RequestRefused: If the template rejects them.
     """
 
     def render() -> str:
@@ -145,7 +146,7 @@ def rendered(
 
 
 def _effort(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> int:
-    """Return how many characters of one long text take as long to render and tokenize."""
+    """Cost of rendering and tokenizing, as an equivalent number of characters in one text."""
     texts = [message["content"] for message in messages]
     parts = [part.get("text", "") for text in texts if isinstance(text, list) for part in text]
     whole = [text for text in texts if isinstance(text, str)]
@@ -176,7 +177,7 @@ class CompletionEndpoint:
         self._journal = journal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; every end is counted once and answered once."""
+        """Serve one request; every outcome is counted and answered exactly once."""
         exchange = HttpExchange(scope, receive, send)
         record = self._metrics.begin(self.name, tenant=tenant_of(scope))
         outcome = "cancelled"
@@ -202,8 +203,8 @@ class CompletionEndpoint:
         """Read and check a request.
 
         Raises:
-            RequestRefused: When it cannot be served.
-            ClientDisconnected: When the client left before it was complete.
+            RequestRefused: If it cannot be served.
+            ClientDisconnected: If the client disconnected before it was complete.
         """
         tokens = self._engine.info.context_tokens
         request = await self._bodies.read(exchange, CompletionRequest, tokens=tokens)
@@ -234,7 +235,7 @@ class CompletionEndpoint:
         calls: str = "",
         thought: str = "",
     ) -> CheckedRequest:
-        """Return a checked request; `calls` is the grammar of forced calls, `thought` what ends begun reasoning."""
+        """Check the common fields; `calls` is the grammar of forced calls, `thought` the end marker of reasoning."""
         adapter = check_model(request.model, self._engine)
         constraint = constraint_of(request)
         if calls:
@@ -247,7 +248,7 @@ class CompletionEndpoint:
             request, self._settings, prompts=len(prompts), best_of=best_of
         )
         words: tuple[tuple[int, ...], ...] = ()
-        if request.bad_words:  # tokenizing the most of them would hold up every other connection
+        if request.bad_words:  # tokenizing the maximum number would block other connections
             words = await asyncio.to_thread(
                 parameters.bad_words, request, self._engine.preprocessor, self._settings
             )
@@ -287,7 +288,7 @@ class CompletionEndpoint:
     async def _serve(self, exchange: HttpExchange, record: RequestRecord) -> str:
         check_ready(self._engine)
         request_id = new_id(self.id_prefix, exchange.scope)
-        # Not kept here: prompt and images end with their preparation.
+        # Not stored here: prompt and images are released after preparation.
         return await exchange.until_disconnect(
             self._generate(exchange, record, await self.read(exchange, request_id))
         )
@@ -342,12 +343,12 @@ class CompletionEndpoint:
         tenant: str,
         begun: Begun | None = None,
     ) -> None:
-        """Have the engine accept all prompts of a request, one after the other, with their answers.
+        """Submit all prompts of a request to the engine, one after the other, with their choices.
 
-        Of a request with one answer, `begun` is what a dead engine told of it.
+        For a request with one choice, `begun` is the part that an earlier engine generated before it died.
 
         Raises:
-            RequestRefused: When it cannot; a refusal of its grammar names the parameter.
+            RequestRefused: If the engine refuses it; for a grammar, the error names the parameter.
         """
         try:
             for index, prompt in enumerate(job.prompts):
@@ -381,10 +382,10 @@ class CompletionEndpoint:
         answers: AcceptedAnswers,
         job: CheckedRequest,
     ) -> str:
-        """Tell a client its answers, as a stream or whole; return why the first one ended.
+        """Send the response, as a stream or as one body; return the finish reason of the first choice.
 
         Raises:
-            RequestFailed: When one ended in an error.
+            RequestFailed: If a choice ended in an error.
         """
         if job.stream:
             return await self._stream(exchange, record, answers, job)
@@ -402,7 +403,7 @@ class CompletionEndpoint:
             for index, generation in enumerate(answers.generations)
         ]
         if exchange.numbers_events:
-            # So that an event has the same number when it is told again.
+            # One token per event, so that events keep their numbers when they are sent again.
             voices[0].generation.one_by_one()
         await exchange.start_stream(_id_header(job))
         outcome = await SseWriter(exchange, record, voices).run()
@@ -428,7 +429,7 @@ class CompletionEndpoint:
         return (first[-1].finish_reason if first else None) or "stop"
 
     def _response(self, drawn: Sequence[Drawn], usage: Usage, job: CheckedRequest) -> object:
-        """Return the response that holds whole answers."""
+        """Build the non-streaming response."""
         responses = []
         for index, answer in enumerate(drawn):
             formatter = self._formatter(answer.generation, job, index)
@@ -438,7 +439,7 @@ class CompletionEndpoint:
 
 
 def _joined(responses: Sequence[object]) -> object:
-    """Return the responses of several answers as one."""
+    """Merge the responses of several choices."""
     first, *others = responses
     for other in others:
         if isinstance(first, ChatResponse):
@@ -461,7 +462,7 @@ def _wording(
     request_id: str,
     tools: ToolUse | None,
 ) -> Callable[[int], AnswerWording]:
-    """Return what words an answer, by its index."""
+    """Factory of parsers for the choices, by index."""
     hides_reasoning = request.include_reasoning is False
     return lambda index: AnswerWording(
         reader(),
@@ -482,8 +483,8 @@ class ChatEndpoint(CompletionEndpoint):
         """Read and check a request.
 
         Raises:
-            RequestRefused: When it cannot be served.
-            ClientDisconnected: When the client left before it was complete.
+            RequestRefused: If it cannot be served.
+            ClientDisconnected: If the client disconnected before it was complete.
         """
         tokens = self._engine.info.context_tokens
         return await self.job_of(
@@ -491,10 +492,10 @@ class ChatEndpoint(CompletionEndpoint):
         )
 
     async def job_of(self, request: ChatRequest, request_id: str) -> CheckedRequest:
-        """Check a request; long messages are rendered when it is prepared.
+        """Check a request; long messages are rendered during preparation.
 
         Raises:
-            RequestRefused: When it cannot be served.
+            RequestRefused: If it cannot be served.
         """
         check_model(request.model, self._engine)
         refuse_unsupported(request)
@@ -502,7 +503,7 @@ class ChatEndpoint(CompletionEndpoint):
             request.messages, self._settings, request.mm_processor_kwargs
         )
         if images:
-            refuse_images(self._engine.info)  # before a template that knows no images sees them
+            refuse_images(self._engine.info)  # before they reach a template without image support
         arguments = parameters.template_arguments(request, self._settings)
         template = self._engine.preprocessor.chat_template
         parsed = self._parses(template)
@@ -549,7 +550,7 @@ class ChatEndpoint(CompletionEndpoint):
         )
 
     def _parses(self, template: str) -> bool:
-        """Return whether the checkpoint says how its answers are read, and no form is known that streams calls."""
+        """True if the checkpoint has its own response parser, and no known format, which could stream, applies."""
         front, settings = self._engine.preprocessor, self._settings
         known = (
             call_format(settings.tool_format, template),
@@ -566,7 +567,7 @@ class ChatEndpoint(CompletionEndpoint):
     def _parser(
         self, prompt: str | Callable[[], str], arguments: dict[str, Any], tools: ToolUse | None
     ) -> TemplateReader:
-        """Return what reads one answer as the checkpoint says; the prompt's end alone matters to it."""
+        """Response parser of the checkpoint for one choice; it only needs the end of the prompt."""
         front = self._engine.preprocessor
         assert isinstance(front, ParsesAnswers)
         text = self._short_prompt(arguments) if callable(prompt) else prompt
@@ -574,7 +575,7 @@ class ChatEndpoint(CompletionEndpoint):
         return TemplateReader(parser, single=tools is not None and tools.single)
 
     def _short_prompt(self, arguments: dict[str, Any]) -> str:
-        """Return a prompt that ends like a longer one; empty where the template rejects it."""
+        """Render a short prompt with the same ending; empty if the template rejects it."""
         messages = [{"role": "user", "content": "a"}]
         others = {name: each for name, each in arguments.items() if name != "tools"}
         try:
@@ -585,7 +586,7 @@ class ChatEndpoint(CompletionEndpoint):
     def _begins(
         self, prompt: str | Callable[[], str], arguments: dict[str, Any], mark: str
     ) -> bool:
-        """Return whether the prompt ends with this mark; of one that is not rendered yet, a short one tells."""
+        """True if the prompt ends with this marker; for a prompt that is not rendered yet, a short one is checked."""
         if callable(prompt):
             prompt = self._short_prompt(arguments)
         return prompt.rstrip().endswith(mark)

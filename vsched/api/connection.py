@@ -1,8 +1,8 @@
-"""Uvicorn's HTTP protocol with limits of size and time, and with fixes of its violations of HTTP.
+"""Uvicorn's HTTP protocol with size and time limits, and with fixes for its violations of HTTP.
 
-Uvicorn limits neither the head of a request nor the time in which a request must arrive, and waits for ever for a
-client to read a response. All three are limited here, since an application sees a request only when its head is
-complete, and does not see whether its response is read.
+Uvicorn limits neither the size of a request's head nor its arrival time, and waits forever for a client to read a
+response. All three are limited here, because an application sees a request only after its head is complete, and cannot
+see whether its response is read.
 
 It also fixes uvicorn's violations of HTTP: an `Upgrade` header is ignored (RFC 9110, 7.8), responses to HTTP/1.0 are
 not chunked (RFC 9112, 6.1), HTTP/1.1 requires exactly one `Host` header (RFC 9112, 3.2), and a client may half-close
@@ -37,10 +37,10 @@ _FIRST_PROBE_S = 0.05
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection; `limits` are those of the configuration.
+    """One connection, with the limits of the configuration.
 
-    A head over its limits is answered 431, and a request that does not arrive in time 408. A client that leaves a full
-    connection unread has it cut off: the application learns of a disconnect, as of any other.
+    A head over its limits gets a 431, and a request that does not arrive in time a 408. A client that does not read its
+    response is disconnected: to the application it looks like any other disconnect.
     """
 
     def __init__(self, *args: Any, limits: ServerConfig, **options: Any) -> None:
@@ -53,28 +53,28 @@ class BoundedProtocol(HttpToolsProtocol):
         self._arrival: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
 
-    # --- a request arrives ---
+    # --- requests ---
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin; who connects is to send a request."""
+        """Wait for the first request of a new connection."""
         super().connection_made(transport)
         self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End; nothing is due any more."""
+        """Cancel all timers."""
         super().connection_lost(exc)
         self._request_came()
         self._client_read()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, unless a head grows beyond its limit, header by header or in one that does not end."""
+        """Parse data; refuse a head above its limit, counted per header and, for an incomplete one, in total."""
         if self._arrival is None:
             self._expect_request()
         self._is_head = not self._in_body
         self._unset_keepalive_if_required()
         self._parse(data)
         if self.transport.is_closing() or not (self._in_head and self._is_head):
-            return  # the head is complete, or only a part of this belongs to it: headers are counted one by one
+            return  # the head is complete, or began earlier: headers are counted singly
         self._head_bytes += len(data)
         if self._head_bytes > self._limits.header_bytes_max:
             self._refuse(self._head_too_large())
@@ -103,20 +103,20 @@ class BoundedProtocol(HttpToolsProtocol):
         return b"\r\n".join((*lines, b"", b""))
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Reset the counters for a new request."""
         super().on_message_begin()
         self._in_head, self._head_bytes, self._head_size = True, 0, 0
 
     def on_url(self, url: bytes) -> None:
-        """Count the URL."""
+        """Count the bytes of the URL."""
         super().on_url(url)
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header, or a trailer, which is one too.
+        """Count a header or trailer.
 
         Raises:
-            RequestRefused: Which the parser passes on as an error of its own.
+            RequestRefused: Passed on by the parser as an error of its own.
         """
         super().on_header(name, value)
         count, limit = len(self.headers), self._limits.headers_max
@@ -126,10 +126,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
-        """The head is complete; serve the request, unless it will be parsed again without its `Upgrade` header.
+        """Serve the request, unless it will be parsed again without its `Upgrade` header.
 
         Raises:
-            RequestRefused: Which the parser passes on as an error of its own.
+            RequestRefused: Passed on by the parser as an error of its own.
         """
         old = self.parser.get_http_version() != "1.1"
         self._refusal = self._head_invalid(hosts_min=0 if old else 1)
@@ -171,7 +171,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return RequestRefused(message, code="invalid_host")
 
     def on_message_complete(self) -> None:
-        """The request is there."""
+        """Finish the body of the request."""
         if self.parser.should_upgrade():
             return
         self._request_came()
@@ -179,7 +179,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Tell what is wrong with a request that does not reach the application."""
+        """Send the error for a request that does not reach the application."""
         error = self._refusal or RequestRefused(
             f"this is not valid HTTP ({msg}). Remedy: send HTTP/1.1, without TLS or HTTP/2.",
             code="invalid_http",
@@ -210,7 +210,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._arrival = None
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering and not self.cycle.more_body:
-            self._expect_request()  # a pipelined one, which the answer to the last one holds up
+            self._expect_request()  # a pipelined request, delayed by the current response
         elif answering or self._in_head:
             limit = f"{self._limits.receive_s:g} s"
             message = limit_message(
@@ -221,10 +221,10 @@ class BoundedProtocol(HttpToolsProtocol):
             )
             self._refuse(RequestRefused(message, code="request_timeout", status=408))
         else:
-            self._close()  # nothing came, or the rest of what was answered did not
+            self._close()  # no request, or the rest of one that was already answered, arrived
 
     def _refuse(self, error: RequestRefused) -> None:
-        """Answer in place of the application, and close; in the midst of its answer, just end that."""
+        """Send an error instead of the application, and close; if a response has started, only abort it."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -243,7 +243,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.write(b"".join((*head, body)))
         self._close()
 
-    # --- a client half-closes, or leaves ---
+    # --- half-closed and closed connections ---
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection for a complete request; answer 400 to an incomplete one; else close."""
@@ -265,8 +265,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _probe(self, cycle: RequestResponseCycle) -> None:
         """Find out whether the client has closed the connection or only half-closed it.
 
-        Both look the same until something is written: after a close, the first write is answered with a reset, and the
-        next write fails. So the first bytes of the response are written one by one, at growing intervals.
+        Both look the same until data is sent: after a close, the first write is answered with a reset, and the next
+        write fails. So the first bytes of the response are written one by one, at growing intervals.
         """
         begun: _BegunTransport | None = None
         beginning = _CHUNK_BEGINNING if cycle.chunked_encoding else b""
@@ -285,26 +285,26 @@ class BoundedProtocol(HttpToolsProtocol):
 
         write(0)
 
-    # --- a client reads ---
+    # --- clients that do not read ---
 
     def pause_writing(self) -> None:
-        """The connection is full: the client is to read."""
+        """Start the timer for the client to read, because the send buffer is full."""
         super().pause_writing()
         self._expect_reading()
 
     def resume_writing(self) -> None:
-        """The client has read; of a connection that closes, it is to read the rest."""
+        """Stop the timer; if the connection is closing, start it again for the remaining data."""
         self._client_read()
         super().resume_writing()
         self._expect_rest()
 
     def on_response_complete(self) -> None:
-        """The answer is written, which is not to say that it is read."""
+        """Start the timer for unread data if the connection is closing."""
         super().on_response_complete()
         self._expect_rest()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing came after the last answer."""
+        """Close an idle connection, with a timer for unread data."""
         super().timeout_keep_alive_handler()
         self._expect_rest()
 
@@ -313,7 +313,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_rest()
 
     def _expect_rest(self) -> None:
-        # A transport that closes waits for what was written to leave, however long that takes.
+        # A closing transport waits without limit until its buffer is sent.
         if self.transport.is_closing():
             self._expect_reading()
 
@@ -347,12 +347,12 @@ class _BegunTransport(asyncio.Transport):
 
 
 def _end_by_closing(cycle: RequestResponseCycle) -> None:
-    """End a response of unknown length by closing the connection, the only way in HTTP/1.0."""
+    """End a response of unknown length by closing the connection, the only possibility in HTTP/1.0."""
     cycle.chunked_encoding = False
     send = cycle.send
 
     def send_as_it_is(message: ASGISendEvent) -> Awaitable[None]:
-        # For each piece, since uvicorn compares the sum with the declared length.
+        # For each piece, because uvicorn compares the sum with the declared length.
         cycle.expected_content_length = len(cast("dict[str, bytes]", message).get("body", b""))
         return send(message)
 

@@ -1,6 +1,6 @@
-"""What the HTTP layer needs of an engine, and the limits it keeps.
+"""Engine interface of the HTTP layer, as a protocol, and the limits of the HTTP layer.
 
-The engine is written against nothing here; it only has to look like this. Tests hand in a fake.
+The engine does not depend on this module, so tests can pass a fake.
 """
 
 from __future__ import annotations
@@ -25,33 +25,35 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Limits and permissions of the HTTP layer.
 
     Attributes:
-        api_key: What clients must send as `Authorization: Bearer <key>`; empty asks for none. `/health` and `/ready`
-            are always open.
-        admin_key: What opens `/admin/`, in the same form; empty opens it to programs of this machine, with `api_key`.
-        tenant_keys: Keys by the tenant whose they are; each opens what `api_key` opens.
-        tenant_header: Name of the header that says the tenant, in lower case; empty for none.
-        tenants_max: Tenants that have metrics of their own; those after them count together.
-        metrics_without_key: Whether `/metrics` is open.
-        allowed_hosts: Names in `Host` beside addresses and `localhost`; None for any, `*.` before all under a domain.
-        cors_origins: Origins whose pages may call, `*` for any.
+        api_key: Key of clients, sent as `Authorization: Bearer <key>`; empty for no key. `/health` and `/ready` need
+            none.
+        admin_key: Key for `/admin/`, sent in the same way; if empty, `/admin/` is open to local programs, with
+            `api_key`.
+        tenant_keys: Keys by tenant; each grants the same access as `api_key`.
+        tenant_header: Name of the header with the tenant, in lower case; empty for none.
+        tenants_max: Number of tenants with their own metrics; the others are counted together.
+        metrics_without_key: `/metrics` needs no key.
+        allowed_hosts: Names allowed in `Host`, besides addresses and `localhost`; None for any, `*.` for all
+            subdomains.
+        cors_origins: Origins of web pages that may call the server, `*` for any.
         body_bytes_max: Bytes of a request body; counted while it arrives.
-        bodies_bytes_max: Bytes of large bodies that are held at a time, over all connections; more wait.
-        body_wait_s: Longest wait of a body for room among them.
-        strict_fields: Whether a field that nobody knows is refused within messages and other objects, too.
-        usage_always: Whether every event of a stream of OpenAI's tells the usage so far, asked for or not.
-        root_path: What may stand before every path; empty for nothing.
+        bodies_bytes_max: Bytes of large bodies held at a time, over all connections; further ones wait.
+        body_wait_s: Maximum wait of a body for that memory.
+        strict_fields: Unknown fields within messages and other nested objects are refused, too.
+        usage_always: Every stream event of OpenAI's APIs has the usage so far, even if not requested.
+        root_path: Optional prefix of all paths; empty for none.
         messages_max: Messages of one chat request.
         parts_max: Content parts and tool calls of one chat request, over all its messages.
         tools_max: Tools of one chat request.
-        tool_format: How the model writes calls, by a name of `CALL_FORMATS`; `auto` asks its chat template.
-        reasoning_format: How the model marks reasoning, by a name of `REASONING_FORMATS`, `none` or `auto`.
+        tool_format: Tool-call format of the model, a name in `CALL_FORMATS`; `auto` derives it from the chat template.
+        reasoning_format: Reasoning format of the model, a name in `REASONING_FORMATS`, `none` or `auto`.
         stop_max: Stop strings of one request.
         stop_characters_max: Characters of one stop string.
         stop_token_ids_max: Stop tokens of one request.
-        logit_bias_max: Tokens of one request with a bias.
-        bad_words_max: Words of one request that are not to be generated.
-        logprobs_max: Alternatives reported a token.
-        answers_max: Answers of one request: its prompts times `n`, or times `best_of`.
+        logit_bias_max: Tokens with a bias in one request.
+        bad_words_max: Forbidden words of one request.
+        logprobs_max: Reported alternatives per token.
+        answers_max: Choices of one request: its prompts times `n`, or times `best_of`.
         cache_salt_characters_max: Characters of a cache salt.
         template_arguments: Names that `chat_template_kwargs` may set.
     """
@@ -89,8 +91,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Generation(Protocol):
     """One accepted request: an asynchronous iterator of deltas.
 
-    Iterating raises `RequestFailed` when the request ends in an error. `cached_tokens` is valid from the first delta
-    on and 0 before it.
+    Iteration raises `RequestFailed` if the request ends in an error. `cached_tokens` is valid from the first delta on,
+    and 0 before.
     """
 
     @property
@@ -110,31 +112,31 @@ class Generation(Protocol):
     async def __anext__(self) -> OutputDelta: ...
 
     def subscribe(self, reader: Callable[[], None] | None) -> None:
-        """Have the reader called, on the event loop, whenever there may be something to take; None ends that.
+        """Call the reader on the event loop whenever there may be new deltas; None unsubscribes.
 
-        What was there before is not told. A generation is iterated or subscribed to, not both.
+        Earlier deltas are not announced. Use either iteration or a subscription for a generation, not both.
         """
         ...
 
     def one_by_one(self) -> None:
-        """From now on, let each delta have one token, so that they are the same whenever they are taken."""
+        """From now on, return one token per delta, so that deltas do not depend on the time of reading."""
         ...
 
     def take(self) -> OutputDelta | None:
-        """Return the next delta; None when there is none yet, or the last one was taken.
+        """Return the next delta; None if there is none yet, or no further one.
 
         Raises:
-            RequestFailed: When the request ended in an error.
+            RequestFailed: If the request ended in an error.
         """
         ...
 
     def abort(self) -> None:
-        """Free everything the request holds within one step; after its end this does nothing."""
+        """Abort the request and release its resources within one step; no-op after its end."""
         ...
 
 
 class ServingContract(Protocol):
-    """The engine as clients' requests see it, also in a process beside the engine's."""
+    """Engine interface for clients' requests, also available in API processes."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -164,82 +166,83 @@ class ServingContract(Protocol):
         begun: Begun | None = None,
         make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> Sequence[Generation]:
-        """Prepare the images, submit a request for as many answers as there are ids, and return once it is accepted.
+        """Prepare the images, submit a request with one choice per id, and return once it is accepted.
 
-        The answers differ in their seeds; all are accepted or none. `sampling.max_tokens` of 0 means as many as the
-        context leaves after the prompt. `adapter` names one that is loaded. `begun` is what a dead engine told of the
-        one answer: it goes on from there. `make_stop_scope` returns a `StopScope`, which limits stop strings to parts
-        of the text; by default they apply everywhere. Cancelling this call undoes everything.
+        The choices differ in their seeds; either all are accepted or none. `sampling.max_tokens` of 0 means up to the
+        end of the context. `adapter` is the name of a loaded adapter. `begun` is the part of a single choice that an
+        earlier engine generated before it died: generation continues after it. `make_stop_scope` returns a `StopScope`,
+        which limits stop strings to parts of the text; by default they apply everywhere. Cancelling this call undoes
+        everything.
 
         Raises:
-            RequestRefused: When the request cannot be accepted.
+            RequestRefused: If the request cannot be accepted.
         """
         ...
 
     async def tokenize(self, prompt: Prompt, images: Sequence[ImageReference] = ()) -> list[int]:
-        """Return the token ids of a text that could be a prompt, those of its images among them.
+        """Tokenize a prompt, including its images.
 
         Raises:
-            RequestRefused: When `generate_answers` would not take it.
+            RequestRefused: If `generate_answers` would refuse it.
         """
         ...
 
     def adapters(self) -> list[dict[str, Any]]:
-        """Return every adapter as an operator sees it."""
+        """Return all adapters, with the details for operators."""
         ...
 
 
 class EngineContract(ServingContract, Protocol):
-    """The engine as the HTTP layer sees it in its own process."""
+    """Engine interface of the HTTP layer in the engine's process."""
 
     def statistics(self) -> dict[str, Any]:
-        """Return nested dictionaries of what was counted and measured."""
+        """Return counters and measurements as nested dictionaries."""
         ...
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter: when this returns, requests may name it.
+        """Load an adapter; afterwards requests may use it.
 
         Raises:
-            RequestRefused: When it cannot be loaded.
+            RequestRefused: If it cannot be loaded.
         """
         ...
 
     async def unload_adapter(self, name: str) -> None:
-        """Take an adapter away.
+        """Unload an adapter.
 
         Raises:
-            RequestRefused: When there is none of this name, or it is on its way already.
+            RequestRefused: If there is no adapter of this name, or it is being loaded or unloaded already.
         """
         ...
 
     async def clear(self) -> dict[str, int]:
-        """Interrupt every request, those in preparation included; return what is left: 0 `running`, 0 `waiting`."""
+        """Abort all requests, including those in preparation; return the numbers left: 0 `running`, 0 `waiting`."""
         ...
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return every group as an operator sees it."""
+        """Return all groups, with the details for operators."""
         ...
 
     async def drain_group(self, group: str) -> bool:
-        """Give a group nothing new; return whether it had nothing to do any more within the deadline.
+        """Stop giving requests to a group; return True if it became idle within the deadline.
 
         Raises:
-            RequestRefused: With the groups that there are, or the state that does not allow it.
+            RequestRefused: If the group is unknown, or its state does not allow it.
         """
         ...
 
     async def restart_group(self, group: str) -> bool:
-        """Replace the ranks of a group; return whether it is back.
+        """Replace the ranks of a group; return True if it is up again.
 
         Raises:
-            RequestRefused: With the groups that there are, or the state that does not allow it.
+            RequestRefused: If the group is unknown, or its state does not allow it.
         """
         ...
 
     def resume_group(self, group: str) -> None:
-        """Give a drained group work again.
+        """Give requests to a drained group again.
 
         Raises:
-            RequestRefused: With the groups that there are, or the state that does not allow it.
+            RequestRefused: If the group is unknown, or its state does not allow it.
         """
         ...

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _OPENAI_CODES = {
     "queue_full": "rate_limit_exceeded",
     "shed": "rate_limit_exceeded",
 }
-"""Codes that OpenAI has a name of its own for: clients look for it."""
+"""Codes that OpenAI names differently: clients check for them."""
 _CONTEXT_WORDS = "This model's maximum context length is exceeded: "
-"""What litellm, and what is built on it, takes for a prompt that is too long: it reads the words, not the code."""
+"""litellm, and libraries on top of it, detect a prompt that is too long by these words, not by the code."""
 _SHOWN_CHARACTERS_MAX = 40
 
 
 class ClientDisconnected(Exception):
-    """The client went away."""
+    """The client disconnected."""
 
 
 class ParameterRefused(RequestRefused):
-    """A refusal that names the parameter it is about."""
+    """A refusal that names the offending parameter."""
 
     def __init__(
         self, message: str, *, param: str | None, code: str = "invalid_value", status: int = 400
@@ -41,7 +41,7 @@ class ParameterRefused(RequestRefused):
 
 
 class ErrorBody(msgspec.Struct):
-    """The inside of an OpenAI error."""
+    """Body of an OpenAI error."""
 
     message: str
     type: str
@@ -50,13 +50,13 @@ class ErrorBody(msgspec.Struct):
 
 
 class ErrorEnvelope(msgspec.Struct):
-    """An OpenAI error as it travels."""
+    """Envelope of an OpenAI error."""
 
     error: ErrorBody
 
 
 def envelope(error: RequestRefused | RequestFailed) -> ErrorEnvelope:
-    """Word an error for the client."""
+    """Format an error for the client."""
     default = "invalid_request_error" if error.status < 500 else "server_error"
     code = _OPENAI_CODES.get(error.code, error.code)
     before = _CONTEXT_WORDS if code == "context_length_exceeded" else ""
@@ -71,13 +71,13 @@ def envelope(error: RequestRefused | RequestFailed) -> ErrorEnvelope:
 
 
 def out_of_bounds(param: str, *, value: object, limit: object, remedy: str) -> ParameterRefused:
-    """Word a parameter outside its bounds."""
+    """Error for a parameter outside its bounds."""
     message = limit_message(f"`{param}` is out of bounds", value=value, limit=limit, remedy=remedy)
     return ParameterRefused(message, param=param)
 
 
 def shown(value: object) -> str:
-    """Return a value of a request as JSON, as far as it is short."""
+    """Format a request value as JSON, shortened if it is long."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     if isinstance(value, str) and len(value) > _SHOWN_CHARACTERS_MAX:
@@ -86,6 +86,6 @@ def shown(value: object) -> str:
 
 
 def unsupported(param: str, *, remedy: str) -> ParameterRefused:
-    """Word a parameter that would change what the request means and that vsched does not support."""
+    """Error for a parameter that would change the meaning of the request and is not supported."""
     message = f"`{param}` is not supported. Remedy: {remedy}."
     return ParameterRefused(message, param=param, code="unsupported_parameter")

@@ -1,4 +1,4 @@
-"""How deltas become OpenAI bodies: one formatter for chat, one for plain completions."""
+"""Convert deltas to OpenAI bodies: one formatter for chats, one for text completions."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from vsched.api.tools.wording import AnswerWording
 from vsched.worker.contract import Detokenizer, Preprocessor
 
 _LOGPROB_MIN = -9999.0
-"""OpenAI's stand-in for minus infinity, which JSON cannot write."""
+"""OpenAI's substitute for minus infinity, which JSON cannot represent."""
 _ENCODER = msgspec.json.Encoder()
 _NORMALIZED_CHARACTERS_MAX = 4
 """Maximum characters of a prompt that a tokenizer may normalize to one, such as a letter and its accents."""
 _BLANK = "\x00"
-"""A text that no name has."""
+"""A text that cannot occur in a name."""
 
 
 def usage_of(*families: Sequence[Generation]) -> Usage:
-    """Return the usage so far of the answers to each prompt: the prompt counts once, as the first answer found it."""
+    """Usage so far, by prompt: each prompt counts once, with the cached tokens of its first choice."""
     prompt = sum(answers[0].prompt_tokens for answers in families)
     output = sum(one.output_tokens for answers in families for one in answers)
     return Usage(
@@ -53,16 +53,18 @@ def usage_of(*families: Sequence[Generation]) -> Usage:
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer carries besides its text.
+    """Options for the contents of a response besides text.
 
     Attributes:
-        usage: A last event with the usage; with `running_usage` each event has what there is so far.
-        token_ids: Those of the prompt, and of each choice.
-        tokens_as_ids: Log-probabilities name tokens as `token_id:N`, for what is no text.
+        usage: A last event has the usage; with `running_usage` each event has the usage so far.
+        token_ids: Token ids of the prompt and of each choice are included.
+        tokens_as_ids: Log-probabilities name tokens as `token_id:N`, which also works for tokens that are not valid
+            text.
         shows_special: Special tokens are included in the text.
-        prompt_logprobs: Those of the prompt with so many alternatives a token, in vLLM's form; None for no such.
-        echo: The text of a completion begins with its prompt, and its log-probabilities with those of the prompt,
-            with `echo_logprobs` alternatives a token.
+        prompt_logprobs: Number of alternatives per prompt token, in vLLM's format; None for no prompt
+            log-probabilities.
+        echo: The text of a completion starts with its prompt, and its log-probabilities with those of the prompt, with
+            `echo_logprobs` alternatives per token.
     """
 
     usage: bool = False
@@ -79,38 +81,38 @@ _TEXT_ALONE = AnswerOptions()
 
 
 class Formatter(Protocol):
-    """Words deltas; one for each request, since it remembers what came before."""
+    """Formats deltas; stateful, so there is one for each choice."""
 
     def chunk(self, delta: OutputDelta) -> object:
         """Return the event for a delta, to be encoded as JSON; None if the delta has only tool-call markup.
 
-        All other deltas have an event, even without text, since clients count tokens by events.
+        All other deltas have an event, even without text, because clients count tokens by events.
         """
         ...
 
     def usage_chunk(self, usage: Usage) -> object:
-        """Return the event that carries only the usage."""
+        """Return the event with the usage only."""
         ...
 
     def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> object:
-        """Return the response that holds everything."""
+        """Return the complete response."""
         ...
 
 
 class _Form:
-    """Events that differ in their text alone: everything around it is encoded once."""
+    """Events that differ only in their text: everything around it is encoded once."""
 
     def __init__(self, blank: object) -> None:
-        """Take the event whose text is `_BLANK`."""
+        """Encode an event whose text is `_BLANK`."""
         self._before, self._after = _ENCODER.encode(blank).split(_ENCODER.encode(_BLANK))
 
     def fill(self, text: str) -> msgspec.Raw:
-        """Return the event with this text."""
+        """Encode the event with this text."""
         return msgspec.Raw(self._before + _ENCODER.encode(text) + self._after)
 
 
 def token_text(token_id: int, preprocessor: Preprocessor, *, as_id: bool = False) -> str:
-    r"""Return the name of a token: its text, or `bytes:\xe2\x80` as in OpenAI's API if it is not valid UTF-8."""
+    r"""Name of a token: its text, or `bytes:\xe2\x80` as in OpenAI's API if it is not valid UTF-8."""
     if as_id:
         return f"token_id:{token_id}"
     spelled = preprocessor.token_bytes(token_id)
@@ -123,7 +125,7 @@ def token_text(token_id: int, preprocessor: Preprocessor, *, as_id: bool = False
 def chat_logprob(
     token: TokenLogprob, preprocessor: Preprocessor, *, as_id: bool = False
 ) -> ChatLogprob:
-    """Return the log-probability of a token and of its alternatives, as chats word it."""
+    """Log-probability of a token and of its alternatives, in the chat format."""
 
     def alternative(token_id: int, logprob: float) -> TopLogprob:
         content = list(preprocessor.token_bytes(token_id))
@@ -136,10 +138,10 @@ def chat_logprob(
 
 
 def text_of(preprocessor: Preprocessor, token_ids: Sequence[int]) -> str:
-    """Return the text of all tokens, special ones included."""
+    """Detokenize all tokens, including special ones."""
     text = b"".join(map(preprocessor.token_bytes, token_ids)).decode("utf-8", "replace")
     plain = preprocessor.detokenize(token_ids)
-    # Some tokenizers begin every text with a blank, which is no part of it.
+    # Some tokenizers start every text with a space, which is not part of it.
     return plain if text == f" {plain}" else text
 
 
@@ -152,10 +154,10 @@ def _finish_reason(deltas: Sequence[OutputDelta]) -> str:
 
 
 class _Formatting:
-    """What both kinds of answers have in common.
+    """Common part of the two formatters.
 
     Attributes:
-        options: What the answer carries besides its text.
+        options: Contents of the response besides text.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class _Formatting:
         index: int = 0,
         request_id: str = "",
     ) -> None:
-        """Take `wording` where the answer may hold more than content, and of several answers index and common id."""
+        """Create a formatter; `wording` parses calls and reasoning, `index` and `request_id` serve several choices."""
         self.options = options
         self._index = index
         self._generation = generation
@@ -184,11 +186,11 @@ class _Formatting:
         self._form = _Form(self._event(_BLANK))
 
     def _event(self, text: str) -> object:
-        """Return an event with a text and nothing else."""
+        """Return an event with only a text."""
         raise NotImplementedError
 
     def _is_bare(self, delta: OutputDelta) -> bool:
-        """Return whether the event of a delta is its text and nothing else."""
+        """True if the event of a delta has only a text."""
         return self._bare and delta.finish_reason is None and delta.logprobs is None
 
     def _running_usage(self) -> Usage | UnsetType:
@@ -200,12 +202,12 @@ class _Formatting:
         return [token_id for delta in deltas for token_id in delta.token_ids]
 
     def _prompt_token_ids(self) -> list[int] | UnsetType:
-        """Return the ids of the prompt, for the first event or the whole answer."""
+        """Token ids of the prompt, for the first event or the complete response."""
         wanted = self.options.token_ids and not self._begun
         return list(self._generation.prompt_token_ids) if wanted else UNSET
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
-        """Return those of the prompt; only of a whole answer."""
+        """Log-probabilities of the prompt; only for complete responses."""
         count, report = self.options.prompt_logprobs, self._generation.prompt_report
         if count is None or report is None:
             return None
@@ -227,10 +229,10 @@ class _Formatting:
 
 
 class ChatFormatter(_Formatting):
-    """Words chat completions.
+    """Formats chat completions.
 
     Attributes:
-        echo: What the content begins with before the first token: the message that the answer goes on from.
+        echo: Beginning of the content before the first token: the assistant message that is continued.
     """
 
     echo = ""
@@ -313,7 +315,7 @@ class TextOffsets:
     """
 
     def __init__(self, detokenizer: Detokenizer, *, start: int = 0, known: str = "") -> None:
-        """Begin at offset `start`; or locate tokens in a `known` text, which their spelling may differ from."""
+        """Start at offset `start`; or locate tokens in a `known` text, which may differ from their spelling."""
         self._detokenizer = detokenizer
         self._at = start
         self._known = known
@@ -327,7 +329,7 @@ class TextOffsets:
             self._at += len(text)
             return begin
         # Tokenizers may add special tokens and a space at the start, and normalize characters. If a token is not found
-        # at the current offset, search behind the characters of the tokens that were not found either.
+        # at the current offset, skip the characters of the preceding tokens that were not found either.
         for slack in (0, _NORMALIZED_CHARACTERS_MAX * self._missing):
             for piece in (text, text.removeprefix(" ")):
                 begin = self._known.find(piece, self._at, self._at + len(piece) + slack)
@@ -339,10 +341,10 @@ class TextOffsets:
 
 
 class CompletionFormatter(_Formatting):
-    """Words plain completions.
+    """Formats text completions.
 
     Attributes:
-        echo: The text of the prompt, where the answer begins with it and that is not what its tokens spell.
+        echo: Text of the prompt, if the response starts with it and it differs from the detokenized prompt.
     """
 
     echo: str | None = None
@@ -412,7 +414,7 @@ class CompletionFormatter(_Formatting):
         return result
 
     def _echoed(self) -> str:
-        """Return the prompt, for the first event or the whole answer, where it is to be told."""
+        """Prompt text for the first event or the complete response, if it is echoed."""
         if self._begun or not self.options.echo:
             return ""
         if self.echo is not None:

@@ -1,7 +1,7 @@
-"""One HTTP exchange: the only place that calls `receive()`.
+"""One HTTP exchange: the only caller of `receive()`.
 
-ASGI tells of a disconnect through `receive()` alone, and only to whoever asks. So one object owns it: first it reads
-the body within its bound, then, while the request is worked on, it waits for the disconnect and cancels the work.
+ASGI reports a disconnect only to a caller of `receive()`. So one object owns it: first it reads the body within its
+limit; then, while the request is processed, it waits for a disconnect and cancels the processing.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _SSE_HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 ROOMLESS_BYTES = 64 * 1024
-"""A body up to this size is held without room: a connection's own buffer is as large."""
+"""Bodies up to this size need no reserved memory: the buffer of a connection is as large."""
 
 
 class Room(Protocol):
-    """What a large body takes of the memory for all of them."""
+    """Reserved memory of a large body."""
 
     def release(self) -> None:
-        """Give it back; calling it again does nothing."""
+        """Release the memory; idempotent."""
         ...
 
 
 class HttpExchange:
-    """A request being read and a response being written, in the form that clients of its path read.
+    """A request being read and a response being written, in the API format of its path.
 
     Attributes:
-        started: Whether the response has begun.
-        body: What was sent, where it is to be kept; empty once it is.
+        started: True if the response has started.
+        body: The received body, while it has to be saved; empty otherwise.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,11 +68,11 @@ class HttpExchange:
         return None
 
     async def read_body(self, limit: int, room: Callable[[int], Awaitable[Room]]) -> list[bytes]:
-        """Return the body in pieces, holding no more than `limit` bytes of it, and those of a large one in `room`.
+        """Read the body in pieces, at most `limit` bytes, and reserve memory for a large one with `room`.
 
         Raises:
-            RequestRefused: With status 413, before reading when the length was announced; as `room` does.
-            ClientDisconnected: When the client left before it was complete.
+            RequestRefused: With status 413, before reading if the length was announced; or raised by `room`.
+            ClientDisconnected: If the client disconnected before it was complete.
         """
         announced = self.header(b"content-length")
         expected = 0
@@ -98,15 +98,15 @@ class HttpExchange:
                 return pieces
 
     def release_room(self) -> None:
-        """Give the room of the body back; its bytes are held no more. Calling it again does nothing."""
+        """Release the reserved memory, once the body is no longer held; idempotent."""
         if self._room is not None:
             self._room.release()
 
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what `work` comes to, cancelling it when the client goes away.
+        """Await `work` and return its result, cancelling it if the client disconnects.
 
         Raises:
-            ClientDisconnected: When that happened; `work` has ended by then.
+            ClientDisconnected: After a disconnect, when `work` has ended.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -114,7 +114,7 @@ class HttpExchange:
                 result = await work
                 watcher.cancel()
         except BaseExceptionGroup as group_error:
-            # What the work raised tells more than the disconnect that may have come with it.
+            # An error of the work is more specific than a disconnect at the same time.
             errors = group_error.exceptions
             raise next(
                 (error for error in errors if not isinstance(error, ClientDisconnected)), errors[0]
@@ -124,12 +124,12 @@ class HttpExchange:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        # Servers report the end of a complete response in the same words.
+        # Servers also send this message after a complete response.
         if not self._finished:
             raise ClientDisconnected
 
     async def answer(self, work: Awaitable[object]) -> None:
-        """Send what `work` comes to as JSON, or its error; nothing when the client has left."""
+        """Send the result of `work` as JSON, or its error; nothing if the client has disconnected."""
 
         async def answered() -> None:
             await self.send_json(await work)
@@ -137,7 +137,7 @@ class HttpExchange:
         await self.answer_itself(answered())
 
     async def answer_itself(self, work: Awaitable[None]) -> None:
-        """Have `work` send its answer; send its error where it has one, and nothing when the client has left."""
+        """Let `work` send its response; send its error, if any, and nothing if the client has disconnected."""
         try:
             await work
         except ClientDisconnected:
@@ -151,7 +151,7 @@ class HttpExchange:
             self.release_room()
 
     async def send_json(self, content: object, *, status: int = 200, headers: Headers = ()) -> None:
-        """Send a whole JSON response."""
+        """Send a complete JSON response."""
         await self.send_bytes(
             _ENCODER.encode(content),
             content_type=b"application/json",
@@ -162,7 +162,7 @@ class HttpExchange:
     async def send_bytes(
         self, body: bytes, *, content_type: bytes, status: int = 200, headers: Headers = ()
     ) -> None:
-        """Send a whole response."""
+        """Send a complete response."""
         self.started = True
         fixed = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
         await self._send(
@@ -172,7 +172,7 @@ class HttpExchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def send_error(self, error: RequestRefused | RequestFailed) -> None:
-        """Send an error with its status; on a stream that has begun, as its last event."""
+        """Send an error with its status; in a stream that has started, as its last event."""
         if self.started:
             await self._send_events(self._form.error_events(error))
             await self.end_stream()
@@ -187,20 +187,20 @@ class HttpExchange:
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         if not self._body_read and self.scope["method"] == "POST":
-            # The rest of the body is not worth reading, so the connection cannot be used again.
+            # The rest of the body is not read, so the connection cannot be reused.
             headers.append((b"connection", b"close"))
         await self.send_json(
             self._form.error(error), status=self._form.status(error), headers=headers
         )
 
     def _target(self) -> bytes:
-        """Return the path and the query of the request, as they were sent."""
+        """Path and query of the request, as they were sent."""
         query: bytes = self.scope.get("query_string", b"")
         path: bytes = self.scope.get("raw_path") or self.scope["path"].encode()
         return path + (b"?" + query if query else b"")
 
     async def start_stream(self, headers: Headers = ()) -> None:
-        """Begin a stream of server-sent events."""
+        """Start a stream of server-sent events."""
         self.started = True
         await self._send(
             {"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *headers]}
@@ -208,25 +208,26 @@ class HttpExchange:
 
     @property
     def numbers_events(self) -> bool:
-        """Whether the events of a stream have numbers."""
+        """True if the events of a stream are numbered."""
         return self._form.after is not None
 
     def number_events(self, *, after: int = -1) -> None:
-        """Let the events of a stream have their numbers, from 0, as ids, and leave those up to `after` out."""
+        """Number the events of a stream from 0, as their ids, and skip those up to `after`."""
         self._form.after = after
 
     async def send_event(self, content: object) -> None:
-        """Send one event, or those that a dialect has for it."""
+        """Send one event, or the events that another vendor's API has for it."""
         await self._send_events(self._form.events(content))
 
     async def _send_events(self, body: bytes) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     def send_event_nowait(self, content: object) -> Awaitable[None] | None:
-        """Send what `send_event` does without a task: this costs less than half.
+        """Send an event without a task, at less than half the cost of `send_event`.
 
         Returns:
-            None when it is sent; else what is left to be awaited, by a task, before anything else is sent.
+            None once it is sent; otherwise an awaitable for the rest, which must be awaited in a task before other
+                sends.
         """
         body = self._form.events(content)
         if not body:
@@ -240,13 +241,13 @@ class HttpExchange:
         return _Rest(waited_for, steps)
 
     async def end_stream(self) -> None:
-        """Send what ends a stream."""
+        """Send the end of a stream."""
         self._finished = True
         await self._send({"type": "http.response.body", "body": self._form.end})
 
 
 class _Rest:
-    """A coroutine that has begun: what it waits for, and its further steps."""
+    """A started coroutine: the object that it waits for, and its remaining steps."""
 
     def __init__(self, waited_for: Any, steps: Generator[Any, Any, None]) -> None:
         self._waited_for = waited_for
@@ -258,7 +259,7 @@ class _Rest:
             step: Callable[[Any], Any] = self._steps.send
             try:
                 answer = yield waited_for
-            except BaseException as error:  # noqa: BLE001 - a cancellation is the coroutine's to handle
+            except BaseException as error:  # noqa: BLE001 - the coroutine handles cancellation
                 step, answer = self._steps.throw, error
             try:
                 waited_for = step(answer)

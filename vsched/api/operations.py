@@ -1,4 +1,4 @@
-"""Everything that is not a completion: models, tokenize, health, metrics, statistics, clear, groups."""
+"""Endpoints other than completions: models, tokenize, health, metrics, statistics, clear, groups."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ ACTIONS = ("drain", "restart", "resume")
 
 
 def json_response(content: object, status: int = 200) -> Response:
-    """Return a JSON response; what JSON cannot write becomes text."""
+    """Encode a JSON response; values that JSON cannot represent become text."""
     body = msgspec.json.encode(content, enc_hook=str)
     return Response(body, status_code=status, media_type="application/json")
 
 
 class Descriptions:
-    """What every process that serves HTTP knows by itself: state, version, models."""
+    """Endpoints that every HTTP process can serve by itself: state, version, models."""
 
     def __init__(self, engine: ServingContract) -> None:
         self._engine = engine
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        """Tell the engine's state: 200 when requests are taken, 503 otherwise."""
+        """Report the engine's state: 200 if it accepts requests, 503 otherwise."""
         del request
         state = self._engine.state
         return json_response(State(state), 200 if state in {"ready", "degraded"} else 503)
 
     async def version(self, request: Request) -> Response:
-        """Tell the version of vsched."""
+        """Return the version of vsched."""
         del request
         return json_response(Version(version("vsched")))
 
@@ -97,14 +97,14 @@ class Descriptions:
 
 
 class Operations:
-    """The endpoints of operators that answer at once."""
+    """Operator endpoints that respond at once."""
 
     def __init__(self, engine: EngineContract, metrics: ApiMetrics) -> None:
         self._engine = engine
         self._metrics = metrics
 
     async def load(self, request: Request) -> Response:
-        """Tell how many completions are being served."""
+        """Return the number of completions in progress."""
         del request
         return json_response(Load(self._metrics.under_way))
 
@@ -124,7 +124,7 @@ class Operations:
         return json_response(await self._engine.clear())
 
     async def replicas(self, request: Request) -> Response:
-        """Return every group: its state, its ranks, what runs and waits, and its last loss."""
+        """Return all groups: state, ranks, running and waiting requests, last loss."""
         del request
         return json_response({"state": self._engine.state, "groups": self._engine.groups()})
 
@@ -145,7 +145,7 @@ class TokenizeEndpoint:
         await exchange.answer(self._tokenize(exchange))
 
     async def _tokenize(self, exchange: HttpExchange) -> Tokens:
-        check_ready(self._engine)  # before that, nothing is known of the model
+        check_ready(self._engine)  # before that, the model is unknown
         limit = self._engine.info.context_tokens
         request = await self._bodies.read(exchange, TokenizeRequest, tokens=limit)
         check_model(request.model, self._engine)
@@ -161,7 +161,7 @@ class TokenizeEndpoint:
         return Tokens(len(token_ids), limit, token_ids, strings)
 
     def _prompt(self, request: TokenizeRequest) -> tuple[Prompt, Sequence[ImageReference]]:
-        """Return the prompt of a request, and its images."""
+        """Prompt and images of a request."""
         match request.prompt, request.messages:
             case str(prompt), None:
                 return prompt, ()
@@ -207,14 +207,14 @@ class DetokenizeEndpoint:
 
 
 def _texts(preprocessor: Preprocessor, token_ids: list[int]) -> list[str]:
-    """Return the text of each token; half a character is a replacement character."""
+    """Text of each token; incomplete characters become replacement characters."""
     return [token_text(one, preprocessor) for one in token_ids]
 
 
 class ReplicasEndpoint:
-    """An ASGI application: one action on one group, answered once it is done or its deadline has passed.
+    """An ASGI application: one action on one group; it responds when the action is done or its deadline has passed.
 
-    A client that disconnects meanwhile stops nothing: `GET /admin/replicas` tells how it went.
+    The action continues if the client disconnects: `GET /admin/replicas` reports the result.
     """
 
     def __init__(self, engine: EngineContract, bodies: RequestBodies) -> None:
@@ -227,7 +227,7 @@ class ReplicasEndpoint:
         await exchange.answer(self._act(exchange))
 
     async def _act(self, exchange: HttpExchange) -> GroupAction:
-        # Operators ask while it loads, too, and name no tokens.
+        # Allowed while the engine loads, and without token limits.
         request = await self._bodies.read(exchange, GroupRequest, tokens=0)
         exchange.release_room()  # a drain takes long
         done = True

@@ -1,4 +1,4 @@
-"""From a decoded body to what the engine takes; every bound that depends on settings or on the model is kept here."""
+"""Convert decoded bodies to engine parameters, and check the limits that depend on settings or the model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _PARTS = "text, image_url, image_embeds, refusal or thinking"
 _TOKEN_DIGITS_MAX = 10
 _COMPLETION_TOKENS = 16
 _NAMED_MAX = 4
-"""So many keys of `logit_bias` that are none are named in an error."""
+"""Maximum number of invalid `logit_bias` keys listed in an error."""
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]{1,64})")
 
 
@@ -58,7 +58,7 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
     """Decode and validate a body.
 
     Raises:
-        ParameterRefused: When it is not JSON or does not fit; names the parameter.
+        ParameterRefused: If it is not JSON or does not match the type; names the parameter.
     """
     try:
         return msgspec.json.decode(body, type=kind)
@@ -73,7 +73,7 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
 
 
 def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
-    """Word what msgspec found for people: the parameter, its value, what may stand there, what to do."""
+    """Convert a msgspec error to a readable one: the parameter, its value, the allowed values and a remedy."""
     unknown = _UNKNOWN.match(text)
     if unknown is not None:
         name = unknown["name"]
@@ -100,7 +100,7 @@ def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
     elif bound is not None:
         what, limit, remedy = "is out of bounds", bound["limit"], "send a value within the limit"
     elif kinds is not None:
-        kept = kinds["kinds"].removesuffix(" | null").split(" | ")  # whoever sends it wants a value
+        kept = kinds["kinds"].removesuffix(" | null").split(" | ")  # clients want a value, not null
         words = [_KIND_WORDS.get(each, each) for each in kept]
         limit = " or ".join(words)
         what, remedy = "is of the wrong type", f"send {limit}"
@@ -116,7 +116,7 @@ def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
 
 
 def _of_unserved_kind(body: bytes, path: str, kind: type) -> ParameterRefused | None:
-    """Return the error for an unsupported type of content part, item or tool, which precedes errors of its fields."""
+    """Error for an unsupported type of content part, item or tool, which takes precedence over errors of its fields."""
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
         served = getattr(kind, "SERVED", ())
         return find_unsupported_type(msgspec.json.decode(body), path, served=served)
@@ -124,13 +124,13 @@ def _of_unserved_kind(body: bytes, path: str, kind: type) -> ParameterRefused | 
 
 
 def _shown(body: bytes, path: str) -> str:
-    """Return the value at msgspec's path, as far as it is short; decoding again costs only the one who sent it."""
+    """Value at msgspec's path, shortened; the body is decoded again, only for clients that send invalid ones."""
     try:
         value = msgspec.json.decode(body)
         for name, index in _STEP.findall(path):
             value = value[int(index)] if index else value[name]
     except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError):
-        return "(not shown)"  # its key is not told, or what msgspec skips is no JSON
+        return "(not shown)"  # msgspec does not report the key, or it skips invalid JSON
     return shown(value)
 
 
@@ -145,14 +145,14 @@ def sampling_params(
     grammar: str = "",
     echo: bool = False,
 ) -> SamplingParams:
-    """Build the engine's parameters.
+    """Build the engine's sampling parameters.
 
-    An absent `max_tokens` becomes 0, which the engine takes as "to the end of the context", and 0 that nothing is
-    generated; an absent seed is drawn; what else is absent is as the checkpoint states. `echo` tells of the prompt what
-    is told of the answer.
+    A missing `max_tokens` becomes 0, which the engine takes as "to the end of the context"; 0 means that nothing is
+    generated. A missing seed is drawn at random; other missing values come from the checkpoint. With `echo`, the
+    log-probabilities of the prompt are reported like those of the output.
 
     Raises:
-        ParameterRefused: When one is out of bounds.
+        ParameterRefused: If one is out of bounds.
     """
     if max_tokens is not None and max_tokens > info.context_tokens:
         raise out_of_bounds(
@@ -208,10 +208,10 @@ def sampling_params(
 def alternatives(
     param: str, count: int | None, info: ModelInfo, settings: ApiSettings
 ) -> int | None:
-    """Return how many alternatives of a token are asked for, -1 being all there are.
+    """Number of alternatives requested per token; -1 means the whole vocabulary.
 
     Raises:
-        ParameterRefused: When those are too many.
+        ParameterRefused: If there are too many.
     """
     count = info.vocab_size if count == -1 else count
     if count is not None and count > settings.logprobs_max:
@@ -225,10 +225,10 @@ def alternatives(
 
 
 def check_stream(request: SamplingFields) -> None:
-    """Refuse what only streams have without one, and streams of what they have no place for.
+    """Reject stream options without a stream, and options that streams do not support.
 
     Raises:
-        ParameterRefused: Names the parameter.
+        ParameterRefused: With the name of the parameter.
     """
     if not request.stream:
         if request.stream_options is None:
@@ -273,10 +273,10 @@ def _logit_bias(
 def bad_words(
     request: SamplingFields, preprocessor: Preprocessor, settings: ApiSettings
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of the words that are not to be generated: at the start of a text, and behind a blank.
+    """Token sequences of the forbidden words: at the start of a text, and after a space.
 
     Raises:
-        ParameterRefused: When they are too many or too long.
+        ParameterRefused: If they are too many or too long.
     """
     words = request.bad_words or []
     if len(words) > settings.bad_words_max:
@@ -336,10 +336,10 @@ def _stop_token_ids(
 
 
 def check_vocabulary(param: str, token_ids: Sequence[int], info: ModelInfo) -> None:
-    """Refuse token ids that the model does not have.
+    """Reject token ids outside the vocabulary.
 
     Raises:
-        ParameterRefused: Names the largest.
+        ParameterRefused: With the largest one.
     """
     if token_ids and max(token_ids) >= info.vocab_size:
         message = limit_message(
@@ -352,16 +352,16 @@ def check_vocabulary(param: str, token_ids: Sequence[int], info: ModelInfo) -> N
 
 
 def session_of(request: SamplingFields) -> str:
-    """Return what a client calls the conversation that its request is a turn of; empty where it says nothing."""
+    """Client-defined name of the conversation; empty if there is none."""
     key = getattr(request, "prompt_cache_key", None)
     return key[:_SESSION_CHARACTERS_MAX] if isinstance(key, str) else ""
 
 
 def check_cache_salt(request: SamplingFields, settings: ApiSettings) -> str:
-    """Return the cache salt of a request.
+    """Cache salt of a request.
 
     Raises:
-        ParameterRefused: When it is too long.
+        ParameterRefused: If it is too long.
     """
     salt = request.cache_salt or ""
     if len(salt) > settings.cache_salt_characters_max:
@@ -375,10 +375,10 @@ def check_cache_salt(request: SamplingFields, settings: ApiSettings) -> str:
 
 
 def chat_logprobs(request: ChatRequest) -> int | None:
-    """Return how many alternatives a chat request wants; None when it wants no log-probabilities.
+    """Number of alternatives that a chat request asks for; None if it asks for no log-probabilities.
 
     Raises:
-        ParameterRefused: When `top_logprobs` comes without `logprobs`.
+        ParameterRefused: If `top_logprobs` is sent without `logprobs`.
     """
     if request.logprobs:
         return request.top_logprobs or 0
@@ -390,7 +390,7 @@ def chat_logprobs(request: ChatRequest) -> int | None:
 
 
 def echoed_message(request: ChatRequest) -> str:
-    """Return what an answer that repeats the message before it begins with: the text of an assistant's last message."""
+    """Text of a final assistant message, to repeat at the start of the response; empty if there is none."""
     last = request.messages[-1]
     if last.role != "assistant":
         return ""
@@ -400,10 +400,10 @@ def echoed_message(request: ChatRequest) -> str:
 
 
 def completion_prompts(request: CompletionRequest, info: ModelInfo) -> list[str | list[int]]:
-    """Return the prompts of a completion request.
+    """Prompts of a completion request.
 
     Raises:
-        ParameterRefused: When there are none, one is an empty list, or tokens and texts are mixed.
+        ParameterRefused: If there are none, one is an empty list, or tokens and texts are mixed.
     """
     prompt = request.prompt
     if isinstance(prompt, str):
@@ -428,7 +428,7 @@ def completion_prompts(request: CompletionRequest, info: ModelInfo) -> list[str 
 
 
 def completion_tokens(request: CompletionRequest, info: ModelInfo) -> int:
-    """Return `max_tokens` of a text completion; by default OpenAI's 16, or `min_tokens` if that is more."""
+    """`max_tokens` of a text completion; by default OpenAI's 16, or `min_tokens` if that is larger."""
     if request.max_tokens is not None:
         return request.max_tokens
     return min(max(_COMPLETION_TOKENS, request.min_tokens), info.context_tokens)
@@ -437,10 +437,10 @@ def completion_tokens(request: CompletionRequest, info: ModelInfo) -> int:
 def answer_count(
     request: SamplingFields, settings: ApiSettings, *, prompts: int = 1, best_of: int | None = None
 ) -> tuple[int, int]:
-    """Return how many answers to each prompt a request wants, and out of how many.
+    """Number of choices to return for each prompt, and number to generate.
 
     Raises:
-        ParameterRefused: When those are too many, or fewer than it wants.
+        ParameterRefused: If too many are generated, or fewer than are returned.
     """
     wanted = request.n or 1
     drawn = best_of or wanted
@@ -469,7 +469,7 @@ def answer_options(
     echo: bool = False,
     usage_always: bool = False,
 ) -> AnswerOptions:
-    """Return what the answer carries besides its text."""
+    """Options for the contents of the response besides text."""
     asked = request.prompt_logprobs
     stream = request.stream_options or StreamOptions()
     usage = bool(request.stream) and (usage_always or stream.include_usage)
@@ -488,10 +488,10 @@ def answer_options(
 def template_arguments(
     request: ChatRequest | TokenizeRequest, settings: ApiSettings
 ) -> dict[str, Any]:
-    """Return the arguments that a request hands to the chat template: its own, and how the prompt is to end.
+    """Arguments of a request for the chat template: its own, and the ending of the prompt.
 
     Raises:
-        ParameterRefused: When one is not on the allow-list, or a prompt is to end in two ways.
+        ParameterRefused: If one is not on the allow-list, or two endings are requested.
     """
     arguments: dict[str, Any] = dict(request.chat_template_kwargs or {})
     for name in arguments:

@@ -1,9 +1,9 @@
-"""The bodies of requests, as msgspec structs: types and plain bounds are checked while decoding.
+"""Request bodies as msgspec structs; types and simple bounds are checked while decoding.
 
-Fields that OpenAI knows and that do not change the answer are accepted and ignored. Fields that would change it are
-accepted only with the value that changes nothing; `fields.neutral` tells. A field that nobody knows is an error:
-a misspelt `temperature` must not be lost. In messages and what they hold it is ignored, for histories come back with
-what other servers wrote into them, unless the settings ask for strictness (`bodies.strict_fields`).
+OpenAI's fields that do not change the answer are accepted and ignored. Fields that would change it are accepted only
+with neutral values (`fields.neutral`). An unknown field is an error, so that a misspelt `temperature` is not lost. In
+messages and nested objects unknown fields are ignored, because histories contain fields of other servers, unless the
+settings ask for strictness (`bodies.strict_fields`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT32)]
 PositiveCount = Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT32)]
 Int32 = Annotated[int, msgspec.Meta(ge=-_MAX_INT32, le=_MAX_INT32)]
 Alternatives = Annotated[int, msgspec.Meta(ge=-1, le=_MAX_INT32)]
-"""How many alternatives of a token to report; -1 for the whole vocabulary."""
+"""Number of alternatives to report per token; -1 for the whole vocabulary."""
 TemplateArguments = dict[str, bool | int | float | str]
 
 
 class ImageUrl(msgspec.Struct):
-    """Where an image is, nowhere for one that is sent by its name; `detail` is OpenAI's and ignored."""
+    """Location of an image, missing for an image that is sent by name; `detail` is OpenAI's and ignored."""
 
     url: str | None = None
     detail: str | None = None
@@ -65,9 +65,9 @@ class RedactedThinkingPart(msgspec.Struct, tag_field="type", tag="redacted_think
 
 
 class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
-    """An image by reference; with a `uuid` it can be sent by that alone afterwards.
+    """An image by reference; with a `uuid`, later requests can send only that.
 
-    Between `min_pixels` and `max_pixels` it is resized, in place of what the checkpoint says.
+    It is resized to between `min_pixels` and `max_pixels`, which replace the checkpoint's bounds.
     """
 
     image_url: ImageUrl | str | None = None
@@ -81,13 +81,13 @@ class InputImagePart(ImagePart, tag="input_image"):
 
 
 class ImageEmbeds(msgspec.Struct):
-    """A finished embedding: base64 of a safetensors file with `embeds` and its companion, such as `grid_thw`."""
+    """A precomputed embedding: base64 of a safetensors file with `embeds` and its companion, such as `grid_thw`."""
 
     data: str
 
 
 class ImageEmbedsPart(msgspec.Struct, tag_field="type", tag="image_embeds"):
-    """An image by its embedding."""
+    """An image given as its embedding."""
 
     image_embeds: ImageEmbeds
 
@@ -106,14 +106,14 @@ ContentPart = (
 
 
 class ImageArea(msgspec.Struct, forbid_unknown_fields=True):
-    """What processors of images call the bounds of their pixels."""
+    """Pixel bounds, by the names of Hugging Face's image processors."""
 
     shortest_edge: PositiveCount | None = None
     longest_edge: PositiveCount | None = None
 
 
 class ProcessorArguments(msgspec.Struct, forbid_unknown_fields=True):
-    """How the images of a request are processed, by vLLM's names; `size` is another name for the two bounds."""
+    """Processing options for the images of a request, by vLLM's names; `size` is another form of the two bounds."""
 
     min_pixels: PositiveCount | None = None
     max_pixels: PositiveCount | None = None
@@ -128,7 +128,7 @@ class CalledFunction(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct):
-    """A call in an assistant's message, as a client sends it back."""
+    """A tool call in an assistant message that a client sends back."""
 
     function: CalledFunction
     id: str | None = None
@@ -137,7 +137,7 @@ class ToolCall(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """One message; of what clients send back with an assistant's message, what no template reads is ignored."""
+    """One message; assistant fields that no chat template uses are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
@@ -162,7 +162,7 @@ class FunctionTool(msgspec.Struct):
 
 
 class Tool(msgspec.Struct):
-    """A tool as OpenAI has it; functions are the only kind that is served."""
+    """A tool in OpenAI's format; only functions are supported."""
 
     type: str = "function"
     function: FunctionTool | None = None
@@ -181,14 +181,14 @@ class NamedChoice(msgspec.Struct):
 
 
 class AllowedTools(msgspec.Struct):
-    """Some of the tools, of which one may be called or must be."""
+    """The tools that may be called, or one of which must be called."""
 
     mode: str
     tools: list[NamedChoice]
 
 
 class ToolChoice(msgspec.Struct):
-    """Which tool is to be called, as an object."""
+    """Tool choice in object form."""
 
     type: str
     function: NamedTool | None = None
@@ -196,7 +196,7 @@ class ToolChoice(msgspec.Struct):
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream carries besides text."""
+    """Optional contents of a stream besides text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -207,7 +207,7 @@ JsonSchema = dict[str, Any] | bool
 
 
 class NamedSchema(msgspec.Struct):
-    """A schema as OpenAI has it; `strict` changes nothing, for every schema is kept to."""
+    """A schema in OpenAI's format; `strict` has no effect, because every schema is enforced."""
 
     name: str | None = None
     description: str | None = None
@@ -216,9 +216,9 @@ class NamedSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """The form of an answer as OpenAI has it: `text`, `json_object` or `json_schema`.
+    """Response format in OpenAI's form: `text`, `json_object` or `json_schema`.
 
-    `schema` beside `json_object` is not OpenAI's; clients such as instructor send it, and it is kept to.
+    `schema` next to `json_object` is not OpenAI's; clients such as instructor send it, and it is enforced.
     """
 
     type: str
@@ -227,7 +227,7 @@ class ResponseFormat(msgspec.Struct):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of an answer as vLLM has it; the options are accepted at their neutral values."""
+    """Structured output in vLLM's form; the options are accepted with neutral values."""
 
     json: str | JsonSchema | None = None
     regex: str | None = None
@@ -242,7 +242,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SamplingFields(OtherServersFields, kw_only=True):
-    """What chat and plain completions share."""
+    """Common fields of chat and text completions."""
 
     model: str | None = None
     stream: bool | None = False
@@ -347,8 +347,8 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of /tokenize: a prompt or messages.
 
-    Special tokens are added as they are for a completion, to a prompt, and not to what the template made of messages,
-    unless `add_special_tokens` says otherwise.
+    By default, special tokens are added to a prompt, as for a completion, but not to rendered messages;
+    `add_special_tokens` overrides this.
     """
 
     model: str | None = None
@@ -373,27 +373,27 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /admin/adapters: the name that requests shall ask for, and a path below adapters.directory."""
+    """The body of POST /admin/adapters: the name of the adapter, and its path below adapters.directory."""
 
     name: str
     path: str
 
 
 class LoadLoraRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /v1/load_lora_adapter, as vLLM has it."""
+    """The body of POST /v1/load_lora_adapter, in vLLM's format."""
 
     lora_name: str
     lora_path: str
 
 
 class UnloadLoraRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /v1/unload_lora_adapter, as vLLM has it."""
+    """The body of POST /v1/unload_lora_adapter, in vLLM's format."""
 
     lora_name: str
 
 
 class GroupRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /admin/replicas: what to do with which group."""
+    """The body of POST /admin/replicas: a group, and the action to carry out on it."""
 
     group: str
     action: str

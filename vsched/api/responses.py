@@ -1,4 +1,4 @@
-"""The bodies of responses, in OpenAI's shapes: None becomes null, UNSET is left out."""
+"""Response bodies in OpenAI's format: None becomes null, UNSET is left out."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from msgspec import UNSET, UnsetType
 
 
 class PromptDetails(msgspec.Struct):
-    """Where prompt tokens came from."""
+    """Origin of prompt tokens."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct):
-    """Tokens that a request took."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -46,14 +46,14 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class FunctionOutput(msgspec.Struct):
-    """Which function is called; `arguments` is JSON, or the next piece of it in a chunk."""
+    """The called function; `arguments` is JSON text, or the next piece of it in a chunk."""
 
     name: str | UnsetType = UNSET
     arguments: str = ""
 
 
 class ToolCallOutput(msgspec.Struct):
-    """A call of a whole answer."""
+    """A complete tool call."""
 
     id: str
     function: FunctionOutput
@@ -61,7 +61,7 @@ class ToolCallOutput(msgspec.Struct):
 
 
 class ToolCallDelta(msgspec.Struct):
-    """What a chunk adds to a call; the first one of a call has its id, type and name."""
+    """An increment of a tool call; the first one has its id, type and name."""
 
     index: int
     function: FunctionOutput
@@ -70,7 +70,7 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """The message; `content` is None if it has only tool calls. `reasoning` is vLLM's name of `reasoning_content`."""
+    """The message; `content` is null if it has only tool calls. `reasoning` is vLLM's name of `reasoning_content`."""
 
     content: str | None
     role: str = "assistant"
@@ -81,7 +81,7 @@ class ChatMessage(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """A token at a place of a prompt, as vLLM has it; the most likely one has rank 1."""
+    """A token at a prompt position, in vLLM's format; the most likely one has rank 1."""
 
     logprob: float
     rank: int
@@ -89,7 +89,7 @@ class PromptLogprob(msgspec.Struct):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""Of each prompt token: itself and its alternatives, by their ids; None of the first."""
+"""For each prompt token: itself and its alternatives by id; None for the first."""
 
 
 class ChatChoice(msgspec.Struct):
@@ -103,7 +103,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatResponse(msgspec.Struct):
-    """A whole chat response; what vLLM adds is null where it was not asked for, as there."""
+    """A non-streaming chat response; vLLM's additional fields are null unless requested."""
 
     id: str
     created: int
@@ -116,7 +116,7 @@ class ChatResponse(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct):
-    """What a chunk adds to the answer."""
+    """An increment of the message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -148,7 +148,7 @@ class ChatChunk(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities of a completion choice, one entry a token in each list; None of the first of an echo."""
+    """Log-probabilities of a choice, one entry per token in each list; null for the first token of an echo."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -157,7 +157,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """A choice of a completion, whole or streamed; in a whole one what was not asked for is null."""
+    """A choice of a completion; in a non-streaming one, fields that were not requested are null."""
 
     text: str
     finish_reason: str | None
@@ -169,7 +169,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionResponse(msgspec.Struct):
-    """A completion, whole or a piece of it."""
+    """A text completion, complete or a streamed piece."""
 
     id: str
     created: int
@@ -180,9 +180,9 @@ class CompletionResponse(msgspec.Struct):
 
 
 class Model(msgspec.Struct):
-    """The served model, or an adapter; `parent` is the model that an adapter is of, `root` the served one for all.
+    """The served model, or an adapter; `parent` is the base model of an adapter, `root` the base model in both cases.
 
-    vLLM has folders in `root`; where files lie is not told to clients here.
+    In vLLM, `root` is a folder; file locations are not exposed to clients here.
     """
 
     id: str
@@ -195,7 +195,7 @@ class Model(msgspec.Struct):
 
 
 class AdapterRow(msgspec.Struct):
-    """An adapter as an operator sees it; `running` are requests that go on with it, `requests` all that named it."""
+    """An adapter, with details for operators; `running` counts requests in progress, `requests` all so far."""
 
     name: str
     state: str
@@ -220,7 +220,7 @@ class ModelList(msgspec.Struct):
 
 
 class Tokens(msgspec.Struct):
-    """The answer of /tokenize; `token_strs` where they were asked for."""
+    """The response of /tokenize; `token_strs` is set if requested."""
 
     count: int
     max_model_len: int
@@ -229,13 +229,13 @@ class Tokens(msgspec.Struct):
 
 
 class Detokenized(msgspec.Struct):
-    """The answer of /detokenize: the text of the tokens, special ones included."""
+    """The response of /detokenize: the text of the tokens, including special ones."""
 
     prompt: str
 
 
 class GroupAction(msgspec.Struct):
-    """The answer of POST /admin/replicas; `done` is false where a deadline passed before."""
+    """The response of POST /admin/replicas; `done` is false if the deadline passed first."""
 
     group: str
     action: str
@@ -244,18 +244,18 @@ class GroupAction(msgspec.Struct):
 
 
 class State(msgspec.Struct):
-    """The answer of /health: the engine's state."""
+    """The response of /health: the engine's state."""
 
     status: str
 
 
 class Version(msgspec.Struct):
-    """The answer of /version."""
+    """The response of /version."""
 
     version: str
 
 
 class Load(msgspec.Struct):
-    """The answer of /load: completions that are being served, streams included."""
+    """The response of /load: completions in progress, including streams."""
 
     server_load: int

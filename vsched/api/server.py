@@ -1,4 +1,4 @@
-"""The HTTP server around an engine: start, progress, drain on the first signal, stop on the second."""
+"""The HTTP server of an engine: start, progress, drain on the first signal, stop on the second."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from vsched.record.recorder import check_record_path
 
 logger = logging.getLogger(__name__)
 LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - only compared with
-"""The addresses that stand for every address of a machine, and where it reaches itself."""
+"""Wildcard addresses, and the loopback address that reaches each."""
 
 
 class _Front(Protocol):
-    """What serves HTTP."""
+    """HTTP side of a server: in the engine's process, or in API processes."""
 
     @property
     def pids(self) -> list[int]: ...
@@ -69,7 +69,7 @@ class _OwnFront:
 
 
 class RunningServer:
-    """A server that answers, and its engine."""
+    """A running server and its engine."""
 
     def __init__(
         self, listener: socket.socket, engine: Engine, front: _Front | None = None
@@ -81,17 +81,17 @@ class RunningServer:
 
     @property
     def api_pids(self) -> list[int]:
-        """Process ids of the processes that serve HTTP beside this one."""
+        """Process ids of the API processes, if there are any."""
         return [] if self._front is None else self._front.pids
 
     @property
     def on_every_address(self) -> bool:
-        """Whether it listens on all addresses of this machine."""
+        """True if the server listens on all addresses of this machine."""
         return self._listener.getsockname()[0] in LOOPBACKS
 
     @property
     def url(self) -> str:
-        """Where a client on this machine reaches it."""
+        """URL of the server for clients on this machine."""
         host, port = self._listener.getsockname()[:2]
         host = LOOPBACKS.get(host, host)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -109,13 +109,13 @@ async def running_server(
     The server listens at once and answers 503 until the engine is ready, which is when the body runs.
 
     Raises:
-        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: When the engine cannot start.
+        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: If the engine cannot start.
     """
     if not config.model.path:
         raise ConfigError("model.path: no checkpoint given. Remedy: vsched serve PATH")
     with contextlib.closing(listen(config)) as listener:
         engine = Engine(config, on_progress=on_progress, environment=environment)
-        check_record_path(config)  # of which the journal is a part
+        check_record_path(config)  # the journal is part of the record
         resumption = open_resumption(config)
         settings = api_settings(config, listener.getsockname()[0])
         front: _Front
@@ -129,7 +129,7 @@ async def running_server(
             await front.begin()
             await (
                 resumption.read()
-            )  # before another record takes the place of the one that tells of it
+            )  # before a new record replaces the one that describes these requests
             await engine.start()
             await front.ready()
             resuming = asyncio.create_task(resumption.run())
@@ -158,7 +158,7 @@ async def serve(
     """Serve until a signal: the first SIGINT or SIGTERM drains, the second stops at once.
 
     Raises:
-        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: When the engine cannot start.
+        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: If the engine cannot start.
     """
     loop = asyncio.get_running_loop()
     signalled = asyncio.Event()
@@ -186,10 +186,10 @@ async def serve(
 
 
 def api_settings(config: Config, address: str) -> ApiSettings:
-    """Return the settings of the HTTP layer of a server that listens on this address.
+    """Settings of the HTTP layer for a server that listens on this address.
 
     Raises:
-        ConfigError: When a key that it names is not in the environment.
+        ConfigError: If a configured key is not in the environment.
     """
     server = config.server
     return ApiSettings(
@@ -215,10 +215,10 @@ def api_settings(config: Config, address: str) -> ApiSettings:
 
 
 def _allowed_hosts(config: Config, address: str) -> tuple[str, ...] | None:
-    """Return the names by which clients may call; None for any.
+    """Host names that clients may use; None for any.
 
-    On a loopback address they are on this machine, and need no other name than the one that was configured. Elsewhere
-    the names of balancers, services and proxies cannot be known here.
+    On a loopback address, all clients are local and need only the configured name. Elsewhere, the names of load
+    balancers, services and proxies cannot be known here.
     """
     named = config.server.allowed_hosts
     if ipaddress.ip_address(address).is_loopback:
@@ -233,10 +233,10 @@ def _allowed_hosts(config: Config, address: str) -> tuple[str, ...] | None:
 
 
 def _key(config: Config, setting: str) -> str:
-    """Return the key that is in the environment under the name that a setting gives; empty for none.
+    """Read a key from the environment variable that a setting names; empty for none.
 
     Raises:
-        ConfigError: When it is not there.
+        ConfigError: If the variable is not set.
     """
     name = getattr(config.server, setting)
     if not name:
@@ -251,10 +251,10 @@ def _key(config: Config, setting: str) -> str:
 
 
 def _tenant_keys(config: Config) -> dict[str, str]:
-    """Return the keys of tenants, by tenant.
+    """Keys of tenants, by tenant.
 
     Raises:
-        ConfigError: When the variable that a setting names is not there, or cannot be read.
+        ConfigError: If the configured variable is not set, or malformed.
     """
     text = _key(config, "tenant_keys_variable")
     path = "server.tenant_keys_variable"
@@ -262,7 +262,7 @@ def _tenant_keys(config: Config) -> dict[str, str]:
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, None]) -> None:
-    """Do the work, but give it up when `stop` is set."""
+    """Await the work, but cancel it when `stop` is set."""
     doing = asyncio.create_task(work)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait([doing, stopping], return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
-"""The way of deltas onto a connection.
+"""Write deltas to a connection.
 
-A task for each stream would be woken for every token: an event, a future, a turn of the loop. So while the connection
-takes what is written, deltas are written from within the call that announces them, and the task only waits for the
-end. When the connection is full, the task waits for it, and deltas grow together meanwhile.
+A task for each stream would be woken for every token: an event, a future, an iteration of the loop. So while the
+connection accepts data, deltas are written in the callback that announces them, and the task only waits for the end. If
+the connection is full, the task waits for it, and deltas are merged meanwhile.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from vsched.api.metrics import RequestRecord
 
 
 class Voice(NamedTuple):
-    """One answer of a stream: where its deltas come from, and what words them."""
+    """One choice of a stream: the source of its deltas, and their formatter."""
 
     generation: Generation
     formatter: Formatter
 
 
 class SseWriter:
-    """Writes the deltas of one or several answers as events."""
+    """Writes the deltas of one or several choices as events."""
 
     def __init__(
         self, exchange: HttpExchange, record: RequestRecord, answers: Sequence[Voice]
@@ -39,10 +39,10 @@ class SseWriter:
         self._full: asyncio.Future[Awaitable[None] | None] | None = None
 
     async def run(self) -> str:
-        """Write everything; return why the first answer ended.
+        """Write all deltas; return the finish reason of the first choice.
 
         Raises:
-            RequestFailed: When one ended in an error; nothing of the others is written after it.
+            RequestFailed: If one ended in an error; nothing is written after it.
         """
         loop = asyncio.get_running_loop()
         for index, (generation, _) in enumerate(self._answers):
@@ -61,7 +61,7 @@ class SseWriter:
             for generation, _ in self._answers:
                 generation.subscribe(None)
             if self._full is not None and self._full.done() and not self._full.cancelled():
-                self._full.exception()  # a task that was cancelled meanwhile has nobody to tell
+                self._full.exception()  # mark as retrieved, in case the task was cancelled
 
     @property
     def _over(self) -> bool:
@@ -70,7 +70,7 @@ class SseWriter:
     def _on_news(self, index: int) -> None:
         full = self._full
         if full is None or full.done():
-            return  # the task has the word
+            return  # the task writes next
         generation = self._answers[index].generation
         try:
             while index not in self._outcomes and (delta := generation.take()) is not None:
@@ -78,7 +78,7 @@ class SseWriter:
                 if rest is not None:
                     full.set_result(rest)
                     return
-        except Exception as error:  # noqa: BLE001 - it is the task's, which is where requests fail
+        except Exception as error:  # noqa: BLE001 - raised in the task
             full.set_exception(error)
             return
         if self._over:

@@ -1,6 +1,6 @@
-"""How errors and events are written, by the path that was called: everything else of an exchange is the same for all.
+"""Format of errors and events, chosen by the path of the request; the rest of an exchange is the same for all APIs.
 
-Errors come from places that know no dialect, such as the check of keys, so the form belongs to the exchange.
+Errors may come from code that is independent of the API, such as the key check, so the format belongs to the exchange.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class WireForm:
-    """OpenAI's form; one for each exchange.
+    """OpenAI's format; one instance for each exchange.
 
     Attributes:
-        end: What ends a stream.
-        after: Events have their numbers, from 0, as their ids, and those up to this one are left out; None for neither.
+        end: End of a stream.
+        after: Events have ids, numbered from 0, and events up to this one are skipped; None for no ids.
     """
 
     end = b"data: [DONE]\n\n"
@@ -32,20 +32,20 @@ class WireForm:
         self._number = 0
 
     def status(self, error: RequestRefused | RequestFailed) -> int:
-        """Return the HTTP status of an error."""
+        """HTTP status of an error."""
         return error.status
 
     def error(self, error: RequestRefused | RequestFailed) -> object:
-        """Return the body of an error."""
+        """Body of an error."""
         return envelope(error)
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
-        """Return what tells of an error within a stream."""
-        self.after = None  # whatever a reader has already, it has no error
+        """Encode an error within a stream."""
+        self.after = None  # never skipped: no reader has received it yet
         return self.events(self.error(error))
 
     def events(self, content: object) -> bytes:
-        """Encode the content of a formatter as server-sent events; None has no event."""
+        """Encode a formatter's output as server-sent events; None yields no event."""
         if content is None:
             return b""
         return self._numbered(b"data: " + _ENCODER.encode(content) + b"\n\n")
@@ -59,11 +59,11 @@ class WireForm:
 
 
 class StreamEvent(msgspec.Struct, kw_only=True, tag_field="type"):
-    """An event that is told by its name, its tag."""
+    """An event whose tag is its name."""
 
 
 class NamedEvents(WireForm):
-    """Several events at a time, each with a name, and nothing behind the last."""
+    """Sequences of named events, without an end marker."""
 
     end = b""
 
@@ -77,7 +77,7 @@ class NamedEvents(WireForm):
 
 
 class MessagesErrorBody(msgspec.Struct):
-    """The inside of an Anthropic error."""
+    """Body of an Anthropic error."""
 
     type: str
     message: str
@@ -85,7 +85,7 @@ class MessagesErrorBody(msgspec.Struct):
 
 
 class MessagesError(StreamEvent, tag="error"):
-    """An Anthropic error as it travels, as a body and as an event."""
+    """Envelope of an Anthropic error, as a body and as an event."""
 
     error: MessagesErrorBody
 
@@ -101,11 +101,11 @@ _MESSAGES_TYPES = {
 _MESSAGES_DETAILS = {
     "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
 }
-"""Error details by refused parameter: with these, Anthropic's SDK repeats the request with the whole history."""
+"""Error details by refused parameter: they make Anthropic's SDK repeat the request with the whole history."""
 
 
 class MessagesForm(NamedEvents):
-    """Anthropic's form."""
+    """Anthropic's format."""
 
     def status(self, error: RequestRefused | RequestFailed) -> int:
         return 529 if error.status == 503 else error.status
@@ -123,7 +123,7 @@ class MessagesForm(NamedEvents):
 
 
 class NumberedEvent(StreamEvent, kw_only=True):
-    """An event with its place in the stream, which it gets when it is written."""
+    """An event with its number in the stream, which is set when it is written."""
 
     sequence_number: int = 0
 
@@ -137,7 +137,7 @@ class ResponsesErrorEvent(NumberedEvent, tag="error"):
 
 
 class ResponsesForm(NamedEvents):
-    """That of OpenAI's Responses API: errors as ever, events by name and number."""
+    """Format of OpenAI's Responses API: OpenAI's errors, and events with names and numbers."""
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
         self.after = None
@@ -155,11 +155,11 @@ _FORMS: dict[str, type[WireForm]] = {
     "messages": MessagesForm,
     "responses": ResponsesForm,
 }
-"""By the part of a path that follows /v1."""
+"""Formats by the path component after /v1."""
 
 
 def form_of(path: str) -> WireForm:
-    """Return the form that clients of a path read."""
+    """Format for clients of a path."""
     parts = path.split("/")
     found = _FORMS.get(parts[2], WireForm) if parts[:2] == ["", "v1"] and parts[2:] else WireForm
     return found()

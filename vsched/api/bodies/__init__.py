@@ -1,1 +1,1 @@
-"""Bodies of requests: what they may hold, and how they are read."""
+"""Request bodies: reading, limits and contents."""

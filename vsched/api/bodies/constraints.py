@@ -1,6 +1,6 @@
-"""What an answer must look like: OpenAI's `response_format` and vLLM's fields, as the grammar of a request.
+"""Structured output: OpenAI's `response_format` and vLLM's fields, converted to the grammar of a request.
 
-Only the form is judged here. Whether a grammar can be compiled is found out by the engine, in a thread.
+Only the format of the fields is checked here. The engine compiles the grammar later, in a thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vsched.api.request_schema import (
 
 
 class Constraint(NamedTuple):
-    """The grammar of a request, and the parameter that asks for it."""
+    """Grammar of a request, and the parameter that it comes from."""
 
     param: str
     grammar: str
@@ -31,18 +31,18 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def constraint_from_schema(schema: JsonSchema) -> str:
-    """Return the grammar of JSON values that match a schema; properties come in its order, and no others."""
+    """Grammar of JSON values that match a schema; properties in its order, and no additional ones."""
     sent = _encoded(json_schema=schema)
     if len(sent) > GRAMMAR_BYTES_MAX:
-        return sent  # and will be refused
+        return sent  # will be refused for its size
     return _encoded(json_schema=closed(schema) if isinstance(schema, dict) else schema)
 
 
 def constraint_of(request: SamplingFields) -> Constraint | None:
-    """Return what holds the answer of a request to a form; None where nothing does.
+    """Constraint on the output of a request, or None.
 
     Raises:
-        ParameterRefused: When several do, or one has not the form that it must have.
+        ParameterRefused: If several parameters constrain the output, or one is malformed.
     """
     found = [
         *_of_response_format(request.response_format),
@@ -57,10 +57,10 @@ def constraint_of(request: SamplingFields) -> Constraint | None:
 
 
 def beside_calls(constraint: Constraint | None, calls: str) -> Constraint:
-    """Return what holds an answer to calls of tools: it has no content that `response_format` could mean.
+    """Constraint that forces tool calls; it replaces `response_format`, because calls have no content.
 
     Raises:
-        ParameterRefused: When the whole answer is held to another form.
+        ParameterRefused: If another parameter constrains the output.
     """
     if constraint is not None and constraint.param != "response_format":
         message = f"`tool_choice` and `{constraint.param}` each hold the answer to a form. Remedy: send one of them."
@@ -69,13 +69,13 @@ def beside_calls(constraint: Constraint | None, calls: str) -> Constraint:
 
 
 def behind_thought(constraint: Constraint, end: str) -> Constraint:
-    """Return what lets the model finish the reasoning that its prompt has begun, up to `end`, and then holds it."""
+    """Let the model finish begun reasoning, up to `end`, and apply the constraint afterwards."""
     thought = {"end": end, "answer": msgspec.Raw(constraint.grammar.encode())}
     return constraint._replace(grammar=_encoded(thought=thought))
 
 
 def _guided(request: SamplingFields) -> StructuredOutputs:
-    """Return vLLM's older fields as the newer ones."""
+    """Convert vLLM's older fields to the newer ones."""
     if request.guided_whitespace_pattern is not None:
         raise unsupported("guided_whitespace_pattern", remedy="leave it out")
     return StructuredOutputs(
@@ -102,7 +102,7 @@ def _of_response_format(asked: ResponseFormat | None) -> list[Constraint]:
 
 
 def _of_structured_outputs(name: str, asked: StructuredOutputs | None) -> list[Constraint]:
-    """Return what vLLM's fields ask for; `name` is theirs, or what their names begin with."""
+    """Constraints from vLLM's fields; `name` is the name of the field, or the prefix of the older names."""
     if asked is None:
         return []
     prefix = name if name.endswith("_") else f"{name}."
@@ -130,10 +130,10 @@ def _of_structured_outputs(name: str, asked: StructuredOutputs | None) -> list[C
 
 
 def _schema(value: str | JsonSchema, param: str) -> JsonSchema:
-    """Return a schema that may come as a text.
+    """Decode a schema that may be sent as text.
 
     Raises:
-        ParameterRefused: When the text is no JSON object.
+        ParameterRefused: If the text is not a JSON object.
     """
     if not isinstance(value, str):
         return value

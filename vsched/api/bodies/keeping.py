@@ -1,4 +1,4 @@
-"""Keeping what was sent for the engine after this one."""
+"""Save request bodies, so that the next engine can resume the requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vsched.api.middleware.tenants import tenant_of
 from vsched.record.journal import KeptRequest, RequestJournal
 
 _INLINE_BYTES = 64 * 1024
-"""A body up to this size is written on the loop: that takes less than going to a thread."""
+"""Bodies up to this size are written on the event loop: that is faster than a switch to a thread."""
 
 
 async def keep_request(
@@ -22,9 +22,9 @@ async def keep_request(
     seed: int,
     answers: int,
 ) -> None:
-    """Keep a request that is about to be accepted; the events of its stream have numbers then, to go on from.
+    """Save a request that is about to be accepted, and number its stream events, so that clients can resume.
 
-    One for which there is no room is served all the same.
+    A request that does not fit into the journal is served without being saved.
     """
     body, exchange.body = exchange.body, b""
     request = KeptRequest(

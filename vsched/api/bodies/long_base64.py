@@ -1,8 +1,8 @@
-"""Images in a body as base64 are taken out of it before it is decoded, and put beside it afterwards.
+"""Base64 images are cut out of a body before JSON decoding, and put back into the decoded request.
 
-Decoding JSON copies a text under the GIL, 25 ms for 30 MB, and several times that while other processes want the
-processor: the event loop stands still meanwhile. To find the ends of a text takes 3 ms, in steps, and it is copied
-without the GIL. Whether it is base64 is seen when that is decoded.
+JSON decoding copies each text under the GIL, 25 ms for 30 MB, and several times as long if other processes compete for
+the cores: the event loop stands still meanwhile. Finding the ends of a text takes 3 ms, in steps, and it is copied
+without the GIL. Whether it is valid base64 is checked later, when it is decoded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LONG_BYTES = 8 * 1024
 _PIECE_BYTES = 256 * 1024
 _BEGIN = re.compile(rb"(?:[ ]|\\[nrt])*data:[^,]{0,4096},|(?=[A-Za-z0-9+/\\]{64})", re.IGNORECASE)
 _ESCAPES = (
-    (rb"\/", b"/"),  # as PHP writes it
+    (rb"\/", b"/"),  # written by PHP
     *((rb"\n", b"\n"), (rb"\r", b"\r"), (rb"\t", b"\t"), (rb"\f", b"\f")),
     *((rb"\u002B", b"+"), (rb"\u002b", b"+"), (rb"\u002F", b"/"), (rb"\u002f", b"/")),  # .NET
     *((rb"\u003d", b"="), (rb"\u003D", b"=")),  # Gson
@@ -32,10 +32,10 @@ _ESCAPE_BYTES_MAX = 6
 
 @runtime_checkable
 class HoldsImages(Protocol):
-    """A request that knows where its images are."""
+    """A request that can list its image fields."""
 
     def image_fields(self) -> Iterator[tuple[msgspec.Struct, str]]:
-        """Yield each struct that holds an image, and its field with the base64."""
+        """Yield each struct that holds an image, and the name of its base64 field."""
         ...
 
 
@@ -43,9 +43,9 @@ class Reduced(NamedTuple):
     """A body without its long base64.
 
     Attributes:
-        body: With a stand-in for each, which no client can know.
-        base64: By stand-in.
-        places: How many stand-ins there are in the body.
+        body: The body with placeholders, which no client can guess.
+        base64: Base64 by placeholder.
+        places: Number of placeholders in the body.
     """
 
     body: bytes
@@ -54,12 +54,12 @@ class Reduced(NamedTuple):
 
 
 def take_base64(body: bytes) -> Reduced:
-    """Take every base64 of `LONG_BYTES` or more out of a body."""
+    """Replace every base64 text of `LONG_BYTES` or more in a body by a placeholder."""
     parts: list[bytes] = []
     taken: dict[str, bytes] = {}
     done = places = 0
     for start, end in _long_texts(body):
-        # Outside of a text, what follows a quotation mark is punctuation: this is one, or nothing that can be decoded.
+        # Outside of strings, punctuation follows a quotation mark: so this is a string, or the body is not valid JSON.
         begin = _BEGIN.match(body, start, end)
         base64 = _unescaped(body, begin.end(), end) if begin is not None else None
         if begin is None or base64 is None:
@@ -75,7 +75,7 @@ def take_base64(body: bytes) -> Reduced:
 
 
 def _long_texts(body: bytes) -> Iterator[tuple[int, int]]:
-    """Yield where what stands between two quotation marks is long: no more looks than the body has such lengths."""
+    """Yield the spans between quotation marks that are long; the number of searches is at most size / `LONG_BYTES`."""
     at = 0
     while (end := _find(body, b'"', at + LONG_BYTES)) >= 0:
         start = body.rfind(b'"', at, end) + 1
@@ -85,7 +85,7 @@ def _long_texts(body: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _find(body: bytes, character: bytes, start: int) -> int:
-    """Return where a character is next, or -1: in steps, between which the event loop can have the GIL."""
+    """Find the next occurrence of a character, or -1; in steps, between which the GIL can be released."""
     for at in range(start, len(body), _PIECE_BYTES):
         if (place := body.find(character, at, at + _PIECE_BYTES)) >= 0:
             return place
@@ -93,8 +93,8 @@ def _find(body: bytes, character: bytes, start: int) -> int:
 
 
 def _unescaped(body: bytes, start: int, end: int) -> bytes | None:
-    """Return a part of a body without its escapes; None if it has escapes besides `_ESCAPES`, or raw line breaks."""
-    # A join of this size releases the GIL, a slice would not.
+    """Part of a body without its escapes; None if it has escapes not in `_ESCAPES`, or raw line breaks."""
+    # Joining a buffer of this size releases the GIL, slicing does not.
     part = b"".join([memoryview(body)[start:end]])
     if any(_find(part, each, 0) >= 0 for each in (b"\n", b"\r", b"\t", b"\f")):
         return None  # not valid JSON
@@ -118,7 +118,7 @@ def _unescaped(body: bytes, start: int, end: int) -> bytes | None:
 
 
 def put_beside(request: Any, reduced: Reduced) -> bool:
-    """Give the images of a request their base64; False when some of it is elsewhere in the request."""
+    """Put the base64 back into the image fields of a request; return False if some of it belongs elsewhere."""
     places = 0
     for holder, field in _image_fields(request):
         text = getattr(holder, field) or ""
@@ -130,7 +130,7 @@ def put_beside(request: Any, reduced: Reduced) -> bool:
 
 
 def _image_fields(request: Any) -> Iterator[tuple[msgspec.Struct, str]]:
-    """Yield each struct that holds an image, and its field with the base64."""
+    """Yield each struct that holds an image, and the name of its base64 field."""
     if isinstance(request, HoldsImages):
         yield from request.image_fields()
         return

@@ -1,4 +1,4 @@
-"""Messages of a body as the chat template takes them, and the images in them."""
+"""Convert messages of a body to the format of chat templates, and extract their images."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _ROLES = {"developer": "system", "function": "tool"}
 def split_messages(
     messages: Sequence[Message], settings: ApiSettings, processing: ProcessorArguments | None = None
 ) -> tuple[list[dict[str, Any]], list[ImageReference]]:
-    """Return messages for the chat template, images as bare placeholders, and the image references in order.
+    """Convert messages for the chat template, with placeholders for images, and list the images in order.
 
-    `processing` is how images are processed that do not say so themselves.
+    `processing` has the default pixel bounds of images without their own.
 
     Raises:
-        ParameterRefused: When there are too many, or one carries what is not supported.
+        ParameterRefused: If there are too many messages or parts, or one is not supported.
     """
     if not 0 < len(messages) <= settings.messages_max:
         raise out_of_bounds(
@@ -74,7 +74,7 @@ def split_messages(
                 )
             made["tool_calls"] = (
                 message.tool_calls
-            )  # `with_template_calls` reads them, perhaps in a thread
+            )  # `with_template_calls` decodes them, perhaps in a thread
         thought = message.reasoning_content or message.reasoning or _thought(message) or None
         if role == "assistant" and isinstance(thought, str):
             made["reasoning_content"] = thought
@@ -126,7 +126,7 @@ def _bounds(processing: ProcessorArguments | None) -> PixelBounds:
 
 
 def _bounded(part: ImagePart, bounds: PixelBounds) -> ImageReference:
-    """Return the reference to an image, within its own bounds, or else those of the request."""
+    """Reference to an image with its own pixel bounds, or those of the request."""
     found = PixelBounds(
         bounds.min_pixels if part.min_pixels is None else part.min_pixels,
         bounds.max_pixels if part.max_pixels is None else part.max_pixels,

@@ -1,13 +1,13 @@
-"""The bodies of all connections: what they take together, and how one becomes a request.
+"""Read request bodies within a memory limit over all connections, and decode them.
 
-Bodies that images need are large, and a thousand connections could bring one each. So a body that does not fit into
-the connection's own buffer waits for room until it is read, and keeps it until its request is prepared.
+Bodies with images are large, and a thousand connections could send one each. So a body that exceeds the connection's
+own buffer waits for memory before it is read, and keeps that memory until its request is prepared.
 
-Decoding holds the GIL. A body is expensive by the number of its values (30 MB of empty lists take two seconds and a
-gigabyte) and by its texts (30 MB take 25 ms, and 100 where other processes want the processor). So images are taken out
-of a large body before, what is left of it has a limit, and its values are counted slice by slice, which stays in the
-processor's cache. Large bodies are read in a thread, one after the other: if several held the GIL in turns, the event
-loop would wait for all of them.
+Decoding holds the GIL. Its cost grows with the number of values (30 MB of empty lists take two seconds and a gigabyte)
+and with the texts (30 MB take 25 ms, and 100 ms if other processes compete for the cores). So images are cut out of a
+large body first, the rest is limited, and its values are counted slice by slice, within the processor's cache. Large
+bodies are decoded in a thread, one at a time: if several threads took turns with the GIL, the event loop would wait for
+all of them.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
 Body = TypeVar("Body")
 
 SMALL_BYTES = 256 * 1024
-"""A body up to this size is decoded as it is: it cannot take long."""
+"""Bodies up to this size are decoded without further checks, because that is always fast."""
 VALUES_MAX = 128 * 1024
-"""Beyond the tokens of the context, each of which can be a value of a prompt."""
+"""Limit of JSON values, in addition to one for each token of the context."""
 TEXT_BYTES_MAX = 4 * 1024 * 1024
 TOKEN_BYTES = 16
-"""For each token of the context, beyond `TEXT_BYTES_MAX`, a body may have so many bytes besides images."""
+"""Bytes per token of the context that a body may have without images, in addition to `TEXT_BYTES_MAX`."""
 ESCAPES_MAX = 1024 * 1024
-"""Backslashes of a body, beyond sixteen for each token of the context: what has them takes long to decode, too."""
+"""Limit of backslashes, in addition to sixteen per token of the context: escapes are slow to decode."""
 _THREAD_BYTES = 1024 * 1024
-"""A body up to this size is read on the loop: that takes less than going to a thread."""
+"""Bodies up to this size are decoded on the event loop: that is faster than a switch to a thread."""
 _RETRY_AFTER_S = 5
 _SLICE_BYTES = 64 * 1024
 _MARKS = (ord(","), ord("["), ord("{"))
 
 
 class RequestBodies:
-    """The bodies that are being read and decoded, and those of requests that are being prepared."""
+    """Reads bodies; the budget covers those being read or decoded, and those of requests in preparation."""
 
     def __init__(self, settings: ApiSettings, *, keeps: bool = False) -> None:
-        """Read within the limits; with `keeps`, an exchange has its body once it is read."""
+        """Use the limits of `settings`; with `keeps`, the exchange keeps its body after reading."""
         self._keeps = keeps
         self._body_bytes_max = settings.body_bytes_max
         self._bytes_max = settings.bodies_bytes_max
@@ -63,15 +63,15 @@ class RequestBodies:
         return self._budget.statistics()
 
     async def read(self, exchange: HttpExchange, kind: type[Body], *, tokens: int) -> Body:
-        """Return a body as a request, which may hold as many values as `tokens` need.
+        """Read and decode a body, with a limit of values that depends on `tokens`.
 
-        The exchange holds the room of a large one until `release_room`.
+        The exchange holds the memory of a large body until `release_room`.
 
-        Blocks: up to `body_wait_s` for room, then until the client has sent it, which the connection bounds.
+        Blocks: up to `body_wait_s` for memory, then until the client has sent it, which the connection limits.
 
         Raises:
-            RequestRefused: When it is too large, no such request, or there is no room.
-            ClientDisconnected: When the client left before it was complete.
+            RequestRefused: If it is too large or invalid, or there is no memory for it.
+            ClientDisconnected: If the client disconnected before it was complete.
         """
         pieces = await exchange.read_body(self._body_bytes_max, self._room)
         if sum(map(len, pieces)) <= _THREAD_BYTES:
@@ -88,14 +88,14 @@ class RequestBodies:
         return read_request(pieces, kind, tokens, strict=self._strict)
 
     async def _room(self, size: int) -> Grant:
-        """Return room for a body, the largest there can be if need be.
+        """Reserve memory for a body, at most the whole budget.
 
         Order: first come, first served.
 
         Raises:
-            RequestRefused: With status 503, when there is none in time.
+            RequestRefused: With status 503, if there is none in time.
         """
-        size = min(size, self._bytes_max)  # one that is alone is bounded by its own limit
+        size = min(size, self._bytes_max)  # a single body is limited by its own limit
         granted = asyncio.Event()
         grant = self._budget.ask(size, lambda _: granted.set())
         try:
@@ -121,16 +121,16 @@ class RequestBodies:
 def read_request(
     pieces: list[bytes], kind: type[Body], tokens: int, *, strict: bool = False
 ) -> Body:
-    """Return the body that came in these pieces as a request, which may hold as many values as `tokens` need.
+    """Decode a body that arrived in pieces, with a limit of values that depends on `tokens`.
 
-    `strict` refuses what nobody knows wherever it is.
+    `strict` refuses unknown fields at every level.
 
-    Blocks: for milliseconds a megabyte; call it off the event loop for large ones.
+    Blocks: for milliseconds per megabyte; call it off the event loop for large ones.
 
     Raises:
-        RequestRefused: When it would take too long, or is no such request.
+        RequestRefused: If it would take too long to decode, or is invalid.
     """
-    # The join of large ones releases the GIL. The pieces end with it: two copies are the most that there are.
+    # Joining large pieces releases the GIL. The pieces are dropped with it, so there are at most two copies.
     body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     pieces.clear()
     body = body.removeprefix(codecs.BOM_UTF8)  # RFC 8259 allows parsers to ignore it
@@ -142,7 +142,7 @@ def read_request(
     request = _decoded(reduced.body, kind, strict=strict)
     if put_beside(request, reduced):
         return request
-    # It is long base64 in another place: a text as others.
+    # The long base64 is not in an image field: decode it as ordinary text.
     check_texts(body, tokens)
     check_json_values(body, tokens)
     return _decoded(body, kind, strict=strict)
@@ -156,12 +156,12 @@ def _decoded(body: bytes, kind: type[Body], *, strict: bool) -> Body:
 
 
 def text_bytes_max(context_tokens: int) -> int:
-    """Return how large a body may be besides images: more than any prompt that fits."""
+    """Maximum size of a body without images: larger than any prompt that fits."""
     return TEXT_BYTES_MAX + TOKEN_BYTES * context_tokens
 
 
 def check_texts(body: bytes, context_tokens: int) -> None:
-    """Refuse what takes long to decode, and cannot fit.
+    """Reject a body whose texts are too long to fit into the context.
 
     Raises:
         RequestRefused: With status 413.
@@ -178,13 +178,13 @@ def check_texts(body: bytes, context_tokens: int) -> None:
 
 
 def check_json_values(body: bytes, context_tokens: int) -> None:
-    """Refuse a body whose decoding would take long.
+    """Reject a body that would take long to decode.
 
     Raises:
         RequestRefused: With status 413.
     """
     values_max, escapes_max = VALUES_MAX + context_tokens, ESCAPES_MAX + 16 * context_tokens
-    # Nearly every body passes the cheap counts, which take what stands in strings for values as well.
+    # Nearly every body passes these cheap counts, which include characters within strings.
     marks = escapes = 0
     characters = np.frombuffer(body, np.uint8)
     for start in range(0, len(body), _SLICE_BYTES):
@@ -206,13 +206,13 @@ def _refusal(what: str, limit: int, remedy: str) -> RequestRefused:
 
 
 def count_values(body: bytes, limit: int) -> int:
-    """Count the commas, brackets and braces outside strings, at least until there are more than `limit`."""
+    """Count the commas, brackets and braces outside strings; may stop early above `limit`."""
     count = 0
     in_string = 0
     escape = b""
     for start in range(0, len(body), _SLICE_BYTES):
         piece = escape + body[start : start + _SLICE_BYTES]
-        # A backslash that is not itself escaped belongs to the next slice.
+        # An unescaped backslash at the end belongs to the next slice.
         run = len(piece) - len(piece.rstrip(b"\\"))
         escape = b"\\" * (run % 2)
         piece = piece[: len(piece) - len(escape)]

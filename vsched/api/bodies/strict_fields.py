@@ -1,4 +1,4 @@
-"""Fields that a request has somewhere within it and that nobody knows, for servers that want to be told."""
+"""Detection of unknown fields within messages and other nested objects, for strict servers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _PATH_CHARACTERS_MAX = 100
 
 
 def refuse_unknown(body: bytes, request: object) -> None:
-    """Refuse a body that holds more than the request that was decoded from it.
+    """Reject a body with more fields than the request that was decoded from it.
 
     Raises:
-        ParameterRefused: Names the first such field.
+        ParameterRefused: With the path of the first such field.
     """
     try:
         path = _unknown(msgspec.json.decode(body), msgspec.to_builtins(request), "")
@@ -21,7 +21,7 @@ def refuse_unknown(body: bytes, request: object) -> None:
         msgspec.MsgspecError,
         UnicodeError,
         RecursionError,
-    ):  # what is not known is not looked at before
+    ):  # unknown fields were not parsed before
         message = "the body is no JSON, or nested too deeply. Remedy: send a flat object in UTF-8."
         raise ParameterRefused(message, param=None, code="invalid_json") from None
     if path:
@@ -34,7 +34,7 @@ def refuse_unknown(body: bytes, request: object) -> None:
 
 
 def _unknown(sent: object, known: object, path: str) -> str:
-    """Return where something was sent that is not known; empty where there is no such place."""
+    """Path of the first unknown field; empty if there is none."""
     pairs: list[tuple[object, object, str]] = []
     if isinstance(sent, dict) and isinstance(known, dict):
         for name, value in sent.items():

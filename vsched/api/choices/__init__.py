@@ -1,1 +1,1 @@
-"""Several answers in one reply: to several prompts, several to one, and the best of some."""
+"""Several choices in one response: several prompts, `n` and `best_of`."""

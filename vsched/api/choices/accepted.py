@@ -1,4 +1,4 @@
-"""The answers to one HTTP request, from their acceptance to their end."""
+"""Choices of one HTTP request, from acceptance to the end."""
 
 from __future__ import annotations
 
@@ -14,59 +14,59 @@ from vsched.api.responses import Usage
 
 
 class Drawn(msgspec.Struct, frozen=True):
-    """A whole answer."""
+    """A complete choice."""
 
     generation: Generation
     deltas: list[OutputDelta]
 
     @property
     def mean_logprob(self) -> float:
-        """The log-probability of a token of it at the mean, which is what the best answer has most of."""
+        """Mean log-probability per token, the criterion of `best_of`."""
         found = [one.logprob for delta in self.deltas for one in delta.logprobs or ()]
         return sum(found) / max(len(found), 1)
 
     @property
     def told(self) -> int:
-        """How many log-probabilities of its prompt are told with it."""
+        """Number of prompt log-probabilities in its response."""
         report = self.generation.prompt_report
         return 0 if report is None else report.values
 
 
 class AcceptedAnswers:
-    """The answers to the prompts of one HTTP request: prompt after prompt, as many to each.
+    """Choices for all prompts of one HTTP request: prompt by prompt, the same number for each.
 
-    Those to one prompt were accepted together; what was accepted of a request is aborted with the rest of it.
+    The choices of one prompt are accepted together; if a later prompt is refused, those already accepted are aborted.
     """
 
     def __init__(self) -> None:
         self._families: list[Sequence[Generation]] = []
 
     def add(self, answers: Sequence[Generation]) -> None:
-        """Take the answers to the next prompt."""
+        """Add the choices of the next prompt."""
         self._families.append(answers)
 
     @property
     def generations(self) -> list[Generation]:
-        """All of them, in order."""
+        """All choices in order."""
         return [one for answers in self._families for one in answers]
 
     @property
     def usage(self) -> Usage:
-        """What they took so far; every answer that was drawn counts, also where the best alone is told."""
+        """Usage so far; every generated choice counts, even if only the best ones are returned."""
         return usage_of(*self._families)
 
     def abort(self) -> None:
-        """Free all that they hold."""
+        """Abort all choices."""
         for generation in self.generations:
             generation.abort()
 
     async def whole(self, record: RequestRecord, *, best: int) -> list[Drawn]:
-        """Wait for all, and return the `best` of each prompt, most likely first; all of them as they were drawn.
+        """Wait for all choices and return the `best` of each prompt, most likely first; without selection, in order.
 
-        Blocks: until the last has ended; those that are not read yet gather what comes.
+        Blocks: until the last one has ended; unread ones buffer their output.
 
         Raises:
-            RequestFailed: When one ended in an error.
+            RequestFailed: If one ended in an error.
         """
         chosen: list[Drawn] = []
         index = 0
@@ -86,10 +86,10 @@ class AcceptedAnswers:
 
 
 def without_logprobs(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
-    """Return deltas as a request has them that did not ask for log-probabilities."""
+    """Remove log-probabilities, for a request that did not ask for them."""
     return [msgspec.structs.replace(delta, logprobs=None) for delta in deltas]
 
 
 def answer_id(request_id: str, index: int) -> str:
-    """Return the id of an answer of several: no client's id has such a sign."""
+    """Request id of a choice; a client's id cannot contain this separator."""
     return f"{request_id}#{index}" if index else request_id

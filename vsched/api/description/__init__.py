@@ -1,1 +1,1 @@
-"""What the server can be asked, as a document and as a page."""
+"""Description of the API, as an OpenAPI document and as a page."""

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the structs that requests are decoded into and responses encoded from."""
+"""The OpenAPI document, generated from the structs of requests and responses."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _REFERENCE = "#/components/schemas/{name}"
 
 
 class ApiOperation(NamedTuple):
-    """What one method of one path does.
+    """Operation of one method on one path.
 
-    `response` is the body of a success, `event` that of each event where it streams; `kind` its media type. `error` is
-    the body of an error.
+    `response` is the body on success, `event` the type of stream events, if any, `kind` the media type, and `error` the
+    body of an error.
     """
 
     method: str
@@ -192,7 +192,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
 
 @functools.cache
 def document() -> dict[str, Any]:
-    """Return the document; it is the same for every model."""
+    """Build the document; it is the same for every model."""
     kinds = {
         kind: None
         for each in OPERATIONS

@@ -1,4 +1,4 @@
-"""The document as a page: plain HTML, without scripts and without anything from another host."""
+"""The OpenAPI document as a page: plain HTML, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _encoded() -> bytes:
 
 
 def rendered(found: dict[str, Any]) -> str:
-    """Return an OpenAPI document as HTML: the paths, then the fields of every struct."""
+    """Format an OpenAPI document as HTML: the paths, then the fields of every struct."""
     info = found["info"]
     title = f"{escape(info['title'])} {escape(info['version'])}"
     lines = [
@@ -74,7 +74,7 @@ def _struct(name: str, schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """Return a schema in words."""
+    """Describe a schema in words."""
     if reference := schema.get("$ref"):
         name = escape(reference.rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'

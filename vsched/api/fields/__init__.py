@@ -1,1 +1,1 @@
-"""Fields of requests that are only there to be accepted or refused."""
+"""Request fields that are only accepted or refused."""

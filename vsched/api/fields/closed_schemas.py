@@ -1,8 +1,8 @@
-"""Objects of a schema have the properties that it lists, and no others, unless it says that there may be some.
+"""JSON schemas whose objects have no additional properties, unless the schema allows them explicitly.
 
-JSON schema means the opposite, but not who writes one: pydantic, and so instructor and LangChain, leave
-`additionalProperties` out of classes, and a small model that may go on adds properties until its tokens are used up.
-vLLM and SGLang close objects as well.
+JSON schema defaults to the opposite, but schemas are usually not written that way: pydantic, and so instructor and
+LangChain, leaves `additionalProperties` out of classes, and a small model that may continue adds properties until its
+tokens are used up. vLLM and SGLang close objects as well.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _SINGLE = ("items", "additionalItems", "additionalProperties", "contains")
 _BESIDE = frozenset(("$ref", "anyOf", "oneOf"))
 _SAYS = frozenset(("additionalProperties", "patternProperties", "minProperties"))
 DEPTH_MAX = 64
-"""Schemas within schemas; more of them stay as they are."""
+"""Maximum nesting depth of schemas; deeper ones are left unchanged."""
 _ACROSS = frozenset(
     (
         *("allOf", "not", "if", "dependentSchemas", "dependencies", "patternProperties"),
         *("unevaluatedProperties", "propertyNames", "$dynamicRef", "$recursiveRef"),
     )
 )
-"""What looks at an object from several places: one of them must not forbid what another allows."""
+"""Keywords by which several subschemas apply to one object: one must not forbid properties of another."""
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose objects are closed; itself where several parts of it speak of one object."""
+    """Return a schema with closed objects; unchanged if several subschemas apply to one object."""
     for node, depth in _nodes(schema):
         if depth > DEPTH_MAX:
             return schema
@@ -44,7 +44,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nodes(schema: Any) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield all objects that are schemas, with how deep they lie."""
+    """Yield all objects that are schemas, with their depth."""
     waiting = [(schema, 0)]
     while waiting:
         node, depth = waiting.pop()
@@ -54,7 +54,7 @@ def _nodes(schema: Any) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _parts(node: dict[str, Any]) -> Iterator[tuple[tuple[str, str | int | None], Any]]:
-    """Yield the schemas within one, with where they stand: the keyword, and the name or index below it."""
+    """Yield the direct subschemas with their position: the keyword, and the name or index below it."""
     for keyword, held in node.items():
         if keyword in _BY_NAME and isinstance(held, dict):
             yield from (((keyword, name), each) for name, each in held.items())
@@ -81,7 +81,7 @@ def _closed(node: Any) -> Any:
 
 
 def _lists_all(node: dict[str, Any]) -> bool:
-    """Return whether properties are listed, all that must be there among them."""
+    """True if the schema lists properties, including all required ones."""
     listed, needed = node.get("properties"), node.get("required", [])
     return (
         isinstance(listed, dict)

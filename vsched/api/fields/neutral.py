@@ -1,7 +1,6 @@
-"""Fields that are known and not supported: accepted with the values that change nothing, refused with any other.
+"""Fields that are known but not supported: accepted with neutral values, refused with others.
 
-Clients that were written for another server send its fields whatever they hold. What each of them may hold, and what
-to do instead, stands with the field.
+Clients that were written for another server may send its fields. Each field here has its neutral values and a remedy.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from vsched.errors import limit_message
 
 
 class Neutral(NamedTuple):
-    """The values of a field that change nothing beside null, and what to do instead of sending another."""
+    """Neutral values of a field, in addition to null, and the remedy for other values."""
 
     remedy: str
     values: tuple[Any, ...] = ()
 
 
 def neutral(*values: Any, remedy: str = "leave it out") -> Neutral:
-    """Return what a field may hold."""
+    """Annotate a field with its neutral values."""
     return Neutral(remedy, values)
 
 
@@ -36,10 +35,10 @@ _Placement = Annotated[Any, neutral(remedy="leave it out; replicas are chosen by
 
 
 class OtherServersFields(msgspec.Struct, kw_only=True):
-    """Fields that only other servers have.
+    """Fields of other servers.
 
-    Of vLLM the sampling and extra parameters of its two request classes, of SGLang those of its own. Those that are
-    plain `Any` never change an answer here.
+    These are the sampling and extra parameters of vLLM's two request classes, and SGLang's own parameters. Fields of
+    plain type `Any` never change an answer here.
     """
 
     # --- vLLM ---
@@ -117,10 +116,10 @@ class OtherServersFields(msgspec.Struct, kw_only=True):
 
 
 def refuse_unsupported(request: msgspec.Struct) -> None:
-    """Refuse fields that would change the meaning of a request.
+    """Reject unsupported fields that would change the meaning of a request.
 
     Raises:
-        ParameterRefused: Names the field, its value, what it may hold, and what to do instead.
+        ParameterRefused: With the field, its value, the neutral values and the remedy.
     """
     for name, known in _neutral_fields(type(request)):
         value = getattr(request, name)
@@ -147,7 +146,7 @@ def _neutral_fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, Neutral], ..
 
 
 def _same(value: object, known: object) -> bool:
-    # `True == 1` in Python; in a request it is a mistake.
+    # `True == 1` in Python; in a request it is an error.
     return value == known and isinstance(value, bool) == isinstance(known, bool)
 
 

@@ -1,1 +1,1 @@
-"""Where HTTP is listened to: the socket, and uvicorn within the limits of the configuration."""
+"""Listening for HTTP: the socket, and uvicorn within the configured limits."""

@@ -1,4 +1,4 @@
-"""Uvicorn within the limits of the configuration, and what a process does that is a server's alone."""
+"""Uvicorn within the configured limits, and process-wide tuning for server processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from vsched.worker.capabilities import LeanPreprocessing
 from vsched.worker.registry import load_worker
 
 KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections, so that it is never the server that closes under a request."""
+"""Longer than clients keep idle connections, so that the server never closes one just as a request is sent."""
 SWITCH_INTERVAL_S = 0.0005
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn without its signal handlers: what a signal means is decided here."""
+    """Uvicorn without its signal handlers: vsched handles signals itself."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -31,21 +31,21 @@ class HttpServer(uvicorn.Server):
 
 
 def http_server(app: ASGIApp, config: Config) -> HttpServer:
-    """Return what serves an application once its `serve` is awaited."""
+    """Create the server of an application; await its `serve`."""
     server = config.server
     return HttpServer(
         uvicorn.Config(
             app,
             host=server.host,
             port=server.port,
-            http=partial(BoundedProtocol, limits=server),  # type: ignore[arg-type]  # it is only called
-            ws="none",  # requests to upgrade to WebSocket are ignored, like all others
+            http=partial(BoundedProtocol, limits=server),  # type: ignore[arg-type] # only called
+            ws="none",  # WebSocket upgrades are ignored, like all others
             lifespan="off",
             access_log=False,
-            log_config=None,  # its records go where all others go
+            log_config=None,  # uvicorn uses the same log handlers as everything else
             log_level="warning",
             limit_concurrency=server.max_connections,
-            proxy_headers=False,  # who is on this machine is judged by the connection
+            proxy_headers=False,  # local clients are recognized by their connection
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )
@@ -53,19 +53,19 @@ def http_server(app: ASGIApp, config: Config) -> HttpServer:
 
 
 def forgo_models(config: Config) -> None:
-    """Leave out what only models need, for the life of this process, which is to be the server's alone."""
+    """Disable library parts that only models need, for the life of this process, which only serves HTTP."""
     plugin = load_worker(config.generate.plugin, path="generate.plugin")
     if isinstance(plugin, LeanPreprocessing):
         plugin.forgo_models(config.model.path)
 
 
 def favour_event_loop() -> None:
-    """Shorten what the event loop, and so every heartbeat, waits for in this process, which is the server's alone.
+    """Reduce delays of the event loop, and so of heartbeats, in a server process.
 
-    Call it when all is loaded: collections pass over that from now on, for it lives as long as the process. Looking at
-    it took up to 250 ms. Large blocks go back to the system a part at a time. A thread that has the interpreter's lock
-    hands it on after half a millisecond instead of five: while threads prepare requests, the loop waits for its turn
-    after each of theirs.
+    Call it after loading: later collections skip the objects that exist now, which live as long as the process;
+    scanning them took up to 250 ms. Large memory blocks are returned to the system separately. A thread releases the
+    GIL after half a millisecond instead of five: while threads prepare requests, the loop waits for its turn after each
+    of them.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The address that a server listens on: taken before anything is loaded, by one process or by several."""
+"""The listening address of a server: bound before anything is loaded, by one process or by several."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _OTHER_HOST = (
 
 
 def listen(config: Config) -> socket.socket:
-    """Take the address before anything is loaded, so that a port in use is told at once.
+    """Bind the address before anything is loaded, so that a port in use is reported at once.
 
-    With several processes, what is returned takes no connections: it keeps the address, for `another` of each process.
+    With several processes, the returned socket accepts no connections: it reserves the address for the `another` call
+    of each process.
 
     Raises:
-        ConfigError: When it cannot be had.
+        ConfigError: If the address cannot be bound.
     """
     host, port = config.server.host.removeprefix("[").removesuffix("]"), config.server.port
     try:
@@ -35,10 +36,10 @@ def listen(config: Config) -> socket.socket:
             backlog=2048,
             dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
         )
-        # It was free: no other server takes connections there. Sockets that share an address say so before.
+        # The address was free. Sockets that share it must set SO_REUSEPORT before they are bound.
         return made if config.server.processes == 1 else _kept(made)
     except OSError as error:
-        # `create_server` adds the address once more; errors of a name's resolution are negative.
+        # `create_server` repeats the address in its message; errors of name resolution are negative.
         code = error.errno or 0
         reason = os.strerror(code) if code > 0 else str(error.strerror).partition(" (while")[0]
         key, remedy = _REMEDIES.get(code, _OTHER_HOST)
@@ -55,7 +56,7 @@ def _kept(made: socket.socket) -> socket.socket:
 
 
 def another(kept: socket.socket) -> socket.socket:
-    """Return one more socket on the address that `listen` keeps; the system shares connections out among them."""
+    """Create another socket on the reserved address; the system distributes connections among them."""
     made = _unbound(kept)
     made.bind(kept.getsockname())
     return made

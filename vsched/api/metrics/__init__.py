@@ -1,4 +1,4 @@
-"""Prometheus metrics: what requests experienced, and what the engine counts."""
+"""Prometheus metrics of requests and of the engine."""
 
 from vsched.api.metrics.requests import CONTENT_TYPE, ApiMetrics, RequestRecord
 

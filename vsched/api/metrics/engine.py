@@ -1,6 +1,7 @@
-"""What the engine counts, as Prometheus families, read when scraped: labels say which group, rank, policy or reason.
+"""Engine counters as Prometheus families, read when scraped; labels are the group, rank, policy or reason.
 
-Names are vLLM's where it has one, with `vsched_` in place of `vllm:`, which is for recording rules.
+Names are vLLM's if it has the same metric, with `vsched_` in place of `vllm:`; Prometheus reserves colons for recording
+rules.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ _TOTALS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, st
     (CounterMetricFamily, "pixel_cache_misses", "media.pixels.misses", "Pixels not found."),
     (CounterMetricFamily, "pixel_cache_evictions", "media.pixels.evictions", "Evicted."),
 )
-"""Kind, name, path in the statistics, and what it is."""
+"""Type, name, path in the statistics, and description."""
 
 _BY_REASON = (
     ("requests_finished", "finished_reason", "finished", "Accepted requests that ended."),
     ("requests_refused", "reason", "refused", "Requests that the scheduler refused."),
     ("policy_faults", "policy", "policy_faults", "Failures of policies; the default decided."),
 )
-"""Counters with a label of which every value is one key of the statistics."""
+"""Counters with one label; its values are the keys of a dictionary in the statistics."""
 
 _GENERATE: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
     (GaugeMetricFamily, "load_tokens", "load_tokens", "Tokens that are still to be computed."),
@@ -97,11 +98,11 @@ _GENERATE: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, 
     (CounterMetricFamily, "prefix_cache_hits", "tokens_cached", "Prompt tokens found cached."),
     (CounterMetricFamily, "prefix_cache_evictions", "prefix_evictions", "Blocks evicted."),
 )
-"""Kind, name, key of a generate group's statistics, and what it is."""
+"""Type, name, key in a generate group's statistics, and description."""
 
 
 class EngineCollector(Collector):
-    """Reads the statistics and the groups of an engine; what is not there yet is left out."""
+    """Reads the statistics and groups of an engine; values that do not exist yet are left out."""
 
     def __init__(
         self,
@@ -112,11 +113,11 @@ class EngineCollector(Collector):
         self._statistics, self._groups, self._adapters = statistics, groups, adapters
 
     def describe(self) -> Iterator[Metric]:
-        """Describe nothing: without this, registering would read the statistics before the engine runs."""
+        """Describe nothing: otherwise registration would read the statistics before the engine runs."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family of which there is a value."""
+        """Yield every family that has a value."""
         statistics = self._statistics()
         for kind, name, path, what in _TOTALS:
             value = _at(statistics, path)

@@ -1,4 +1,4 @@
-"""What one process has counted, on its way to the process that tells what all have."""
+"""Metrics of API processes, sent to the process that exposes the totals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 _SINCE = "_created"
-"""The end of the name of a time: of several, the first is told."""
+"""Suffix of creation times: in a total, the earliest one is used."""
 
 Sample = tuple[str, dict[str, str], float]
 """Name, labels and value."""
@@ -25,20 +25,20 @@ class MetricSamples(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, metric: Metric) -> MetricSamples:
-        """Take a metric apart."""
+        """Convert a metric."""
         samples = [(one.name, one.labels, float(one.value)) for one in metric.samples]
         return cls(metric.name, metric.documentation, metric.type, samples)
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
-    """What a process has counted: requests under way, and its metrics."""
+    """Metrics of one process: requests in flight, and metric families."""
 
     in_flight: int = 0
     families: list[MetricSamples] = []
 
 
 class Added(Collector):
-    """Counters and histograms of several processes as those of one."""
+    """Sums the counters and histograms of several processes."""
 
     def __init__(self, reports: Iterable[Report]) -> None:
         self._reports = reports
@@ -53,7 +53,7 @@ class Added(Collector):
 
 
 def added(reports: Iterable[Report]) -> list[MetricSamples]:
-    """Return the sums of all families, each sample where it comes first."""
+    """Sum all families; samples are in order of first occurrence."""
     families: dict[str, MetricSamples] = {}
     sums: dict[str, dict[tuple[str, tuple[str, ...]], Sample]] = {}
     for report in reports:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of what requests experienced; names are vLLM's where it has one."""
+"""Prometheus metrics of requests, such as latencies; names are vLLM's if it has the same metric."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 OTHER_TENANTS = "other tenants"
-"""Under this name, which none can have, those count together for whom there is no label left."""
+"""Label for all tenants above the limit; not a valid tenant name."""
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class _Times(Collector):
-    """A histogram for what happens with every token: no locks, since all of it is on the event loop's thread."""
+    """A histogram for per-token events: without locks, because it is used only in the event loop's thread."""
 
     def __init__(self, name: str, what: str, bounds: Sequence[float]) -> None:
         self._name = name
@@ -52,17 +52,17 @@ class _Times(Collector):
 
 
 class ApiMetrics:
-    """The metrics of one application, in a registry of its own.
+    """Metrics of one application, in its own registry.
 
-    Those of other processes count as if they had been made here.
+    Metrics of other processes are added to its own.
 
     Attributes:
-        in_flight: Requests whose record has begun and not ended.
-        reports: Returns what other processes have counted.
+        in_flight: Number of requests in progress.
+        reports: Returns the metrics of other processes.
     """
 
     def __init__(self, engine: EngineContract | None = None, *, tenants_max: int = 64) -> None:
-        """Begin; without an engine there is nothing of one to tell."""
+        """Create the metrics; without an engine, there are no engine metrics."""
         self.registry = CollectorRegistry()
         self.in_flight = 0
         self.reports: Callable[[], Sequence[Report]] = tuple
@@ -128,7 +128,7 @@ class ApiMetrics:
         return RequestRecord(self, endpoint, self._label(tenant))
 
     def _label(self, tenant: str) -> str:
-        """Return the label of a tenant: its name while there are not too many, for each is kept for good."""
+        """Label of a tenant: its name, unless there are too many, because labels are never freed."""
         if tenant and tenant not in self._tenants:
             if len(self._tenants) >= self._tenants_max:
                 return OTHER_TENANTS
@@ -137,11 +137,11 @@ class ApiMetrics:
 
     @property
     def under_way(self) -> int:
-        """Requests in all processes whose record has begun and not ended."""
+        """Number of requests in progress in all processes."""
         return self.in_flight + sum(report.in_flight for report in self.reports())
 
     def report(self) -> Report:
-        """Return what was counted here."""
+        """Return the metrics of this process."""
         return Report(
             self.in_flight, [MetricSamples.of(metric) for metric in self.registry.collect()]
         )
@@ -153,7 +153,7 @@ class ApiMetrics:
 
 
 class RequestRecord:
-    """What one request experiences, on its way into the metrics."""
+    """Records the metrics of one request."""
 
     def __init__(self, metrics: ApiMetrics, endpoint: str, tenant: str = "") -> None:
         self._metrics = metrics
@@ -164,7 +164,7 @@ class RequestRecord:
         metrics.in_flight += 1
 
     def output(self, answer: int = 0) -> None:
-        """Note that output of an answer arrived, of several by its index."""
+        """Record output of a choice, by its index."""
         now, last = time.perf_counter(), self._last.get(answer)
         if last is not None:
             self._metrics.between_tokens_s.observe(now - last)
@@ -173,7 +173,7 @@ class RequestRecord:
         self._last[answer] = now
 
     def tokens(self, *, prompt: int, cached: int, output: int) -> None:
-        """Count the tokens of a request that was accepted, once, at its end."""
+        """Count the tokens of an accepted request, once, at its end."""
         self._metrics.prompt_tokens.inc(prompt)
         self._metrics.cached_tokens.inc(cached)
         self._metrics.output_tokens.inc(output)

@@ -1,1 +1,1 @@
-"""What stands before the routes: ids of requests, and who may call."""
+"""Middleware: request ids and access checks."""

@@ -1,8 +1,8 @@
-"""Who may call: known names, keys, operators of this machine, and bodies that no foreign web page can send.
+"""Access checks: host names, keys, local operators, and content types that other web pages cannot send.
 
-A browser on this machine reaches a server that only this machine reaches, and lets any page in it try. A page can have
-its own name resolve to a loopback address (DNS rebinding), so `Host` is checked; it can send a form or plain text to
-any server without asking, so a body must be called JSON, for which browsers ask first (CORS preflight).
+A browser on this machine can reach a server that only this machine reaches, and lets any web page in it try. A page can
+make its own name resolve to a loopback address (DNS rebinding), so `Host` is checked. It can send a form or plain text
+to any server without permission, so a body must be declared as JSON, for which browsers ask first (CORS preflight).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from vsched.api.middleware.tenants import TENANT, ReadTenant
 from vsched.errors import RequestRefused, limit_message
 
 _OPEN = frozenset({"/health", "/ready", "/ping", "/docs", "/openapi.json"})
-"""Probes, and what is the same on every server."""
+"""Paths that need no key: probes, and content that is the same on every server."""
 _ADMIN = "/admin/"
 _ADMIN_TOO = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-"""What operators do by the paths of another server."""
+"""Operator functions under other servers' paths."""
 _FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip")
 _VALUE_CHARACTERS_MAX = 100
 
@@ -48,7 +48,7 @@ def access_middleware(settings: ApiSettings) -> tuple[list[Middleware], list[Mid
         Middleware(NormalizePath, prefix=settings.root_path),
         Middleware(TagResponses),
         Middleware(CheckHost, settings=settings),
-        # Outside the keys: a preflight carries none, and a page is to read why it was refused.
+        # Outside the key check: a preflight has no key, and pages must be able to read the reason of a refusal.
         *([cors] if settings.cors_origins else []),
     ]
     before_each = [
@@ -78,14 +78,14 @@ class NormalizePath:
 
 
 class CheckHost:
-    """ASGI middleware: refuse names that are not this server's; web sockets, which it has none of, as well."""
+    """ASGI middleware: reject requests for other host names, and WebSockets, which are not supported."""
 
     def __init__(self, app: ASGIApp, *, settings: ApiSettings) -> None:
         self._app = app
         self._allowed = settings.allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what came to a known name; answer 421 to what did not."""
+        """Pass on requests for known names; answer 421 to others."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -107,10 +107,10 @@ class CheckHost:
 
 
 class RequireKey:
-    """ASGI middleware: default deny where there is a key, judged on `scope["path"]` as the router sees it.
+    """ASGI middleware: require a key, if configured, on all paths except open ones; checks `scope["path"]`.
 
-    What operators do has a key of its own. Without one, it is for programs of this machine: no other machine, no web
-    page, and nothing that says it was forwarded.
+    Operator paths have their own key. Without one, they are open to local programs only: not to other machines, web
+    pages or forwarded requests.
     """
 
     def __init__(self, app: ASGIApp, *, settings: ApiSettings) -> None:
@@ -120,7 +120,7 @@ class RequireKey:
         self._open = _OPEN | ({"/metrics"} if settings.metrics_without_key else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what is authorised; answer 401 or 403 to what is not."""
+        """Pass on authorized requests; answer 401 or 403 to others."""
         refusal = None
         exchange = HttpExchange(scope, receive, send)
         if scope["type"] == "http" and scope["path"] not in self._open:
@@ -170,7 +170,7 @@ class RequireJson:
 
 
 def _not_json(exchange: HttpExchange) -> str:
-    """Return the error message for a body that its headers do not declare as plain JSON; empty if they do."""
+    """Error message for a body that its headers do not declare as plain JSON; empty if they do."""
     sent = exchange.header(b"content-type")
     media_type = (sent or b"").partition(b";")[0].strip().lower()
     if media_type != b"application/json" and (sent is not None or _has_body(exchange)):
@@ -195,21 +195,21 @@ def _not_json(exchange: HttpExchange) -> str:
 
 
 def _digest(secret: bytes) -> bytes:
-    # Digests have one length, so that the comparison tells nothing of the key's.
+    # Digests have a fixed length, so that the comparison time does not reveal the key's length.
     return hashlib.sha256(secret).digest()
 
 
 def _carries(exchange: HttpExchange, expected: str) -> bool:
     scheme, _, key = (exchange.header(b"authorization") or b"").partition(b" ")
     bearer = key.strip() if scheme.lower() == b"bearer" else b""
-    own = exchange.header(b"x-api-key") or b""  # as Anthropic's clients send it
+    own = exchange.header(b"x-api-key") or b""  # Anthropic's clients use this header
     wanted = _digest(expected.encode())
     matches = [hmac.compare_digest(_digest(one), wanted) for one in (bearer, own)]
     return any(matches)
 
 
 def _tenant(exchange: HttpExchange, keys: dict[str, str]) -> str:
-    """Return whose key a request carries; empty where it is nobody's. All keys are compared, whatever is found."""
+    """Tenant whose key the request has; empty if none. All keys are compared in any case."""
     found = ""
     for name, key in keys.items():
         if _carries(exchange, key):
@@ -223,7 +223,7 @@ def _has_body(exchange: HttpExchange) -> bool:
 
 
 def _host_of(exchange: HttpExchange) -> str | None:
-    """Return the name or address in `Host`, without a port; None where there is none, as browsers never leave it."""
+    """Name or address in `Host`, without a port; None if there is no header, which browsers always send."""
     sent = exchange.header(b"host")
     if sent is None:
         return None
@@ -241,7 +241,7 @@ def _is_allowed(host: str, names: tuple[str, ...]) -> bool:
 
 
 def _cannot_be_rebound(host: str) -> bool:
-    """Return whether no page can have chosen what this resolves to: an address, or what browsers never look up."""
+    """True if no page can control the resolution of this host: an address, or a name that browsers never look up."""
     return host == "localhost" or host.endswith(".localhost") or _address(host) is not None
 
 
@@ -250,12 +250,12 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         address = ipaddress.ip_address(host)
     except ValueError:
         return None
-    # A socket for both families shows IPv4 as a part of IPv6.
+    # A socket for both families shows IPv4 addresses as mapped IPv6 addresses.
     return getattr(address, "ipv4_mapped", None) or address
 
 
 def _is_local(exchange: HttpExchange) -> bool:
-    """Return whether a program of this machine asks by itself; on a Unix socket there is no address to look at."""
+    """True for a direct request from a local program; on a Unix socket there is no address to check."""
     client, server = exchange.scope.get("client"), exchange.scope.get("server")
     if client is not None:
         address = _address(client[0])

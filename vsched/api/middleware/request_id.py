@@ -1,4 +1,4 @@
-"""`X-Request-Id`: every response has one, the client's where it sent one, so that both sides name it alike."""
+"""`X-Request-Id`: every response has one, the client's own if it sent one, so that both sides use the same id."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = b"x-request-id"
 _CLEAN = re.compile(rb"[\w.:/+=-]{1,128}", re.ASCII)
-"""What may come back in a header and go into logs; anything else is treated as if it had not been sent."""
+"""Ids that are safe to send back in a header and to log; any other id is ignored."""
 
 
 def sent_id(scope: Scope) -> str:
-    """Return the id that a client gave its request; empty where it gave none, or none that can be sent back."""
+    """Id that the client gave its request; empty if it sent none, or an unsafe one."""
     for name, value in scope["headers"]:
         if name == HEADER and _CLEAN.fullmatch(value):
             return bytes(value).decode("ascii")
@@ -22,7 +22,7 @@ def sent_id(scope: Scope) -> str:
 
 
 def new_id(prefix: str, scope: Scope) -> str:
-    """Return an id that no other request has; the client's own is a part of it."""
+    """Create a unique id, which includes the client's own."""
     given = sent_id(scope)
     return (
         f"{prefix}-{given}-{secrets.token_hex(4)}" if given else f"{prefix}-{secrets.token_hex(12)}"
@@ -30,12 +30,12 @@ def new_id(prefix: str, scope: Scope) -> str:
 
 
 def response_id(scope: Scope) -> bytes:
-    """Return what a response is tagged with that has no id of its own."""
+    """Id for a response that has none of its own."""
     return sent_id(scope).encode() or secrets.token_hex(16).encode()
 
 
 class TagResponses:
-    """ASGI middleware: give every response the header; an id that the client sent goes before any other."""
+    """ASGI middleware: give every response the header; the client's own id takes precedence."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -47,7 +47,7 @@ class TagResponses:
             return
 
         def tagged(message: Message) -> Awaitable[None]:
-            # No coroutine of its own: this is called for every event of a stream.
+            # Not a coroutine, because it is called for every event of a stream.
             if message["type"] == "http.response.start":
                 message = {**message, "headers": _with_id(scope, message.get("headers", ()))}
             return send(message)

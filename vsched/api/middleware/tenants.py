@@ -1,4 +1,4 @@
-"""Whose a request is: said by the key that it comes with, or by a header that a gateway sets."""
+"""The tenant of a request: identified by its API key, or by a header that a gateway sets."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from vsched.api.http_exchange import HttpExchange
 from vsched.errors import ConfigError, RequestRefused, limit_message
 
 TENANT = "vsched.tenant"
-"""Where the scope of a request has its tenant."""
+"""Key of the tenant in the ASGI scope."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 NAME_FORM = "1 to 64 letters, digits, dots, hyphens and underscores"
 _SHOWN_MAX = 100
 
 
 def tenant_of(scope: Scope) -> str:
-    """Return whose a request is; empty where nobody says."""
+    """Tenant of a request; empty if unknown."""
     return str(scope.get(TENANT, ""))
 
 
 def read_tenant_keys(text: str, *, path: str) -> dict[str, str]:
-    """Return keys by tenant, from a text of `tenant=key`, one a line or with commas between.
+    """Parse keys by tenant from `tenant=key` entries, separated by newlines or commas.
 
     Raises:
-        ConfigError: When a name or a key is wrong or stands twice; keys are not shown.
+        ConfigError: If a name or key is invalid or repeated; the message does not show keys.
     """
     keys: dict[str, str] = {}
     for number, pair in enumerate(re.split(r"[,\n]", text.strip()), 1):
@@ -44,7 +44,7 @@ def read_tenant_keys(text: str, *, path: str) -> dict[str, str]:
 
 
 class ReadTenant:
-    """ASGI middleware: take the tenant from a header."""
+    """ASGI middleware: read the tenant from a header."""
 
     def __init__(self, app: ASGIApp, *, header: str) -> None:
         self._app = app
@@ -52,7 +52,7 @@ class ReadTenant:
         self._header = header.lower().encode("latin-1")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what names its tenant well, or not at all; answer 400 to another name."""
+        """Pass on requests with a valid tenant or none; answer 400 to others."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
