@@ -1,1 +1,1 @@
-"""Other vendors' APIs over the chat that is there: bodies become its requests, and its answers their events."""
+"""API compatibility layers: other vendors' requests are translated to chat requests, and the output to their events."""

@@ -1,4 +1,4 @@
-"""An answer as a row of blocks that begin, grow and end: what dialects stream, from the chat's own deltas."""
+"""Chat deltas as a sequence of content blocks, the unit of streaming in other vendors' APIs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vsched.api.tools.wording import AnswerWording
 
 
 class BlockKind(Enum):
-    """What a block holds."""
+    """Type of a block."""
 
     REASONING = "reasoning"
     TEXT = "text"
@@ -20,10 +20,10 @@ class BlockKind(Enum):
 
 
 class AnswerBlock:
-    """A piece of an answer; `text` is what it holds, the arguments of a call included.
+    """One block of the output; `text` is its content, or the arguments of a tool call.
 
     Attributes:
-        logprobs: Those of the tokens of a text, where they were asked for.
+        logprobs: Log-probabilities of a text's tokens, if requested.
     """
 
     def __init__(self, index: int, kind: BlockKind, *, call_id: str = "", name: str = "") -> None:
@@ -39,18 +39,18 @@ class AnswerBlock:
         return "".join(self._pieces)
 
     def add(self, text: str) -> None:
-        """Let it grow."""
+        """Append text."""
         self._pieces.append(text)
 
 
 class BlockBegins(NamedTuple):
-    """A block that holds nothing yet."""
+    """Start of a block, still empty."""
 
     block: AnswerBlock
 
 
 class BlockGrows(NamedTuple):
-    """What comes to a block; a text has its tokens, too, where log-probabilities were asked for."""
+    """Text appended to a block; with the tokens of a text block, if log-probabilities are requested."""
 
     block: AnswerBlock
     text: str
@@ -58,7 +58,7 @@ class BlockGrows(NamedTuple):
 
 
 class BlockEnds(NamedTuple):
-    """A block that is complete."""
+    """End of a block."""
 
     block: AnswerBlock
 
@@ -67,17 +67,17 @@ BlockStep = BlockBegins | BlockGrows | BlockEnds
 
 
 class AnswerBlocks:
-    """The blocks of one answer; one at a time is open.
+    """Blocks of one output; one at a time is open.
 
     Attributes:
-        blocks: Those that have begun.
-        reasoning_tokens: Tokens that came with reasoning and nothing else.
-        finish_reason: As OpenAI has it; empty before the end.
-        stop_string: At which the answer ended.
+        blocks: Blocks so far.
+        reasoning_tokens: Tokens in deltas with only reasoning.
+        finish_reason: OpenAI's finish reason; empty before the end.
+        stop_string: Stop string that ended the output.
     """
 
     def __init__(self, wording: AnswerWording | None, *, logprobs: bool = False) -> None:
-        """Take what reads an answer; with `logprobs`, texts have those of their tokens."""
+        """Create it with the parser of the output, if any; with `logprobs`, text blocks have their tokens."""
         self.blocks: list[AnswerBlock] = []
         self.reasoning_tokens = 0
         self.finish_reason = ""
@@ -88,7 +88,7 @@ class AnswerBlocks:
         self._untold: list[TokenLogprob] = []
 
     def take(self, delta: OutputDelta) -> list[BlockStep]:
-        """Return what the next delta does; the last one ends the answer, which has one block at least."""
+        """Convert the next delta to steps; the last delta ends the output, which has at least one block."""
         reason = delta.finish_reason
         added = ChatDelta(content=delta.text)
         if self._wording is not None:
@@ -109,11 +109,11 @@ class AnswerBlocks:
         return self._with_tokens(steps) if self._untold else steps
 
     def _with_tokens(self, steps: list[BlockStep]) -> list[BlockStep]:
-        """Give the tokens that came until now to the text that grew last; those of other blocks are not told."""
+        """Attach the tokens received so far to the last text step; tokens of other blocks are dropped."""
         grown = [step for step in steps if isinstance(step, BlockGrows)]
         texts = [step for step in grown if step.block.kind is BlockKind.TEXT]
         if not grown:
-            return steps  # half a character, or what may begin a call
+            return steps  # an incomplete character, or a possible beginning of a call
         tokens, self._untold = self._untold, []
         if not texts:
             return steps

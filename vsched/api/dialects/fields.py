@@ -1,4 +1,4 @@
-"""Fields that dialects have in common with the chat, and how they get there."""
+"""Fields that other vendors' requests share with chat requests, and their conversion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vsched.api.request_schema import (
 
 
 class ChatFields(msgspec.Struct, kw_only=True):
-    """Those of a chat, by the same names; from `min_p` on no other vendor has them."""
+    """Fields with the same names as in chat requests; those from `min_p` on are extensions of vsched."""
 
     model: str | None = None
     stream: bool | None = False
@@ -44,6 +44,6 @@ class ChatFields(msgspec.Struct, kw_only=True):
 
 
 def shared_fields(request: msgspec.Struct, *, but: AbstractSet[str]) -> dict[str, Any]:
-    """Return the fields that a request has by the names of the chat's, but those that mean or hold something else."""
+    """Fields that have the same name in a chat request, except for `but`, whose meaning or type differs."""
     names = set(request.__struct_fields__) & set(ChatRequest.__struct_fields__)
     return {name: getattr(request, name) for name in sorted(names - but)}

@@ -1,4 +1,4 @@
-"""Refusals by the names that a dialect has for parameters."""
+"""Errors with the parameter names of another vendor's API."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ROOT = re.compile(r"\w+")
 
 @contextlib.contextmanager
 def named_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Word refusals of a chat's parameters, the keys, by the names that a client knows.
+    """Replace the names of chat parameters, the keys, in errors by those of the client's API.
 
     Raises:
-        ParameterRefused: In these names.
+        ParameterRefused: With the replaced names.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""API processes beside the engine: HTTP, text and its streams there; what comes in and what runs, in the engine.
+"""API processes: they handle HTTP, text and streams, and the engine's process schedules and runs requests.
 
-A process holds no state that outlives its requests. It and the engine are joined by a pair of sockets (`link`), over
-which go frames of messages (`messages`): all that a turn of a loop yields in one (`outbox`). In the process,
-`RemoteEngine` looks like the engine; in the engine, a `Desk` does what one process asks for, and `ApiProcesses` starts
-them, and starts anew those that die.
+A process has no state beyond its requests. A pair of sockets connects it to the engine (`link`). Each frame carries the
+messages of one event loop iteration (`messages`, `outbox`). In the process, `RemoteEngine` implements the engine's
+interface; in the engine, a `Desk` serves one process, and `ApiProcesses` starts the processes and restarts those that
+die.
 """

@@ -1,4 +1,4 @@
-"""Whole HTTP requests that go through a link: asked in an API process, answered by an application in the engine's."""
+"""Forwarding of complete HTTP requests from an API process to an application in the engine's process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Message = MutableMapping[str, Any]
 
 
 class AskEngine:
-    """An ASGI application that has the engine's process answer; a client that disconnects meanwhile stops nothing."""
+    """ASGI application that forwards requests to the engine's process; a disconnect does not cancel them."""
 
     def __init__(self, ask: Callable[[Callable[[int], Ask]], Awaitable[HttpReply]]) -> None:
-        """Take what sends a message, made for its number, and returns the reply to it."""
+        """Use `ask` to send messages: it assigns a number to a message and returns the reply."""
         self._ask = ask
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,9 +59,9 @@ async def _no_room(size: int) -> Any:
 
 
 async def respond(app: ASGIApp, asked: Ask) -> HttpReply:
-    """Return what an application answers; its client stays until then.
+    """Run an application on a forwarded request and return its response; the client never disconnects.
 
-    Blocks: as long as the application does.
+    Blocks: until the application is done.
     """
     bodies = [asked.body]
     status, headers, content = 500, [], bytearray()

@@ -1,4 +1,4 @@
-"""The engine's end of one API process: what it asks for, and what it is told."""
+"""The engine's end of the link to one API process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Desk:
-    """Serves one process, and knows which requests are its; `operations` answers what it asks for by HTTP."""
+    """Serves one process and tracks its requests; `operations` handles its forwarded HTTP requests."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Desk:
         self._told: Facts | None = None
 
     def take(self, messages: list[Up]) -> None:
-        """Take what the process says."""
+        """Handle messages from the process."""
         for message in messages:
             match message:
                 case Arrive(number=number):
@@ -81,7 +81,7 @@ class Desk:
                     self._on_life(message)
 
     def tell_facts(self) -> None:
-        """Tell the process of the engine, where something is new."""
+        """Send the engine's state and adapters to the process, if they have changed."""
         facts = Facts(self._engine.state, self._engine.adapters())
         if facts != self._told:
             self._told = self._box.turn.facts = facts
@@ -100,11 +100,11 @@ class Desk:
                 make_answer=partial(self._answer, arrive),
                 begun=arrive.begun,
             )
-        except Exception as error:  # noqa: BLE001 - `_refusal` tells of it
+        except Exception as error:  # noqa: BLE001 - `_refusal` reports it
             self._box.turn.refused.append(_refusal(number, error))
         else:
             self._live.update((one.number, one) for one in answers if one.reason is None)
-            # The process has the tokens where it made them; those of images it has not.
+            # The process has the token ids of text prompts, but not those of prompts with images.
             ids = answers[0].prompt_token_ids if arrive.images else None
             self._box.turn.accepted.append(AcceptedRequest(number, ids))
         finally:
@@ -120,9 +120,9 @@ class Desk:
     async def _prepared(
         self, arrive: Arrive, submitted: asyncio.Future[Submit], parts: RunningParts
     ) -> PreparedRequest:
-        """Have the process prepare what it can, and prepare the rest.
+        """Wait for the process to tokenize the prompt, then prepare the images.
 
-        Blocks: until the process has, which its own `media.prepare_s` bounds; the end of its link cancels this.
+        Blocks: until the process has tokenized it, within its `media.prepare_s`; the loss of its link cancels this.
         """
         with parts.media.place(arrive.images):
             self._box.turn.entered.append(arrive.number)
@@ -138,7 +138,7 @@ class Desk:
             if number in self._live:
                 self._live[number].abort()
 
-    # --- what is asked for and answered once ---
+    # --- requests with a single reply ---
 
     def _call(self, work: Coroutine[None, None, None]) -> None:
         call = self._loop.create_task(work)
@@ -149,7 +149,7 @@ class Desk:
         try:
             images = [image.reference for image in asked.images]
             token_ids = await self._engine.tokenize(asked.token_ids, images)
-        except Exception as error:  # noqa: BLE001 - `_refusal` tells of it
+        except Exception as error:  # noqa: BLE001 - `_refusal` reports it
             self._box.turn.refused.append(_refusal(asked.number, error))
         else:
             self._box.turn.tokenized.append(Tokenized(asked.number, token_ids))
@@ -157,13 +157,13 @@ class Desk:
     async def _ask(self, asked: Ask) -> None:
         try:
             reply = await respond(self._operations, asked)
-        except Exception as error:  # noqa: BLE001 - `_refusal` tells of it
+        except Exception as error:  # noqa: BLE001 - `_refusal` reports it
             self._box.turn.refused.append(_refusal(asked.number, error))
         else:
             self._box.turn.replies.append(reply)
 
     def close(self) -> None:
-        """The process is gone: end all its requests, and nothing else."""
+        """Abort all requests of the process, which is gone."""
         for task, _ in list(self._arriving.values()):
             task.cancel()
         for answer in list(self._live.values()):

@@ -1,8 +1,8 @@
-"""A link between two processes: frames over a pair of sockets, as many messages in one as a turn of the loop yields.
+"""A link between two processes over a socket pair; one frame carries all messages of an event loop iteration.
 
-The end of a process is the end of its link, which the other sees at once, however that process ended. Nothing is ever
-waited for here; who sends large things waits for `writable` before. What waits in memory is bounded on both sides: one
-that does not read is given up once too many bytes wait for it, and so is one that sends a frame over the limit.
+When a process ends, in whatever manner, its link closes, and the other side notices at once. Sending never waits;
+senders of large messages wait for `writable` first. Buffered data is limited on both sides: a peer that does not read
+is dropped once too many bytes wait for it, and so is a peer that sends too large a frame.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 WAITING_BYTES_MAX = 64 << 20
-"""What may wait to be read by the other side, besides bodies of requests."""
+"""Maximum bytes that may wait to be read by the peer, in addition to request bodies."""
 BEAT_S = 1.0
-"""How often each side says something, if only that it lives."""
+"""Interval at which each side sends at least a sign of life."""
 SILENT_S = 60.0
-"""A side that has said nothing for so long is given up: its loop stands still, or it is stopped."""
+"""A peer that has sent nothing for this time is dropped: its event loop hangs, or it is stopped."""
 ORDER_BYTES_MAX = 16 << 20
 _SIZE_BYTES = 4
 _encoder = msgspec.msgpack.Encoder()
 
 
 class Link(asyncio.Protocol):
-    """One end; `take` gets each frame, decoded as `kind`, and `on_lost` is called once, with why."""
+    """One end; `take` gets each frame, decoded as `kind`, and `on_lost` is called once, with the reason."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Link(asyncio.Protocol):
         frame_bytes_max: int = WAITING_BYTES_MAX,
         waiting_bytes_max: int = WAITING_BYTES_MAX,
     ) -> None:
-        """Begin with `open`; a frame that comes, and all that waits to go, have a limit each."""
+        """Create an end, to be started by `open`, with limits for a received frame and for unsent data."""
         self._frame_bytes_max = frame_bytes_max
         self._waiting_bytes_max = waiting_bytes_max
         self._decoder = msgspec.msgpack.Decoder(kind)
@@ -53,16 +53,16 @@ class Link(asyncio.Protocol):
         self._heard_s = asyncio.get_running_loop().time()
 
     async def open(self, end: socket.socket) -> None:
-        """Begin with one of a pair of sockets."""
+        """Start on one socket of a pair."""
         end.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass of it
+        """Store the transport."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass of it
 
     def send(self, content: object) -> None:
-        """Send a frame; on a link that is lost it is dropped."""
+        """Send a frame; on a lost link it is dropped."""
         transport = self._transport
         if self.lost or transport is None:
             return
@@ -73,14 +73,14 @@ class Link(asyncio.Protocol):
             self.lose(f"does not read: {waiting} bytes wait, limit {self._waiting_bytes_max}")
 
     async def writable(self) -> None:
-        """Wait until little waits to be read.
+        """Wait until little data is unsent.
 
-        Blocks: until the other side reads, or the link is lost.
+        Blocks: until the peer reads, or the link is lost.
         """
         await self._writable.wait()
 
     def data_received(self, data: bytes) -> None:
-        """Take the frames that are complete."""
+        """Handle the complete frames."""
         self._heard_s = asyncio.get_running_loop().time()
         heard = self._heard
         heard += data
@@ -107,23 +107,23 @@ class Link(asyncio.Protocol):
         del heard[:at]
 
     def silent_s(self) -> float:
-        """Return for how long the other side has said nothing."""
+        """Time since the last data from the peer."""
         return asyncio.get_running_loop().time() - self._heard_s
 
     def pause_writing(self) -> None:
-        """Much waits to be read."""
+        """Clear `writable`."""
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        """Little waits."""
+        """Set `writable`."""
         self._writable.set()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The other side is gone."""
+        """Report the loss of the peer."""
         self.lose(str(error or "has closed its link"))
 
     def lose(self, why: str) -> None:
-        """Give the other side up; the second time this does nothing."""
+        """Drop the peer; idempotent."""
         if self.lost:
             return
         self.lost = True
@@ -133,7 +133,7 @@ class Link(asyncio.Protocol):
         self._on_lost(why)
 
     def close(self) -> None:
-        """Send what waits, and close, without a word to `on_lost`."""
+        """Send unsent data and close, without calling `on_lost`."""
         self.lost = True
         self._writable.set()
         if self._transport is not None:
@@ -141,17 +141,17 @@ class Link(asyncio.Protocol):
 
 
 def framed(body: bytes) -> bytes:
-    """Return a frame."""
+    """Add the frame header."""
     return len(body).to_bytes(_SIZE_BYTES, "little") + body
 
 
 def read_order(end: socket.socket) -> bytes:
-    """Return what the first frame of a link holds.
+    """Read the first frame of a link.
 
-    Blocks: until the other side has sent it, or is gone.
+    Blocks: until the peer has sent it, or is gone.
 
     Raises:
-        EOFError: When it is gone.
+        EOFError: If the peer is gone.
     """
     size = int.from_bytes(_read(end, _SIZE_BYTES), "little")
     assert size <= ORDER_BYTES_MAX, "an order is small"

@@ -1,4 +1,4 @@
-"""What an API process and the engine tell each other."""
+"""Messages between an API process and the engine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from vsched.worker.capabilities import PixelBounds
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What an API process is told before anything else.
+    """First message to an API process.
 
     Attributes:
-        listener: The descriptor of the socket that it listens on.
-        at_once: Whether it answers while it loads, with 503; one that was started anew leaves that to the others.
+        listener: Descriptor of the socket that it listens on.
+        at_once: Answer with 503 while loading; a restarted process leaves new connections to the others instead.
     """
 
     index: int
@@ -38,12 +38,12 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bodies_bytes(order: Order) -> int:
-    """Return what may go up a link in one frame: the largest body, whose texts can take more than they did in JSON."""
+    """Limit of a frame to the engine: the largest body, whose texts may be longer than in JSON."""
     return 2 * order.settings.body_bytes_max + WAITING_BYTES_MAX
 
 
 class SentText(msgspec.Struct, frozen=True):
-    """A text; long base64 at its end stays bytes, from `start` on."""
+    """A text; long base64 at its end, from `start` on, stays bytes."""
 
     text: str
     start: int = -1
@@ -51,21 +51,21 @@ class SentText(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, text: str) -> SentText:
-        """Take a text apart."""
+        """Convert a text."""
         if isinstance(text, TextWithBase64):
             return cls(str(text), text.start, text.base64)
         return cls(text)
 
     @property
     def whole(self) -> str:
-        """The text as it was."""
+        """The original text."""
         if self.start < 0:
             return self.text
         return TextWithBase64.of(self.text, self.start, self.base64)
 
 
 class SentImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An `ImageReference` on its way."""
+    """Serializable form of an `ImageReference`."""
 
     url: SentText | None = None
     embedding: SentText | None = None
@@ -74,7 +74,7 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, reference: ImageReference) -> SentImage:
-        """Take a reference apart."""
+        """Convert a reference."""
         bounds = None
         if isinstance(reference, BoundedImage):
             bounds, reference = reference.bounds, reference.image
@@ -88,7 +88,7 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reference(self) -> ImageReference:
-        """The reference as it was."""
+        """The original reference."""
         if self.embedding is not None:
             return EmbeddedImage(self.embedding.whole)
         url = None if self.url is None else self.url.whole
@@ -102,10 +102,9 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrive(msgspec.Struct, frozen=True, tag=True):
-    """A request asks to come in; of `request` prompt and images follow in `Submit`, once it may.
+    """A request asks for admission; after it, `Submit` carries its prompt and images.
 
-    Its answers have the numbers from `number` on, which are the process's own. `begun` is as for
-    `Engine.generate_answers`.
+    Its choices are numbered from `number` on, by the process. `begun` is as in `Engine.generate_answers`.
     """
 
     number: int
@@ -117,7 +116,7 @@ class Arrive(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """The tokens of the prompt of a request that may come in; those of its images are put in by the engine."""
+    """Prompt tokens of an admitted request; the engine expands those of its images."""
 
     number: int
     token_ids: list[int]
@@ -125,21 +124,21 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class GiveUp(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits any more for a request that was not known to be accepted, for so many answers."""
+    """Cancel a request with this number of choices whose acceptance is not known."""
 
     number: int
     answers: int
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """An answer is to end: a stop string was found, its client has left, or it cannot go on."""
+    """End a choice: a stop string was found, its client disconnected, or detokenization failed."""
 
     number: int
     reason: FinishReason
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag=True):
-    """The tokens of images are to be put into those of a prompt."""
+    """Expand the image tokens of a prompt."""
 
     number: int
     token_ids: list[int]
@@ -147,7 +146,7 @@ class Tokenize(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """A whole HTTP request that only the engine can answer."""
+    """A complete HTTP request that only the engine can answer."""
 
     number: int
     method: str
@@ -158,13 +157,13 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class TakesRequests(msgspec.Struct, frozen=True, tag=True):
-    """The process has loaded; `error` says why it never will."""
+    """The process has loaded; `error` is the reason that it cannot serve."""
 
     error: str = ""
 
 
 class Counted(msgspec.Struct, frozen=True, tag=True):
-    """What the process has counted: told again and again as a sign of life, and when it is asked for."""
+    """Metrics of the process: sent regularly as a sign of life, and on request."""
 
     report: Report
 
@@ -173,7 +172,7 @@ Up = Arrive | Submit | GiveUp | End | Tokenize | Ask | TakesRequests | Counted
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """What was asked for is refused: by a `RequestRefused`, or a `RequestFailed` where `failed`."""
+    """An error: a `RequestFailed` if `failed` is set, otherwise a `RequestRefused`."""
 
     number: int
     message: str
@@ -185,7 +184,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, number: int, error: Exception) -> Refusal:
-        """Take an error apart; of one that is a mistake, nothing is told."""
+        """Convert an error; details of unexpected exceptions are left out."""
         if not isinstance(error, RequestRefused | RequestFailed):
             error = RequestFailed("the server made a mistake")
         failed = isinstance(error, RequestFailed)
@@ -196,7 +195,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> RequestRefused | RequestFailed:
-        """The error as it was."""
+        """The original error."""
         if self.failed:
             return RequestFailed(
                 self.message,
@@ -214,14 +213,14 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class AcceptedRequest(msgspec.Struct, frozen=True):
-    """A request was accepted; its prompt is told where the engine prepared it."""
+    """A request was accepted; its prompt is included if the engine prepared it."""
 
     number: int
     prompt_token_ids: list[int] | None
 
 
 class HttpReply(msgspec.Struct, frozen=True):
-    """The whole response to an `Ask`."""
+    """The complete response to an `Ask`."""
 
     number: int
     status: int
@@ -230,34 +229,34 @@ class HttpReply(msgspec.Struct, frozen=True):
 
 
 class Tokenized(msgspec.Struct, frozen=True):
-    """What a prompt came to that was to be tokenized."""
+    """The result of a `Tokenize`."""
 
     number: int
     token_ids: list[int]
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What is served, once the engine knows it."""
+    """The served model and configuration, once the engine has loaded them."""
 
     config: Config
     info: ModelInfo
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What an API process must know of the engine at any time."""
+    """Current state of the engine."""
 
     state: str
     adapters: list[dict[str, Any]]
 
 
 class Turn(msgspec.Struct, omit_defaults=True):
-    """All that the engine has to tell a process after one turn of its loop, to be taken in this order.
+    """All messages of one event loop iteration from the engine to a process, to be handled in this order.
 
     Attributes:
-        numbers: Of the answer that each of `tokens` belongs to.
-        logprobs: Those of tokens, by their index, where they were asked for.
-        asks_report: Whether the process is to say what it has counted.
-        stop: Whether it is to end; nothing comes after it.
+        numbers: Number of the choice of each entry in `tokens`.
+        logprobs: Log-probabilities by index in `tokens`, if requested.
+        asks_report: The process shall send its metrics.
+        stop: The process shall end; it is the last message.
     """
 
     served: Served | None = None

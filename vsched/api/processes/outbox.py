@@ -1,4 +1,4 @@
-"""What waits to be told to the other side of a link, until the turn of the loop is over."""
+"""Outgoing messages of a link, collected until the end of an event loop iteration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vsched.wire import PromptPiece
 
 
 class UpBox:
-    """Of an API process: its messages, in order."""
+    """Messages of an API process, in order."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -27,15 +27,15 @@ class UpBox:
         self._loop = asyncio.get_running_loop()
 
     def put(self, message: Up) -> None:
-        """Send a message, with all others of this turn."""
+        """Send a message, together with the others of this iteration."""
         if not self._waiting:
             self._loop.call_soon(self.flush)
         self._waiting.append(message)
 
     async def put_large(self, message: Up) -> None:
-        """Send a message that may take much, behind all before it, once the engine has read other large ones.
+        """Send a large message after all earlier ones, once the engine has read previous large messages.
 
-        Blocks: until then, or the link is lost.
+        Blocks: until then, or until the link is lost.
         """
         async with self._large:
             await self._link.writable()
@@ -43,14 +43,14 @@ class UpBox:
             self._link.send([message])
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send the collected messages."""
         waiting, self._waiting = self._waiting, []
         if waiting:
             self._link.send(waiting)
 
 
 class TurnBox:
-    """Of the engine: what a process is to hear of this turn."""
+    """Messages of the engine to one process."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -59,21 +59,21 @@ class TurnBox:
 
     @property
     def turn(self) -> Turn:
-        """What is sent once this turn is over."""
+        """Messages to be sent at the end of this iteration."""
         if self._turn is None:
             self._turn = Turn()
             self._loop.call_soon(self.flush)
         return self._turn
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send the collected messages."""
         turn, self._turn = self._turn, None
         if turn is not None:
             self._link.send(turn)
 
 
 class _RelayedReport(PromptReport):
-    """Sends on what is told of a prompt."""
+    """Forwards prompt log-probabilities."""
 
     def __init__(self, box: TurnBox, number: int) -> None:
         super().__init__((), 0)
@@ -81,16 +81,16 @@ class _RelayedReport(PromptReport):
         self._number = number
 
     def take(self, piece: PromptPiece) -> None:
-        """Send a piece on, under the number that the process knows."""
+        """Forward a piece, with the number that the process uses."""
         self._box.turn.prompts.append(msgspec.structs.replace(piece, number=self._number))
 
 
 class RelayedAnswer:
-    """One accepted answer whose text is made elsewhere: its tokens and its end are sent on.
+    """An accepted choice that is detokenized in an API process: its tokens and its end are forwarded.
 
     Attributes:
-        number: What the process knows it by.
-        output_tokens: Those that were sent on; a stop string that the process finds may come before the last.
+        number: Number that the process uses.
+        output_tokens: Forwarded tokens; the process may find a stop string before the last one.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class RelayedAnswer:
         self._broken = ""
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Send a token on."""
+        """Forward a token."""
         turn = self._box.turn
         if logprob is not None:
             turn.logprobs[len(turn.tokens)] = logprob
@@ -121,7 +121,7 @@ class RelayedAnswer:
         self.output_tokens += 1
 
     def finish(self, finish: Finish) -> None:
-        """Send the one terminal reply on."""
+        """Forward the single terminal reply."""
         assert self.reason is None, "a request has two terminal replies"
         if self._broken:
             finish = broken(finish, self._broken)
@@ -131,17 +131,17 @@ class RelayedAnswer:
         self._answering.on_end()
 
     def give_up(self, message: str) -> None:
-        """Whatever end comes, the client gets this error."""
+        """Report this error to the client instead of the actual end."""
         self._broken = message
 
     def abort(self) -> None:
-        """Free all that it holds; after its end this does nothing."""
+        """Abort it; no-op after its end."""
         self.end(FinishReason.ABORT)
 
     def end(self, reason: FinishReason) -> None:
-        """End it early; after its end this does nothing."""
+        """End it early; no-op after its end."""
         if self.reason is None:
             self._answering.on_stop(self.request_id, reason)
 
     def deliver(self) -> None:
-        """Do nothing: all that is new goes out once the turn is over."""
+        """No-op: messages are sent at the end of the iteration."""

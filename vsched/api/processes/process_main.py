@@ -26,11 +26,11 @@ from vsched.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 END_S = 3.0
-"""How long answers that are being written may take once there is nothing more to come."""
+"""Maximum time to finish responses after the engine is gone."""
 
 
 class ApiProcess:
-    """Serves until the engine says stop, or is gone."""
+    """Serves until the engine sends a stop, or is gone."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -58,7 +58,7 @@ class ApiProcess:
     async def serve(self, end: socket.socket) -> None:
         """Serve over this end of the link.
 
-        Blocks: until the engine says stop, or is gone; then for `END_S` at most.
+        Blocks: until the engine sends a stop or is gone, and then for at most `END_S`.
         """
         await self._link.open(end)
         beating, working = (asyncio.create_task(one) for one in (self._beat(), self._work()))
@@ -72,7 +72,7 @@ class ApiProcess:
         self._link.close()
 
     async def _work(self) -> None:
-        """Load, and serve until that is over."""
+        """Load and serve."""
         listener = socket.socket(fileno=self._order.listener)
         serving = self._server.serve(sockets=[listener])
         try:
@@ -96,7 +96,7 @@ class ApiProcess:
         self._box.put(TakesRequests())
 
     async def _beat(self) -> None:
-        """Tell the engine that all is well, and give it up where it tells nothing."""
+        """Send metrics regularly, and drop the engine if it is silent."""
         while True:
             self._box.put(Counted(self._metrics.report()))
             await asyncio.sleep(BEAT_S)
@@ -105,13 +105,13 @@ class ApiProcess:
 
 
 def main() -> int:
-    """Read the order, and serve."""
+    """Read the order and serve."""
     end = socket.socket(fileno=int(sys.argv[1]))
     order = msgspec.msgpack.decode(read_order(end), type=Order)
     setproctitle(f"vsched: api {order.index}")
     configure_logging(f"api {order.index}")
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the engine drains, and says when it is over
+        signal.signal(number, signal.SIG_IGN)  # the engine drains, and sends a stop
     forgo_models(order.config)
 
     async def run() -> None:
@@ -120,7 +120,7 @@ def main() -> int:
     uvloop.run(run())
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads that load or tokenize are not waited for
+    os._exit(0)  # do not wait for threads that load or tokenize
 
 
 if __name__ == "__main__":

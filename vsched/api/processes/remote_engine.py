@@ -1,4 +1,4 @@
-"""The engine as an API process sees it: prompts are prepared and text is made here, and the rest is asked for."""
+"""The engine interface in an API process: prompts are prepared and text is decoded here, the rest is in the engine."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class _Pending:
         self.refused = False
 
     def refuse(self, error: RequestRefused | RequestFailed) -> None:
-        """End it with an error, wherever it is."""
+        """End it with an error, in any state."""
         self.refused = True
         for future in (self.entered, self.accepted):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # one of the two is waited for, or neither while it is being prepared
+                future.exception()  # retrieved: perhaps nothing awaits it
         self.preparing.interrupt(error)
 
 
@@ -72,7 +72,7 @@ class RemoteEngine:
     """Implements `ServingContract` over a link.
 
     Attributes:
-        served: Done once the engine has told what it serves.
+        served: Done once the engine has sent the served model and configuration.
     """
 
     info: ModelInfo
@@ -95,10 +95,10 @@ class RemoteEngine:
         self._tells_prompts = False
 
     async def load(self) -> None:
-        """Wait for what the engine serves, and load what prepares requests for it.
+        """Wait for the served model, and load its preprocessor.
 
         Raises:
-            CheckpointError, ConfigError: When it cannot be loaded.
+            CheckpointError, ConfigError: If it cannot be loaded.
         """
         served = await self.served
         config, self.info = served.config, served.info
@@ -114,19 +114,19 @@ class RemoteEngine:
 
     @property
     def state(self) -> str:
-        """The engine's, once everything is loaded here, too."""
+        """State of the engine, or `loading` until this process has loaded, too."""
         if self._lost:
             return "stopped"
         return "loading" if self._media is None else self._facts.state
 
     def adapters(self) -> list[dict[str, Any]]:
-        """As the engine told last."""
+        """Adapters, as last sent by the engine."""
         return self._facts.adapters
 
-    # --- what the engine says ---
+    # --- messages from the engine ---
 
     def take(self, turn: Turn) -> None:
-        """Take what came of a turn of the engine's loop."""
+        """Handle the messages of one event loop iteration of the engine."""
         if turn.served is not None and not self.served.done():
             self.served.set_result(turn.served)
         if turn.facts is not None:
@@ -152,7 +152,7 @@ class RemoteEngine:
             self._streams.finish(finish)
 
     def lose(self, why: str) -> None:
-        """The engine is gone: every request ends, once."""
+        """Fail every request, because the engine is gone."""
         self._lost = True
         error = RequestFailed(why, code="stopping", status=503, retry_after_s=5)
         for number in [*self._pending, *self._asked]:
@@ -175,7 +175,7 @@ class RemoteEngine:
     def _accept(self, accepted: AcceptedRequest) -> None:
         pending = self._pending.pop(accepted.number, None)
         if pending is None:
-            return  # it was given up meanwhile
+            return  # it was cancelled meanwhile
         told = accepted.prompt_token_ids
         token_ids = pending.prompt_token_ids if told is None else told
         streams = self._make_streams(pending, token_ids)
@@ -185,7 +185,7 @@ class RemoteEngine:
         pending.accepted.set_result(streams)
 
     def _make_streams(self, pending: _Pending, token_ids: list[int]) -> list[TokenStream]:
-        """Return the streams of a request's answers, which are made as in the engine's process."""
+        """Create the token streams of a request's choices, as in the engine's process."""
         sampling = pending.asked.sampling
         own = () if sampling.ignore_eos else self.info.stop_token_ids
         stops = frozenset(check_stop_tokens(sampling.stop_token_ids, own))
@@ -234,7 +234,7 @@ class RemoteEngine:
         begun: Begun | None = None,
         make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> list[TokenStream]:
-        """As `Engine.generate_answers`."""
+        """Like `Engine.generate_answers`."""
         asked = Request(
             request_id=request_ids[0],
             prompt_token_ids=[],
@@ -256,14 +256,14 @@ class RemoteEngine:
             return await pending.accepted
         except BaseException:
             self._pending.pop(number, None)
-            if not pending.refused:  # it may have been accepted already, or be on its way to it
+            if not pending.refused:  # it may already be accepted, or about to be
                 self._box.put(GiveUp(number, len(request_ids)))
             raise
 
     async def _prepare(
         self, pending: _Pending, number: int, prompt: Prompt, images: Sequence[ImageReference]
     ) -> None:
-        """Prepare what is this process's to prepare, and submit it."""
+        """Do the preparation that belongs to this process, and submit the request."""
         assert self._media is not None, "requests come when all is loaded"
         sampling = pending.asked.sampling
         if sampling.prompt_logprobs is not None and not self._tells_prompts:
@@ -277,7 +277,7 @@ class RemoteEngine:
             self._box.put(Submit(number, token_ids))
 
     async def tokenize(self, prompt: Prompt, images: Sequence[ImageReference] = ()) -> list[int]:
-        """As `Engine.tokenize`."""
+        """Like `Engine.tokenize`."""
         assert self._media is not None, "requests come when all is loaded"
         if not images:
             return (await self._media.prepare(prompt, ())).token_ids
@@ -288,12 +288,12 @@ class RemoteEngine:
         return found
 
     async def ask(self, make: Callable[[int], Ask]) -> HttpReply:
-        """Return the engine's response to a whole HTTP request.
+        """Forward a complete HTTP request to the engine.
 
-        Blocks: as long as the engine takes for it.
+        Blocks: until the engine has answered it.
 
         Raises:
-            RequestFailed: When the engine is gone.
+            RequestFailed: If the engine is gone.
         """
         reply: HttpReply = await self._call(make)
         return reply
@@ -312,7 +312,7 @@ class RemoteEngine:
             self._asked.pop(number, None)
 
     def _check_there(self) -> None:
-        """Raise where nobody would answer any more."""
+        """Raise an error if the engine is gone."""
         if self._lost:
             raise RequestFailed("the engine is gone", code="stopping", status=503, retry_after_s=5)
 

@@ -1,4 +1,4 @@
-"""Starts the API processes, watches them, starts anew those that die, and ends them with the engine."""
+"""Starts the API processes, monitors them, restarts those that die, and stops them with the engine."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from vsched.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
-"""How long a process that died is not started anew: twice as long each time, up to the most."""
+"""Pause before a process is restarted: doubled each time, up to the maximum."""
 STEADY_S = 30.0
-"""A process that lived for so long begins with the shortest pause again."""
+"""After this lifetime, the pause starts at its minimum again."""
 FACTS_S = 0.1
-"""How old what processes know of the engine's state may be."""
+"""Maximum age of the engine state in API processes."""
 REPORT_S = 1.0
-"""How long a process may take to say what it has counted; then its last word counts."""
+"""Maximum wait for the metrics of a process; after it, the last ones are used."""
 END_S = 5.0
 _COMMAND = ("-m", "vsched.api.processes.process_main")
 
 
 class _Process:
-    """One process, from its start to its end."""
+    """One process, from start to end."""
 
     def __init__(self, order: Order, kept: socket.socket, engine: Engine, operations: Any) -> None:
         self._loop = asyncio.get_running_loop()
@@ -49,11 +49,11 @@ class _Process:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs, another(kept) as listener:
             order = msgspec.structs.replace(order, listener=listener.fileno())
-            self.popen = subprocess.Popen(  # noqa: S603 - the engine's own words
+            self.popen = subprocess.Popen(  # noqa: S603 - the command is the engine's own
                 [sys.executable, *_COMMAND, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), listener.fileno()),
-                start_new_session=True,  # a terminal's Ctrl-C is for the engine alone
+                start_new_session=True,  # Ctrl-C in a terminal must reach only the engine
             )
         self._ours.sendall(framed(msgspec.msgpack.encode(order)))
         self.link = Link(
@@ -91,9 +91,9 @@ class _Process:
         self.ended.set()
 
     async def ask_report(self) -> None:
-        """Bring the report up to date.
+        """Update the report.
 
-        Blocks: for `REPORT_S` at most.
+        Blocks: for at most `REPORT_S`.
         """
         future: asyncio.Future[None] = self._loop.create_future()
         self._reported.append(future)
@@ -105,10 +105,10 @@ class _Process:
 
 
 class ApiProcesses:
-    """All of them, on one address: each has a socket of its own there, and the system shares connections out."""
+    """All API processes, on one address: each has its own socket, and the system distributes connections."""
 
     def __init__(self, engine: Engine, settings: ApiSettings, kept: socket.socket) -> None:
-        """Take an engine that has not started, and the socket that keeps the address."""
+        """Use an engine that has not started, and the socket that reserves the address."""
         self._engine = engine
         self._kept = kept
         count = engine.config.server.processes
@@ -126,11 +126,11 @@ class ApiProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of those that run."""
+        """Process ids of the running ones."""
         return [one.popen.pid for one in self._running.values() if not one.ended.is_set()]
 
     async def begin(self) -> None:
-        """Start all; they answer 503 until `ready`."""
+        """Start all processes; they answer 503 until `ready`."""
         for index in range(self._engine.config.server.processes):
             await self._start(index, at_once=True)
         loop = asyncio.get_running_loop()
@@ -138,12 +138,12 @@ class ApiProcesses:
         self._tasks.append(loop.create_task(self._tell()))
 
     async def ready(self) -> None:
-        """Tell all what the engine serves, and wait until they take requests.
+        """Send the served model to all processes, and wait until they accept requests.
 
         Blocks: up to `deadlines.ready_s`.
 
         Raises:
-            ConfigError: When one cannot.
+            ConfigError: If one cannot serve.
         """
         engine = self._engine
         self._served = Served(engine.config, engine.info)
@@ -174,7 +174,7 @@ class ApiProcesses:
         one.desk.tell_facts()
 
     async def _operations(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer what only the engine can, with what all processes have counted until now."""
+        """Serve operator requests, with up-to-date metrics of all processes."""
         running = [one for one in self._running.values() if not one.ended.is_set()]
         await asyncio.gather(*(one.ask_report() for one in running))
         await self._operate(scope, receive, send)
@@ -182,7 +182,7 @@ class ApiProcesses:
             one.desk.tell_facts()
 
     async def _watch(self, index: int) -> None:
-        """Start a process anew whenever it has died."""
+        """Restart a process whenever it dies."""
         pause_s = PAUSE_S
         loop = asyncio.get_running_loop()
         while True:
@@ -199,7 +199,7 @@ class ApiProcesses:
             await self._start(index, at_once=False)
 
     async def _tell(self) -> None:
-        """Tell processes of the engine, and that it lives; give up those that say nothing."""
+        """Send state and signs of life to the processes; drop silent ones."""
         since_beat_s = 0.0
         while True:
             await asyncio.sleep(FACTS_S)
@@ -211,14 +211,14 @@ class ApiProcesses:
                 if one.link.silent_s() > SILENT_S:
                     one.link.lose(f"has said nothing for {SILENT_S:g} s")
                 elif since_beat_s >= BEAT_S:
-                    _ = one.box.turn  # an empty one
+                    _ = one.box.turn  # an empty message
             if since_beat_s >= BEAT_S:
                 since_beat_s = 0.0
 
     async def stop(self) -> None:
-        """End all: what has been said is written to its end.
+        """Stop all processes; responses are sent to the end.
 
-        Blocks: for `END_S` at most, after which they are killed.
+        Blocks: for at most `END_S`, after which they are killed.
         """
         for task in self._tasks:
             task.cancel()
@@ -237,6 +237,6 @@ class ApiProcesses:
 
 
 def share_of(settings: ApiSettings, processes: int) -> ApiSettings:
-    """Return the settings of one process of several: the limits of all together are those that were set."""
+    """Settings of one process; limits on totals are divided between the processes."""
     share = -(-settings.bodies_bytes_max // processes)
     return msgspec.structs.replace(settings, bodies_bytes_max=share)

@@ -1,1 +1,1 @@
-"""Answers that an engine before this one began: computed to their ends, and kept for their clients."""
+"""Resumed requests of an earlier engine: computed to the end, and kept for their clients."""

@@ -1,4 +1,4 @@
-"""The answers to a request that was resumed: they go on without a reader, and every reader gets all of them."""
+"""Choices of a resumed request: generated without a reader; every reader gets them from the start."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.record.journal import KeptRequest
 
 _DELTA_BYTES = 256
-"""About what a delta of one token takes, beside its text and what is told of its alternatives."""
+"""Approximate memory of a one-token delta, without its text and alternatives."""
 _TOP_BYTES = 128
 
 
 class GatheredAnswer:
-    """Everything that comes of one answer, a token at a time.
+    """Buffers the deltas of one choice, one token each.
 
     Attributes:
-        deltas: What came so far.
-        error: What it ended in, if not well.
-        ended: Whether nothing more comes.
-        bytes: About what the deltas take.
+        deltas: Deltas so far.
+        error: Error that ended it, if any.
+        ended: True if no more deltas follow.
+        bytes: Approximate memory of the deltas.
     """
 
     def __init__(self, source: Generation, on_end: Callable[[], None]) -> None:
@@ -61,7 +61,7 @@ class GatheredAnswer:
         self.ended = delta.finish_reason is not None
 
     def listen(self, key: int, reader: Callable[[], None] | None) -> None:
-        """Have a reader called when there is more; None ends that."""
+        """Call a reader when there are new deltas; None unsubscribes it."""
         if reader is None:
             self._readers.pop(key, None)
         else:
@@ -69,7 +69,7 @@ class GatheredAnswer:
 
 
 class GatheredReader:
-    """A `Generation` that begins at the beginning of an answer, whenever that is read."""
+    """A `Generation` that replays a choice from the start."""
 
     def __init__(self, answer: GatheredAnswer) -> None:
         self._answer = answer
@@ -98,7 +98,7 @@ class GatheredReader:
         return self._answer.source.prompt_report
 
     def one_by_one(self) -> None:
-        """Do nothing: each delta has one token."""
+        """No-op: each delta has one token."""
 
     def subscribe(self, reader: Callable[[], None] | None) -> None:
         self._answer.listen(id(self), reader)
@@ -131,17 +131,17 @@ class GatheredReader:
         return delta
 
     def abort(self) -> None:
-        """Do nothing: the answer is kept for whoever reads it next."""
+        """No-op: the choice is kept for later readers."""
 
 
 class ResumedRequest:
-    """A request that was left, from the start of this server until its answers are given up.
+    """A resumed request, from the start of this server until its choices are dropped.
 
     Attributes:
-        request: As it was accepted.
-        error: Why it has no answers: it was refused, or ended before.
-        job: What it asks for, once that is read anew.
-        answers: Its answers, once it is accepted.
+        request: The saved request.
+        error: Error that ended it, or that refused it now.
+        job: The checked request, after its body was read again.
+        answers: Its choices, once it is accepted.
     """
 
     def __init__(self, request: KeptRequest, on_end: Callable[[ResumedRequest], None]) -> None:
@@ -154,34 +154,34 @@ class ResumedRequest:
 
     @property
     def settled(self) -> bool:
-        """Whether it is accepted, or has its error."""
+        """True if it was accepted or has failed."""
         return self._settled.is_set()
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes."""
+        """True if no more output follows."""
         whole = bool(self.answers) and all(answer.ended for answer in self.answers)
         return self.error is not None or whole
 
     @property
     def failed_for_good(self) -> bool:
-        """Whether it ended in an error that another server would have, too: 503 is the state of this one."""
+        """True if it failed with an error that another server would report, too; a 503 depends on this server."""
         errors = [self.error, *(answer.error for answer in self.answers)]
         return any(error is not None and error.status != 503 for error in errors)
 
     @property
     def bytes(self) -> int:
-        """About what its answers take."""
+        """Approximate memory of its choices."""
         return sum(answer.bytes for answer in self.answers)
 
     def fail(self, error: RequestRefused | RequestFailed) -> None:
-        """Have it end in an error."""
+        """End it with an error."""
         self.error = error
         self._settled.set()
         self._on_end(self)
 
     def accepted(self, job: CheckedRequest, generations: Sequence[Generation]) -> None:
-        """Gather its answers."""
+        """Start to buffer its choices."""
         self.job = msgspec.structs.replace(job, prompts=(), images=())
         self.answers = [GatheredAnswer(one, self._on_answer_end) for one in generations]
         self._settled.set()
@@ -193,12 +193,12 @@ class ResumedRequest:
             self._on_end(self)
 
     async def read(self) -> tuple[CheckedRequest, AcceptedAnswers]:
-        """Return what it asks for, and its answers from their beginnings.
+        """Return the checked request, and its choices from the start.
 
-        Blocks: until it is accepted, which the server's own start and its queue bound.
+        Blocks: until it is accepted, which depends on the server's start and queue.
 
         Raises:
-            RequestRefused, RequestFailed: When it has none.
+            RequestRefused, RequestFailed: If it failed.
         """
         await self._settled.wait()
         if self.error is not None:

@@ -1,4 +1,4 @@
-"""GET of what was posted: an answer that another engine began, by its id, whole or as a stream from any event on."""
+"""GET of a resumed request's response by id, as one body or as a stream from any event on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KeptAnswerRoute(Route):
 
 
 class KeptAnswerEndpoint:
-    """An ASGI application for the answers to what was sent to one path."""
+    """ASGI application for the kept answers of one path."""
 
     def __init__(self, resumption: Resumption, path: str, endpoint: CompletionEndpoint) -> None:
         self._resumption = resumption
@@ -66,17 +66,17 @@ class KeptAnswerEndpoint:
 
 
 class _Unmeasured(RequestRecord):
-    """Measures nothing: what is read was computed before."""
+    """Records no metrics: the output was computed before."""
 
     def __init__(self) -> None:
         pass
 
     def output(self, answer: int = 0) -> None:
-        """Do nothing."""
+        """No-op."""
 
 
 def _after(exchange: HttpExchange, query: QueryParams) -> int:
-    """Return the number of the last event that the client has, -1 for none."""
+    """Number of the last event that the client has received, -1 for none."""
     sent = query.get("starting_after")
     if sent is None:
         sent = (exchange.header(b"last-event-id") or b"").decode("latin-1").strip()
@@ -93,7 +93,7 @@ def _after(exchange: HttpExchange, query: QueryParams) -> int:
 
 
 def _flag(query: QueryParams) -> bool | None:
-    """Return whether a stream is asked for; None where that is left to the request."""
+    """True or False if the query asks for or against a stream; None if it follows the original request."""
     sent = query.get("stream")
     if sent is None:
         return None

@@ -1,8 +1,8 @@
-"""Going on with what an engine left when it was killed.
+"""Resume the requests that a killed engine left behind.
 
-A request is read, checked, prepared and accepted as when it came, under its old id; only its seed and the tokens that
-its answer had are those of before. It may be refused now, and then ends with that error. Nobody waits for it at first:
-its client asks for it by its id. What was answered when engines died again and again is given up, for it may be why.
+A request is read, checked, prepared and submitted again, under its old id; only its seed and the tokens generated so
+far are restored. It may be refused now, and then ends with that error. It has no reader at first: its client fetches
+the response by id. A request that was running in repeated crashes is not resumed, because it may be the cause.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from vsched.record.left import Begun, Ended, read_left
 
 logger = logging.getLogger(__name__)
 RESUMED_MAX = 2
-"""A request that was resumed so often when the server died once more is not resumed again."""
+"""A request that was resumed this many times before another crash is not resumed again."""
 _AT_ONCE = 8
-"""Requests that are prepared at a time."""
+"""Number of requests prepared at a time."""
 _AGAIN_S = 1.0
-"""How soon a request is tried again for which there is no room: those before it have to end first."""
+"""Retry interval of a request without room: earlier ones have to end first."""
 
 
 class Resumption:
-    """The requests that were left, and those that are being answered, for the next engine.
+    """Requests left by an earlier engine, and the journal of running requests for the next one.
 
     Attributes:
-        journal: Where requests are kept; None where they are not.
+        journal: Journal of requests; None if disabled.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Resumption:
         keep_s: float = 600.0,
         bytes_max: int = 256 << 20,
     ) -> None:
-        """Resume from a journal and the record beside it; answers wait for clients for `keep_s`, in `bytes_max`."""
+        """Resume from a journal and a record; responses are kept for `keep_s`, within `bytes_max`."""
         self.journal = journal
         self._record = record
         self._keep_s = keep_s
@@ -61,16 +61,15 @@ class Resumption:
         self._endpoints: Mapping[str, CompletionEndpoint] = {}
 
     def serve(self, endpoints: Mapping[str, CompletionEndpoint]) -> None:
-        """Take what answers requests, by the path that they are sent to."""
+        """Set the endpoints, by path."""
         self._endpoints = endpoints
 
-    # --- at the start ---
+    # --- startup ---
 
     async def read(self) -> None:
-        """Read what was left; call it before another record is begun.
+        """Read the requests that were left; call it before a new record is started.
 
-        Blocks: for as long as the replay of a segment of the record takes, in a thread; not at all where nothing was
-        left.
+        Blocks: while a segment of the record is replayed, in a thread; returns at once if no requests were left.
         """
         journal = self.journal
         if journal is None:
@@ -88,8 +87,8 @@ class Resumption:
         self._is_read = True
 
     def _read_record(self, journal: RequestJournal, left: list[LeftRequest]) -> dict[str, Ended]:
-        """Look up what their answers had, and keep it: another record is about to take the place of this one."""
-        # Several answers to a request are drawn from the beginning again: they go on together or not at all.
+        """Read the generated tokens from the record, and save them: a new record is about to replace it."""
+        # Requests with several choices are generated from the start: all choices continue together or not at all.
         names = [one.request.request_id for one in left if one.request.answers == 1]
         found = read_left(self._record, names)
         if found.trouble:
@@ -133,14 +132,14 @@ class Resumption:
                 RequestFailed(f"{request.path} is not served any more", code="not_resumed")
             )
 
-    # --- while the server runs ---
+    # --- running ---
 
     async def run(self) -> None:
-        """Have the engine, which is ready, accept what was left, oldest first.
+        """Submit the requests that were left to the ready engine, oldest first.
 
-        Where it is cancelled, for the server stops, those that were not accepted are left for the next one.
+        If it is cancelled because the server stops, requests not yet accepted are left for the next server.
 
-        Blocks: until each is accepted or refused; one for which there is no room waits for up to `keep_s`.
+        Blocks: until each is accepted or refused; a request without room waits for up to `keep_s`.
         """
         gate = asyncio.Semaphore(_AT_ONCE)
         due = [one for one in self._requests.values() if not one.ended]
@@ -158,7 +157,7 @@ class Resumption:
     async def _resume(self, resumed: ResumedRequest) -> None:
         request = resumed.request
         try:
-            # Counted before the request is read, since reading it may crash the server.
+            # Counted before the request is read, because reading it may crash the server.
             progress = self._progress[request.request_id]
             self._progress[request.request_id] = msgspec.structs.replace(
                 progress, resumed=progress.resumed + 1
@@ -168,7 +167,7 @@ class Resumption:
             job = await self._job(request)
             begun = progress.begun
             if job.sampling.logprobs is not None or job.sampling.prompt_logprobs is not None:
-                begun = None  # what was told of its tokens is in no record
+                begun = None  # the record has no log-probabilities
             answers = await self._accept(request, job, begun)
         except (RequestRefused, RequestFailed) as error:
             resumed.fail(error)
@@ -179,7 +178,7 @@ class Resumption:
             resumed.accepted(job, answers.generations)
 
     async def _job(self, request: KeptRequest) -> CheckedRequest:
-        """Read what was sent once more; what was drawn and told of the time is as it was."""
+        """Read and check the saved body again, with the original seed and creation time."""
         exchange = _exchange(request)
         try:
             job = await self._endpoints[request.path].read(exchange, request.request_id)
@@ -208,13 +207,13 @@ class Resumption:
             else:
                 return answers
 
-    # --- what clients get ---
+    # --- for clients ---
 
     def find(self, name: str, path: str, tenant: str) -> ResumedRequest:
-        """Return a request that was sent to a path by a tenant: by the id of its answer, or the one its client gave it.
+        """Find a request by path, tenant, and response id or client-defined id.
 
         Raises:
-            RequestRefused: When there is none, or several; or it is not known yet.
+            RequestRefused: If there is none or several, or the journal has not been read yet.
         """
         if not self._is_read:
             message = (
@@ -243,12 +242,12 @@ class Resumption:
         raise ParameterRefused(message, param="id", code="answer_unknown", status=404)
 
     def told(self, resumed: ResumedRequest) -> None:
-        """Hear that a client has all of an answer: it need not survive this server any more."""
+        """Record that a client has received the whole response: the next server need not keep it."""
         if resumed.ended and self.journal is not None:
             self.journal.end(resumed.request.request_id)
 
     def _on_end(self, resumed: ResumedRequest) -> None:
-        """Keep the answer for a time, and let others go, the oldest first, where they are too large together."""
+        """Keep a finished response for a time; drop the oldest ones if all are too large in total."""
         name = resumed.request.request_id
         asyncio.get_running_loop().call_later(self._keep_s, self._forget, name)
         if self.journal is not None and resumed.failed_for_good:
@@ -269,10 +268,10 @@ class Resumption:
 
 
 def open_resumption(config: Config) -> Resumption:
-    """Return what resumes as a configuration says.
+    """Create the resumption for a configuration.
 
     Raises:
-        ConfigError: As `open_journal` does.
+        ConfigError: As in `open_journal`.
     """
     record = config.record
     return Resumption(
@@ -284,7 +283,7 @@ def open_resumption(config: Config) -> Resumption:
 
 
 def _exchange(request: KeptRequest) -> HttpExchange:
-    """Return an exchange that brings what was sent, and whose client never leaves."""
+    """Create an exchange that delivers the saved body, and whose client never disconnects."""
     scope = {
         "type": "http",
         "method": "POST",

@@ -1,4 +1,4 @@
-"""What a request says of tools: which the template shows, which the model may call, and which it must."""
+"""Tools of a request: those shown to the model, and those that it may or must call."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _DEPTH_MAX = 64
 
 
 class ToolUse(msgspec.Struct, frozen=True):
-    """The tools of a request.
+    """Tools of a request.
 
     Attributes:
-        format: How the model writes calls; None where its checkpoint reads them.
-        functions: Those that it is shown.
-        forced: Those of which the answer must call one; empty where it need not.
-        single: At most one call is wanted.
+        format: Tool-call format of the model; None if the checkpoint has its own parser.
+        functions: Functions shown to the model.
+        forced: Functions of which one must be called; empty if no call is required.
+        single: At most one call is allowed.
     """
 
     format: CallFormat | None
@@ -37,31 +37,31 @@ class ToolUse(msgspec.Struct, frozen=True):
 
     @property
     def shown(self) -> list[dict[str, Any]]:
-        """The functions for the template, with nothing that models were not trained on, such as `strict`."""
+        """The functions for the template, without fields that models were not trained on, such as `strict`."""
         return [_shown(each) for each in self.functions]
 
     @property
     def grammar(self) -> str:
-        """The grammar of an answer that must be calls, in the model's own form; empty where it need not."""
+        """Grammar of forced calls in the model's format; empty if no call is required."""
         if self.format is None or not self.forced:
             return ""
         return forced_calls(self.format, self.forced, single=self.single)
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """The schemas of the arguments of each function."""
+        """Argument schemas by function name."""
         return {each.name: each.parameters or {} for each in self.functions}
 
 
 def tool_use(
     request: ChatRequest, settings: ApiSettings, template: str, *, parsed: bool = False
 ) -> ToolUse | None:
-    """Return what a request says of tools; None where there are none to call.
+    """Tools of a request; None if there are none to call.
 
-    `parsed` says that the checkpoint reads calls, whatever their form; then none can be forced.
+    `parsed` means that the checkpoint has its own parser; then calls cannot be forced.
 
     Raises:
-        ParameterRefused: When a tool or the choice is none, or it is not known how the model writes calls.
+        ParameterRefused: If a tool or the choice is invalid, or the tool-call format is unknown.
     """
     choice = request.tool_choice
     functions = _functions(request.tools or [], settings)
@@ -88,10 +88,10 @@ def tool_use(
 
 
 def shown_tools(tools: Sequence[Tool], settings: ApiSettings) -> list[dict[str, Any]]:
-    """Return tools as templates read them.
+    """Convert tools for chat templates.
 
     Raises:
-        ParameterRefused: When one is none.
+        ParameterRefused: If a tool is invalid.
     """
     return [_shown(each) for each in _functions(tools, settings)]
 
@@ -110,10 +110,10 @@ def _functions(tools: Sequence[Tool], settings: ApiSettings) -> list[FunctionToo
 
 
 def _function(tool: Tool, where: str) -> FunctionTool:
-    """Return the function that a tool is.
+    """Validate a tool and return its function.
 
     Raises:
-        ParameterRefused: When it is another kind of tool, or cannot be called.
+        ParameterRefused: If it is another type of tool, or the function is invalid.
     """
     function = tool.function
     if tool.type != "function" or function is None:
@@ -158,7 +158,7 @@ def _check_names(names: Sequence[str]) -> None:
 def _allowed(
     choice: str | ToolChoice | None, functions: list[FunctionTool]
 ) -> tuple[list[FunctionTool], str | NamedTool]:
-    """Return the functions that a choice leaves, and how it chooses among them."""
+    """Functions that a tool choice allows, and the mode or the chosen function."""
     if not isinstance(choice, ToolChoice):
         if choice not in {None, "auto", _FORCING}:
             raise _no_choice(shown(choice))

@@ -1,7 +1,7 @@
-"""The forms in which models write calls and reasoning: a table, and how a chat template's text tells which is its.
+"""Table of tool-call and reasoning formats, and their detection from a chat template's text.
 
-What a template writes into histories is what its model was trained to write. The same literals make the grammar of a
-forced call and what recognises a free one.
+A model was trained to write calls as its template writes them into histories. The same literals are used for the
+grammar of forced calls and for parsing.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import msgspec
 
 NAME = r"[\w.:/-]{1,128}"
 GAP = r"\s{0,8}"
-"""Blanks between the parts of a call: bounded, so that it is known where what comes before its arguments ends."""
+"""Whitespace between the parts of a call: limited, so that the length of its head is limited."""
 _CALL_ID = r"(?:\[CALL_ID\]\w{1,32})?"
-"""Behind the name, from some models of Mistral; clients get an id of ours."""
+"""After the name, in some Mistral models; clients get an id of vsched instead."""
 
 
 class TaggedArguments(msgspec.Struct, frozen=True):
-    """Arguments one after the other: `before`, a name, `middle`, a value, `after`. Texts have no quotes."""
+    """Consecutive arguments: `before`, a name, `middle`, a value, `after`. Strings have no quotes."""
 
     before: str
     middle: str
@@ -27,28 +27,28 @@ class TaggedArguments(msgspec.Struct, frozen=True):
 
     @property
     def lead(self) -> str:
-        """The blanks that stand before a value and are none of it."""
+        """Whitespace before a value that is not part of it."""
         return self.middle[len(self.middle.rstrip()) :]
 
     @property
     def key(self) -> re.Pattern[str]:
-        """What stands before a value, with the name of the argument."""
+        """Pattern of the text before a value, with the name of the argument."""
         before, middle = _with_gaps(self.before), _with_gaps(self.middle.rstrip())
         return re.compile(rf"{before}(?P<name>[^<>]{{1,256}}){middle}")
 
 
 class ValueArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments with a comma between them, as keys and values in a notation that is not JSON.
+    """Comma-separated arguments, as keys and values in a notation other than JSON.
 
     Attributes:
-        opening, closing: The brackets around the arguments.
-        assign: What stands between an argument's name and its value.
-        comma, colon: What stands between values, and between keys and values in them.
-        quotes: What texts stand between, with escapes.
-        raw_quotes: What texts stand between that have no escapes; the first of all is the one that models write.
-        bare_keys: Keys in values have no quotes.
-        words: What stands for true, false and null.
-        begin: A pattern of how arguments begin.
+        opening, closing: Brackets around the arguments.
+        assign: Separator between an argument's name and its value.
+        comma, colon: Separators between values, and between keys and values within them.
+        quotes: Quotes of strings with escapes.
+        raw_quotes: Quotes of strings without escapes; models write the first one.
+        bare_keys: Keys within values have no quotes.
+        words: Constants for true, false and null.
+        begin: Pattern of the beginning of the arguments.
     """
 
     opening: str
@@ -64,21 +64,21 @@ class ValueArguments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model writes calls: `opening`, `first`, `before`, the name, `middle`, the arguments, `after`, `closing`.
+    """Tool-call format: `opening`, `first`, `before`, the name, `middle`, the arguments, `after`, `closing`.
 
     Attributes:
-        marks: Texts that stand together in the chat templates of such models.
-        unlike: Texts that stand in the templates of others with the same marks.
-        opening: What calls begin with; empty where an answer is either calls or text.
-        first: What stands between the opening and its first call.
-        before, middle, after: What stands around the name and the arguments of one call.
-        closing: What stands behind the last call of an opening.
-        between: What stands between two calls.
-        shared: Several calls stand behind one opening, else each has its own.
-        alone: An answer has one call at most.
-        arguments: How arguments are written; JSON without it.
-        openings: What else calls begin with.
-        between_parts: A pattern of what may stand instead of `middle`.
+        marks: Texts that all occur in the chat templates of such models.
+        unlike: Texts that occur in templates of other formats with the same marks.
+        opening: Start of calls; empty if an answer is either calls or text.
+        first: Text between the opening and its first call.
+        before, middle, after: Text around the name and the arguments of one call.
+        closing: Text after the last call of an opening.
+        between: Text between two calls.
+        shared: Several calls share one opening; otherwise each has its own.
+        alone: An answer has at most one call.
+        arguments: Format of the arguments; JSON if None.
+        openings: Alternative starts of calls.
+        between_parts: Pattern of alternatives to `middle`.
     """
 
     marks: tuple[str, ...]
@@ -98,12 +98,12 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_object(self) -> bool:
-        """Whether a call is one JSON object, which holds the name and the arguments."""
+        """True if a call is one JSON object with the name and the arguments."""
         return self.arguments is None and self.before.endswith('"')
 
     @property
     def head(self) -> re.Pattern[str]:
-        """What stands before the arguments, with the name; blanks may differ."""
+        """Pattern of the text before the arguments, with the name; whitespace may differ."""
         before, middle = _with_gaps(self.before), _with_gaps(self.middle)
         middle = f"(?:{self.between_parts or middle})"
         pattern = rf"{GAP}{before}(?P<name>{NAME}){_CALL_ID}{middle}{GAP}{self._begin}"
@@ -111,7 +111,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _begin(self) -> str:
-        """A pattern of what arguments begin with, by which the end of a name is known."""
+        """Pattern of the beginning of arguments, which ends the name."""
         match self.arguments:
             case TaggedArguments(before=before):
                 ends = [before, *self.after.split(), *self.closing.split()]
@@ -126,12 +126,12 @@ def _with_gaps(literal: str) -> str:
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
-    """How a model marks what it thinks before it answers.
+    """Reasoning format: the markers around reasoning.
 
     Attributes:
-        begin, end: What stands around a thought.
-        frames: What stands around the other parts of an answer, and is none of it.
-        again: An answer may hold several thoughts.
+        begin, end: Markers around reasoning.
+        frames: Markers around the other parts of an answer, which are dropped.
+        again: An answer may have several reasoning sections.
     """
 
     begin: str
@@ -273,7 +273,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         between_parts=r"(?:<\|channel\|>(?:commentary|analysis))?\s?(?:<\|constrain\|>)?(?:json)?<\|message\|>",
     ),
 }
-"""By name; of those that a template is like, the first holds."""
+"""Formats by name; if a template matches several, the first one is used."""
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
@@ -292,11 +292,11 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         again=True,
     ),
 }
-"""By name; of those of which a template has a mark, the first holds."""
+"""Formats by name; if a template has markers of several, the first one is used."""
 
 
 def call_format(name: str, template: str) -> CallFormat | None:
-    """Return the form of this name, or for `auto` that which a chat template writes; None where it is not known."""
+    """Format of this name, or for `auto` the format of a chat template; None if it is unknown."""
     if name != "auto":
         return CALL_FORMATS.get(name)
     for known in CALL_FORMATS.values():
@@ -307,14 +307,14 @@ def call_format(name: str, template: str) -> CallFormat | None:
 
 
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
-    """Return the form of this name, or for `auto` that of the model of a chat template; None where it has none."""
+    """Format of this name, or for `auto` the format of a chat template; None if it has none."""
     if name != "auto":
         return REASONING_FORMATS.get(name)
     return next((each for each in REASONING_FORMATS.values() if _thinks(each, template)), None)
 
 
 def _thinks(known: ReasoningFormat, template: str) -> bool:
-    """Return whether a template writes a mark of this form; one that also ends other things tells nothing."""
+    """True if a template has a marker of this format; end markers with other uses do not count."""
     if known.end in known.frames:
         return known.begin.partition("<|message|>")[0] in template
     return known.begin.strip() in template or known.end in template

@@ -1,15 +1,15 @@
-"""The grammar of calls that must be made: the form's own literals around values that match a function's schema.
+"""Grammar of forced tool calls: the literals of the format around values that match a function's schema.
 
-It travels as a tree of literals, schemas and texts, which a worker writes in its library's language:
+The grammar is sent to workers as a tree of literals, schemas and texts, and converted for their grammar library there:
 
-- a text stands for itself;
-- `all` and `any` hold parts one after the other, or of which one stands there;
-- `many` is a part that is repeated, with a text between;
-- `schema` is JSON that matches it, `rule` a part that has a name;
-- `text` is any text up to the first `end`, which has no `without` in it.
+- a string is a literal;
+- `all` is a sequence of parts, `any` a choice of parts;
+- `many` is a repeated part, with a separator `between`;
+- `schema` is JSON that matches it, `rule` a named part;
+- `text` is any text up to the first `end` that does not contain `without`.
 
-Where a form does not write JSON, and a schema uses what is not written out here, its value is JSON: the readers of
-those forms read that, too.
+In formats other than JSON, a value whose schema uses unsupported keywords is written as JSON: the parsers of those
+formats accept JSON, too.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _NOT_LISTED = frozenset(
         "propertyNames", "dependentRequired", "dependentSchemas",
     ]
 )  # fmt: skip
-"""What can be said of arguments as a whole that is no list of them."""
+"""Constraints on all arguments together that cannot be expressed as a list of arguments."""
 
 
 def forced_calls(known: CallFormat, functions: Sequence[FunctionTool], *, single: bool) -> str:
-    """Return the grammar of one call, or of one and more, of these functions.
+    """Grammar of one call, or of one or more calls, of these functions.
 
     Raises:
-        ParameterRefused: When a schema says of all arguments together what this form cannot be held to.
+        ParameterRefused: If a schema has constraints on all arguments that this format cannot enforce.
     """
     rules: dict[str, Node] = {}
     calls = [_call(known, each, rules) for each in functions]
@@ -61,7 +61,7 @@ def forced_calls(known: CallFormat, functions: Sequence[FunctionTool], *, single
 
 
 def _call(known: CallFormat, function: FunctionTool, rules: dict[str, Node]) -> Node:
-    # Without a type, a schema with `properties` allows numbers and texts as well; arguments are an object.
+    # Without a type, a schema with `properties` allows numbers and strings as well; arguments are an object.
     schema = {"type": "object", **closed(function.parameters or _NO_ARGUMENTS)}
     before = f"{known.before}{function.name}{known.middle}"
     if known.arguments is None:
@@ -87,7 +87,7 @@ def _maybe(part: Node) -> Node:
 
 
 def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Return the name and the schema of each property, and whether it must be there."""
+    """Name and schema of each property, and whether it is required."""
     known = schema.get("properties")
     known = known if isinstance(known, dict) else {}
     needed = schema.get("required")
@@ -101,7 +101,7 @@ def _said(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _options(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Return the schemas of which a value must match one, where a schema says just that; None where it does not."""
+    """Alternative schemas of a value; None if the schema is not a plain union."""
     for key in ("anyOf", "oneOf"):
         if _said(schema) == {key} and isinstance(schema[key], list) and schema[key]:
             return list(schema[key])
@@ -112,7 +112,7 @@ def _options(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 class _Arguments:
-    """What both ways to write arguments have in common."""
+    """Common part of both argument formats."""
 
     def __init__(self, root: Mapping[str, Any], rules: dict[str, Node]) -> None:
         self._root = root
@@ -120,7 +120,7 @@ class _Arguments:
         self._referred: dict[str, Node] = {}
 
     def _json(self, schema: Mapping[str, Any]) -> Node:
-        """Return JSON that matches a schema, which may refer to others of the root."""
+        """JSON that matches a schema, which may refer to definitions of the root."""
         shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         return {"schema": {**shared, **schema}}
 
@@ -130,7 +130,7 @@ class _Arguments:
         return {"rule": name}
 
     def _referring(self, reference: str, build: Callable[[Any], Node]) -> Node:
-        """Return the rule of what a schema refers to: one for each, for it may refer to itself."""
+        """Rule for the target of a reference: one per target, because schemas may be recursive."""
         if reference not in self._referred:
             name = f"part_{len(self._rules)}"
             self._rules[name] = ""
@@ -149,7 +149,7 @@ class _Tagged(_Arguments):
         self._form = form
 
     def arguments(self, schema: Mapping[str, Any]) -> Node:
-        """Return the arguments of one function."""
+        """Arguments of one function."""
         form, parts = self._form, []
         for name, each, needed in _properties(schema):
             part = _all(f"{form.before}{name}{form.middle}", self._value(each))
@@ -157,7 +157,7 @@ class _Tagged(_Arguments):
         return _all(*parts)
 
     def _value(self, schema: Any) -> Node:
-        """Return a value with what stands behind it."""
+        """A value and the text after it."""
         schema, after = resolved(schema, self._root), self._form.after
         if "enum" in schema or "const" in schema:
             values = schema["enum"] if "enum" in schema else [schema["const"]]
@@ -174,7 +174,7 @@ class _Tagged(_Arguments):
 
 
 class _Values(_Arguments):
-    """Arguments in a notation of their own."""
+    """Arguments in another notation."""
 
     def __init__(
         self, form: ValueArguments, root: Mapping[str, Any], rules: dict[str, Node]
@@ -183,13 +183,13 @@ class _Values(_Arguments):
         self._form = form
 
     def arguments(self, schema: Mapping[str, Any]) -> Node:
-        """Return the arguments of one function, with the brackets around them."""
+        """Arguments of one function, including the brackets."""
         form = self._form
         held = self._keyed(schema, lambda name: name + form.assign)
         return _all(form.opening, held, form.closing)
 
     def _keyed(self, schema: Mapping[str, Any], key: Callable[[str], str]) -> Node:
-        """Return keys and values in the order of a schema, with a comma between those that are there."""
+        """Keys and values in the order of a schema, with commas between those present."""
         rest: Node = ""
         first: Node = ""
         for name, each, needed in reversed(_properties(schema)):
@@ -237,7 +237,7 @@ class _Values(_Arguments):
     def _list(self, schema: Mapping[str, Any]) -> Node:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if not _is_count(least) or not (most is None or _is_count(most)) or least > (most or least):
-            return self._json(schema)  # and refused
+            return self._json(schema)  # JSON, which is refused later
         if most == 0:
             return "[]"
         items = self._value(schema.get("items", {}))
@@ -255,7 +255,7 @@ def _is_count(value: object) -> bool:
 
 
 def _text(schema: Mapping[str, Any], end: str, *, without: str) -> Node:
-    """Return any text up to `end` that matches the schema of a string."""
+    """Any text up to `end` that matches the schema of a string."""
     said = {
         "least": schema.get("minLength"),
         "most": schema.get("maxLength"),
@@ -266,7 +266,7 @@ def _text(schema: Mapping[str, Any], end: str, *, without: str) -> Node:
 
 
 def written_value(form: TaggedArguments | ValueArguments, value: Any) -> str:
-    """Return a JSON value as calls of a form write it."""
+    """Write a JSON value in the argument format."""
     if isinstance(form, TaggedArguments):
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     match value:
@@ -290,7 +290,7 @@ def written_value(form: TaggedArguments | ValueArguments, value: Any) -> str:
 
 
 def written_arguments(known: CallFormat, arguments: Mapping[str, Any]) -> str:
-    """Return the arguments of a call as a form writes them."""
+    """Write the arguments of a call in the tool-call format."""
     match known.arguments:
         case TaggedArguments() as form:
             parts = [
@@ -308,7 +308,7 @@ def written_arguments(known: CallFormat, arguments: Mapping[str, Any]) -> str:
 
 
 def written_calls(known: CallFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Return calls as a form writes them, and as its grammar has them."""
+    """Write calls in the tool-call format, as its grammar requires."""
     texts = [
         f"{known.before}{name}{known.middle}{written_arguments(known, arguments)}{known.after}"
         for name, arguments in calls

@@ -1,4 +1,4 @@
-"""Tool calls in the messages that a client sends back, in the form that chat templates read."""
+"""Tool calls in messages from clients, converted for chat templates."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from vsched.api.request_schema import Message, ToolCall
 from vsched.api.tools.formats import NAME
 
 ARGUMENTS_CHARACTERS_MAX = 1024 * 1024
-"""Arguments of all calls of one request, as texts: what the JSON in them takes to decode is bounded by that."""
+"""Maximum characters of all argument texts in one request, which limits the time to decode their JSON."""
 _OBJECT_CHARACTERS = 16_384
-"""An object counts as a text of this length: that it holds more was bounded when the body was read."""
+"""Characters that an argument object counts as: its size was limited when the body was read."""
 _DEPTH_MAX = 32
 INVALID_JSON = "INVALID_JSON"
 """The single argument of a call whose arguments are not a JSON object, such as truncated ones, as Anthropic advises."""
 
 
 def arguments_characters(calls: Sequence[ToolCall]) -> int:
-    """Return how many characters of JSON these calls hold as texts."""
+    """Number of characters in the arguments of these calls."""
     sent = [call.function.arguments or "" for call in calls]
     return sum(len(each) if isinstance(each, str) else _OBJECT_CHARACTERS for each in sent)
 
 
 def check_arguments(messages: Sequence[Message]) -> None:
-    """Refuse calls whose arguments would take long to decode.
+    """Reject calls whose arguments would take long to decode.
 
     Raises:
         ParameterRefused: With the limit.
@@ -44,12 +44,12 @@ def check_arguments(messages: Sequence[Message]) -> None:
 
 
 def with_template_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose calls are as a template reads them.
+    """Convert the tool calls of messages for chat templates.
 
-    Blocks: for the time that decoding their arguments takes; off the event loop for long ones.
+    Blocks: while arguments are decoded; call it off the event loop for long ones.
 
     Raises:
-        ParameterRefused: When a name is not valid, or arguments are nested too deeply; names the call.
+        ParameterRefused: If a name is invalid, or arguments are nested too deeply; names the call.
     """
     return [
         {**message, "tool_calls": _calls(message["tool_calls"], f"messages[{index}].tool_calls")}
@@ -60,7 +60,7 @@ def with_template_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
 
 
 def _calls(calls: Sequence[ToolCall], param: str) -> list[dict[str, Any]]:
-    """Return calls whose arguments are objects: templates write them as JSON, and would quote a text once more."""
+    """Convert calls so that arguments are objects: templates write them as JSON, and would quote a string again."""
     found: list[dict[str, Any]] = []
     for index, call in enumerate(calls):
         where = f"{param}[{index}].function"
@@ -102,7 +102,7 @@ def as_object(arguments: str) -> dict[str, Any]:
 
 
 def deeper(value: object, depth: int) -> bool:
-    """Return whether a JSON value is nested deeper than that."""
+    """True if a JSON value is nested deeper than `depth`."""
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value

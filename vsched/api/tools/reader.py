@@ -1,13 +1,12 @@
-"""Reads an answer as it comes: text in, content and calls out.
+"""Incremental parser of a model's output: content, reasoning and tool calls.
 
-The reader is a state machine over the text alone. A piece of text is let out once no continuation could change what
-it is, so that however an answer is cut into pieces, the same message comes of it, streamed or whole. No letter is
-lost: what begins like a call and is none is content, and so is what follows arguments without belonging to the call.
-If an answer was truncated, or must be a call, an end that may be the beginning of a call is dropped, so that clients
-see no markup.
+The parser is a state machine over the text only. Text is emitted once no continuation could change its meaning, so the
+resulting message does not depend on the chunking, streamed or not. No character is lost: an apparent call that turns
+out not to be one is content, and so is text after the arguments that does not belong to the call. If the output was
+truncated, or must be a call, a possible start of a call at its end is dropped, so that clients see no markup.
 
-The name of a call is known before its arguments are, so these are let out as they come. They end where the brackets
-of their object do; whether what is within them is JSON is for the client to see, as with OpenAI.
+The name of a call precedes its arguments, so the arguments are streamed. They end at the closing bracket of their
+object; as in OpenAI's API, clients have to check whether they are valid JSON.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ from vsched.api.tools.formats import (
 )
 
 HEAD_CHARACTERS_MAX = 512
-"""No head of a call is as long, blanks included: where none was found within, there is none."""
+"""Maximum length of a call's head, including whitespace: a longer one is not a call."""
 _FIRST_KEY = re.compile(r'\{\s*"([^"]*)"')
 _CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function"})
-"""An object that begins with another is no call: an answer in JSON need not be held back to its end."""
+"""An object that begins with another key is not a call, so a JSON answer is not held back until its end."""
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
-"""The text of half a character, with which an answer can be cut within the marks of DeepSeek's calls."""
+"""Text of an incomplete character, which may occur within the markers of DeepSeek's calls."""
 
 _TYPED = '{"type":"function"'
 """The beginning of a call object with a type."""
 
 
 class ContentText(NamedTuple):
-    """A piece of the answer's text."""
+    """A piece of content."""
 
     text: str
 
 
 class CallBegins(NamedTuple):
-    """A call of a function; its arguments follow."""
+    """Start of a function call; its arguments follow."""
 
     name: str
 
@@ -62,7 +61,7 @@ class CallArguments(NamedTuple):
 
 
 class Reasoning(NamedTuple):
-    """A piece of what the model thinks before it answers."""
+    """A piece of reasoning."""
 
     text: str
 
@@ -71,23 +70,23 @@ Event = Reasoning | ContentText | CallBegins | CallArguments
 
 
 class ArgumentScan(Protocol):
-    """Turns the arguments of one call into JSON."""
+    """Converts the arguments of one call to JSON."""
 
     def take(self, text: str, *, ended: bool) -> tuple[int, str, bool]:
-        """Take from `text`, which begins with what was not taken before; with `ended`, nothing follows it.
+        """Process `text`, which starts with the unprocessed rest of the last one; `ended` means that nothing follows.
 
         Returns:
-            How much of it was taken, the JSON that is certain, and whether the arguments are over.
+            Number of characters processed, the JSON that is certain, and whether the arguments are complete.
         """
         ...
 
 
 class AnswerReader:
-    """Reads one answer.
+    """Parses one choice.
 
-    `tools` has the schemas of their arguments by name: where calls have no opening, an answer is one only with such a
-    name. With `single`, calls after the first are dropped. With `forced`, the answer must consist of calls; with
-    `thinking`, the prompt has begun the reasoning.
+    `tools` has the argument schemas by name: in formats without an opening, a call is recognized only by such a name.
+    With `single`, calls after the first are dropped. With `forced`, the output must consist of calls; with `thinking`,
+    the prompt has begun the reasoning.
     """
 
     def __init__(
@@ -128,20 +127,20 @@ class AnswerReader:
         self._state: Callable[[], bool] = self._begin if reasoning is not None else self._answer
 
     def push(self, text: str) -> list[Event]:
-        """Take the next piece of the answer; return what is certain."""
+        """Process the next piece of the output; return the events that are certain."""
         text = self._half + text
         whole = text.rstrip(_HALF)
         self._half = text[len(whole) :]
         self._buffer += whole
         events = self._advance()
-        # With text in the buffer, the incomplete character may belong to a mark: wait for the next piece.
+        # With text in the buffer, the incomplete character may belong to a marker: wait for the next piece.
         if self._half and not self._buffer:
             self._buffer, self._half = self._half, ""
             events += self._advance()
         return events
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """Return the events held back; if the answer was truncated, drop a possible beginning of a call or mark."""
+        """Return the events held back; if the output was truncated, drop a possible start of a call or marker."""
         self._ended = True
         self._cut = cut or self._forced
         if not self._cut:
@@ -162,10 +161,10 @@ class AnswerReader:
         events, self._events = self._events, []
         return events
 
-    # Each state takes what is certain from the buffer, and returns whether there may be more to take.
+    # Each state consumes certain text from the buffer, and returns True if there may be more to consume.
 
     def _begin(self) -> bool:
-        """What the model thinks, or where the prompt did not begin it, perhaps the answer."""
+        """At the start: reasoning, or content if the prompt did not begin the reasoning."""
         assert self._reasoning is not None
         stripped = self._buffer.lstrip()
         begin = self._reasoning.begin
@@ -181,7 +180,7 @@ class AnswerReader:
         return True
 
     def _thought(self) -> bool:
-        """Reasoning, up to its end; blanks around it are none."""
+        """In reasoning, up to its end marker; surrounding whitespace is dropped."""
         assert self._reasoning is not None
         end = self._reasoning.end
         at = self._buffer.find(end)
@@ -201,18 +200,18 @@ class AnswerReader:
         return True
 
     def _answer(self) -> bool:
-        """What comes behind reasoning."""
+        """After reasoning."""
         bare = self._format is not None and not self._format.opening
         self._state = self._bare if bare else self._text
         return True
 
     def _plain(self) -> bool:
-        """Nothing but content follows."""
+        """In content that cannot contain calls."""
         self._say(self._take(len(self._buffer)))
         return False
 
     def _text(self) -> bool:
-        """Content, up to where calls begin, or what frames it."""
+        """In content, up to the start of calls or a frame marker."""
         if not self._marks:
             return self._plain()
         at, mark = first_mark(self._buffer, self._marks)
@@ -231,7 +230,7 @@ class AnswerReader:
         return True
 
     def _bare(self) -> bool:
-        """The first letter tells whether an answer may be a call."""
+        """At the start of an answer in a format without an opening: the first character decides if it may be a call."""
         assert self._format is not None
         stripped = self._buffer.lstrip()
         if not stripped and not self._ended:
@@ -244,7 +243,7 @@ class AnswerReader:
         return True
 
     def _first(self) -> bool:
-        """What stands between the opening and its first call."""
+        """Between the opening and its first call."""
         assert self._format is not None
         rest, first = self._buffer[self._opened :].lstrip(), self._format.first
         if rest.startswith(first):
@@ -259,7 +258,7 @@ class AnswerReader:
         self._state = self._head
 
     def _head(self) -> bool:
-        """An opening, if it was not taken before, and what stands before arguments."""
+        """At the text before arguments, including a separate opening."""
         assert self._format is not None
         assert self._head_pattern is not None
         head = self._head_pattern.match(self._buffer, self._opened)
@@ -275,7 +274,7 @@ class AnswerReader:
         return self._object()
 
     def _object(self) -> bool:
-        """A call whose keys come otherwise is read once it is whole."""
+        """In a call object with another order of keys, which is parsed when complete."""
         start = len(self._buffer) - len(self._buffer[self._opened :].lstrip())
         if start == len(self._buffer):
             return self._undecided()
@@ -305,11 +304,11 @@ class AnswerReader:
         return self._is_content() if self._ended and not self._cut else False
 
     def _held(self, marks: Sequence[str]) -> int:
-        """Return the length of the longest suffix of the buffer that may be the beginning of one of these marks."""
+        """Length of the longest suffix of the buffer that may be the start of one of these markers."""
         return 0 if self._ended and not self._cut else longest_overlap(self._buffer, marks)
 
     def _is_content(self) -> bool:
-        """What began like a call is none: its opening is content, and calls may follow in the rest."""
+        """Treat an apparent call as content: its opening is emitted, and calls may follow in the rest."""
         self._state = self._text if self._opened or self._calls else self._plain
         self._say(self._take(self._opened))
         self._opened = 0
@@ -320,7 +319,7 @@ class AnswerReader:
         return bool(self._format.opening) or name in self._tools
 
     def _may_be_tool(self) -> bool:
-        """Return True if the buffer may become a call; for formats without an opening, compare it with tool names."""
+        """True if the buffer may become a call; for formats without an opening, compare it with tool names."""
         known = self._format
         assert known is not None
         rest = _without_blanks(self._buffer[self._opened :])
@@ -358,7 +357,7 @@ class AnswerReader:
                 self._state = self._rest_of_object
 
     def _rest_of_object(self) -> bool:
-        """What else the object of a call holds, which clients are not told."""
+        """In the rest of a call object, which is dropped."""
         end = self._scan.end(self._buffer)
         self._take(end if end >= 0 else len(self._buffer))
         if end >= 0:
@@ -366,7 +365,7 @@ class AnswerReader:
         return end >= 0
 
     def _after(self) -> bool:
-        """What may stand behind arguments: any of `after` and `closing` in order, or what comes before a next call."""
+        """After arguments: any of `after` and `closing` in order, or the separator before a next call."""
         assert self._format is not None
         stripped = self._buffer.lstrip()
         self._take(len(self._buffer) - len(stripped))
@@ -387,7 +386,7 @@ class AnswerReader:
                 return True
         if any(literal.startswith(stripped) for literal in (*self._tail, following)):
             if self._ended:
-                self._take(len(stripped))  # a mark that was cut
+                self._take(len(stripped))  # a truncated marker
             return False
         self._state = self._text
         return True
@@ -397,7 +396,7 @@ class AnswerReader:
         return taken
 
     def _say(self, text: str) -> None:
-        """Let content out; blanks that lead to a call, or follow one, are none."""
+        """Emit content; whitespace directly before or after calls is dropped."""
         if self._leading:
             text = self._blanks + text
             if not text.lstrip():
@@ -411,7 +410,7 @@ class AnswerReader:
 
 
 def _call_of(text: str) -> tuple[str, str] | None:
-    """Return the name and the arguments of a call that is one JSON object; None where it is no call."""
+    """Name and arguments of a call in one JSON object; None if it is not a call."""
     try:
         found = msgspec.json.decode(text, type=dict[str, object])
         sent = found.get("arguments", found.get("parameters"))
@@ -431,12 +430,12 @@ def _without_blanks(text: str) -> str:
 
 
 def _openings(known: CallFormat | None) -> tuple[str, ...]:
-    """Return what calls begin with, if that is a mark."""
+    """Opening markers of calls, if the format has any."""
     return (known.opening, *known.openings) if known is not None and known.opening else ()
 
 
 def _scan_of(known: CallFormat, schema: Mapping[str, Any]) -> ArgumentScan:
-    """Return what reads the arguments of a call of a function with this schema."""
+    """Create the argument parser for a call of a function with this schema."""
     match known.arguments:
         case TaggedArguments() as form:
             return TaggedScan(form, schema)

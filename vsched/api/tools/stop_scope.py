@@ -9,7 +9,7 @@ from vsched.api.tools.reader import AnswerReader
 
 
 class CallStopScope(AnswerReader):
-    """Splits the text of an answer into tool calls, in which stop strings do not apply, and the rest."""
+    """Splits the output into tool calls, in which stop strings do not apply, and the rest."""
 
     def __init__(self, calls: CallFormat | None, **options: Any) -> None:
         """Take the arguments of `AnswerReader`."""

@@ -1,4 +1,4 @@
-"""Reads an answer as its checkpoint says, where no form of ours is known."""
+"""Adapter for a checkpoint's own response parser, used if its format is not a known one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vsched.worker.capabilities import AnswerParser, AnswerPart
 
 
 class TemplateReader:
-    """The reader of one answer; see `AnswerReader`. With `single`, calls behind the first are left out."""
+    """Parser of one choice; see `AnswerReader`. With `single`, calls after the first are dropped."""
 
     has_open_call = False
     """Calls are emitted only when they are complete."""
@@ -20,11 +20,11 @@ class TemplateReader:
         self._calls = 0
 
     def push(self, text: str) -> list[Event]:
-        """Take the next piece of the answer; return what is certain."""
+        """Process the next piece of the output; return the events that are certain."""
         return self._events(self._parser.push(text))
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """Return the events held back; none is dropped, since the parser does not report the beginnings of calls."""
+        """Return the events held back; none is dropped, because the parser does not report partial calls."""
         del cut
         return self._events(self._parser.finish())
 

@@ -1,4 +1,4 @@
-"""What a reader finds in an answer, in OpenAI's shapes: the same for a stream's chunk and for a whole message."""
+"""Convert parser events to OpenAI's format, the same for stream chunks and complete messages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from vsched.api.tools.reader import AnswerReader, CallBegins, ContentText, Event
 from vsched.api.tools.template_reader import TemplateReader
 
 ID_CHARACTERS = 9
-"""Of the id of a call: as many as the templates of Mistral ask for; others do not mind."""
+"""Length of a call id: Mistral's templates require this one; others accept any."""
 
 
 class AnswerWording:
-    """Words one answer; every call gets an id. With `hides_reasoning`, what was thought is not told.
+    """Formats one choice; every call gets an id. With `hides_reasoning`, reasoning is dropped.
 
-    The ids follow from that of the answer, so that they are the same when it is worded once more.
+    The ids are derived from the choice's id, so that they are the same if it is formatted again.
 
     Attributes:
         is_silent: True if the last piece was only markup, for which no event is sent.
@@ -41,7 +41,7 @@ class AnswerWording:
         has_tools: bool = False,
         forced: bool = False,
     ) -> None:
-        """Take the reader, whether the answer may contain calls (`has_tools`), and whether it must (`forced`)."""
+        """Use a parser; `has_tools` means that the output may contain calls, `forced` that it must."""
         self._reader = reader
         self._answer_id = answer_id
         self._hides_reasoning = hides_reasoning
@@ -50,7 +50,7 @@ class AnswerWording:
         self._calls = 0
 
     def added(self, text: str, reason: str | None) -> ChatDelta:
-        """Return the delta for the next piece of text; `reason` is the finish reason of the last piece."""
+        """Format the next piece of text; `reason` is the finish reason of the last piece."""
         events = self._reader.push(text)
         if reason is not None:
             events += self._reader.finish(cut=reason == "length")
@@ -58,7 +58,7 @@ class AnswerWording:
         return self._delta(events)
 
     def message(self, text: str, reason: str) -> ChatMessage:
-        """Return the message of a complete answer with this finish reason."""
+        """Format a complete output with this finish reason."""
         added = self.added(text, reason)
         calls = added.tool_calls or []
         return ChatMessage(
@@ -69,7 +69,7 @@ class AnswerWording:
         )
 
     def finish_reason(self, reason: str) -> str:
-        """Return OpenAI's finish reason: `tool_calls` only if all calls are complete."""
+        """OpenAI's finish reason: `tool_calls` only if all calls are complete."""
         has_called = self._calls > 0 and not self._reader.has_open_call
         return "tool_calls" if reason == "stop" and has_called else reason
 
@@ -87,7 +87,7 @@ class AnswerWording:
                 calls.append(ToolCallDelta(self._calls, begun, id=made, type="function"))
                 self._calls += 1
             else:
-                if not calls:  # it goes on from an earlier piece
+                if not calls:  # continues from an earlier piece
                     calls.append(ToolCallDelta(self._calls - 1, FunctionOutput()))
                 calls[-1].function.arguments += event.text
         return ChatDelta(

@@ -1,4 +1,4 @@
-"""Answers as Anthropic words them, streamed and whole."""
+"""Responses of Anthropic's API, streaming and non-streaming."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 class MessagesUsage(msgspec.Struct):
-    """Tokens of a request; `input_tokens` are those that no cache had."""
+    """Token counts of a request; `input_tokens` excludes cached ones."""
 
     input_tokens: int
     output_tokens: int
@@ -41,14 +41,14 @@ class TextOutput(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class ThinkingOutput(msgspec.Struct, tag_field="type", tag="thinking"):
-    """What the model thought; nothing is signed."""
+    """Reasoning of the model, without a signature."""
 
     thinking: str
     signature: str = ""
 
 
 class ToolUseOutput(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A call of a function."""
+    """A function call."""
 
     id: str
     name: str
@@ -59,7 +59,7 @@ OutputBlock = TextOutput | ThinkingOutput | ToolUseOutput
 
 
 class MessagesResponse(msgspec.Struct, kw_only=True):
-    """An answer: whole, or without content where a stream begins."""
+    """A complete response, or an empty one at the start of a stream."""
 
     id: str
     type: str = "message"
@@ -78,26 +78,26 @@ class MessageStart(StreamEvent, tag="message_start"):
 
 
 class ContentBlockStart(StreamEvent, tag="content_block_start"):
-    """A block begins, empty."""
+    """Start of a block, still empty."""
 
     index: int
     content_block: OutputBlock
 
 
 class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
-    """What comes to a text."""
+    """Text appended to a text block."""
 
     text: str
 
 
 class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
-    """What comes to a thought."""
+    """Text appended to a thinking block."""
 
     thinking: str
 
 
 class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
-    """What comes to the arguments of a call."""
+    """Text appended to the arguments of a tool call."""
 
     partial_json: str
 
@@ -110,27 +110,27 @@ _DELTAS: dict[BlockKind, type[TextDelta | ThinkingDelta | InputJsonDelta]] = {
 
 
 class ContentBlockDelta(StreamEvent, tag="content_block_delta"):
-    """A block grows."""
+    """Content appended to a block."""
 
     index: int
     delta: TextDelta | ThinkingDelta | InputJsonDelta
 
 
 class ContentBlockStop(StreamEvent, tag="content_block_stop"):
-    """A block is complete."""
+    """End of a block."""
 
     index: int
 
 
 class StopDelta(msgspec.Struct):
-    """Why an answer ended."""
+    """Stop reason."""
 
     stop_reason: str
     stop_sequence: str | None
 
 
 class MessageDelta(StreamEvent, tag="message_delta"):
-    """The end of the answer; the usage is that of the whole."""
+    """End of the message, with its total usage."""
 
     delta: StopDelta
     usage: MessagesUsage
@@ -151,13 +151,13 @@ MessagesEvent = (
 
 
 class CountedTokens(msgspec.Struct):
-    """The answer of /v1/messages/count_tokens."""
+    """The response of /v1/messages/count_tokens."""
 
     input_tokens: int
 
 
 class MessagesFormatter:
-    """Words one answer."""
+    """Formats one response."""
 
     def __init__(self, generation: Generation, *, model: str, blocks: AnswerBlocks) -> None:
         self._generation = generation
@@ -166,11 +166,11 @@ class MessagesFormatter:
         self._begun = False
 
     def chunk(self, delta: OutputDelta) -> list[MessagesEvent]:
-        """Return the events of a delta, none while it has no text; the first and last have more."""
+        """Events of a delta, none without text; the first and last delta have additional ones."""
         events: list[MessagesEvent] = []
         if not self._begun:
             message = self._response([])
-            message.usage.output_tokens = 0  # it holds nothing yet
+            message.usage.output_tokens = 0  # the message is still empty
             events.append(MessageStart(message=message))
             self._begun = True
         events += map(_event, self._blocks.take(delta))
@@ -180,12 +180,12 @@ class MessagesFormatter:
         return events
 
     def usage_chunk(self, usage: Usage) -> list[MessagesEvent]:
-        """Return nothing: the last event but one has the usage."""
+        """Return no events: the event before the last one has the usage."""
         del usage
         return []
 
     def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> MessagesResponse:
-        """Return the answer that the events of a stream would make."""
+        """Return the response that corresponds to all events of a stream."""
         del usage
         for delta in deltas:
             self._blocks.take(delta)

@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens: chats by other names."""
+"""/v1/messages and /v1/messages/count_tokens, served as chat requests."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from vsched.api.http_exchange import HttpExchange
 
 
 class MessagesEndpoint(ChatEndpoint):
-    """Anthropic's messages."""
+    """Endpoint of Anthropic's Messages API."""
 
     name = "messages"
     id_prefix = "msg"
 
     async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
-        """Read a request as the chat that it means.
+        """Read a request and convert it to a chat request.
 
         Raises:
-            RequestRefused: When it cannot be served.
-            ClientDisconnected: When the client left before it was complete.
+            RequestRefused: If it cannot be served.
+            ClientDisconnected: If the client disconnected before it was complete.
         """
         tokens = self._engine.info.context_tokens
         request = await self._bodies.read(exchange, MessagesRequest, tokens=tokens)
@@ -42,7 +42,7 @@ class MessagesEndpoint(ChatEndpoint):
 
 
 class CountTokensEndpoint:
-    """The tokens that a message would take."""
+    """Endpoint that counts the input tokens of a message."""
 
     def __init__(self, engine: ServingContract, messages: MessagesEndpoint) -> None:
         self._engine = engine

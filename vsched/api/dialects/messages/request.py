@@ -1,4 +1,4 @@
-"""A body of /v1/messages as the chat request that it means."""
+"""Conversion of /v1/messages bodies to chat requests."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from vsched.api.request_schema import (
 from vsched.media.base64_text import TextWithBase64
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
-"""What the parameters of a chat are called here."""
+"""Names of chat parameters in this API."""
 _DIFFERENT = frozenset({"messages", "tools", "tool_choice", "chat_template_kwargs"})
 ShownBlock = TextBlock | ImageBlock | SearchResultBlock | ToolReferenceBlock
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_request(request: MessagesRequest) -> ChatRequest:
-    """Return the chat request that a body means.
+    """Convert a body to a chat request.
 
     Raises:
-        ParameterRefused: When it holds what has no place in a chat.
+        ParameterRefused: If it has content without a counterpart in chat requests.
     """
     choice = request.tool_choice
     single = choice is not None and choice.disable_parallel_tool_use
@@ -76,7 +76,7 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
 
 
 def _is_begun(last: Message) -> bool:
-    """Return whether the last message is an answer that the client has begun, and that goes on."""
+    """True if the last message is a prefilled answer, which the model continues."""
     return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
 
@@ -96,7 +96,7 @@ def _texts(message: DialogueMessage) -> str | list[TextBlock]:
 
 
 def _user(message: DialogueMessage) -> list[Message]:
-    """Return a turn of the user: results of calls are messages of their own, in their order."""
+    """Convert a user turn; tool results become separate messages, in order."""
     if isinstance(message.content, str):
         return [Message("user", message.content)]
     made: list[Message] = []
@@ -154,7 +154,7 @@ def _misplaced(role: str, allowed: str) -> ParameterRefused:
 
 
 def _content(blocks: Sequence[ShownBlock]) -> str | list[Any]:
-    """Return blocks as content; one that is text alone is a text, which every template takes."""
+    """Convert blocks to content; a single text block becomes a string, which every template accepts."""
     parts = [_part(block) for block in blocks]
     texts = [part.text for part in parts if isinstance(part, TextPart)]
     return "".join(texts) if len(texts) == len(parts) <= 1 else parts

@@ -1,4 +1,4 @@
-"""The body of /v1/messages. What Anthropic has beyond it is accepted where it changes nothing."""
+"""The body of /v1/messages. Anthropic's fields without an effect here are accepted and ignored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vsched.api.request_schema import PositiveCount
 
 
 class ImageSource(msgspec.Struct):
-    """Where an image is: `base64` with `data` and `media_type`, or `url`."""
+    """Source of an image: `base64` with `data` and `media_type`, or `url`."""
 
     type: str
     data: str | None = None
@@ -34,7 +34,7 @@ class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A call that the model made."""
+    """A tool call by the model."""
 
     id: str
     name: str
@@ -56,7 +56,7 @@ class ToolReferenceBlock(msgspec.Struct, tag_field="type", tag="tool_reference")
 
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
-    """What a call came to; that it is an error, its content tells the model."""
+    """Result of a tool call; the model learns from its content that it is an error."""
 
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock | SearchResultBlock | ToolReferenceBlock] | None = (
@@ -66,13 +66,13 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """What the model thought; its signature is not looked at."""
+    """Reasoning of the model; the signature is ignored."""
 
     thinking: str
 
 
 class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
-    """Thoughts of another server, which nobody here can read; they are left out."""
+    """Encrypted reasoning of another server; it is dropped."""
 
 
 class DialogueMessage(msgspec.Struct):
@@ -103,7 +103,7 @@ class MessagesTool(msgspec.Struct):
 
 
 class MessagesToolChoice(msgspec.Struct):
-    """Whether a tool is to be called: `auto`, `any`, `tool` with a name, or `none`."""
+    """Tool choice: `auto`, `any`, `tool` with a name, or `none`."""
 
     type: str
     name: str | None = None
@@ -111,20 +111,20 @@ class MessagesToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """Whether the model is to think; `disabled`, or any other type."""
+    """Reasoning switch: `disabled`, or any other type for enabled."""
 
     type: str
 
 
 class OutputFormat(msgspec.Struct):
-    """The form of an answer: `json_schema`."""
+    """Format of the output: `json_schema`."""
 
     type: str
     schema: dict[str, Any] | None = None
 
 
 class OutputConfig(msgspec.Struct):
-    """What the answer is to be like; `effort` is ignored."""
+    """Output options; `effort` is ignored."""
 
     format: OutputFormat | None = None
     effort: Any = None
@@ -170,7 +170,7 @@ class MessagesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     workspace_id: Any = None
 
     def image_fields(self) -> Iterator[tuple[msgspec.Struct, str]]:
-        """Yield each source of an image, and its field with the base64."""
+        """Yield each image source, and the name of its base64 field."""
         for message in self.messages:
             for block in message.content if isinstance(message.content, list) else ():
                 inner = block.content if isinstance(block, ToolResultBlock) else [block]

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, without state."""
+"""OpenAI's Responses API, without state on the server."""

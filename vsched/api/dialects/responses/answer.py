@@ -1,4 +1,4 @@
-"""Answers as OpenAI's Responses API words them, streamed and whole."""
+"""Responses of OpenAI's Responses API, streaming and non-streaming."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "
 
 
 class ResponsesFormatter:
-    """Words one answer; `asked` is the request, of which it repeats the settings, `told` words a token's logprob."""
+    """Formats one response; it repeats settings of the request `asked`; `told` formats the logprob of a token."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ResponsesFormatter:
         self._begun = False
 
     def chunk(self, delta: OutputDelta) -> list[NumberedEvent]:
-        """Return the events of a delta, none while it has no text; the first and last have more."""
+        """Events of a delta, none without text; the first and last delta have additional ones."""
         events: list[NumberedEvent] = []
         if not self._begun:
             response = self._response("in_progress", [])
@@ -69,12 +69,12 @@ class ResponsesFormatter:
         return events
 
     def usage_chunk(self, usage: Usage) -> list[NumberedEvent]:
-        """Return nothing: the last event has the usage."""
+        """Return no events: the last event has the usage."""
         del usage
         return []
 
     def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> made.ResponseObject:
-        """Return the answer that the events of a stream would make."""
+        """Return the response that corresponds to all events of a stream."""
         del usage
         for delta in deltas:
             self._blocks.take(delta)

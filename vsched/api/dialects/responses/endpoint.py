@@ -1,4 +1,4 @@
-"""/v1/responses: a chat by another name."""
+"""/v1/responses, served as chat requests."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from vsched.api.http_exchange import HttpExchange
 
 
 class ResponsesEndpoint(ChatEndpoint):
-    """OpenAI's responses, without state."""
+    """Endpoint of OpenAI's Responses API, without state."""
 
     name = "responses"
     id_prefix = "resp"
 
     async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
-        """Read a request as the chat that it means.
+        """Read a request and convert it to a chat request.
 
         Raises:
-            RequestRefused: When it cannot be served.
-            ClientDisconnected: When the client left before it was complete.
+            RequestRefused: If it cannot be served.
+            ClientDisconnected: If the client disconnected before it was complete.
         """
         tokens = self._engine.info.context_tokens
         request = await self._bodies.read(exchange, ResponsesRequest, tokens=tokens)

@@ -1,4 +1,4 @@
-"""What answers of /v1/responses are made of: items, the response around them, and the events of its stream."""
+"""Output of /v1/responses: items, the response object, and stream events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OutputTextPart(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class ReasoningPart(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """The text of a thought."""
+    """The text of a reasoning item."""
 
     text: str
 
@@ -34,7 +34,7 @@ OutputPart = OutputTextPart | ReasoningPart
 
 
 class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
-    """A text."""
+    """A message."""
 
     id: str
     status: str
@@ -43,7 +43,7 @@ class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """What the model thought; it is told whole, so there is no summary."""
+    """Reasoning of the model; its full text is included, so there is no summary."""
 
     id: str
     status: str
@@ -52,7 +52,7 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A call of a function."""
+    """A function call."""
 
     id: str
     status: str
@@ -65,20 +65,20 @@ OutputItem = MessageItem | ReasoningItem | CallItem
 
 
 class InputDetails(msgspec.Struct):
-    """Where prompt tokens came from."""
+    """Origin of prompt tokens."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputDetails(msgspec.Struct):
-    """What output tokens went into."""
+    """Kinds of output tokens."""
 
     reasoning_tokens: int
 
 
 class ResponsesUsage(msgspec.Struct):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -88,13 +88,13 @@ class ResponsesUsage(msgspec.Struct):
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why an answer is not complete."""
+    """Reason that a response is incomplete."""
 
     reason: str
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """An answer: whole, or empty where a stream begins; the fields from `instructions` on are the request's."""
+    """A response, empty at the start of a stream; the fields from `instructions` on repeat the request."""
 
     id: str
     object: str = "response"
@@ -136,33 +136,33 @@ class ResponseInProgress(NumberedEvent, tag="response.in_progress"):
 
 
 class ResponseCompleted(NumberedEvent, tag="response.completed"):
-    """The last event of an answer that came to its end."""
+    """The last event of a completed response."""
 
     response: ResponseObject
 
 
 class ResponseIncomplete(NumberedEvent, tag="response.incomplete"):
-    """The last event of an answer that was cut."""
+    """The last event of a truncated response."""
 
     response: ResponseObject
 
 
 class OutputItemAdded(NumberedEvent, tag="response.output_item.added"):
-    """An item begins, empty."""
+    """Start of an item, still empty."""
 
     output_index: int
     item: OutputItem
 
 
 class OutputItemDone(NumberedEvent, tag="response.output_item.done"):
-    """An item is complete."""
+    """End of an item."""
 
     output_index: int
     item: OutputItem
 
 
 class ContentPartAdded(NumberedEvent, tag="response.content_part.added"):
-    """The one part of an item begins, empty."""
+    """Start of the only part of an item, still empty."""
 
     item_id: str
     output_index: int
@@ -171,7 +171,7 @@ class ContentPartAdded(NumberedEvent, tag="response.content_part.added"):
 
 
 class ContentPartDone(NumberedEvent, tag="response.content_part.done"):
-    """The part is complete."""
+    """End of the part."""
 
     item_id: str
     output_index: int
@@ -180,7 +180,7 @@ class ContentPartDone(NumberedEvent, tag="response.content_part.done"):
 
 
 class OutputTextDelta(NumberedEvent, tag="response.output_text.delta"):
-    """A text grows."""
+    """Text appended to a message."""
 
     item_id: str
     output_index: int
@@ -190,7 +190,7 @@ class OutputTextDelta(NumberedEvent, tag="response.output_text.delta"):
 
 
 class OutputTextDone(NumberedEvent, tag="response.output_text.done"):
-    """A text is complete."""
+    """End of a text."""
 
     item_id: str
     output_index: int
@@ -200,7 +200,7 @@ class OutputTextDone(NumberedEvent, tag="response.output_text.done"):
 
 
 class ReasoningDelta(NumberedEvent, tag="response.reasoning_text.delta"):
-    """A thought grows."""
+    """Text appended to a reasoning item."""
 
     item_id: str
     output_index: int
@@ -209,7 +209,7 @@ class ReasoningDelta(NumberedEvent, tag="response.reasoning_text.delta"):
 
 
 class ReasoningDone(NumberedEvent, tag="response.reasoning_text.done"):
-    """A thought is complete."""
+    """End of a reasoning text."""
 
     item_id: str
     output_index: int
@@ -218,7 +218,7 @@ class ReasoningDone(NumberedEvent, tag="response.reasoning_text.done"):
 
 
 class ArgumentsDelta(NumberedEvent, tag="response.function_call_arguments.delta"):
-    """Arguments grow."""
+    """Text appended to the arguments of a call."""
 
     item_id: str
     output_index: int
@@ -226,7 +226,7 @@ class ArgumentsDelta(NumberedEvent, tag="response.function_call_arguments.delta"
 
 
 class ArgumentsDone(NumberedEvent, tag="response.function_call_arguments.done"):
-    """Arguments are complete."""
+    """End of the arguments."""
 
     item_id: str
     output_index: int

@@ -1,4 +1,4 @@
-"""A body of /v1/responses as the chat request that it means."""
+"""Conversion of /v1/responses bodies to chat requests."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ NAMES = {
     "response_format": "text.format",
     "logprobs": "top_logprobs",
 }
-"""What the parameters of a chat are called here."""
+"""Names of chat parameters in this API."""
 _DIFFERENT = frozenset({"tools", "tool_choice", "top_logprobs", "stream_options"})
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
-"""What `include` may ask for; thoughts are told whole, so nothing of them has to be encrypted."""
+"""Accepted values of `include`; reasoning is never encrypted, because its full text is included."""
 _ITEMS = "message, function_call, function_call_output or reasoning"
 
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
-    """Return the chat request that a body means.
+    """Convert a body to a chat request.
 
     Raises:
-        ParameterRefused: When it holds what has no place in a chat.
+        ParameterRefused: If it has content without a counterpart in chat requests.
     """
     return ChatRequest(
         messages=_messages(request),
@@ -67,10 +67,10 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
 
 
 def _tells_logprobs(request: ResponsesRequest) -> bool:
-    """Return whether log-probabilities are asked for, in either way.
+    """True if log-probabilities are requested, by `include` or `top_logprobs`.
 
     Raises:
-        ParameterRefused: When something else is to be included that is not here.
+        ParameterRefused: If `include` has an unsupported value.
     """
     included = request.include or ()
     for name in included:
@@ -92,7 +92,7 @@ def _messages(request: ResponsesRequest) -> list[Message]:
 
 
 def _append(made: list[Message], item: InputItem, where: str) -> None:
-    """Add an item; what one turn of the model was made of becomes one message again."""
+    """Append an item; the items of one model turn are merged into one message."""
     last = made[-1] if made and made[-1].role == "assistant" else None
     match item.type or "message":
         case "message" if item.role is not None:
@@ -134,7 +134,7 @@ def _unserved(kind: str, where: str) -> ParameterRefused:
 
 
 def _content(sent: str | list[InputPart] | None, where: str) -> str | list[Any]:
-    """Return parts as content; one that is text alone is a text, which every template takes."""
+    """Convert parts to content; a single text part becomes a string, which every template accepts."""
     if not isinstance(sent, list):
         return sent or ""
     if len(sent) <= 1 and not any(isinstance(part, InputImage) for part in sent):
@@ -156,13 +156,13 @@ def _parts(sent: Sequence[InputPart], where: str) -> list[TextPart | ImagePart]:
 
 def _text(part: InputPart) -> str:
     if isinstance(part, InputImage):
-        return ""  # thoughts and calls hold none
+        return ""  # reasoning and calls have no images
     return part.refusal if isinstance(part, SentRefusal) else part.text
 
 
 def _tool(tool: ResponsesTool) -> Tool:
     if tool.type != "function":
-        return Tool(tool.type)  # the chat refuses it
+        return Tool(tool.type)  # the chat request is refused for it
     function = FunctionTool(tool.name or "", tool.description, tool.parameters, tool.strict)
     return Tool(function=function)
 
@@ -175,7 +175,7 @@ def _choice(choice: str | ResponsesToolChoice | None) -> str | ToolChoice | None
     if choice.type == "allowed_tools" and choice.mode and choice.tools:
         named = [NamedChoice(NamedTool(each.name)) for each in choice.tools if each.name]
         return ToolChoice("allowed_tools", allowed_tools=AllowedTools(choice.mode, named))
-    return ToolChoice(choice.type)  # the chat refuses it
+    return ToolChoice(choice.type)  # the chat request is refused for it
 
 
 def _format(request: ResponsesRequest) -> ResponseFormat | None:

@@ -1,4 +1,4 @@
-"""The body of /v1/responses, as far as it needs no state on the server."""
+"""The body of /v1/responses, without features that need state on the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vsched.api.request_schema import Count, JsonSchema, PositiveCount
 
 
 class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
-    """A piece of text that came from the client."""
+    """A piece of text from the client."""
 
     text: str
 
@@ -31,25 +31,25 @@ class InputImage(msgspec.Struct, tag_field="type", tag="input_image"):
 
 
 class SentOutputText(msgspec.Struct, tag_field="type", tag="output_text"):
-    """A piece of text that the model wrote, as a client sends it back."""
+    """A piece of the model's output that a client sends back."""
 
     text: str
 
 
 class SentRefusal(msgspec.Struct, tag_field="type", tag="refusal"):
-    """A refusal that a model wrote."""
+    """A refusal by the model."""
 
     refusal: str
 
 
 class SentReasoning(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """What the model thought, as a client sends it back."""
+    """Reasoning of the model that a client sends back."""
 
     text: str
 
 
 class SentSummary(msgspec.Struct, tag_field="type", tag="summary_text"):
-    """What another server told of a thought."""
+    """A reasoning summary from another server."""
 
     text: str
 
@@ -60,7 +60,7 @@ InputPart = (
 
 
 class InputItem(msgspec.Struct):
-    """One item of the input; which fields it needs depends on its type."""
+    """One item of the input; the required fields depend on its type."""
 
     type: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -77,7 +77,7 @@ class InputItem(msgspec.Struct):
 
 
 class ResponsesTool(msgspec.Struct):
-    """A function that the model may call, without the object around it that chats have."""
+    """A function that the model may call, without the wrapper object of chat requests."""
 
     type: str
     name: str | None = None
@@ -94,7 +94,7 @@ class ChosenTool(msgspec.Struct):
 
 
 class ResponsesToolChoice(msgspec.Struct, omit_defaults=True):
-    """Which tool is to be called, as an object."""
+    """Tool choice in object form."""
 
     type: str
     name: str | None = None
@@ -103,7 +103,7 @@ class ResponsesToolChoice(msgspec.Struct, omit_defaults=True):
 
 
 class ResponsesFormat(msgspec.Struct, omit_defaults=True):
-    """The form of an answer: `text`, `json_object`, or `json_schema` with a schema."""
+    """Format of the output: `text`, `json_object`, or `json_schema` with a schema."""
 
     type: str
     name: str | None = None
@@ -113,7 +113,7 @@ class ResponsesFormat(msgspec.Struct, omit_defaults=True):
 
 
 class TextOptions(msgspec.Struct, omit_defaults=True):
-    """What the text is to be like; `verbosity` is ignored."""
+    """Text options; `verbosity` is ignored."""
 
     format: ResponsesFormat | None = None
     verbosity: Any = None
@@ -163,7 +163,7 @@ class ResponsesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     user: Any = None
 
     def image_fields(self) -> Iterator[tuple[msgspec.Struct, str]]:
-        """Yield each image, and its field with the URL."""
+        """Yield each image, and the name of its URL field."""
         for item in self.input if isinstance(self.input, list) else ():
             for parts in (item.content, item.output):
                 for part in parts if isinstance(parts, list) else ():

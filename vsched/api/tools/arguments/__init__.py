@@ -1,1 +1,1 @@
-"""The arguments of calls: from what a model writes to JSON, piece by piece."""
+"""Arguments of tool calls: incremental conversion from the model's format to JSON."""

@@ -1,4 +1,4 @@
-"""Arguments that are JSON: they are handed on as they come, and end where their brackets do."""
+"""Arguments in JSON: passed on unchanged, up to the closing bracket."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _INSIDE = re.compile(r'["\\]')
 
 
 class JsonScan:
-    """Finds where a JSON value in brackets ends, in a text that comes in pieces."""
+    """Finds the end of a bracketed JSON value in streamed text."""
 
     __slots__ = ("_depth", "_escaped", "_in_text")
 
     def __init__(self, depth: int = 0) -> None:
-        """Begin before a bracket, or within `depth` of them."""
+        """Start before a bracket, or within `depth` brackets."""
         self._depth = depth
         self._in_text = False
         self._escaped = False
 
     def end(self, text: str, start: int = 0) -> int:
-        """Take the next piece, from `start` on; return the index behind the last bracket, or -1."""
+        """Process the next piece, from `start` on; return the index after the last bracket, or -1."""
         at = start
         if self._escaped and at < len(text):
             self._escaped = False
@@ -42,7 +42,7 @@ class JsonScan:
         return -1
 
     def take(self, text: str, *, ended: bool) -> tuple[int, str, bool]:
-        """Take the next piece as arguments; see `ArgumentScan`."""
+        """Process the next piece of the arguments; see `ArgumentScan`."""
         del ended  # nothing is held back
         end = self.end(text)
         count = end if end >= 0 else len(text)

@@ -1,4 +1,4 @@
-"""What a schema says of one argument: whether it is a text, which some forms write without quotes."""
+"""Types of arguments from their schemas: some formats write strings without quotes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 
 _REFERENCES_MAX = 8
 WORDS: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
-"""What Python calls some values: templates that write them by their Python names teach models to."""
+"""Python's constants: templates that use them teach models to write them."""
 _NAMES = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a schema is, or what it refers to within `root`; nothing where that is not found."""
+    """Resolve a schema's reference within `root`; empty if the target is not found."""
     for _ in range(_REFERENCES_MAX):
         if not isinstance(schema, dict):
             return {}
@@ -29,7 +29,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types that a schema allows; none where it does not say."""
+    """Types that a schema allows; empty if it does not specify them."""
     known = resolved(schema, root)
     said = known.get("type")
     if isinstance(said, str):
@@ -49,21 +49,21 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def type_name(value: object) -> str:
-    """Return the name of a value's type in a schema."""
+    """JSON schema type of a value."""
     if value is None:
         return "null"
     return _NAMES.get(type(value), "string")
 
 
 def quoted(text: str) -> str:
-    """Return a text, or a piece of one, as it stands between the quotes of JSON."""
+    """Escape a text, or a piece of one, for a JSON string."""
     return msgspec.json.encode(text.encode("utf-8", "replace").decode()).decode()[1:-1]
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value that was written without quotes.
+    """Convert a value without quotes to JSON.
 
-    What is no value of the types that the schema allows is a text.
+    A value whose type the schema does not allow becomes a string.
     """
     stripped = text.strip()
     stripped = WORDS.get(stripped, stripped)

@@ -1,4 +1,4 @@
-"""Marks in a text that comes in pieces: where one is, and what may yet become one."""
+"""Search for markers in streamed text, including partial ones at its end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `mark`."""
+    """Length of the longest suffix of `text` that is a prefix of `mark`."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:length]):
             return length
@@ -14,11 +14,11 @@ def overlap(text: str, mark: str) -> int:
 
 
 def longest_overlap(text: str, marks: Sequence[str]) -> int:
-    """Return how much of the end of `text` may be the beginning of one of these marks."""
+    """Length of the longest suffix of `text` that may be the start of one of these markers."""
     return max((overlap(text, mark) for mark in marks), default=0)
 
 
 def first_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
-    """Return where the first of these marks is, and which; -1 where there is none."""
+    """Position of the first of these markers, and the marker; -1 if there is none."""
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     return min(found, default=(-1, ""))

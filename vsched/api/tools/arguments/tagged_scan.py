@@ -1,7 +1,7 @@
-"""Arguments between tags, one after the other, as Qwen3-Coder and GLM write them.
+"""Arguments between tags, as Qwen3-Coder and GLM write them.
 
-A text stands between its tags as it is, without quotes. So the schema of the function tells texts from other values,
-and a text is let out as it comes; another value is JSON, known once it is whole.
+Strings stand between their tags without quotes. So the schema of the function distinguishes strings, which are
+streamed, from other values, which are JSON and converted when they are complete.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from vsched.api.tools.arguments.marks import longest_overlap
 from vsched.api.tools.formats import TaggedArguments
 
 KEY_CHARACTERS_MAX = 256
-"""No name of an argument is as long: where its tag does not end within, there is none."""
+"""Maximum length of an argument's name: a longer one is not an argument."""
 _TEXT = frozenset(["string"])
 _CAPITALS = tuple(word[0] for word in WORDS)
 """First letters of Python's constants (`True`, `None`), with which no JSON value begins."""
 
 
 class TaggedScan:
-    """Turns arguments between tags into JSON, piece by piece."""
+    """Converts arguments between tags to JSON, incrementally."""
 
     def __init__(self, form: TaggedArguments, schema: Mapping[str, Any]) -> None:
-        """Begin behind the head of a call of a function with this schema."""
+        """Start after the head of a call; `schema` is that function's schema."""
         self._form = form
         self._schema = schema
         self._end = form.after.strip()
@@ -38,7 +38,7 @@ class TaggedScan:
         self._state: Callable[[], bool] = self._begin
 
     def take(self, text: str, *, ended: bool) -> tuple[int, str, bool]:
-        """Take the next piece; see `ArgumentScan`."""
+        """Process the next piece; see `ArgumentScan`."""
         self._text, self._ended = text, ended
         while self._state():
             pass
@@ -51,7 +51,7 @@ class TaggedScan:
         return True
 
     def _between(self) -> bool:
-        """Before a tag: that of an argument, or what ends the call."""
+        """Before a tag of an argument, or the end of the call."""
         self._text = self._text.lstrip()
         before = self._form.before
         if not self._text or (before.startswith(self._text) and self._text != before):
@@ -90,7 +90,7 @@ class TaggedScan:
         return True
 
     def _piece(self) -> bool:
-        """A text, as it comes."""
+        """In a string, which is streamed."""
         at = self._text.find(self._end)
         if at < 0:
             marks = (self._end, self._break + self._end)
@@ -102,7 +102,7 @@ class TaggedScan:
         return self._next(at)
 
     def _value(self) -> bool:
-        """A value whose type only its whole tells."""
+        """In a value, which is converted when complete."""
         at = self._text.find(self._end)
         if at < 0:
             if self._ended:

@@ -1,7 +1,7 @@
-"""Arguments in another notation than JSON: keys and values in brackets, as Python and Gemma write them.
+"""Arguments in notations other than JSON: keys and values in brackets, as Python and Gemma write them.
 
-The notation is data (`ValueArguments`): its quotes and its words. What is JSON already is read as well. What is neither
-a value nor what separates values goes on as it is, so that a client sees that the model made a mistake.
+The notation is data (`ValueArguments`): its quotes and constants. JSON is accepted as well. Text that is neither a
+value nor a separator is passed on unchanged, so that clients can see the model's mistake.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _OTHERS = {"'": "'", "\n": "", "a": "\\u0007", "v": "\\u000b", "0": "\\u0000"}
 
 
 class _Frame:
-    """An object or a list that is open.
+    """An open object or list.
 
     Attributes:
-        is_object: Whether it holds keys and values.
-        count: How many items it holds so far.
+        is_object: True for an object, with keys and values.
+        count: Items so far.
     """
 
     __slots__ = ("count", "is_object")
@@ -40,10 +40,10 @@ class _Frame:
 
 
 class ValueScan:
-    """Turns arguments in a notation into JSON, piece by piece."""
+    """Converts arguments in a notation to JSON, incrementally."""
 
     def __init__(self, form: ValueArguments) -> None:
-        """Begin behind the bracket that opens the arguments."""
+        """Start after the opening bracket of the arguments."""
         self._quotes = (*form.raw_quotes, *form.quotes)
         self._form = form
         self._frames = [_Frame(is_object=True)]
@@ -54,7 +54,7 @@ class ValueScan:
         self._state: Callable[[], bool] = self._item
 
     def take(self, text: str, *, ended: bool) -> tuple[int, str, bool]:
-        """Take the next piece; see `ArgumentScan`."""
+        """Process the next piece; see `ArgumentScan`."""
         self._text, self._ended = text, ended
         while self._frames and self._state():
             pass
@@ -62,7 +62,7 @@ class ValueScan:
         return len(text) - len(self._text), out, not self._frames
 
     def _item(self) -> bool:
-        """Before a key or a value of a list, or the end of what holds them."""
+        """Before a key or a list item, or the closing bracket."""
         self._text = self._text.lstrip()
         if not self._text:
             return False
@@ -79,14 +79,14 @@ class ValueScan:
         return self._value()
 
     def _knows_quote(self) -> bool:
-        """Return whether it is certain if a quote comes next, and which: the beginning of one is not."""
+        """True if it is certain whether, and which, quote comes next; a partial quote at the end is not."""
         if self._ended:
             return True
         longer = [mark for mark in self._quotes if len(mark) > len(self._text)]
         return not any(mark.startswith(self._text) for mark in longer)
 
     def _comma(self, frame: _Frame) -> None:
-        """Part an item from the one before: here, so that a comma before a bracket is none."""
+        """Write the comma before an item, so that a trailing comma is dropped."""
         self._out += "," if frame.count else ""
         frame.count += 1
 
@@ -118,7 +118,7 @@ class ValueScan:
         return True
 
     def _value(self) -> bool:
-        """A value; its first letter tells which."""
+        """Before a value; its first character determines its type."""
         self._state = self._value
         self._text = self._text.lstrip()
         if not self._text or not self._knows_quote():
@@ -135,10 +135,10 @@ class ValueScan:
         return self._word()
 
     def _word(self) -> bool:
-        """A value without quotes, up to what separates values."""
+        """In a value without quotes, up to the next separator."""
         found = re.search(r"[,)\]}]", self._text)
         if found is None and not (self._ended and _NUMBER.fullmatch(self._text)):
-            return False  # a word that is cut may have become anything
+            return False  # a truncated word could become anything
         end = found.start() if found else len(self._text)
         self._out += _json_of_word(self._text[:end].strip())
         self._text = self._text[end:]
@@ -146,7 +146,7 @@ class ValueScan:
         return True
 
     def _behind(self) -> bool:
-        """Behind a key or a value."""
+        """After a key or a value."""
         self._text = self._text.lstrip()
         if not self._text:
             return False
@@ -168,7 +168,7 @@ class ValueScan:
         self._state = self._piece
 
     def _piece(self) -> bool:
-        """A text, as it comes."""
+        """In a string, which is streamed."""
         quote, text = self._quote, self._text
         escapes = quote not in self._form.raw_quotes
         end = text.find(quote)
@@ -188,12 +188,12 @@ class ValueScan:
         return True
 
     def _escape(self) -> bool:
-        """A letter that is written with a backslash."""
+        """At a backslash escape."""
         found = _ESCAPE.match(self._text)
         if found is None:
             if not self._ended and _HEX_ESCAPE.fullmatch(self._text):
                 return False
-            self._out += "\\\\"  # it stands for itself, or was cut
+            self._out += "\\\\"  # an unknown escape, or a truncated one
             return self._skip()
         self._out += _json_of_escape(found[0][1:])
         self._text = self._text[found.end() :]
@@ -201,7 +201,7 @@ class ValueScan:
 
 
 def _json_of_escape(escape: str) -> str:
-    """Return an escape of Python, without its backslash, as JSON has it."""
+    """Convert a Python escape, without its backslash, to JSON."""
     if escape[0] == "u" and len(escape) > 1:
         return "\\" + escape
     if escape[0] == "x" and len(escape) > 1:
@@ -215,7 +215,7 @@ def _json_of_escape(escape: str) -> str:
 
 
 def _json_of_word(word: str) -> str:
-    """Return a value without quotes as JSON: a number, what Python or JSON has a name for, else a text."""
+    """Convert a value without quotes to JSON: a number, a constant of Python or JSON, otherwise a string."""
     if word in _NAMED or _NUMBER.fullmatch(word):
         return word
     if word in WORDS:
