@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import random
 from collections.abc import Callable
 
@@ -10,6 +12,7 @@ import pytest
 pytest.importorskip("numba")
 
 from vsched_workers.backends.cpu.thread_choice import (
+    BLIND_S,
     RETRY_MAX_S,
     RETRY_S,
     SLICE_S,
@@ -103,6 +106,28 @@ def test_trials_that_change_nothing_become_rare() -> None:
     assert together < 1000 * 0.3 / RETRY_MAX_S + 100 * RETRY_S
 
 
+def test_more_threads_are_tried_when_no_core_looks_idle() -> None:
+    """A program of the idle scheduling class keeps a core busy and yields it at once."""
+    machine = Machine(2)
+    machine.neighbours = 1
+    machine.run(2.0)
+    machine.choice._idle_cores = lambda: 0.0
+    machine.neighbours = 0
+    machine.run(BLIND_S + 1)
+    assert machine.choice.threads == 2
+
+
+def test_waiting_between_steps_starts_no_trial() -> None:
+    machine = Machine(2)
+    machine.run(1.0)
+    for _ in range(100):
+        machine.now_s += 1.0
+        machine.waited_s += 0.5
+        for _ in range(3):
+            machine.run(0.03)
+            assert machine.choice.next_threads == 2
+
+
 def test_steps_that_cannot_be_compared_change_nothing() -> None:
     count = iter(range(10_000))
     machine = Machine(2)
@@ -118,6 +143,16 @@ def test_idle_cores_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -
     assert found >= 0
     monkeypatch.setattr("builtins.open", _nothing)
     assert IdleCores()() == float("inf")
+
+
+def test_niced_programs_count_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1})
+    lines = "cpu 0 0 0 0\ncpu0 9 9 9 9\ncpu1 5000 {} 10 300\n"
+    times = iter((0, 700))
+    monkeypatch.setattr("builtins.open", lambda *_, **__: io.StringIO(lines.format(next(times))))
+    cores = IdleCores()
+    cores._at_s -= 7.0
+    assert cores() == pytest.approx(700 / os.sysconf("SC_CLK_TCK") / 7, rel=0.05)
 
 
 def test_waiting_is_told_by_context_switches_where_the_system_keeps_no_times(

@@ -5,7 +5,8 @@ What is measured are steps. A *trial* runs some steps with the present number of
 turns, and compares the time that a row takes. One is made
 
 - with fewer threads, when threads were ready and had no core (`/proc/PID/task/TID/schedstat`);
-- with more, when cores were idle (`/proc/stat`), or from time to time where nothing tells.
+- with more, when cores were idle or ran niced programs, which yield (`/proc/stat`), and at the latest after `BLIND_S`:
+  a core that looks busy may run a program of the idle scheduling class.
 
 The other number is taken when it is 5 % faster, so that noise does not change it back and forth. Results do not depend
 on the number of threads.
@@ -35,6 +36,8 @@ IDLE_MIN = 0.4
 """Idle cores from which on more threads are tried."""
 RETRY_S, RETRY_MAX_S = 0.5, 8.0
 """How long after a trial the next one is made; twice as long after each that changed nothing."""
+BLIND_S = 15.0
+"""How long after a trial more threads are tried although no core looks idle."""
 TURN_S = 0.015
 """The shortest turn of a trial: some time slices of the system."""
 SIDE_S, SIDE_STEPS, SIDE_LONG_S = 0.06, 3, 0.3
@@ -61,7 +64,7 @@ def waited_s() -> float:
 
 
 class IdleCores:
-    """Tells how many of the cores that this process may use were idle since it was asked last."""
+    """Average number of this process's cores that were idle, or ran niced programs, since the last call."""
 
     def __init__(self) -> None:
         self._idle_s = self._read()
@@ -77,14 +80,19 @@ class IdleCores:
 
     @staticmethod
     def _read() -> float:
-        """Return idle seconds of these cores since the system started; 0 where it does not tell."""
+        """Idle and niced seconds of these cores since the system started; 0 without `/proc/stat`.
+
+        Source: proc_stat(5): the columns after the name are user, nice, system, idle.
+        """
         names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         try:
             with open("/proc/stat", encoding="ascii") as file:
                 lines = [line.split() for line in file if line.startswith("cpu")]
         except OSError:
             return 0.0
-        ticks = sum(int(words[4]) for words in lines if words[0] in names and len(words) > 4)
+        ticks = sum(
+            int(words[2]) + int(words[4]) for words in lines if words[0] in names and len(words) > 4
+        )
         return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -165,7 +173,7 @@ class ThreadChoice:
         self._idle_cores = idle_cores or IdleCores()
         self._trial: _Trial | None = None
         self._retry_s = {-1: RETRY_S, 1: RETRY_S}
-        self._last_s = now_s()
+        self._last_s = self._asked_s = self._ended_s = now_s()
         self._seen_s = waited_s()
         self._sampled_s = 0.0
         self._share = 0.0
@@ -178,7 +186,13 @@ class ThreadChoice:
 
     def add(self, kind: Hashable, rows: int, seconds: float) -> None:
         """Take the time of a step: its kind and rows, and how long it took with `next_threads`."""
-        self._sampled_s += seconds
+        now_s = self._now_s()
+        if now_s - seconds - self._ended_s >= SAMPLE_S:
+            # While no step ran, threads that only listened waited for cores as well: that says nothing about steps.
+            self._seen_s, self._sampled_s, self._share = self._waited_s(), 0.0, 0.0
+        else:
+            self._sampled_s += seconds
+        self._ended_s = now_s
         if self._sampled_s >= SAMPLE_S:
             seen_s = self._waited_s()
             self._share = (seen_s - self._seen_s) / self._sampled_s
@@ -194,15 +208,22 @@ class ThreadChoice:
 
     def _begin(self) -> None:
         """Begin a trial if there is a reason for one."""
-        passed_s = self._now_s() - self._last_s
+        passed_s = self._ended_s - self._last_s
         step = max(self.threads // 8, 1)
-        if self.threads < self._most and passed_s >= self._retry_s[1]:
-            if self._idle_cores() >= IDLE_MIN:
-                self._trial = _Trial(self.threads, min(self.threads + step, self._most))
-                return
-            self._last_s += RETRY_S
+        if self.threads < self._most and passed_s >= self._retry_s[1] and self._has_room():
+            self._trial = _Trial(self.threads, min(self.threads + step, self._most))
+            return
         if self.threads > 1 and self._share >= WAITED_MIN and passed_s >= self._retry_s[-1]:
             self._trial = _Trial(self.threads, max(self.threads - step, 1))
+
+    def _has_room(self) -> bool:
+        """Return True if another thread may find a core; looks once in `RETRY_S`."""
+        if self._ended_s - self._last_s >= BLIND_S:
+            return True
+        if self._ended_s - self._asked_s < RETRY_S:
+            return False
+        self._asked_s = self._ended_s
+        return self._idle_cores() >= IDLE_MIN
 
     def _end(self, trial: _Trial, ratio: float) -> None:
         present, other = trial.numbers
