@@ -1,1 +1,1 @@
-"""The built-in policies: one package a kind, one file a policy."""
+"""The built-in policies: one package per kind, one module per policy."""

@@ -1,7 +1,7 @@
 """The command line.
 
-Each module here adds its commands to `app` when it is imported, and imports what is heavy inside them, so that no
-command pays for another.
+Each module here adds its commands to `app` when it is imported, and imports slow modules inside the
+commands, so that other commands start quickly.
 """
 
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`vsched bench`: measure a server, or a part of one; `vsched tune`: measure what shares the cores best."""
+"""`vsched bench`: measure a server or a part of it; `vsched tune`: find the best use of the cores by measurement."""
 
 from __future__ import annotations
 

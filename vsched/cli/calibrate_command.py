@@ -1,4 +1,4 @@
-"""`vsched calibrate`: finds out what the inputs of a checkpoint's layers are, by which weights are quantised."""
+"""`vsched calibrate`: measure the inputs of a checkpoint's linear layers for weight quantization."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"}
-"""Of files in a folder that are images."""
+"""Suffixes of image files."""
 
 
 @app.command()
@@ -36,9 +36,10 @@ def calibrate(
     config: ConfigOption = None,
     assignments: SetOption = None,
 ) -> None:
-    """Run texts and images through a model, and write how large the inputs of its linear layers are.
+    """Run texts and images through a model, and write statistics of the inputs of its linear layers.
 
-    With the file as generate.calibration and encode.calibration, the scales of int8 and int4 are chosen by that.
+    With the file as generate.calibration and encode.calibration, they determine the scales of int8
+    and int4 weights.
     """
     from rich.console import Console
 
@@ -66,10 +67,10 @@ def calibrate(
 
 
 def _lines(file: Path) -> Sequence[str]:
-    """Return the lines of a file that are not empty.
+    """Return the non-empty lines of a file.
 
     Raises:
-        ConfigError: When it cannot be read, or has none.
+        ConfigError: When it cannot be read, or has no such line.
     """
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -86,7 +87,7 @@ def _images(folders: Sequence[Path]) -> Iterator[Image.Image]:
     """Yield the images in folders, by name.
 
     Raises:
-        ConfigError: When there are none in one, or one cannot be read.
+        ConfigError: When a folder has no image, or an image cannot be read.
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""`vsched check`: what a checkpoint is, whether it can be served, and what that takes, before any weights are read."""
+"""`vsched check`: report on a checkpoint and whether it can be served, without reading weights."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def check(
     assignments: SetOption = None,
     out: JsonOption = None,
 ) -> None:
-    """Tell what a checkpoint is, whether it can be served here, and what that takes; no weights are read.
+    """Report on a checkpoint, whether it can be served here, and the memory it needs; no weights are read.
 
-    The exit status is 1 when it cannot be served. `--json -` writes the report to standard output instead of the text.
+    The exit status is 1 if it cannot be served. `--json -` writes the report to standard output
+    instead of the text.
     """
     loaded = load(config, [*(assignments or ()), f"model.path={path}"])
     report = check_checkpoint(loaded)
@@ -56,7 +57,7 @@ def check(
 
 
 def describe(report: CheckpointReport) -> Iterator[str]:
-    """Yield a report in lines for people."""
+    """Yield a report as lines of text."""
     yield report.checkpoint
     for label, text in _facts(report):
         yield f"  {label:{_LABEL_COLUMNS}}{text}"

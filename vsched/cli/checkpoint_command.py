@@ -1,4 +1,4 @@
-"""`vsched make-checkpoint`: write a checkpoint, of random weights and offline or of a real small model."""
+"""`vsched make-checkpoint`: write a checkpoint with random weights, offline, or of a real small model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def make_checkpoint(
 
 
 def _convert(file: Path | None, path: Path, dtype: str, *, keeps_levels: bool) -> int:
-    """Convert a GGUF file, or that of SmolLM2; return the number of parameters."""
+    """Convert a GGUF file, or the one of SmolLM2; return the number of parameters."""
     from rich.console import Console
 
     plugin = load_worker("transformers")
@@ -104,7 +104,7 @@ def _convert(file: Path | None, path: Path, dtype: str, *, keeps_levels: bool) -
 
 @contextlib.contextmanager
 def _ends_in_order() -> Iterator[None]:
-    """Let SIGTERM end the command as Ctrl-C does: what is half-written is removed."""
+    """Let SIGTERM end the command like Ctrl-C: incomplete output is removed."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

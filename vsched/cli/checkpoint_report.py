@@ -1,4 +1,4 @@
-"""What `vsched check` finds out about a checkpoint under a configuration, before any weights are read."""
+"""Report of `vsched check` on a checkpoint under a configuration, before any weights are read."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from vsched.worker.registry import load_worker
 from vsched.worker.shares import cores_text
 
 IMAGE_SIZES = ((448, 448), (1024, 768), (1920, 1080))
-"""Width and height of the images whose tokens are told."""
+"""Width and height of images whose token counts are reported."""
 NO_CHAT_TEMPLATE = "chat requests, for there is no chat template (model.chat_template)"
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank of one stage needs.
+    """Memory needed by a rank of one stage.
 
     Attributes:
-        weights_bytes: Its share of the weights, in the type that is served.
-        limit_bytes: What it may take; 0 where only the device limits it.
+        weights_bytes: Its share of the weights, in the served type.
+        limit_bytes: Its memory limit; 0 if only the device limits it.
         kv_bytes_per_token: Its share of the KV cache of a token; 0 for an encoder.
-        state_bytes: The states of all slots, and snapshots; 0 for a model without.
-        kv_tokens_max: KV cache beside weights and states, if a step needed nothing; None without a limit.
+        state_bytes: Recurrent states of all slots, and snapshots; 0 for a model without.
+        kv_tokens_max: KV cache left by weights and states, if steps needed no memory; None without
+            a limit.
     """
 
     weights_bytes: int
@@ -50,17 +51,17 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found out.
+    """Report on a checkpoint.
 
     Attributes:
-        path: How it is computed: `fused`, `modules`, `generic`, or `refused`.
-        problems: Why it cannot be served; empty where it can.
-        placement: Where the stages run, and why; empty where nothing encodes images.
-        cores: The usable cores of this host, and where they come from.
-        threads: Threads that a rank of each stage starts with on this host.
-        threads_fixed_by: The setting that fixes the number, by stage; empty where a rank adapts it.
-        processes: Those that serve HTTP beside the engine's.
-        image_tokens: Tokens of an image by its size, or why it is refused.
+        path: Execution path: `fused`, `modules`, `generic`, or `refused`.
+        problems: Reasons why it cannot be served; empty if it can.
+        placement: Where the stages run, and why; empty if no stage encodes images.
+        cores: The usable cores of this host, and the source of the number.
+        threads: Initial number of threads of a rank of each stage on this host.
+        threads_fixed_by: The setting that fixes the number, by stage; empty if ranks adapt it.
+        processes: Number of HTTP processes in addition to the engine.
+        image_tokens: Tokens of an image by its size, or the reason it is refused.
     """
 
     checkpoint: str
@@ -79,11 +80,11 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
-    """Find out what a checkpoint is, whether it can be served with this configuration, and what that takes.
+    """Report on a checkpoint, whether it can be served with this configuration, and its memory needs.
 
     Raises:
-        CheckpointError: When there is no checkpoint at all.
-        ConfigError: When the plug-in cannot tell.
+        CheckpointError: When there is no checkpoint.
+        ConfigError: When the plug-in cannot describe checkpoints.
     """
     config = loaded.config
     plugin = load_worker(config.generate.plugin, path="generate.plugin")
@@ -141,7 +142,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
 
 
 def _stages(config: Config) -> Iterator[Literal["encode", "generate"]]:
-    """Yield the stages that run."""
+    """Yield the enabled stages."""
     if config.encode.replicas:
         yield "encode"
     yield "generate"
@@ -150,7 +151,7 @@ def _stages(config: Config) -> Iterator[Literal["encode", "generate"]]:
 def _image_tokens(
     config: Config, info: ModelInfo, preprocessor: Preprocessor
 ) -> dict[str, int | str]:
-    """Return the tokens of images of three sizes; nothing for a model of text alone."""
+    """Return the tokens of images of three sizes; empty for a text-only model."""
     if not info.takes_images or not config.media.images_max:
         return {}
     tokens: dict[str, int | str] = {}
@@ -170,7 +171,7 @@ def _memory(
     description: CheckpointDescription,
     draft: CheckpointDescription | None,
 ) -> dict[str, StageMemory]:
-    """Return what a rank of each stage needs; `draft` is the model that drafts, where there is one."""
+    """Return the memory needs of a rank of each stage; `draft` is the draft model, if any."""
     kv_bytes = cached_bytes_per_token(config, info)
     found: dict[str, StageMemory] = {}
     for plan in worker_group_plans(config, info, policies):
@@ -205,7 +206,7 @@ def _memory(
 def _weights_bytes(
     description: CheckpointDescription, part: str, section: StageConfig, info: ModelInfo
 ) -> int:
-    """Return the bytes of a part's weights as they are served."""
+    """Return the size of a part's weights as served."""
     plain = description.parameters.get(part, 0) * info.itemsize
     found = description.weights_bytes.get(part, {})
     grouped = f"{section.weights}/{section.weights_group}"

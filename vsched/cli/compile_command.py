@@ -1,4 +1,4 @@
-"""`vsched compile`: compiles the kernels that a checkpoint needs on this machine, so that no start has to."""
+"""`vsched compile`: compile the kernels that a checkpoint needs on this machine, so that servers start faster."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def compile_kernels(
     config: ConfigOption = None,
     assignments: SetOption = None,
 ) -> None:
-    """Compile what `vsched serve` would with these settings, on all cores, and keep it; no weights are read.
+    """Compile the kernels that `vsched serve` would with these settings, on all cores; no weights are read.
 
-    What is compiled is for processors of this kind, and for this version of vsched.
+    The compiled kernels are for this type of processor and this version of vsched.
     """
     loaded = load(config, [*(assignments or ()), f"model.path={path}"])
     began_s, count = time.monotonic(), 0
@@ -46,7 +46,7 @@ def compile_kernels(
 
 
 def _stages(loaded: LoadedConfig) -> Iterator[tuple[Stage, str, ModelInfo, WorkerSettings]]:
-    """Yield each stage that ranks run, its plug-in, its model and settings; a model that drafts is one of them."""
+    """Yield each stage with ranks, its plug-in, model and settings; a draft model is a stage of its own."""
     info = inspect_checkpoint(loaded.config, loaded.policies)
     config, info = as_served(loaded.config, info)
     for plan in worker_group_plans(config, info, loaded.policies):

@@ -17,7 +17,7 @@ app.add_typer(config_app, name="config")
 
 @config_app.command()
 def check(config: ConfigOption = None, assignments: SetOption = None) -> None:
-    """Load the configuration, build every policy that it names, and look at the checkpoint, if it names one."""
+    """Load the configuration, build all its policies, and inspect the checkpoint, if one is set."""
     loaded = load(config, assignments)
     if loaded.config.model.path:
         from vsched.assembly import inspect_checkpoint

@@ -1,4 +1,4 @@
-"""`vsched host`: start ranks for engines of other hosts."""
+"""`vsched host`: start ranks for engines on other hosts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def host(
         typer.Option(help="Write a new secret into this file, and end.", show_default=False),
     ] = None,
 ) -> None:
-    """Start ranks for engines of other hosts, and pass decisions and bytes on; see docs/hosts.md."""
+    """Start ranks for engines on other hosts, and forward decisions and data; see docs/hosts.md."""
     import uvloop
 
     from vsched.aio.hosts.keys import read_key_file, write_key_file

@@ -26,20 +26,20 @@ COMMANDS = {
     "replay": "vsched.cli.replay_command",
     "simulate": "vsched.cli.simulate.command",
 }
-"""The modules whose import adds commands to `app`, by command, in the order of the help."""
+"""Modules whose import adds commands to `app`, by command, in the order of the help."""
 
 
 def import_commands(words: Sequence[str] = ()) -> None:
-    """Import the module of the command that is named, so that a server starts without the rest; all if none is."""
+    """Import the module of the given command only, so that a server starts quickly; all modules if there is none."""
     named = next((word for word in words if not word.startswith("-")), "")
     for module in [COMMANDS[named]] if named in COMMANDS else COMMANDS.values():
         importlib.import_module(module)
 
 
 def main() -> None:
-    """Run the command line; what vsched raises on purpose is a line a problem and exit status 2, not a traceback."""
+    """Run the command line; print each expected error as one line, with exit status 2 and without a traceback."""
     configure_logging("host" if sys.argv[1:2] == ["host"] else "engine")
-    sys.path.insert(0, "")  # a policy "my_policies:Mine" may lie in the current folder
+    sys.path.insert(0, "")  # a policy "my_policies:Mine" may be in the current folder
     import_commands(sys.argv[1:])
     try:
         app()

@@ -1,4 +1,4 @@
-"""`vsched policies`: what is registered, what a policy decides, and what comes of it in the simulator."""
+"""`vsched policies`: list registered policies, describe one, and show its effect in the simulator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vsched.sim.gallery.cases import GalleryCase
 
 PIPE_COLUMNS = 160
-"""Width of the table where there is no terminal to ask."""
+"""Width of the table if standard output is no terminal."""
 
 policies_app = typer.Typer(help="List the registered policies, or show what one does.")
 app.add_typer(policies_app, name="policies")
@@ -33,7 +33,7 @@ app.add_typer(policies_app, name="policies")
 
 @policies_app.callback(invoke_without_command=True)
 def policies(context: typer.Context) -> None:
-    """List the registered policies with their fields and defaults, or show what one does."""
+    """List the registered policies with their fields and defaults, or describe one."""
     if context.invoked_subcommand is not None:
         return
     from rich.console import Console
@@ -55,7 +55,7 @@ def show(
     name: Annotated[str, typer.Argument(help="Name of a policy, as `vsched policies` lists it.")],
     plot: PlotOption = None,
 ) -> None:
-    """Show what a policy decides, its fields, and its effect on a small workload in the simulator."""
+    """Describe a policy and its fields, and show its effect on a small workload in the simulator."""
     found = [policy for policy in list_policies() if policy.name == name]
     if not found:
         idea = did_you_mean(name, [policy.name for policy in list_policies()])
@@ -79,7 +79,7 @@ def gallery(
         bool, typer.Option("--traces", help="Write the requests of each case as a trace, too.")
     ] = False,
 ) -> None:
-    """Draw the figures of docs/policies.md: every case of the gallery, in the simulator."""
+    """Draw the figures of docs/policies.md: every gallery case, in the simulator."""
     from vsched.sim.gallery.cases import CASES, run_case
     from vsched.sim.workload.traces import save_trace
 
@@ -93,7 +93,7 @@ def gallery(
 
 
 def _effect(policy: RegisteredPolicy, plot: Path | None) -> bool:
-    """Print what comes of a policy, beside the other choices of its case; return whether there is one."""
+    """Print a policy's results next to the alternatives of its gallery case; return False if there is no case."""
     from vsched.sim.gallery.cases import case_of, run_case
     from vsched.sim.gallery.figures import lines_of
 
@@ -122,7 +122,7 @@ def _draw(case: GalleryCase, outcomes: list[SimulationOutcome], path: Path) -> N
 
 
 def _about(policy: RegisteredPolicy) -> list[str]:
-    """Return the lines on what a policy is."""
+    """Return the description of a policy as lines."""
     if policy.error:
         return [f"{policy.kind}: {policy.name} cannot be used: {policy.error}"]
     cls = load_policy_class(policy.kind, policy.name)

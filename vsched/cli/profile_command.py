@@ -1,4 +1,4 @@
-"""`vsched profile`: what a model takes here, in bytes, and with `--calibrate` in time."""
+"""`vsched profile`: measure a model's memory on this machine, or its step times with `--calibrate`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def profile(
     ] = False,
     seconds: SecondsOption = CALIBRATION_S,
 ) -> None:
-    """Size the memory as `vsched serve` would, show how and where every byte goes; or measure time instead."""
+    """Size the memory as `vsched serve` would and show the use of every byte; or measure step times instead."""
     from rich.console import Console
 
     console = Console()
@@ -103,7 +103,7 @@ def _calibrate(settings: Config, console: Console, seconds: float, out: Path | N
 
 
 class _SizedMemory(NamedTuple):
-    """Result of sizing: the ledger, if it came so far, and the KV cache and the ranks' threads, or the error."""
+    """Result of sizing: the ledger, if there is one, and the KV cache and the ranks' threads, or the error."""
 
     ledger: Ledger | None
     tokens: int = 0
@@ -112,7 +112,7 @@ class _SizedMemory(NamedTuple):
 
 
 async def _size(settings: Config, console: Console) -> _SizedMemory:
-    """Start an engine, which sizes everything, and stop it before it serves."""
+    """Start an engine, which sizes the memory, and stop it before it serves."""
     from vsched.engine import Engine
     from vsched.terminal.progress import loading_progress
 
@@ -132,7 +132,7 @@ def _label(line: LedgerLine) -> str:
 
 
 def _draw_bar(console: Console, pool: str, total: int, lines: Sequence[LedgerLine]) -> None:
-    """Draw a pool as a bar of coloured cells; each line that has bytes gets one cell at least."""
+    """Draw a memory pool as a bar of coloured cells; each non-empty line gets at least one cell."""
     from rich.text import Text
 
     bar, legend = Text(), Text()
@@ -150,7 +150,7 @@ def _draw_bar(console: Console, pool: str, total: int, lines: Sequence[LedgerLin
 
 
 def _draw_png(ledger: Ledger, path: Path) -> None:
-    """Draw one stacked bar a pool, in shares of its total."""
+    """Draw one stacked bar per memory pool, in shares of its total."""
     pools = list(ledger.totals)
     figure = new_figure(10, 1.5 + 1.1 * len(pools))
     axes = figure.subplots()

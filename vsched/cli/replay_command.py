@@ -1,4 +1,4 @@
-"""`vsched replay`: check what a server decided, and draw it."""
+"""`vsched replay`: verify the decisions of a recorded server, and draw its timeline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def replay(
     ] = False,
     json: JsonOption = None,
 ) -> None:
-    """Replay a record: the scheduler must decide the same again, byte for byte. Exit status 1 if it does not."""
+    """Replay a record: the scheduler must make the same decisions, byte for byte. Exit status 1 if it does not."""
     from rich.console import Console
 
     from vsched.errors import ConfigError
@@ -70,7 +70,7 @@ def replay(
 
 @contextlib.contextmanager
 def _bar(console: Console) -> Iterator[Progress]:
-    """Show how far a replay is; yields what to tell it to."""
+    """Show the progress of a replay; yields the callback for it."""
     from rich.progress import Progress as Bars
 
     with Bars(console=console, transient=True) as bars:
@@ -87,7 +87,7 @@ def _bar(console: Console) -> Iterator[Progress]:
 
 
 def _list(report: ReplayReport) -> None:
-    """Print the requests that were left, one a line."""
+    """Print the unfinished requests, one per line."""
     typer.echo(f"{len(report.unfinished)} requests without an end:")
     for one in report.unfinished:
         typer.echo(
@@ -96,7 +96,7 @@ def _list(report: ReplayReport) -> None:
 
 
 def _say(report: ReplayReport) -> None:
-    """Print what was replayed, and the difference if there is one."""
+    """Print the extent of the replay, and the difference if there is one."""
     typer.echo(
         f"{report.events} events from number {report.first_event} on, {report.span_s:.1f} s in "
         f"{report.segments} segments: {report.requests} requests, {report.commands} commands, "

@@ -60,7 +60,7 @@ def serve(
     ] = "",
     assignments: SetOption = None,
 ) -> None:
-    """Serve a checkpoint over OpenAI's HTTP interface. Ctrl-C drains; a second one stops at once."""
+    """Serve a checkpoint over an OpenAI-compatible HTTP API. Ctrl-C drains; a second one stops at once."""
     from vsched.aio.replicas.fork_server import idle_fork_server
 
     overrides = [*(assignments or ())]
@@ -76,12 +76,12 @@ def serve(
         overrides.append("record.resume=true")
     if ray:
         overrides.append(f"cluster.ray={ray}")
-    with idle_fork_server() as idle:  # first of all: its imports take longest of a start
+    with idle_fork_server() as idle:  # first, because its imports take most of the start-up time
         _run(config, overrides, idle)
 
 
 def _run(config: Path | None, overrides: list[str], idle: IdleForkServer) -> None:
-    """Load the configuration and serve; on a terminal an error is raised, elsewhere logged."""
+    """Load the configuration and serve; on a terminal raise errors, elsewhere log them."""
     from rich.console import Console
 
     from vsched.aio.replicas.early import early_fork_servers
@@ -100,9 +100,10 @@ def _run(config: Path | None, overrides: list[str], idle: IdleForkServer) -> Non
 
 
 def _serve(settings: Config, console: Console, begun: Mapping[frozenset[str], ForkServer]) -> None:
-    """Serve until a signal, and tell people how far it is: on a terminal in sentences, elsewhere in log lines."""
+    """Serve until a signal, and report progress: as sentences on a terminal, as log lines elsewhere."""
     started_s = time.monotonic()
-    # Imports leave little garbage, and looking for it takes a tenth of their time; `favour_event_loop` turns it on.
+    # Imports create little garbage, and collection takes a tenth of their time; `favour_event_loop`
+    # turns it on.
     gc.disable()
     import uvloop
 

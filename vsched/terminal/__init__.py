@@ -1,1 +1,1 @@
-"""What commands share at the terminal: options with one meaning everywhere, progress bars, files of figures."""
+"""Shared parts of commands: options with one meaning everywhere, progress bars, and files of figures."""

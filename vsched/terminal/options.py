@@ -1,4 +1,4 @@
-"""Options that several commands share: the configuration, and where figures go."""
+"""Options shared by several commands: the configuration and output files."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PlotOption = Annotated[
 
 
 def load(config: Path | None, assignments: list[str] | None) -> LoadedConfig:
-    """Load what the options `--config` and `--set` and the environment say."""
-    from vsched.config import load_config  # a fifth of a second
+    """Load the configuration from the options `--config` and `--set` and the environment."""
+    from vsched.config import load_config  # takes a fifth of a second
 
     return load_config(config, sets=assignments or (), environ=os.environ)
 
 
 def write_json(path: Path, report: Any) -> None:
-    """Write what was measured, indented."""
+    """Write a report as indented JSON."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
 
 

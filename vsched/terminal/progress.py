@@ -1,4 +1,4 @@
-"""What a command says while a model loads: bars on a terminal, log lines elsewhere."""
+"""Loading progress of a model: bars on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 logger = logging.getLogger("vsched.loading")
 LINE_S = 5.0
-"""At least this much time lies between two lines about the same work of a group."""
+"""Minimum time between two lines about the same work of a group."""
 
 
 @contextlib.contextmanager
 def loading_progress(console: Console) -> Iterator[Callable[[str, str, float], None]]:
-    """Show the progress of each group; yields the callback to report to."""
+    """Show the progress of each group; yields the callback for it."""
     if not console.is_terminal:
         yield LoadingLines()
         return
@@ -39,14 +39,14 @@ def loading_progress(console: Console) -> Iterator[Callable[[str, str, float], N
 
 
 class LoadingLines:
-    """Writes progress as log lines: one when a group begins something, then its share every few seconds."""
+    """Writes progress as log lines: one when a group begins a task, then its share every few seconds."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._last: dict[str, tuple[str, float]] = {}
 
     def __call__(self, group: str, what: str, fraction: float) -> None:
-        """Take a report; write it, unless the last line about the same is fresh."""
+        """Log a report, unless the last line about the same task is recent."""
         now_s = self._now_s()
         last = self._last.get(group)
         if last is not None and last[0] == what and now_s - last[1] < LINE_S:

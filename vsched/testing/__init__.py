@@ -1,6 +1,7 @@
-"""Test a policy, a transport, a worker, or the kernel itself: model ranks, random schedules, contract suites.
+"""Test support for policies, transports, workers and the kernel: model ranks, random schedules, contract suites.
 
-A name is loaded when it is first used: the pytest plug-in of this package is imported by every run of pytest.
+Names are imported on first use, because every pytest run imports the pytest plug-in of this
+package.
 """
 
 from __future__ import annotations

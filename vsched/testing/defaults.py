@@ -1,4 +1,4 @@
-"""The policies that a server has by default, by name: this package may not import them."""
+"""The default policies of a server, by name, since this package may not import them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ DEFAULTS = {
     "routing": ("routing", "round-robin"),
     "front_door": ("front_door", "open"),
 }
-"""Kind and registered name of what the kernel consults in each place."""
+"""Kind and registered name of each policy that the kernel calls."""
 
 
 def default_policies(**changes: Policy) -> KernelPolicies:
-    """Return the built-in policies that a server has by default, with changes by place."""
+    """Return the default policies of a server, with replacements by field name."""
     policies: dict[str, Any] = {
         place: _resolve(kind, name) for place, (kind, name) in DEFAULTS.items()
     }

@@ -1,9 +1,11 @@
 """The pytest plug-in: `@pytest.mark.sim(seeds=...)` runs a test on a virtual clock, once for each seed.
 
-When such a test fails, its report says what repeats it: the seed, the commit, the plan of its faults, and the command.
+The report of a failed test contains everything needed to reproduce it: seed, commit, fault plan,
+and command.
 
-Every run of pytest in an environment with vsched imports this module. So it imports pytest and what pytest has
-imported already; the rest is imported when a test uses a fixture or the marker.
+Every pytest run in an environment with vsched imports this module. So it imports only pytest and
+modules that pytest has already imported; everything else is imported when a test uses a fixture or
+the marker.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _MARKER = (
 
 
 class SeededLoops:
-    """Makes the loops of one test with one seed, and remembers what befell them."""
+    """Creates the event loops of one test with one seed, and records their failures."""
 
     def __init__(self, seed: int, *, permute: bool) -> None:
         self.seed = seed
@@ -47,13 +49,13 @@ class SeededLoops:
         self.forget()
 
     def forget(self) -> None:
-        """Forget what befell the loops: the next test has the same seed."""
+        """Reset the records: the next test may use the same seed."""
         self.plan: FaultPlan | None = None
         self.failures: list[dict[str, Any]] = []
         self._loop: Callable[[], VirtualLoop | None] = lambda: None
 
     def __call__(self) -> VirtualLoop:
-        """Make a loop."""
+        """Create a loop."""
         from vsched.sim.loop.virtual_loop import VirtualLoop
 
         loop = VirtualLoop(self.seed if self._permute else None)
@@ -63,7 +65,7 @@ class SeededLoops:
 
     @property
     def loop(self) -> VirtualLoop | None:
-        """The loop made last, while it lives."""
+        """The most recent loop, while it exists."""
         return self._loop()
 
     def _take_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -72,7 +74,7 @@ class SeededLoops:
 
 
 class SimCase:
-    """What a test on a virtual clock can ask for.
+    """Fixture object of a test on a virtual clock.
 
     Attributes:
         seed: The seed of this run of the test.
@@ -100,7 +102,7 @@ class SimCase:
         ranks: int = 1,
         hosts: Sequence[str] = (),
     ) -> FaultPlan:
-        """Return a plan drawn from the seed, or the one given with `--sim-plan`; a report of failure shows it."""
+        """Return a plan drawn from the seed, or the one given with `--sim-plan`; failure reports show it."""
         from vsched.sim.faults.plan import random_plan
 
         generator = random.Random(f"faults {self.seed}")  # noqa: S311
@@ -108,13 +110,13 @@ class SimCase:
         return self.faults_or(plan)
 
     def faults_or(self, plan: FaultPlan) -> FaultPlan:
-        """Return this plan, or the one given with `--sim-plan`; a report of failure shows it."""
+        """Return this plan, or the one given with `--sim-plan`; failure reports show it."""
         from vsched.sim.faults.plan import FaultPlan
 
         return self.adopt(FaultPlan.load(self._plan_path) if self._plan_path else plan)
 
     def adopt(self, plan: FaultPlan) -> FaultPlan:
-        """Return the plan, for a report of failure to show it."""
+        """Return the plan, and show it in failure reports."""
         self._loops.plan = plan
         return plan
 
@@ -123,7 +125,7 @@ class SimCase:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Offer other seeds, and a plan to replay."""
+    """Add options for other seeds and for a plan to replay."""
     group = parser.getgroup("vsched", "simulation")
     group.addoption(
         "--sim-seed",
@@ -140,7 +142,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Announce the marker."""
+    """Register the marker."""
     config.addinivalue_line("markers", _MARKER)
 
 
@@ -148,7 +150,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_pycollect_makeitem(
     collector: pytest.Module | pytest.Class, name: str, obj: object
 ) -> None:
-    """Let `sim` imply `asyncio`, so that it is enough in pytest-asyncio's strict mode, too."""
+    """Make `sim` imply `asyncio`, so that it is sufficient in pytest-asyncio's strict mode."""
     if not _is_asynchronous(obj) or not collector.funcnamefilter(name):
         return
     marks = [*getattr(obj, "pytestmark", ()), *collector.iter_markers()]
@@ -164,7 +166,7 @@ def pytest_pycollect_makeitem(
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Generator[None, LoopFactories | None, LoopFactories]:
-    """Run tests marked `sim` on virtual loops; others on what they would run on without this plug-in."""
+    """Run tests marked `sim` on virtual loops; leave other tests unchanged."""
     usual = yield
     cases = _cases(config, item)
     if cases is not None:
@@ -177,7 +179,7 @@ def pytest_asyncio_loop_factories(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run synchronous tests marked `sim` once for each seed; of others, the loops have them."""
+    """Run synchronous tests marked `sim` once for each seed; asynchronous ones are parametrized by their loops."""
     if _is_asynchronous(metafunc.function):
         return
     cases = _cases(metafunc.config, metafunc.definition)
@@ -194,7 +196,7 @@ def _is_asynchronous(function: Any) -> bool:
 
 
 def _cases(config: pytest.Config, item: pytest.Item) -> list[SeededLoops] | None:
-    """Return a maker of loops for each seed of a test; None for a test that is not marked."""
+    """Return a loop factory for each seed of a test; None for an unmarked test."""
     marker = item.get_closest_marker("sim")
     if marker is None:
         return None
@@ -245,7 +247,7 @@ def sim(request: pytest.FixtureRequest) -> SimCase:
 
 @pytest.fixture
 def sim_config() -> Config:
-    """The configuration of `sim_engine`, which `faults` are drawn for; a fixture of a file of tests may replace it."""
+    """Configuration of `sim_engine` and of drawn `faults`; test modules may override the fixture."""
     from vsched.sim.cluster import small_config
 
     return small_config()
@@ -253,9 +255,10 @@ def sim_config() -> Config:
 
 @pytest.fixture
 def sim_engine(sim: SimCase, sim_config: Config) -> Callable[..., SimEngine]:
-    """Return a maker of engines that are seeded like the test: use what it makes with `async with`.
+    """Return a factory of engines with the seed of the test; use its results with `async with`.
 
-    Takes the arguments of `vsched.sim.cluster.SimEngine`. A failure report shows the faults of the last engine.
+    Takes the arguments of `vsched.sim.cluster.SimEngine`. Failure reports show the faults of the
+    last engine.
     """
     from vsched.sim.cluster import SimEngine
 
@@ -269,7 +272,7 @@ def sim_engine(sim: SimCase, sim_config: Config) -> Callable[..., SimEngine]:
 
 @pytest.fixture
 def workload(sim: SimCase) -> tuple[Arrival, ...]:
-    """A few requests drawn from the seed, which share images and beginnings of texts."""
+    """A few requests drawn from the seed, which share images and text prefixes."""
     from vsched.sim.cluster.scenario import REQUESTS, draw_arrivals
 
     return draw_arrivals(sim.rng, REQUESTS)
@@ -286,7 +289,7 @@ def faults(sim: SimCase, sim_config: Config) -> FaultPlan:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Begin anew: tests that differ in other parameters share the loops of a seed."""
+    """Reset the loops of the seed, which tests with other parameters share."""
     loops = _loops_of(item)
     if loops is not None:
         loops.forget()
@@ -294,7 +297,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Fail a test when something that no task awaits has failed on its loop."""
+    """Fail a test if an exception on its loop was not retrieved by any task."""
     yield
     loops = _loops_of(item)
     if loops is not None and loops.failures:
@@ -308,7 +311,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Say of a failure what repeats it."""
+    """Add a section with reproduction instructions to failure reports."""
     report = yield
     loops = _loops_of(item)
     if loops is not None and report.failed:
@@ -337,7 +340,7 @@ def _replay_command(item: pytest.Item, seed: int) -> str:
 
 
 def _commit(folder: Path) -> str:
-    """Return the commit that is checked out, and whether it is all."""
+    """Return the checked-out commit, and whether there are uncommitted changes."""
     git = shutil.which("git")
     if git is None:
         return "unknown: there is no git"

@@ -1,4 +1,4 @@
-"""Run a policy through the kernel, over model ranks, in many random schedules."""
+"""Run a policy in the kernel over model ranks, in many random schedules."""
 
 from __future__ import annotations
 
@@ -43,35 +43,36 @@ PLACES = {
     "reclaim": ("reclaim",),
     "insertion": ("insertion",),
 }
-"""Where the kernel asks a kind of policy."""
+"""The kernel's uses of each kind of policy."""
 REPEATS = 50
-"""The first seeds run twice: the same run must yield the same commands. A policy that remembers beside its state shows
-it in one of four, those in which its answers matter at all."""
+"""The first seeds run twice: equal runs must yield equal commands. A policy with hidden state differs in
+about one of four runs, those in which its decisions matter.
+"""
 GROWTH_RUNS = 2
-"""How many long runs show whether a state grows."""
+"""Number of long runs for detecting a growing state."""
 ROUTED = 20
-"""Random views that a routing policy is asked about, for each seed."""
+"""Number of random views per seed for a routing policy."""
 
 
 def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(200)) -> None:
-    """Check that a policy keeps its contract in random schedules, cancellations and failures included.
+    """Check that a policy satisfies its contract in random schedules with cancellations and failures.
 
-    The policy takes every place that its kind has, beside the built-in defaults. In each run, the kernel's invariants
-    are checked after every event, everything that is computed is checked against what it must be, and at the end every
-    request must have been served, with the right tokens, or refused. Every question is asked twice, the second time
-    with an equal view and a copy of the same state: the answers must be equal, and so must what is left in the states.
-    A state must not grow for as long as requests come.
+    The policy is used wherever its kind applies, with default policies elsewhere. In each run, the
+    kernel's invariants are checked after every event and all computed data is verified; at the end
+    every request must have been served, with correct tokens, or refused. Every call is made twice,
+    the second time with an equal view and a copy of the same state: results and resulting states
+    must be equal. A state must not grow without limit while requests arrive.
 
-    A policy for memory sizes KV caches on simulated devices, some with failures, leaks and peers that come. One for
-    routing also gets random views, each twice and in another order: with replicas down, idle or alone, and all that
-    they may know of a request.
+    A memory policy sizes KV caches on simulated devices, some with failures, leaks and new
+    processes. A routing policy also gets random views, each twice and in different orders: with
+    replicas that are down, idle or alone, and any known prefixes and images.
 
     Args:
         policy: A class whose fields all have defaults, or an instance.
-        seeds: One run each; the seed of a failure, alone, repeats it.
+        seeds: One run per seed; a failing seed reproduces the failure alone.
 
     Raises:
-        PolicyError: Names the class and what is wrong, and the seed where it came up.
+        PolicyError: Names the class, the problem, and the seed of its run.
     """
     cls = policy if isinstance(policy, type) else type(policy)
     kind = getattr(cls, "kind", "")
@@ -93,7 +94,7 @@ def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(
 
 
 def _check(policy: Policy, seed: int) -> list[object]:
-    """Check a policy in every way that its kind has; return what came of it."""
+    """Run all checks of the policy's kind; return the results."""
     asked = [_ask_alone(policy, seed)] if policy.kind in ASKED_ALONE else []
     return [*asked, _run_in_kernel(policy, seed)] if policy.kind in PLACES else asked
 
@@ -120,7 +121,7 @@ class _Recorder(ModelCluster):
 
 
 def _run_in_kernel(policy: Policy, seed: int) -> bytes:
-    """Run one schedule with the policy in all its places, or in one of two; return the digest of the commands."""
+    """Run one schedule with the policy in all its uses, or in one of them; return the digest of the commands."""
     rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
     places = PLACES[policy.kind]
     chosen = places if rng.random() < 0.5 else (rng.choice(places),)
@@ -134,14 +135,14 @@ def _run_in_kernel(policy: Policy, seed: int) -> bytes:
 
 
 def _ask_alone(policy: Policy, seed: int) -> object:
-    """Ask a policy outside of the kernel."""
+    """Call a policy outside of the kernel."""
     rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
     ask = cast("Callable[[Any, random.Random], object]", ASKED_ALONE[policy.kind])
     return ask(policy, rng)
 
 
 def _ask_memory(policy: MemoryPolicy, rng: random.Random) -> object:
-    """Drive a negotiation over simulated ranks, on which allocations may fail, peers come, and views leak."""
+    """Run a negotiation over simulated ranks, with failing allocations, new processes, and leaks."""
     ranks = random_group(rng)
     try:
         view = load_view(ranks, context_tokens=rng.choice([16, 1024, 32768]))
@@ -188,7 +189,7 @@ def _check_failure(negotiation: KvNegotiation, error: VschedError) -> str:
 
 
 def _ask_routing(policy: RoutingPolicy, rng: random.Random) -> list[int]:
-    """Ask about several views, then again in another order: the answer is a matter of the view alone."""
+    """Call the policy for several views, then again in another order: the result must depend on the view alone."""
     views = [_routing_view(rng) for _ in range(ROUTED)]
     chosen = [_route(policy, view) for view in views]
     for number in rng.sample(range(ROUTED), ROUTED):
@@ -200,14 +201,14 @@ def _ask_routing(policy: RoutingPolicy, rng: random.Random) -> list[int]:
 
 
 def _routing_view(rng: random.Random) -> RoutingView:
-    """Return replicas of which some are idle, down, know the prompt, or have seen its images."""
+    """Return a view whose replicas may be idle, be down, know the prompt, or have seen its images."""
     count = rng.choice([1, 2, 2, 3, 5, 16])
     prompt_tokens = rng.choice([1, 17, 1000, 100_000])
     items = rng.choice([0, 0, 1, 4])
     limit = rng.choice([0, 64, 16384, 1_000_000])
     healthy_share = rng.choice([0.0, 0.5, 1.0])
     load_max = rng.choice([0, 2, limit, 3 * limit])
-    # An item was last sent to one replica only, and not every item is remembered.
+    # Each image was last sent to one replica at most.
     seen = Counter(rng.randrange(count) for _ in range(rng.randint(0, items)))
     return RoutingView(
         replicas=[

@@ -1,4 +1,4 @@
-"""Whether a policy is a function of its view and of the state in it, and whether that state stays small."""
+"""Checks that a policy is a function of its view and its state, and that the state stays small."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from vsched.testing.model_ranks.cluster import ModelCluster
 from vsched.testing.schedules.random_runs import run_random
 
 GROWTH_EVENTS = 800
-"""Events of the run in which a state's size is looked at."""
+"""Number of events in the run that measures state sizes."""
 GROWTH_MAX = 1.5
-"""How many times as large it may become in the second half as it was in the first; one that grows doubles."""
+"""Maximum growth factor of the state from the first to the second half; unlimited growth doubles it."""
 GROWTH_SPARE_BYTES = 64
-"""Growth that is never too much: counters have more digits later."""
+"""Growth that is always allowed, since counters get more digits."""
 
 
 def asked_twice(policy: Policy) -> Policy:
-    """Return a policy that asks this one every question twice, and fails where the answers differ.
+    """Wrap a policy so that every call is made twice and fails if the results differ.
 
-    The second time it gets an equal view, and a copy of the state that it had before the first. What it left in the two
-    states must be equal, too, byte for byte.
+    The second call gets an equal view, and a copy of the state before the first one. The resulting
+    states must be equal byte for byte.
     """
     cls = type(policy)
     method = cast("Callable[[Policy, Any], object]", getattr(cls, cls.method))
@@ -51,10 +51,10 @@ def asked_twice(policy: Policy) -> Policy:
 
 
 def check_growth(policies: KernelPolicies, seed: int) -> None:
-    """Check that no state grows for as long as there are requests.
+    """Check that no state grows without limit while requests arrive.
 
     Raises:
-        AssertionError: When one does; it names where the policy was asked.
+        AssertionError: When one does; names the policy's use.
     """
     sizes: list[dict[str, int]] = []
 

@@ -1,4 +1,4 @@
-"""Which waiting entries join the next step."""
+"""Admission policies: the waiting entries that join the next step."""
 
 from vsched_policies.admission.deadline import Deadline
 from vsched_policies.admission.fair_share import FairShare

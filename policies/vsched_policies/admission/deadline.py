@@ -1,4 +1,4 @@
-"""Earliest deadline first, by the time to first token that the request asks for."""
+"""Earliest deadline first, by the TTFT target of the request."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ MILLISECOND_NS = 1_000_000
 
 
 class Deadline(AdmissionPolicy, frozen=True, kw_only=True):
-    """Admits by target time, the earliest first; what can no longer meet its target goes last.
+    """Admits by target time, the earliest first; entries that can no longer meet their target go last.
 
-    Under load, earliest-first alone would spend itself on requests that are late already while the others become late
-    too. An entry that has waited for `starvation_s` goes first, whatever its target. Within its order it is
-    `token-budget`.
+    Under overload, plain earliest-deadline-first serves requests that are already late while others
+    become late too. An entry that has waited for `starvation_s` goes first, whatever its target.
+    Otherwise it works like `token-budget`.
 
     Attributes:
-        max_tokens: The budget of a step. None derives it from `generate.max_batch_tokens`; 0 means no budget.
-        max_items: Most entries that join in one step. None for as many as there is room for: requests as slots are
-            free; 8 images, but one on a CPU, where a batch of all but the smallest takes as long as one by one.
+        max_tokens: The token budget of a step. None derives it from `generate.max_batch_tokens`; 0
+            means no budget.
+        max_items: Maximum number of entries that join in one step. None means the free slots for
+            requests; 8 for images, but 1 on a CPU, where a batch of all but the smallest takes as
+            long as one by one.
         default_target_ms: Target of an entry without one, counted from its arrival.
-        lead_ms: Least time from admission to the first token: with less than this left, a target is missed already.
-        starvation_s: Waiting time after which an entry goes before all that wait for less.
+        lead_ms: Minimum time from admission to the first token: with less time left, a target
+            counts as missed.
+        starvation_s: Waiting time after which an entry goes before all that have waited for less.
     """
 
     max_tokens: Count | None = None
@@ -31,7 +34,7 @@ class Deadline(AdmissionPolicy, frozen=True, kw_only=True):
     starvation_s: Seconds = 5.0
 
     def admit(self, view: AdmissionView) -> Admission:
-        """Return the entries that are due first, up to the budget."""
+        """Return the entries with the earliest targets, up to the budget."""
         starved_since_ns = view.now_ns - int(self.starvation_s * SECOND_NS)
         reachable_ns = view.now_ns + self.lead_ms * MILLISECOND_NS
 

@@ -1,4 +1,4 @@
-"""Tenants are served alike in tokens, by a virtual counter for each."""
+"""Fair sharing of tokens between tenants, with a virtual counter for each."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from vsched.policy import Admission, AdmissionPolicy, AdmissionView, PositiveCou
 from vsched_policies.admission.packing import pack
 
 TENANTS_MAX = 256
-"""Counters that are kept; those that were served least go first, for they would be lifted on return anyway."""
+"""Maximum number of counters; the lowest are dropped first, since a returning tenant starts at the floor anyway."""
 
 
 class ServedTokens(msgspec.Struct):
-    """What every tenant was served, of requests that ended; `seen_ns` is the end of the last that was counted."""
+    """Tokens served to each tenant in ended requests; `seen_ns` is the end of the last counted one."""
 
     tokens: dict[str, float] = {}
     waited: list[str] = []
@@ -21,16 +21,17 @@ class ServedTokens(msgspec.Struct):
 
 
 class FairShare(AdmissionPolicy, frozen=True, kw_only=True):
-    """Admits the tenant that was served the fewest tokens, and of its requests the first.
+    """Admits the tenant with the fewest served tokens, and its first request.
 
-    A tenant that comes, or comes back, begins where the least served of those that wait are: nobody saves up for later.
-    What runs counts as it is computed, so a tenant with many long requests does not get its slots before it pays.
+    A tenant that arrives or returns starts at the minimum of the waiting tenants: idle time earns
+    no credit. Running requests count as they are computed, so a tenant with many long requests does
+    not get its slots before they are counted.
 
     Source: Sheng et al., Fairness in Serving Large Language Models (VTC), OSDI 2024.
 
     Attributes:
-        output_weight: What an output token counts, prompt tokens counting 1.
-        max_items: Most requests that join in one step; None for as many as slots are free.
+        output_weight: Weight of an output token; a prompt token has weight 1.
+        max_items: Maximum number of requests that join in one step; None means the free slots.
     """
 
     state_type = ServedTokens
@@ -38,7 +39,7 @@ class FairShare(AdmissionPolicy, frozen=True, kw_only=True):
     max_items: PositiveCount | None = None
 
     def admit(self, view: AdmissionView) -> Admission:
-        """Return requests of the tenants in turn, each counted as soon as it is chosen."""
+        """Return requests in the order of their tenants' counters, each counted as soon as it is chosen."""
         served: ServedTokens = view.state
         self._count_ends(view, served)
         queues: dict[str, list[int]] = {}
@@ -68,7 +69,7 @@ class FairShare(AdmissionPolicy, frozen=True, kw_only=True):
             served.seen_ns = view.measured.ends[-1].ended_ns
 
     def _lift(self, served: ServedTokens, waiting: list[str]) -> None:
-        """Let tenants that have just come begin at the least of those that waited already."""
+        """Lift the counters of newly waiting tenants to the minimum of those that waited already."""
         stayed = [served.tokens[one] for one in waiting if one in served.waited]
         served.floor = max(served.floor, min(stayed, default=served.floor))
         for tenant in waiting:

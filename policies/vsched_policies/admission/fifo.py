@@ -7,13 +7,13 @@ from vsched_policies.admission.packing import pack
 
 
 class Fifo(AdmissionPolicy, frozen=True, kw_only=True):
-    """Admits in order of arrival, as many as there is room for; no budget of its own.
+    """Admits in order of arrival, as many entries as fit; has no budget of its own.
 
-    An entry of unknown size is never counted as nothing: it joins alone.
+    An entry of unknown size never counts as zero: it joins alone.
 
     Attributes:
-        look_ahead: How many entries behind one that does not fit yet may go before it; 0 for none.
-        starvation_s: Nothing passes an entry that has waited for so long.
+        look_ahead: Number of entries that may overtake one that does not fit yet; 0 for none.
+        starvation_s: Waiting time after which an entry cannot be overtaken.
     """
 
     look_ahead: Count = 0

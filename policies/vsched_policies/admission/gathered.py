@@ -1,4 +1,4 @@
-"""Fuller steps for a bounded wait: entries gather until a step is full, or the oldest has waited long enough."""
+"""Larger batches for a bounded delay: entries gather until a step is full, or the oldest has waited long enough."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from vsched_policies.admission.packing import SECOND_NS, budget, pack
 
 
 class Gathered(AdmissionPolicy, frozen=True, kw_only=True):
-    """Holds entries until they fill a step, at most `deadline_s` long.
+    """Holds entries until they fill a step, for at most `deadline_s`.
 
-    A step is full when a bound is reached, or when the next entry would exceed one. Within the bounds it is
-    `token-budget`. Waiting costs nothing: the kernel asks again when an entry arrives or the deadline has come.
+    A step is full when a limit is reached, or when the next entry would exceed one. Within the
+    limits it works like `token-budget`. Waiting takes no processor time: the kernel calls the
+    policy again when an entry arrives or the deadline has passed.
 
     Attributes:
-        max_tokens: The budget of a step. None derives it from `generate.max_batch_tokens`; 0 means no budget.
-        max_items: Most entries that join in one step.
-        max_blocks: Most KV blocks of the entries that join in one step; None for as many as are free.
-        deadline_s: Longest that the oldest entry waits for others.
+        max_tokens: The token budget of a step. None derives it from `generate.max_batch_tokens`; 0
+            means no budget.
+        max_items: Maximum number of entries that join in one step.
+        max_blocks: Maximum number of KV blocks of the entries that join in one step; None means the
+            free blocks.
+        deadline_s: Maximum time that the oldest entry waits for others.
     """
 
     max_tokens: Count | None = None
@@ -29,7 +32,7 @@ class Gathered(AdmissionPolicy, frozen=True, kw_only=True):
     deadline_s: Annotated[float, Meta(ge=0, le=60)] = 0.1
 
     def admit(self, view: AdmissionView) -> Admission:
-        """Return a full step, what there is once the deadline has come, or until when to wait."""
+        """Return a full step, all entries after the deadline, or the time to hold until."""
         tokens_max = budget(self.max_tokens, view.default_tokens)
         blocks_max = view.blocks_free if self.max_blocks is None else self.max_blocks
         chosen = pack(view, tokens_max=tokens_max, items_max=self.max_items, blocks_max=blocks_max)
@@ -46,7 +49,7 @@ class Gathered(AdmissionPolicy, frozen=True, kw_only=True):
     ) -> bool:
         entries = [view.waiting[index] for index in chosen]
         if any(entry.tokens is None for entry in entries):
-            return True  # it runs alone, so there is nothing to wait for
+            return True  # an entry of unknown size runs alone, so there is nothing to wait for
         tokens = sum(entry.tokens or 0 for entry in entries)
         blocks = sum(entry.blocks for entry in entries)
         return (

@@ -1,4 +1,4 @@
-"""What joins a step, given an order and bounds: the arithmetic that the admission policies share."""
+"""Selection of joining entries by an order and limits, shared by the admission policies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SECOND_NS = 1_000_000_000
 
 
 def budget(max_tokens: int | None, default_tokens: int) -> int | None:
-    """Return the token budget of a step: None derives it from the stage, 0 means none."""
+    """Return the token budget of a step: None derives it from the stage, 0 means no budget."""
     return (default_tokens if max_tokens is None else max_tokens) or None
 
 
@@ -26,19 +26,20 @@ def pack(
 ) -> list[int]:
     """Return the entries that join, in order, up to the first that does not fit.
 
-    The first entry of the order always joins; one of unknown size joins alone. Where entries may join with a
-    part of their tokens, one that is larger than the room uses it up.
+    The first entry of the order always joins; one of unknown size joins alone. If entries may join
+    with a part of their tokens, an entry larger than the free tokens takes them all.
 
     Args:
-        view: What waits, and what is free.
+        view: The waiting entries and the free resources.
         order: Indices into `view.waiting`, the most urgent first; the queue's order by default.
         tokens_max: The token budget, None for no budget.
-        items_max: Most entries, None for as many as there are permits.
-        blocks_max: Most KV blocks. None leaves blocks to the kernel, which stops at the first entry without enough.
-        look_ahead: How many entries behind the first that does not fit may still join. An entry then also needs its
-            `blocks` to be free; that counts those of a cached prefix that others hold as well, so it errs towards
-            waiting.
-        starvation_s: Nothing passes an entry that has waited for so long.
+        items_max: Maximum number of entries, None for no limit beyond the free ones.
+        blocks_max: Maximum number of KV blocks. None leaves blocks to the kernel, which stops at
+            the first entry without enough.
+        look_ahead: Number of entries after the first that does not fit that may still join. Such an
+            entry also needs its `blocks` to be free; these include blocks of a cached prefix in use
+            by others, so the check errs towards waiting.
+        starvation_s: Waiting time after which an entry cannot be overtaken.
     """
     room = tokens_max
     if view.divisible:
@@ -72,7 +73,7 @@ def pack(
         else:
             passing = True
     if not chosen and front is not None:
-        return [front]  # the kernel sees whether it fits, and asks again when something has changed
+        return [front]  # the kernel checks whether it fits, and calls again after a change
     return chosen
 
 

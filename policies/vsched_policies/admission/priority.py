@@ -1,4 +1,4 @@
-"""The more urgent first, by the priority that the request carries."""
+"""Higher priority first, by the priority of the request."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from vsched_policies.admission.packing import SECOND_NS, budget, pack
 
 
 class Priority(AdmissionPolicy, frozen=True, kw_only=True):
-    """Admits by priority, the larger first; within a priority in order of arrival.
+    """Admits by priority, the highest first, and in order of arrival within a priority.
 
-    The priority of an entry rises by one for every `ageing_s` that it has waited, so that nothing waits for ever.
-    Nothing passes a more urgent entry that does not fit yet. Within its order it is `token-budget`.
+    The priority of an entry rises by one for every `ageing_s` of waiting, so that nothing waits
+    forever. Nothing overtakes a more urgent entry that does not fit yet. Otherwise it works like
+    `token-budget`.
 
     Attributes:
-        max_tokens: The budget of a step. None derives it from `generate.max_batch_tokens`; 0 means no budget.
-        max_items: Most entries that join in one step. None for as many as there is room for: requests as slots are
-            free; 8 images, but one on a CPU, where a batch of all but the smallest takes as long as one by one.
-        ageing_s: Waiting time that raises the priority by one; 0 for no ageing, which lets a low priority starve.
+        max_tokens: The token budget of a step. None derives it from `generate.max_batch_tokens`; 0
+            means no budget.
+        max_items: Maximum number of entries that join in one step. None means the free slots for
+            requests; 8 for images, but 1 on a CPU, where a batch of all but the smallest takes as
+            long as one by one.
+        ageing_s: Waiting time that raises the priority by one; 0 for no ageing, which lets a low
+            priority starve.
     """
 
     max_tokens: Count | None = None

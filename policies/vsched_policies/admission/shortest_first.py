@@ -1,4 +1,4 @@
-"""The shortest job first, by lengths of outputs that were learned or that a table tells."""
+"""Shortest job first, by output lengths that are learned or given in a table."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from vsched.policy import Admission, AdmissionPolicy, AdmissionView, PositiveCou
 from vsched_policies.admission.packing import SECOND_NS, pack
 
 BUCKETS_MAX = 24
-"""Prompts are told apart by the power of two that their length is below."""
+"""Prompts are grouped by length, in powers of two."""
 
 
 class OutputLengths(msgspec.Struct):
-    """The mean length of outputs by bucket of prompts, -1 where there was none, and of all."""
+    """Mean output length by bucket of prompt lengths, -1 if unknown, and over all."""
 
     means: list[float] = msgspec.field(default_factory=lambda: [-1.0] * BUCKETS_MAX)
     mean: float = -1.0
     seen_ns: int = 0
 
     def learn(self, bucket: int, tokens: int, forget: float) -> None:
-        """Take the length of one output."""
+        """Update the means with one output length."""
         for_bucket = self.means[bucket]
         self.means[bucket] = (
             tokens if for_bucket < 0 else for_bucket + (tokens - for_bucket) * forget
@@ -31,17 +31,19 @@ class OutputLengths(msgspec.Struct):
 
 
 class ShortestFirst(AdmissionPolicy, frozen=True, kw_only=True):
-    """Admits the request first that will be done first, by its prompt and the output that is expected of it.
+    """Admits the request with the least expected work first, from its prompt length and its expected output length.
 
-    Outputs are expected to be as long as those that came of prompts of about the same length, which it learns as
-    requests end; or as `table` says. An expectation shrinks while a request waits, so that none waits for ever.
+    The expected output length is the mean over prompts of about the same length, learned as
+    requests end, or given by `table`. The expectation shrinks while a request waits, so that none
+    waits forever.
 
-    Source: Fu et al., Efficient LLM Scheduling by Learning to Rank, NeurIPS 2024; the predictor here is a table.
+    Source: Fu et al., Efficient LLM Scheduling by Learning to Rank, NeurIPS 2024; the predictor
+    here is a table.
 
     Attributes:
-        table: Pairs of a prompt length and the output that is expected of prompts up to it, ascending; the last holds
-            beyond, too. Empty to learn.
-        output_weight: What an output token takes, prompt tokens taking 1: a decode step each.
+        table: Pairs of a prompt length and the expected output length of prompts up to it,
+            ascending; the last pair also applies beyond. Empty to learn.
+        output_weight: Cost of an output token, which takes a decode step; a prompt token costs 1.
         ageing_s: Waiting time after which a request is as urgent as the shortest.
         forget: Weight of the newest output in a mean.
     """
@@ -53,7 +55,7 @@ class ShortestFirst(AdmissionPolicy, frozen=True, kw_only=True):
     forget: Annotated[float, Meta(gt=0, le=1)] = 0.1
 
     def admit(self, view: AdmissionView) -> Admission:
-        """Return the requests with the least work ahead, up to the room of the step."""
+        """Return the requests with the least expected work, within the limits of the step."""
         lengths: OutputLengths = view.state
         for end in view.measured.ends:
             if end.ended_ns > lengths.seen_ns:

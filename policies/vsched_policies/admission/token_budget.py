@@ -1,4 +1,4 @@
-"""A step has a budget in tokens: what bounds the time and the memory of an encoder batch."""
+"""A token budget per step, which bounds the time and memory of an encoder batch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from vsched_policies.admission.packing import budget, pack
 
 
 class TokenBudget(AdmissionPolicy, frozen=True, kw_only=True):
-    """Admits in order of arrival until the next entry would exceed a budget in tokens.
+    """Admits in order of arrival until the next entry would exceed a token budget.
 
-    A sum equal to the budget is admitted. The first entry always is, even alone above the budget, and then runs
-    alone. The count cap and the token cap both hold. An entry of unknown size runs alone.
+    A sum equal to the budget is admitted. The first entry is always admitted, even above the
+    budget, and then runs alone. The limits on entries and on tokens both apply. An entry of unknown
+    size runs alone.
 
     Attributes:
         max_tokens: The budget of a step. None derives it from `generate.max_batch_tokens`; 0 means no budget.
-        max_items: Most entries that join in one step. None for as many as there is room for: requests as slots are
-            free; 8 images, but one on a CPU, where a batch of all but the smallest takes as long as one by one.
-        look_ahead: How many entries behind one that does not fit yet may go before it; 0 for none.
-        starvation_s: Nothing passes an entry that has waited for so long.
+        max_items: Maximum number of entries that join in one step. None means the free slots for
+            requests; 8 for images, but 1 on a CPU, where a batch of all but the smallest takes as
+            long as one by one.
+        look_ahead: Number of entries that may overtake one that does not fit yet; 0 for none.
+        starvation_s: Waiting time after which an entry cannot be overtaken.
     """
 
     max_tokens: Count | None = None

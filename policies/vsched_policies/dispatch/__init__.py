@@ -1,4 +1,4 @@
-"""Which encode group has the next batch, and of which images it can be."""
+"""Dispatch policies: the encode group of the next batch, and the images it may contain."""
 
 from vsched_policies.dispatch.fewest_held_up import FewestHeldUp
 from vsched_policies.dispatch.least_loaded import LeastLoadedGroup

@@ -6,12 +6,12 @@ from vsched.policy import Dispatch, DispatchPolicy, DispatchView
 
 
 class FewestHeldUp(DispatchPolicy, frozen=True, kw_only=True):
-    """Gives the next batch to the free group that keeps the fewest requests from their next tokens.
+    """Gives the next batch to the free group that delays the fewest decoding requests.
 
-    Groups with processes of their own keep nobody: the first of those that are free has it.
+    Groups with their own processes delay none: the first free one gets the batch.
     """
 
     def dispatch(self, view: DispatchView) -> Dispatch:
-        """Return the group, and all images as they wait."""
+        """Return the group, and all images in waiting order."""
         free = [index for index, group in enumerate(view.groups) if group.free]
         return Dispatch(min(free, key=lambda index: view.groups[index].held_up))

@@ -1,4 +1,4 @@
-"""Encode where there is the least work."""
+"""Encode where the load is lowest."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from vsched.policy import Dispatch, DispatchPolicy, DispatchView
 class LeastLoadedGroup(DispatchPolicy, frozen=True, kw_only=True):
     """Gives the next batch to the free group whose processes serve the fewest tokens, prompts included.
 
-    Among equals, as where groups have processes of their own, the one that was given the least to encode so far has it:
-    all work alike, where with `fewest-held-up` the last ones idle.
+    Ties, as between groups with their own processes, go to the group that has encoded the fewest
+    tokens: all groups share the work, whereas with `fewest-held-up` the last ones idle.
     """
 
     def dispatch(self, view: DispatchView) -> Dispatch:
-        """Return the group, and all images as they wait."""
+        """Return the group, and all images in waiting order."""
         groups = view.groups
         free = [index for index, group in enumerate(groups) if group.free]
         return Dispatch(

@@ -6,22 +6,22 @@ from vsched.policy import Dispatch, DispatchPolicy, DispatchView, PositiveCount,
 
 
 class SizeClasses(DispatchPolicy, frozen=True, kw_only=True):
-    """Keeps small and large images apart: no batch has both, small ones go first, and one group is left to them.
+    """Keeps small and large images in separate batches; small ones go first, and one group is reserved for them.
 
-    A small image waits for nothing but small ones then, where there are at least two groups; with one, for the batch
-    that it finds at work. A large image that has waited for `patience_s` passes them. Images of a batch that failed
-    count as large.
+    With at least two groups, a small image waits only for small ones; with one group, also for the
+    running batch. A large image that has waited for `patience_s` goes before small ones. Images of
+    a failed batch count as large.
 
     Attributes:
-        small_tokens: Most encoder output tokens of a small image.
-        patience_s: How long a large image lets small ones pass.
+        small_tokens: Maximum encoder output tokens of a small image.
+        patience_s: Time after which a large image is no longer overtaken by small ones.
     """
 
     small_tokens: PositiveCount = 512
     patience_s: Seconds = 2.0
 
     def dispatch(self, view: DispatchView) -> Dispatch:
-        """Return the group that holds up the fewest, and the images of one class."""
+        """Return the group that delays the fewest requests, and the images of one class."""
         groups = view.groups
         small = [
             index

@@ -1,4 +1,4 @@
-"""What ranks may draft for a request, for how long."""
+"""Drafting policies: speculative decoding of a request, by draft model, prompt lookup or grammar."""
 
 from vsched_policies.drafting.draft_model import ModelDrafts
 from vsched_policies.drafting.forced_tokens import ForcedTokens

@@ -1,4 +1,4 @@
-"""A small model guesses what the large one will say."""
+"""Speculative decoding with a draft model."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from vsched_policies.drafting.trials import TriedDrafts
 
 
 class ModelDrafts(TriedDrafts, frozen=True, kw_only=True):
-    """Drafts what the model of `generate.draft_model` says comes next, and what a grammar forces.
+    """Drafts tokens with the model of `generate.draft_model`, and tokens forced by a grammar.
 
-    It costs a step of the draft model a token, and once for each request the prompt. So it is for few requests at a
-    time; a request pauses when drafts prove right too seldom, or tokens come no faster.
+    A draft token costs a step of the draft model, and each request costs a prefill of its prompt in
+    it. So this is for few concurrent requests; a request pauses when too few draft tokens are
+    accepted, or when tokens come no faster.
 
-    Source: Y. Leviathan, M. Kalman, Y. Matias, "Fast inference from transformers via speculative decoding", 2023.
+    Source: Y. Leviathan, M. Kalman, Y. Matias, "Fast inference from transformers via speculative
+    decoding", 2023.
     """
 
     tokens: Annotated[int, msgspec.Meta(ge=1, le=DRAFT_TOKENS_MAX)] = 4
-    """Most tokens a step."""
+    """Maximum draft tokens per step."""
     running_max: PositiveCount = 4
-    """Most requests that run at a time while it drafts."""
+    """Maximum number of running requests for drafting."""
     ngram: Count = 0
-    """Where so many last tokens stood together before, what followed is drafted, without the model; 0 for never."""
+    """N-gram length: if the last tokens occurred before, the tokens after them are drafted without
+    the model; 0 for never.
+    """
 
     @property
     def guess(self) -> Draft:
-        """What the model says."""
+        """The full grant, with draft model."""
         return Draft(self.tokens, self.steps, self.ngram, model=True)
 
     def grant(self, view: DraftingView) -> Draft:
-        """Return a trial, as much as there may be, or a pause; no drafts while many requests run."""
+        """Return a trial, the full grant, or a pause; no draft model while many requests run."""
         if view.running > self.running_max:
             return Draft(self.tokens if view.held else 0, self.steps)
         return super().grant(view)

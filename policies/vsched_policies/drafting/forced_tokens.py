@@ -1,4 +1,4 @@
-"""Jump forward over what a grammar leaves no choice about."""
+"""Jump-forward decoding of tokens that a grammar forces."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from vsched.policy import DRAFT_TOKENS_MAX, Draft, DraftingPolicy, DraftingView
 
 
 class ForcedTokens(DraftingPolicy, frozen=True, kw_only=True):
-    """Drafts what a grammar forces, such as the names and braces of a schema: such drafts are always right.
+    """Drafts tokens that a grammar forces, such as the keys and braces of a schema: these are always accepted.
 
-    Answers that are held to nothing are left as they are.
+    Requests without a grammar are not affected.
     """
 
     tokens: Annotated[int, msgspec.Meta(ge=1, le=DRAFT_TOKENS_MAX)] = 8
-    """Most tokens a step."""
+    """Maximum draft tokens per step."""
 
     def grant(self, view: DraftingView) -> Draft:
-        """Return a grant for as long as the request decodes, if its answer is held to a grammar."""
+        """Return a grant for the whole request if it has a grammar."""
         return Draft(tokens=self.tokens if view.held else 0)

@@ -1,4 +1,4 @@
-"""One token a step."""
+"""No speculative decoding."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from vsched.policy import Draft, DraftingPolicy, DraftingView
 
 
 class NoDrafts(DraftingPolicy, frozen=True, kw_only=True):
-    """Drafts nothing: every step brings one token of each request."""
+    """Drafts nothing: every step yields one token per request."""
 
     def grant(self, view: DraftingView) -> Draft:
-        """Return no grant, for good."""
+        """Return no grant."""
         return Draft()

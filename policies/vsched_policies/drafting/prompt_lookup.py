@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last tokens earlier is likely to follow again."""
+"""Prompt lookup decoding: the tokens after an earlier occurrence of the last n-gram are likely to follow again."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from vsched_policies.drafting.trials import TriedDrafts
 
 
 class PromptLookup(TriedDrafts, frozen=True, kw_only=True):
-    """Drafts what followed the last tokens earlier in prompt or answer, and what a grammar forces.
+    """Drafts the tokens after an earlier occurrence of the last n-gram, and tokens forced by a grammar.
 
-    A step with wrong drafts takes longer, on some processors twice as long. So a request tries drafts, goes on while
-    they bring enough, and pauses when they do not: text that does not repeat itself pays for a step or two in each
-    pause. Copies, edits, code and lists gain most, and while few requests run.
+    A step with rejected draft tokens takes longer, on some processors twice as long. So a request
+    tries drafting, continues while it pays, and pauses otherwise: text without repetition costs a
+    step or two per pause. Copies, edits, code and lists gain most, with few running requests.
 
     Source: A. Saxena, "Prompt lookup decoding", 2023.
     """
 
     ngram: PositiveCount = 3
-    """Last tokens that must have stood together before."""
+    """N-gram length to match."""
 
     @property
     def guess(self) -> Draft:
-        """What followed."""
+        """The full grant."""
         return Draft(self.tokens, self.steps, self.ngram)

@@ -1,4 +1,4 @@
-"""Drafts are tried, and go on while they bring more than they cost; what policies share that guess the next tokens."""
+"""Drafting in trials: it continues while it pays. Shared by the policies that guess the next tokens."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from vsched.measured import StepTime
 from vsched.policy import DRAFT_TOKENS_MAX, Draft, DraftingPolicy, DraftingView, PositiveCount
 
 STEPS_BACK = 8
-"""How many steps an average reaches back, about."""
+"""Approximate number of steps in an average."""
 HELD_UP = 2.0
-"""A step that took more than so many times the average was held up by something else, and counts as just that."""
+"""A longer step, as a multiple of the average, was delayed by something else, and counts as this multiple."""
 SKIPPED_MAX = 8
-"""Where no drafts pay, at least every so many-th request tries some."""
+"""If drafting does not pay, at least one in this many requests still tries it."""
 
 
 class Average(msgspec.Struct):
-    """An average of the latest values; 0 before the first."""
+    """Average of the latest values; 0 before the first."""
 
     value: float = 0.0
     count: int = 0
 
     def take(self, value: float) -> None:
-        """Take a value."""
+        """Add a value."""
         self.count = min(self.count + 1, STEPS_BACK)
         self.value += (value - self.value) / self.count
 
     def take_time(self, took_ns: float) -> None:
-        """Take what a step took.
+        """Add a step time.
 
-        Other programs can only make a step longer, so a much shorter one counts for more: after a slow stretch of the
-        machine, the few steps of one trial show that drafts pay again.
+        Other programs can only make a step longer, so a much shorter one gets more weight: after a
+        slow phase of the machine, the few steps of one trial show that drafting pays again.
         """
         self.take(min(took_ns, HELD_UP * self.value) if self.count else took_ns)
         self.value = min(self.value, HELD_UP * took_ns)
 
 
 class StepKind(msgspec.Struct):
-    """What steps of one size take, without drafts and with, and what those with drafts bring.
+    """Times of steps of one size, with and without draft tokens, and the gain.
 
     Attributes:
-        plain_ns: Without drafts, for each request that decodes.
-        drafted_ns: With drafts, likewise.
-        tokens: Tokens of each request in a step with drafts.
+        plain_ns: Step time per decoding request, without draft tokens.
+        drafted_ns: The same with draft tokens.
+        tokens: Tokens per request in a step with draft tokens.
     """
 
     plain_ns: Average = msgspec.field(default_factory=Average)
@@ -53,13 +53,13 @@ class StepKind(msgspec.Struct):
 
 
 class Trials(msgspec.Struct):
-    """What is remembered.
+    """State of the policy.
 
     Attributes:
-        seen_ns: Up to when steps were looked at.
-        kinds: By the number of requests that decode, as a power of two.
-        failed: Trials in a row that did not pay, of all requests.
-        skipped: Requests since then that did not try.
+        seen_ns: End of the last step taken into account.
+        kinds: By number of decoding requests, in powers of two.
+        failed: Consecutive failed trials, over all requests.
+        skipped: Requests without a trial since then.
     """
 
     seen_ns: int = 0
@@ -68,7 +68,7 @@ class Trials(msgspec.Struct):
     skipped: int = 0
 
     def look(self, steps: list[StepTime]) -> None:
-        """Take the steps that have not been looked at; those with prefill say little of drafts."""
+        """Take new steps into account, except those with prefill, which say little about drafting."""
         for step in steps:
             self.seen_ns = step.ended_ns
             if not step.busy_ns or not step.decodes or step.prefill_tokens:
@@ -82,7 +82,7 @@ class Trials(msgspec.Struct):
                 kind.plain_ns.take_time(each_ns)
 
     def speedup(self, decodes: int) -> float | None:
-        """Return how much faster tokens come with drafts; None where that was not seen."""
+        """Return the speedup by draft tokens; None if it was not measured."""
         kind = self.kinds.get(decodes.bit_length())
         if kind is None or not (kind.plain_ns.count and kind.drafted_ns.count):
             return None
@@ -90,33 +90,34 @@ class Trials(msgspec.Struct):
 
 
 class TriedDrafts(DraftingPolicy, frozen=True, kw_only=True):
-    """Drafts are tried for each request, and go on while they pay.
+    """Drafting is tried for each request, and continues while it pays.
 
-    A request begins with half of `tokens` a step, for half of `steps`. It goes on with all of them while its drafts
-    prove right often enough, and tokens come faster by what was measured of steps with drafts and without. Else it
-    pauses, and tries again. After trials in a row that failed, new requests begin with a pause, more and more of them.
-    What a grammar forces is drafted in a pause, too.
+    A request begins with half of `tokens` per step, for half of `steps`. It continues with the full
+    numbers while enough of its draft tokens are accepted, and step times measured with and without
+    draft tokens show a speedup. Otherwise it pauses and tries again. After consecutive failed
+    trials, an increasing share of new requests begins with a pause. Tokens forced by a grammar are
+    drafted in pauses, too.
     """
 
     state_type = Trials
     tokens: Annotated[int, msgspec.Meta(ge=1, le=DRAFT_TOKENS_MAX)] = 8
-    """Most tokens a step."""
+    """Maximum draft tokens per step."""
     gain_min: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-    """Drafts of a step that must prove right at the mean for a request to go on without a pause."""
+    """Accepted draft tokens per step, on average, required to continue without a pause."""
     speedup_min: Annotated[float, msgspec.Meta(ge=0)] = 1.03
-    """How much faster tokens must come with drafts, where both was measured."""
+    """Required speedup by draft tokens, if it could be measured."""
     steps: PositiveCount = 8
-    """Steps after which it is judged what came of drafts."""
+    """Steps between two decisions on drafting."""
     pause_steps: PositiveCount = 128
     """Steps of a pause."""
 
     @property
     def guess(self) -> Draft:
-        """All that is drafted while it pays."""
+        """The full grant."""
         raise NotImplementedError
 
     def grant(self, view: DraftingView) -> Draft:
-        """Return a trial, as much as there may be, or a pause."""
+        """Return a trial, the full grant, or a pause."""
         state: Trials = view.state
         state.look([step for step in view.measured.steps if step.ended_ns > state.seen_ns])
         last, guess = view.last, self.guess
@@ -127,8 +128,9 @@ class TriedDrafts(DraftingPolicy, frozen=True, kw_only=True):
                 guess, tokens=(self.tokens + 1) // 2, steps=(self.steps + 1) // 2
             )
         if not view.drafted:
-            return guess  # nothing was found, and nothing paid
-        # A step drafts as many as it may, so at least so many steps had drafts.
+            return guess  # nothing was drafted, so nothing was lost
+        # A step drafts the maximum if it can, so this is a lower bound of the steps with draft
+        # tokens.
         steps = view.drafted / max(last.tokens, 1)
         speedup = state.speedup(view.running)
         slow = speedup is not None and speedup < self.speedup_min
@@ -139,12 +141,12 @@ class TriedDrafts(DraftingPolicy, frozen=True, kw_only=True):
         return guess
 
     def pause(self, view: DraftingView) -> Draft:
-        """Return what is drafted in a pause."""
+        """Return the grant of a pause."""
         return Draft(self.tokens if view.held else 0, self.pause_steps)
 
 
 def _skips(state: Trials) -> bool:
-    """Return whether a new request is to begin with a pause."""
+    """Return True if a new request should begin with a pause."""
     if state.skipped + 1 < min(2 ** max(state.failed - 1, 0), SKIPPED_MAX):
         state.skipped += 1
         return True

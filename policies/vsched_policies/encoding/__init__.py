@@ -1,4 +1,4 @@
-"""Which items of a request are encoded now."""
+"""Encoding policies: the images of a request to encode now."""
 
 from vsched_policies.encoding.chunk_aware import ChunkAware
 from vsched_policies.encoding.combined import Combined

@@ -1,4 +1,4 @@
-"""Encode as late as possible: what the next prefill chunk reads, and nothing else."""
+"""Encode as late as possible: only images in the next prefill chunk."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from vsched.policy import Count, EncodingPolicy, EncodingView
 
 
 class ChunkAware(EncodingPolicy, frozen=True, kw_only=True):
-    """Encodes only the items whose tokens the next prefill chunk reads.
+    """Encodes only the images whose tokens the next prefill chunk reads.
 
-    Embeddings then wait in memory for as short as can be, and a request that ends early has encoded no image in vain.
+    Embeddings stay in memory as briefly as possible, and a request that ends early has no image
+    encoded in vain.
 
-    The encoder does not idle meanwhile: the kernel asks about a request's next chunk as soon as the one before is
-    decided, so the items of chunk n + 1 are encoded while chunk n runs. Looking further ahead matters when encoding a
-    chunk's items takes longer than prefilling a chunk, and for a request that waits for a slot, of which otherwise only
-    the first chunk's items are encoded; it costs embedding memory.
+    The encoder does not idle: the kernel asks about a request's next chunk as soon as the previous
+    one is decided, so the images of chunk n + 1 are encoded while chunk n runs. Looking further
+    ahead helps if encoding the images of a chunk takes longer than its prefill, and for requests
+    waiting for a slot, of which otherwise only the images of the first chunk are encoded; it takes
+    embedding memory.
 
     Attributes:
-        look_ahead_chunks: How many chunks after the next one count too.
+        look_ahead_chunks: Number of further chunks to include.
     """
 
     look_ahead_chunks: Count = 0
 
     def select(self, view: EncodingView) -> Sequence[int]:
-        """Return the items that meet the chunk and are not ready."""
+        """Return the images in the chunk that are not ready."""
         stop = view.chunk_stop + self.look_ahead_chunks * view.chunk_tokens
         return [
             index

@@ -1,4 +1,4 @@
-"""Encode as early as possible: every item of a request on its arrival."""
+"""Encode as early as possible: every image of a request on its arrival."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from vsched.policy import EncodingPolicy, EncodingView
 
 
 class Eager(EncodingPolicy, frozen=True, kw_only=True):
-    """Encodes all items of a request when it arrives, in prompt order.
+    """Encodes all images of a request when it arrives, in prompt order.
 
-    The encoder never waits for prefill to come round to an item. In return, embeddings lie in memory from arrival until
-    their chunk runs, and the items of a request that is cancelled early were encoded in vain.
+    The encoder never waits for prefill to reach an image. In return, embeddings stay in memory from
+    arrival until their chunk runs, and the images of a request that is cancelled early were encoded
+    in vain.
     """
 
     def select(self, view: EncodingView) -> Sequence[int]:
-        """Return every item that is not ready and not behind the chunk."""
+        """Return every image that is not ready and not before the chunk."""
         return [
             index
             for index, item in enumerate(view.items)

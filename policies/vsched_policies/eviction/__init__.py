@@ -1,4 +1,4 @@
-"""Which cached embeddings or prefix blocks go."""
+"""Eviction policies: the order in which cached embeddings or prefix blocks are evicted."""
 
 from vsched_policies.eviction.keep_nothing import KeepNothing
 from vsched_policies.eviction.lru import Lru

@@ -9,15 +9,15 @@ from vsched.policy import EvictionOrder, EvictionPolicy, Key
 
 
 class KeepNothing(EvictionPolicy, frozen=True, kw_only=True):
-    """Keeps nothing: an entry goes as soon as no request uses it, and only requests at the same time share it."""
+    """Keeps nothing: an entry is evicted when no request uses it, so that only concurrent requests share it."""
 
     def build_order(self) -> EvictionOrder[Hashable]:
-        """Return an order that takes nothing."""
+        """Return an order that accepts no entries."""
         return EmptyOrder[Hashable]()
 
 
 class EmptyOrder(Generic[Key]):
-    """Refuses every entry, so that it never holds one to reuse, drop or name."""
+    """Rejects every entry, so it never has one to reuse, drop or evict."""
 
     def add(self, key: Key, size: int) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""Least recently used goes first."""
+"""Least recently used first."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from vsched.policy import EvictionOrder, EvictionPolicy, Key
 
 
 class Lru(EvictionPolicy, frozen=True, kw_only=True):
-    """Evicts the entry that has gone unused for longest."""
+    """Evicts the entry that has been unused for longest."""
 
     def build_order(self) -> EvictionOrder[Hashable]:
-        """Return a fresh, empty order."""
+        """Return an empty order."""
         return LruOrder[Hashable]()
 
 
 class LruOrder(Generic[Key]):
-    """Entries by the time they were last let go, oldest first.
+    """Entries by the time of their release, oldest first.
 
-    An OrderedDict, because finding the first key of a plain dict slows down with every key removed in front of it.
+    An OrderedDict, because finding the first key of a plain dict slows down with every key removed
+    in front of it.
     """
 
     def __init__(self) -> None:

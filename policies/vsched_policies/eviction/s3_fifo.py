@@ -1,4 +1,4 @@
-"""What is used once goes quickly, what is used again stays: three FIFO queues."""
+"""S3-FIFO: three queues that evict entries used once quickly and keep entries used again."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from vsched.policy import Count, EvictionOrder, EvictionPolicy, Fraction, Key
 
 HITS_MAX = 3
 IN_USE_MAX = 1 << 16
-"""Most entries in use whose hits are remembered: a cache need not say what it loses while in use."""
+"""Maximum number of entries in use whose hits are stored: a cache does not report entries lost while in use."""
 
 
 class S3Fifo(EvictionPolicy, frozen=True, kw_only=True):
-    """Evicts new entries that were never hit first, then the rest in turn, each spared once for every hit.
+    """Evicts new entries without hits first, then the others in FIFO order, each spared once for every hit.
 
-    New entries pass a small queue. At its end, those that were hit move on to the main queue and the others are
-    evicted, remembered by key only (a ghost): a ghost that returns goes to the main queue at once. So a thousand images
-    that are seen once cannot wash out those that are seen again and again.
+    New entries pass a small queue. At its end, entries with hits move to the main queue and the
+    others are evicted, with their keys remembered as ghosts: a ghost that returns goes directly to
+    the main queue. So a thousand images seen once cannot displace images that are seen repeatedly.
 
-    Source: "FIFO queues are all you need for cache eviction", SOSP 2023. It differs where the contract does: an entry
-    in use is in no queue, so it comes back to the end of the one that it left.
+    Source: "FIFO queues are all you need for cache eviction", SOSP 2023. It differs as the contract
+    requires: an entry in use is in no queue, so it returns to the end of the queue that it left.
 
     Attributes:
-        small_share: Share of the evictable bytes that the small queue may hold before it is the one to evict from.
-        ghosts: Most keys that are remembered after they were evicted.
+        small_share: Maximum share of the evictable bytes in the small queue; above it, entries are
+            evicted from there.
+        ghosts: Maximum number of keys remembered after eviction.
     """
 
     small_share: Fraction = 0.1
     ghosts: Count = 1024
 
     def build_order(self) -> EvictionOrder[Hashable]:
-        """Return a fresh, empty order."""
+        """Return an empty order."""
         return S3FifoOrder[Hashable](self.small_share, self.ghosts)
 
 
 class S3FifoOrder(Generic[Key]):
-    """Two queues of evictable keys, oldest first, and what is remembered of keys that are in neither."""
+    """Two queues of evictable keys, oldest first, and records of keys that are in neither."""
 
     def __init__(self, small_share: float, ghosts_max: int) -> None:
         self._small_share = small_share
@@ -77,7 +78,7 @@ class S3FifoOrder(Generic[Key]):
                 self._ghosts.popitem(last=False)
 
     def victim(self) -> Key:
-        # Moving entries on here is no decision: asked again, the same key stands in front.
+        # Moving entries here does not change the result: a second call returns the same key.
         while True:
             if self._small and (not self._main or self._small_is_full()):
                 key, hits = next(iter(self._small.items()))
@@ -97,7 +98,7 @@ class S3FifoOrder(Generic[Key]):
         return self._small_size > self._small_share * self._size
 
     def _remove(self, key: Key) -> tuple[bool, int]:
-        """Take a key out of its queue; return whether that was the main one, and its hits."""
+        """Remove a key from its queue; return whether that was the main one, and its hits."""
         size = self._sizes.pop(key)
         self._size -= size
         if key in self._main:

@@ -1,4 +1,4 @@
-"""Whoever would be too late anyway is told so at once."""
+"""Shed requests that would miss their TTFT target."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from vsched.policy import (
 )
 
 GAPS_MAX = 17
-"""Times between first tokens that the estimate looks back at."""
+"""Number of gaps between first tokens in the estimate."""
 GAPS_MIN = 8
-"""With more of them than these, the longest is left out."""
+"""Above this number of gaps, the longest one is left out."""
 
 
 class DeadlineShed(FrontDoorPolicy, frozen=True, kw_only=True):
-    """Sheds a request whose first token would come after its target, as first tokens have come lately.
+    """Sheds a request if its first token would miss the target, judging by recent first tokens.
 
-    The estimate: those ahead of it, times the mean time between two first tokens while somebody waited. So under
-    overload the requests that are served are served in time, and no work goes into others.
+    The estimate is the number of requests ahead times the mean gap between two first tokens while a
+    request was waiting. So under overload the served requests are in time, and no work is spent on
+    others.
 
     Attributes:
-        by_priority: Whether the more urgent are served first, as by `priority` in `generate.admission`: then those of a
-            lower priority are not ahead, and the time between first tokens is what the more urgent leave.
-        ttft_target_ms: Target of requests without one of their own; None lets these in.
-        wait_share: Share of the time until the target that the estimate may take; the rest is for the request's own
-            images and prompt.
-        redirect_to: Base URL of a server that the client is sent to instead; empty for none.
+        by_priority: Whether urgent requests are served first, as by `priority` in
+            `generate.admission`: then requests of lower priority are not ahead, and the gap is
+            measured without first tokens of more urgent requests.
+        ttft_target_ms: Target of requests without their own; None admits these.
+        wait_share: Maximum share of the time until the target for the estimated wait; the rest is
+            for the request's own images and prompt.
+        redirect_to: Base URL of a server to which clients are redirected; empty for none.
     """
 
     by_priority: bool = False
@@ -46,7 +48,7 @@ class DeadlineShed(FrontDoorPolicy, frozen=True, kw_only=True):
     redirect_to: str = ""
 
     def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
-        """Return whether the first token would come in time."""
+        """Return whether the first token would be in time."""
         target_ns = view.request.target_ns
         if target_ns is None and self.ttft_target_ms is not None:
             target_ns = view.request.arrived_ns + self.ttft_target_ms * 1_000_000
@@ -74,10 +76,10 @@ class DeadlineShed(FrontDoorPolicy, frozen=True, kw_only=True):
 
 
 def busy_gap_ns(firsts: Sequence[FirstTokenTime]) -> float:
-    """Return the mean time from one first token to the next, where the next request was waiting all that time.
+    """Return the mean gap between consecutive first tokens, over gaps in which the next request was already waiting.
 
-    Of the latest gaps only, and without the longest: after a slow stretch of the machine requests are soon let in as
-    before, and one stop of it sheds nobody.
+    Only recent gaps count, without the longest one: after a slow phase of the machine requests are
+    soon admitted as before, and a single pause sheds none.
     """
     gaps = [
         this.ended_ns - last.ended_ns
@@ -90,9 +92,9 @@ def busy_gap_ns(firsts: Sequence[FirstTokenTime]) -> float:
 
 
 def gap_from_ns(firsts: Sequence[FirstTokenTime], priority: int) -> float:
-    """Return that time for requests of this priority and lower ones: others pass, also those that are yet to come.
+    """Return the gap for requests of this or a lower priority, which more urgent ones overtake.
 
-    Where none of them got a first token lately, the next may be as far as all that are remembered.
+    If none of them got a first token recently, the next gap may be as long as the whole history.
     """
     passed = [one for one in firsts if one.priority <= priority]
     if passed or not firsts:

@@ -1,4 +1,4 @@
-"""Everybody comes in, up to the bounds of the server."""
+"""Admit every request, within the limits of the server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vsched.policy import FrontDoorAnswer, FrontDoorPolicy, FrontDoorView, LetIn
 
 
 class Open(FrontDoorPolicy, frozen=True, kw_only=True):
-    """Lets every request in; the bounds of preparation and of the waiting queue refuse what is too much."""
+    """Admits every request; the limits of preparation and of the waiting queue refuse any excess."""
 
     def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
         """Return `LetIn`."""

@@ -1,4 +1,4 @@
-"""A rate of requests for each tenant."""
+"""A request rate limit for each tenant."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from vsched.policy import (
 )
 
 TENANTS_MAX = 200
-"""Tenants whose buckets are remembered; those that are nearly full again are forgotten first."""
+"""Maximum number of stored buckets; the fullest ones are dropped first."""
 
 
 class Buckets(msgspec.Struct):
-    """When the bucket of each tenant would be full again, of those that are not."""
+    """For each tenant whose bucket is not full, the time when it will be."""
 
     full_ns: dict[str, int] = {}
 
 
 class TokenBucket(FrontDoorPolicy, frozen=True, kw_only=True):
-    """Lets each tenant send `rate` requests a second, and `burst` at once; the next ones wait or are shed.
+    """Allows each tenant `rate` requests per second, and bursts of `burst`; further requests are held or shed.
 
-    A request that would be in time within `wait_s` takes its token at once and is held until then, so those of a tenant
-    come in in order. Requests without a tenant have one bucket together.
+    A request that gets its token within `wait_s` takes it at once and is held until then, so the
+    requests of a tenant are admitted in order. Requests without a tenant share one bucket.
 
     Attributes:
-        rate: Requests a second of a tenant.
-        burst: Requests that a tenant that was idle may send at once.
+        rate: Requests per second of a tenant.
+        burst: Number of requests that an idle tenant may send at once.
         rates: Other rates, by tenant.
-        wait_s: How long a request is held rather than shed; at most 60.
+        wait_s: Maximum time to hold a request rather than shed it; at most 60.
     """
 
     state_type = Buckets
@@ -52,7 +52,7 @@ class TokenBucket(FrontDoorPolicy, frozen=True, kw_only=True):
     def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
         """Return whether the tenant has a token, or how long until it has one."""
         if view.request.asks:
-            return LetIn()  # it took its token when it came
+            return LetIn()  # it took its token on arrival
         buckets: Buckets = view.state
         now_ns, tenant = view.now_ns, view.request.tenant
         rate = self.rates.get(tenant, self.rate)
@@ -74,6 +74,6 @@ class TokenBucket(FrontDoorPolicy, frozen=True, kw_only=True):
         return Hold(now_ns + wait_ns) if wait_ns > 0 else LetIn()
 
     def _forget(self, buckets: Buckets, now_ns: int) -> None:
-        """Drop buckets that are full again; a full one and none are the same."""
+        """Drop full buckets, which are equivalent to none."""
         kept = sorted((at_ns, name) for name, at_ns in buckets.full_ns.items() if at_ns > now_ns)
         buckets.full_ns = {name: at_ns for at_ns, name in kept[-TENANTS_MAX:]}

@@ -1,4 +1,4 @@
-"""What of a request that ended the prefix cache keeps."""
+"""Insertion policies: the blocks of a finished request that the prefix cache keeps."""
 
 from vsched_policies.insertion.everything import Everything
 from vsched_policies.insertion.matching import Matching

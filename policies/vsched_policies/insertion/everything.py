@@ -1,4 +1,4 @@
-"""Keep what was computed."""
+"""Keep all computed blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vsched.policy import InsertionPolicy, InsertionView
 
 
 class Everything(InsertionPolicy, frozen=True, kw_only=True):
-    """Keeps prompts and answers: the next turn of a conversation finds both."""
+    """Keeps prompts and outputs: the next turn of a conversation finds both."""
 
     def keep(self, view: InsertionView) -> int:
         """Return all blocks."""

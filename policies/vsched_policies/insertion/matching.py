@@ -1,4 +1,4 @@
-"""Keep what is of some tenants, or of some lengths."""
+"""Keep blocks of some tenants or prompt lengths."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from vsched.policy import Count, InsertionPolicy, InsertionView
 
 
 class Matching(InsertionPolicy, frozen=True, kw_only=True):
-    """Keeps the requests of some tenants, with prompts of some lengths, and of the others nothing.
+    """Keeps the requests of some tenants, with prompts of some lengths, and nothing of others.
 
-    A tenant whose prompts never come back, as in a batch job, then takes no place from conversations; and what is
-    computed again in no time need not be kept.
+    A tenant whose prompts are never repeated, such as a batch job, then takes no memory from
+    conversations; and prompts that are quickly recomputed need not be kept.
 
     Attributes:
-        tenants: Whose requests are kept; empty for those of all. The empty name is of those without a tenant.
-        tokens_min: Shortest prompt that is kept.
-        tokens_max: Longest prompt that is kept; None for no limit.
+        tenants: Tenants whose requests are kept; empty for all. The empty name stands for requests
+            without a tenant.
+        tokens_min: Minimum length of a kept prompt.
+        tokens_max: Maximum length of a kept prompt; None for no limit.
     """
 
     tenants: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Keep prompts, not answers."""
+"""Keep prompts, not outputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vsched.policy import InsertionPolicy, InsertionView
 
 
 class Prompts(InsertionPolicy, frozen=True, kw_only=True):
-    """Keeps prompts only: for single questions about the same documents or images, whose answers nobody sends back."""
+    """Keeps prompts only: for single questions about the same documents or images, whose outputs are not sent back."""
 
     def keep(self, view: InsertionView) -> int:
         """Return the blocks of the prompt."""

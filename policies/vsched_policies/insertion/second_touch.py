@@ -1,4 +1,4 @@
-"""Keep what comes a second time."""
+"""Keep blocks on their second occurrence."""
 
 from __future__ import annotations
 
@@ -7,35 +7,37 @@ import msgspec
 from vsched.policy import InsertionPolicy, InsertionView
 
 SLOTS = 2048
-"""Blocks that are remembered at a time, a few bytes each."""
+"""Number of remembered blocks, at a few bytes each."""
 TAG_BYTES = 4
 
 
 class Touched(msgspec.Struct):
-    """A part of the hash of each block that came once, at a place that follows from the hash."""
+    """Part of the hash of each block seen once, at a position derived from the hash."""
 
     tags: bytes = bytes(SLOTS * TAG_BYTES)
 
 
 class SecondTouch(InsertionPolicy, frozen=True, kw_only=True):
-    """Keeps blocks that have come before: what comes once is only remembered, by a part of its hash.
+    """Keeps blocks that have occurred before; on the first occurrence only a part of their hash is stored.
 
-    So prompts that nobody sends again take no place from those that many share. In return a prefix is computed twice
-    before it is cached. A newer block takes the place of an older one in the memory, of which there are 2,048: what
-    does not come again within about as many blocks counts as new.
+    So prompts that are never repeated take no memory from shared ones. In return a prefix is
+    computed twice before it is cached. There are 2,048 places for hashes, and newer blocks
+    overwrite older ones: a block that does not occur again within about as many blocks counts as
+    new.
 
-    Source: Einziger, Friedman and Manes, TinyLFU: A Highly Efficient Cache Admission Policy, ACM TOS 2017: its
-    doorkeeper, with tags in place of a Bloom filter.
+    Source: Einziger, Friedman and Manes, TinyLFU: A Highly Efficient Cache Admission Policy, ACM
+    TOS 2017: its doorkeeper, with tags in place of a Bloom filter.
 
     Attributes:
-        with_answers: Whether blocks of answers are kept with a prompt that is: what follows in a conversation has them.
+        with_answers: Whether output blocks are kept if the whole prompt is: the next conversation
+            turn contains them.
     """
 
     state_type = Touched
     with_answers: bool = True
 
     def keep(self, view: InsertionView) -> int:
-        """Return the blocks that came before, with those found; all where that is the whole prompt."""
+        """Return the number of leading blocks seen before, cached ones included; all blocks if the whole prompt was."""
         touched: Touched = view.state
         tags = bytearray(touched.tags)
         known = view.found

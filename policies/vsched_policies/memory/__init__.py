@@ -1,4 +1,4 @@
-"""How large the KV cache is."""
+"""Memory policies: the size of the KV cache."""
 
 from vsched_policies.memory.auto_profile import AutoProfile
 from vsched_policies.memory.fraction import Fraction

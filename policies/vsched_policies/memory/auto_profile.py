@@ -1,8 +1,9 @@
-"""Probe, build what the measurement leaves, prove it by a profiling run, shrink if it does not hold.
+"""Probe, build the KV cache that fits by measurement, prove it by a profiling run, shrink it if it fails.
 
-The probe is a small KV cache under the largest step there can be: its peak, less the cache itself, is what everything
-but the cache needs. Estimates from shapes miss fragmentation, workspaces and what the allocator rounds up; the peak
-does not. What is left is the cache's, less the share that `mem_fraction` keeps back: the one safety margin.
+The probe is a small KV cache under the largest possible step: the peak without the cache is the
+memory needed by everything else. Estimates from shapes miss fragmentation, workspaces and rounding
+in the allocator; the peak does not. The rest is for the cache, reduced by `mem_fraction`: the only
+safety margin.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ Shrink = Annotated[float, Meta(gt=0, lt=1)]
 
 
 class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
-    """Measures what everything else needs, and builds and proves the largest KV cache beside it.
+    """Measures the memory needed by everything else, then builds and proves the largest KV cache that fits.
 
     Attributes:
-        headroom_bytes: Held while a build is proved, so that what fits has so much to spare.
-        retries: How often a build that ran out of memory is tried again, smaller.
-        shrink: By which share a build shrinks for the next try.
+        headroom_bytes: Held while a build is proved, so that this much memory remains free.
+        retries: Number of retries with a smaller size after running out of memory.
+        shrink: Share by which a build shrinks for the next attempt.
     """
 
     headroom_bytes: Count = 256 << 20
@@ -58,7 +59,7 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
         return self._after_failed_probe(view, last)
 
     def _after_failed_probe(self, view: MemoryView, last: Attempt) -> Probe | Fail:
-        """Probe once more with little: what everything else needs can be measured beside any KV cache."""
+        """Probe once more with a small size: other memory can be measured with any KV cache."""
         little = _round_up(max(last.tokens // 8, view.tokens_min), view.block_size)
         probes = sum(attempt.action == "probe" for attempt in view.attempts)
         if probes == 1 and little < last.tokens:
@@ -81,14 +82,15 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
         if len(builds) > self.retries:
             return self._out_of_tries(view, builds)
         probe = next(attempt for attempt in reversed(view.attempts) if attempt.action == "probe")
-        # A peer that has come since the probe is seen now; to shrink by a share alone would not make room for it.
+        # Includes processes that started since the probe, for which shrinking by a share would not
+        # suffice.
         shrunk = int(last.tokens * (1 - self.shrink))
         return self._build(view, min(shrunk, self._target(view, probe, last)))
 
     def _target(self, view: MemoryView, probe: Attempt, last: Attempt) -> int:
-        """Return the tokens that the measurements leave room for, in the tightest pool, at least 1.
+        """Return the tokens that fit by measurement in the tightest pool, at least 1.
 
-        What is not KV is known from the probe, what peers hold from the last attempt.
+        Memory other than KV is known from the probe, that of other processes from the last attempt.
         """
         non_kv_bytes = {
             rank.rank: max(rank.peak_bytes - rank.kv_bytes, 0) + self.headroom_bytes
@@ -103,7 +105,7 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
         return max(min(targets), 1)
 
     def _build(self, view: MemoryView, tokens: int) -> Build | Fail:
-        """Return the order in whole blocks, if one request fits in them."""
+        """Return a build order in whole blocks, if one request of maximum length fits in them."""
         whole = tokens // view.block_size * view.block_size
         if whole < max(view.context_tokens, view.tokens_min):
             return too_small(
@@ -127,7 +129,7 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
 
 
 def _first_probe(view: MemoryView) -> Probe | Fail:
-    """Return what the largest step writes or 8,192 tokens, less where not even that much is free."""
+    """Return a probe of the largest step or 8,192 tokens, or less if not even that is free."""
     wanted = _round_up(max(view.batch_tokens + view.slots, PROBE_TOKENS), view.block_size)
     tightest, free = _tightest(view)
     least = max(view.tokens_min, view.block_size)
@@ -146,7 +148,7 @@ def _first_probe(view: MemoryView) -> Probe | Fail:
 
 
 def _tightest(view: MemoryView) -> tuple[RankMemory, int]:
-    """Return the rank with the least room, and the tokens in whole blocks that it has room for now."""
+    """Return the rank with the least memory, and the tokens that fit on it now, in whole blocks."""
     rooms = []
     for pool in group_pools(view.ranks, view.reservations):
         state_bytes = view.state_bytes * len(pool.ranks)

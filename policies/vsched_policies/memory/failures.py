@@ -1,4 +1,4 @@
-"""How the memory policies word what they refuse, so that the knobs are named alike and in one order."""
+"""Error messages of the memory policies, with the same settings named in the same order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vsched.policy import Attempt, Fail, MemoryView, RankMemory
 
 
 def leaked(view: MemoryView) -> Fail:
-    """Word a leak of the last attempt: no size would help, so none is tried."""
+    """Describe a leak in the last attempt, for which no size would help."""
     last = view.attempts[-1]
     before = view.attempts[-2].ranks if len(view.attempts) > 1 else ()
     stood = {rank.rank: rank.kv_bytes for rank in before}
@@ -28,7 +28,7 @@ def leaked(view: MemoryView) -> Fail:
 
 
 def too_small(view: MemoryView, tokens: int, *, mem_fraction: float, headroom_bytes: int) -> Fail:
-    """Word a KV cache that one request of the longest context would not fit in."""
+    """Describe a KV cache that is too small for one request of the maximum context length."""
     least = max(tokens, 0)
     lower = (
         f"lower generate.context_tokens to {least} or less, " if least >= view.block_size else ""
@@ -46,7 +46,7 @@ def too_small(view: MemoryView, tokens: int, *, mem_fraction: float, headroom_by
 
 
 def lower_activations(view: MemoryView) -> str:
-    """Name what makes the rest of the memory smaller, the cheapest first."""
+    """Name settings that reduce other memory, the cheapest first."""
     return (
         f"lower generate.max_batch_tokens (now {view.batch_tokens}), generate.slots (now {view.slots}) or "
         "encode.admission.max_tokens, raise generate.memory_limit where that is the limit, free the device of other "
@@ -55,7 +55,7 @@ def lower_activations(view: MemoryView) -> str:
 
 
 def highest_peak(attempts: list[Attempt]) -> RankMemory:
-    """Return the measurement of the rank that came nearest to its total."""
+    """Return the measurement of the rank that came closest to its total."""
     ranks = [rank for attempt in attempts for rank in attempt.ranks]
     return max(ranks, key=lambda rank: rank.peak_bytes - rank.total_bytes)
 

@@ -1,4 +1,4 @@
-"""The old way, to compare with: a share of what is free after loading, and hope for the rest."""
+"""A fixed share of the free memory after loading, without proof: the usual method, for comparison."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from vsched_policies.memory.failures import highest_peak, leaked
 
 
 class Fraction(MemoryPolicy, frozen=True, kw_only=True):
-    """Builds the KV cache from a share of what weights leave; proves nothing, and reserves nothing for encoders."""
+    """Builds the KV cache from a share of the memory left by the weights, without a profiling run.
+
+    Reserves nothing for encoders.
+    """
 
     mem_fraction: policy.Fraction = 0.9
 
     def plan(self, view: MemoryView) -> Build | AcceptBuild | Fail:
-        """Return the size once and keep it if it could be allocated."""
+        """Return the size once, and keep it if it could be allocated."""
         if not view.attempts:
             return self._build(view)
         last = view.attempts[-1]

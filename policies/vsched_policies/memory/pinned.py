@@ -1,4 +1,4 @@
-"""A KV cache of the size that the operator says, proved by a profiling run, refused at start-up where it cannot fit."""
+"""A KV cache of a given size, proved by a profiling run; start-up fails if it cannot fit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from vsched_policies.memory.failures import highest_peak, leaked, lower_activati
 
 
 class Pinned(MemoryPolicy, frozen=True, kw_only=True):
-    """Builds a KV cache of a given size, in tokens or in bytes; no probe, one profiling run.
+    """Builds a KV cache of a given size, in tokens or in bytes, with one profiling run and no probe.
 
     Attributes:
         tokens: The size in tokens; give this or `bytes`.
         bytes: The size in bytes, rounded down to whole tokens.
-        headroom_bytes: Held during the profiling run; none by default, since the size says how much is to be left.
+        headroom_bytes: Held during the profiling run; none by default, since the given size leaves
+            the intended rest.
     """
 
     tokens: PositiveCount | None = None
@@ -43,7 +44,7 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
             raise ValueError(message)
 
     def plan(self, view: MemoryView) -> Build | AcceptBuild | Fail:
-        """Return the size once, unless it is too small or cannot fit; then keep it, or say why it did not hold."""
+        """Return the size once, unless it is too small or cannot fit; then accept it, or report why it failed."""
         if not view.attempts:
             return self._build(view)
         last = view.attempts[-1]
@@ -66,7 +67,8 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
             )
         kv_bytes = tokens * view.bytes_per_token
         for pool in group_pools(view.ranks, view.reservations):
-            # What is free is what neither this group nor its peers hold; mem_fraction applies to that.
+            # Free memory is held neither by this group nor by other processes; mem_fraction applies
+            # to it.
             kept_bytes = pool.unheld_bytes + view.state_bytes * len(pool.ranks)
             free_bytes = max(pool.available_bytes - kept_bytes - self.headroom_bytes, 0)
             room_bytes = int(self.mem_fraction * free_bytes) // len(pool.ranks)

@@ -1,4 +1,4 @@
-"""Which running request gives way when KV blocks run out, and how it comes back."""
+"""Preemption policies: the running request to preempt when KV blocks run out, and how it resumes."""
 
 from vsched_policies.preemption.cheapest import Cheapest
 from vsched_policies.preemption.reader_pace import ReaderPace

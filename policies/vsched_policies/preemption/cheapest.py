@@ -1,4 +1,4 @@
-"""Least to compute again."""
+"""Fewest tokens to recompute."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from vsched.policy import Manner, Preemption, PreemptionPolicy, PreemptionView
 
 
 class Cheapest(PreemptionPolicy, frozen=True, kw_only=True):
-    """Preempts the request with the fewest computed tokens: the least is computed again; of several the youngest.
+    """Preempts the request with the fewest computed tokens, the youngest among equals: it is the cheapest to recompute.
 
-    With `manner = "swap"` its KV blocks are swapped to host memory instead (`generate.swap_memory`): the fewest go.
+    With `manner = "swap"` its KV blocks are swapped to host memory instead
+    (`generate.swap_memory`), as few as possible.
     """
 
     manner: Manner = "recompute"
 
     def victim(self, view: PreemptionView) -> Preemption:
-        """Return the last of those with the fewest tokens."""
+        """Return the last request with the fewest tokens."""
         running = view.running
         index = min(range(len(running)), key=lambda index: (running[index].tokens, -index))
         return Preemption(index, self.manner)

@@ -1,4 +1,4 @@
-"""Whoever is ahead of its reader can pause."""
+"""Preempt the request that is furthest ahead of its reader."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from vsched.policy import Count, Manner, Preemption, PreemptionPolicy, Preemptio
 
 
 class ReaderPace(PreemptionPolicy, frozen=True, kw_only=True):
-    """Preempts the request whose tokens are furthest ahead of what its reader can have read.
+    """Preempts the request whose tokens are furthest ahead of its reader.
 
-    A reader expects the first token after `first_ms` and then `tokens_s` a second. While a request that is ahead of it
-    comes back, its reader has something to read; one that is behind would be kept waiting even longer. Of equals the
-    youngest goes.
+    A reader expects the first token after `first_ms` and then `tokens_s` per second. A request that
+    is ahead leaves its reader something to read while it is preempted; one that is behind would
+    keep its reader waiting even longer. Ties go to the youngest.
 
-    Source: Liu et al., Andes: Defining and Enhancing Quality-of-Experience in LLM-Based Text Streaming Services,
-    arXiv 2404.16283, 2024, whose scheduler compares what is gained by serving a request with what it holds.
+    Source: Liu et al., Andes: Defining and Enhancing Quality-of-Experience in LLM-Based Text
+    Streaming Services, arXiv 2404.16283, 2024, whose scheduler compares the gain of serving a
+    request with the memory it holds.
 
     Attributes:
-        tokens_s: Tokens that a reader takes in, a second.
-        first_ms: When the first token is expected, after the arrival.
+        tokens_s: Reading speed in tokens per second.
+        first_ms: Expected time to first token, from arrival.
     """
 
     tokens_s: Annotated[float, Meta(gt=0)] = 8.0
@@ -29,7 +30,7 @@ class ReaderPace(PreemptionPolicy, frozen=True, kw_only=True):
     manner: Manner = "recompute"
 
     def victim(self, view: PreemptionView) -> Preemption:
-        """Return the last of those with the longest lead."""
+        """Return the last request with the longest lead."""
 
         def lead(index: int) -> tuple[float, int]:
             one = view.running[index]

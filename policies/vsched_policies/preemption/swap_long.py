@@ -1,4 +1,4 @@
-"""Swap what takes long to compute."""
+"""Swap requests that take long to recompute."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from vsched.policy import Count, Preemption, PreemptionPolicy, PreemptionView
 
 
 class SwapLong(PreemptionPolicy, frozen=True, kw_only=True):
-    """Preempts the request that joined last; swaps it where computing it again should take longer than the copies.
+    """Preempts the request that joined last; swaps it if recomputation should take longer than the copies.
 
-    What both take is measured by the steps of the replica. Before there are such, and where a device copies by itself,
-    a request is swapped that has `tokens_min` tokens to compute again. Blocks that other requests hold count for
-    neither: they are cached.
+    Both times are estimated from the steps of the replica. Before there are any, and if a device
+    copies asynchronously, a request with at least `tokens_min` tokens to recompute is swapped.
+    Blocks shared with other requests count for neither: they stay cached.
     """
 
     tokens_min: Count = 512
 
     def victim(self, view: PreemptionView) -> Preemption:
-        """Return the last of the running requests, and the manner that should take less."""
+        """Return the last of the running requests, and the faster way to resume it."""
         one = view.running[-1]
         tokens = one.tokens - one.blocks_shared * view.block_tokens
         blocks = one.blocks - one.blocks_shared
@@ -31,7 +31,7 @@ class SwapLong(PreemptionPolicy, frozen=True, kw_only=True):
 
 
 def prefill_token_ns(measured: Measured) -> float | None:
-    """Return what a prompt token takes beyond the decodes of its step; None where no step tells."""
+    """Return the prefill time per prompt token, without the decodes of the step; None if it was not measured."""
     decoding = [one.busy_ns for one in measured.steps if one.busy_ns and not one.prefill_tokens]
     prefilling = [one for one in measured.steps if one.busy_ns and one.prefill_tokens]
     tokens = sum(one.prefill_tokens for one in prefilling)
@@ -42,6 +42,6 @@ def prefill_token_ns(measured: Measured) -> float | None:
 
 
 def swap_block_ns(measured: Measured) -> float | None:
-    """Return what the copy of a block takes; None where none was measured."""
+    """Return the copy time per block; None if it was not measured."""
     blocks = sum(one.blocks for one in measured.swaps)
     return sum(one.took_ns for one in measured.swaps) / blocks if blocks else None

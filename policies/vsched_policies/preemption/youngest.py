@@ -6,9 +6,10 @@ from vsched.policy import Manner, Preemption, PreemptionPolicy, PreemptionView
 
 
 class Youngest(PreemptionPolicy, frozen=True, kw_only=True):
-    """Preempts the request that joined last, so that those before it get done.
+    """Preempts the request that joined last, so that earlier ones finish.
 
-    It is recomputed; with `manner = "swap"` its KV blocks are swapped to host memory (`generate.swap_memory`).
+    It is recomputed; with `manner = "swap"` its KV blocks are swapped to host memory
+    (`generate.swap_memory`).
     """
 
     manner: Manner = "recompute"

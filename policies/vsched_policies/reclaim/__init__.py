@@ -1,4 +1,4 @@
-"""Whose ready embedding gives way to an image of an older request."""
+"""Reclaim policies: ready embeddings to drop for an image of an older request."""
 
 from vsched_policies.reclaim.best_fit import BestFit
 from vsched_policies.reclaim.least_urgent import LeastUrgent

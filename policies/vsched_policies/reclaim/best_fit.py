@@ -1,4 +1,4 @@
-"""As little as possible is encoded again."""
+"""Encode as little as possible again."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from vsched.policy import ReclaimPolicy, ReclaimView
 
 
 class BestFit(ReclaimPolicy, frozen=True, kw_only=True):
-    """Takes the smallest embedding that makes room; where none does alone, the largest, and then what is still missing.
+    """Drops the smallest embedding that frees enough; if none does alone, the largest, and then the rest likewise.
 
-    With images of many sizes, the youngest may be a large one that is encoded again for a small one. Among equals the
-    youngest goes.
+    With images of many sizes, the youngest may be a large one that is encoded again for a small
+    one. Ties go to the youngest.
     """
 
     def choose(self, view: ReclaimView) -> Sequence[int]:
-        """Return those that make up the missing pages."""
+        """Return embeddings that free the missing pages."""
         left = list(range(len(view.ready)))
         chosen: list[int] = []
         missing = view.pages

@@ -1,4 +1,4 @@
-"""What is needed last gives way."""
+"""Drop the embedding needed last."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from vsched.policy import ReclaimPolicy, ReclaimView
 
 
 class LeastUrgent(ReclaimPolicy, frozen=True, kw_only=True):
-    """Takes embeddings of requests of the lowest priority, and of these the one whose first token is due last.
+    """Drops embeddings of requests of the lowest priority, and among these the one with the latest TTFT target.
 
-    A request without a target counts as due after all that have one. An image takes none of a higher priority than its
-    own, unless it is the first that waits.
+    A request without a target comes after all that have one. An image takes no memory from a higher
+    priority than its own, unless it is the first in the queue.
     """
 
     def choose(self, view: ReclaimView) -> Sequence[int]:
-        """Return those of no higher priority, the least urgent first."""
+        """Return the embeddings of no higher priority, the least urgent first."""
 
         def urgency(index: int) -> tuple[int, bool, int, int]:
             one = view.ready[index]

@@ -1,4 +1,4 @@
-"""Last come, first to give way."""
+"""Youngest first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vsched.policy import ReclaimPolicy, ReclaimView
 
 
 class YoungestEmbedding(ReclaimPolicy, frozen=True, kw_only=True):
-    """Takes the embeddings of the youngest requests: those whose prefill is the furthest away."""
+    """Drops the embeddings of the youngest requests, whose prefill is the furthest away."""
 
     def choose(self, view: ReclaimView) -> Sequence[int]:
         """Return all, the youngest first."""

@@ -1,4 +1,4 @@
-"""Which replica serves a request."""
+"""Routing policies: the replica that serves a request."""
 
 from vsched_policies.routing.image_affinity import ImageAffinity
 from vsched_policies.routing.least_loaded import LeastLoaded

@@ -1,4 +1,4 @@
-"""Back to the replica that knows the prompt or its images, unless it has too much to do."""
+"""Prefer the replica that has the prompt or its images cached, unless it is overloaded."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from vsched_policies.routing.least_loaded import candidates, least_loaded
 
 
 class ImageAffinity(RoutingPolicy, frozen=True, kw_only=True):
-    """Sends requests to the healthy replica that knows most of the prompt, within a bound on load.
+    """Sends requests to the healthy replica with most of the prompt cached, within a bound on load.
 
-    A replica that is busier than the least loaded one by more than the bound is left out, however much it knows: a
-    popular image must not pull everyone to one replica. Of the others, the one with the largest share of the prompt in
-    its KV cache is taken; where a request's images were last sent counts half as much, because that promises a prefix
-    and does not prove one. Equals are told apart by a rendezvous hash of the first image, so that equal images that
-    nobody knows yet meet, and stay where they are when another replica comes or goes; without images, by their load.
+    A replica whose load exceeds the lowest load by more than the bound is left out, whatever it has
+    cached: a popular image must not attract all requests to one replica. Among the others, the one
+    with the largest share of the prompt in its KV cache is chosen; being the last replica to
+    receive the request's images counts half as much, because it makes a cached prefix likely but
+    not certain. Ties are broken by a rendezvous hash of the first image, so that requests with
+    equal new images meet on one replica, and stay there when other replicas come or go; without
+    images, by load.
 
     Attributes:
-        imbalance: How much busier than the least loaded replica one may be, as a share of what a replica can run at
-            once.
+        imbalance: Maximum load above the least loaded replica, as a share of the capacity of a
+            replica.
     """
 
     imbalance: Fraction = 0.03
 
     def choose(self, view: RoutingView) -> int:
-        """Return the replica that knows most, of those within the bound."""
+        """Return the replica with most of the prompt cached, within the bound."""
         healthy = candidates(view)
         least = min(view.replicas[index].load_tokens for index in healthy)
         limit = least + self.imbalance * view.load_limit_tokens
@@ -45,5 +47,5 @@ def _known(view: RoutingView, index: int) -> int:
 
 
 def _weight(key: bytes, replica: int) -> bytes:
-    """Return what decides between replicas for an image; a replica's weight depends on no other replica."""
+    """Return the rendezvous hash of a replica for an image, which does not depend on other replicas."""
     return blake2b(key, digest_size=8, salt=replica.to_bytes(8, "little")).digest()

@@ -6,10 +6,10 @@ from vsched.policy import RoutingPolicy, RoutingView
 
 
 class RoundRobin(RoutingPolicy, frozen=True, kw_only=True):
-    """Sends requests to the healthy replicas in turn; with none healthy, a replica's queue holds the request."""
+    """Sends requests to the healthy replicas in turn; if none is healthy, a request waits in a replica's queue."""
 
     def choose(self, view: RoutingView) -> int:
-        """Return the replica whose turn it is."""
+        """Return the next replica in turn."""
         replicas = range(len(view.replicas))
         healthy = [index for index in replicas if view.replicas[index].healthy]
         turns = healthy or replicas

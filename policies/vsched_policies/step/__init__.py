@@ -1,4 +1,4 @@
-"""Which prefilling requests advance in a step, and by how many tokens."""
+"""Step policies: the prefilling requests that advance in a step, and their numbers of tokens."""
 
 from vsched_policies.step.fair_prefill import FairPrefill
 from vsched_policies.step.in_order import InOrder

@@ -1,4 +1,4 @@
-"""Tenants, or sessions, take turns in prefill, by deficit round robin."""
+"""Deficit round robin in prefill between tenants or sessions."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from vsched.policy import PositiveCount, StepPolicy, StepShares, StepView
 
 
 class Deficits(msgspec.Struct):
-    """Tokens that each tenant or session may still prefill before the others' turn, and who is next."""
+    """Tokens that each tenant or session may still prefill in its turn, and the next one in turn."""
 
     tokens: dict[str, int] = {}
     turn: str = ""
 
 
 class FairPrefill(StepPolicy, frozen=True, kw_only=True):
-    """Shares the tokens of a step between tenants by deficit round robin; a tenant's requests go in order of arrival.
+    """Shares the tokens of a step between tenants by deficit round robin; within a tenant, in order of arrival.
 
-    Each round gives every tenant `quantum_tokens`, and what it does not use in a step is kept for its next turn, so
-    that a tenant of long prompts leaves room for others in each step. A request without a tenant is one by itself.
-    By `session`, the same is done among the conversations of all tenants.
+    Each round gives every tenant `quantum_tokens`; unused ones are kept for its next turn, so that
+    a tenant with long prompts leaves tokens of each step to others. A request without a tenant
+    counts as a separate tenant. With `by = "session"`, the turns are taken by the conversations of
+    all tenants.
 
     Source: Shreedhar and Varghese, Efficient Fair Queuing Using Deficit Round Robin, SIGCOMM 1995.
 
     Attributes:
-        by: Who takes turns.
-        quantum_tokens: Tokens a tenant gets a round; less is fairer, and cuts prompts into more chunks.
+        by: Unit that takes turns.
+        quantum_tokens: Tokens per tenant and round; a lower number is fairer, and cuts prompts into
+            more chunks.
     """
 
     state_type = Deficits
@@ -35,7 +37,7 @@ class FairPrefill(StepPolicy, frozen=True, kw_only=True):
     quantum_tokens: PositiveCount = 256
 
     def share(self, view: StepView) -> StepShares:
-        """Return requests in the order of the rounds, each with the tokens that it may take."""
+        """Return requests in the order of the rounds, each with its maximum number of tokens."""
         state: Deficits = view.state
         queues: dict[str, list[int]] = {}
         for index, request in enumerate(view.prefilling):
@@ -71,7 +73,7 @@ class FairPrefill(StepPolicy, frozen=True, kw_only=True):
         return StepShares(list(order), [given[index] for index in order])
 
     def _room(self, view: StepView) -> int:
-        """Return the tokens to share: what there is room for, and about what there is time for."""
+        """Return the tokens to share: the free ones, limited to about what fits in the time."""
         slowest_ns = view.token_ns + view.pair_ns * max(
             (one.computed for one in view.prefilling), default=0
         )

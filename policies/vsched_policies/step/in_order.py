@@ -1,4 +1,4 @@
-"""The oldest request first, for as long as the step may take."""
+"""Oldest request first, within the time of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vsched.policy import StepPolicy, StepShares, StepView
 
 
 class InOrder(StepPolicy, frozen=True, kw_only=True):
-    """Advances requests in order of arrival, each by as much as the time and the room of the step allow."""
+    """Advances requests in order of arrival, each as far as the time and the free tokens of the step allow."""
 
     def share(self, view: StepView) -> StepShares:
         """Return all, oldest first."""

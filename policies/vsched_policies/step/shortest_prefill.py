@@ -1,4 +1,4 @@
-"""The request that is nearest to its first token goes first."""
+"""The request closest to its first token goes first."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from vsched.policy import StepPolicy, StepShares, StepView
 
 
 class ShortestPrefill(StepPolicy, frozen=True, kw_only=True):
-    """Advances the request with the fewest prompt tokens left first: short prompts pass a long one.
+    """Advances the request with the fewest remaining prompt tokens first: short prompts overtake a long one.
 
-    What is left counts less the longer a request has been here, so that a long prompt is not passed for ever.
+    The remaining tokens of a request are weighted down with its age, so that a long prompt is not
+    overtaken forever.
 
     Attributes:
-        ageing_s: Time since its arrival after which a request counts as nearly done.
+        ageing_s: Age at which a request counts as nearly done.
     """
 
     ageing_s: Annotated[float, Meta(gt=0)] = 5.0
 
     def share(self, view: StepView) -> StepShares:
-        """Return all, the one with the least left first."""
+        """Return all, the one with the fewest remaining tokens first."""
 
         def left(index: int) -> tuple[float, int]:
             request = view.prefilling[index]

@@ -1,4 +1,4 @@
-"""The time for prefill follows what clients see: late first tokens ask for more, long gaps for less."""
+"""Prefill time by feedback: late first tokens increase it, long gaps between tokens reduce it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vsched.policy import PositiveCount, StepPolicy, StepShares, StepView
 
 
 class PrefillTime(msgspec.Struct):
-    """How long prefill may take in a step, 0 before the first; and up to when steps and first tokens were looked at."""
+    """Time limit of prefill in a step, 0 before the first, and the end of the last steps and first tokens seen."""
 
     time_ns: float = 0.0
     steps_seen_ns: int = 0
@@ -19,18 +19,19 @@ class PrefillTime(msgspec.Struct):
 
 
 class SloFeedback(StepPolicy, frozen=True, kw_only=True):
-    """Moves the time that prefill may take in a step by feedback from TTFT and ITL.
+    """Adjusts the time that prefill may take in a step by feedback from TTFT and ITL.
 
-    Every step that kept decoding requests waiting longer than `itl_target_ms` takes a part of the time away. A first
-    token later than its target (the request's own, or `ttft_target_ms`) adds a part, as long as gaps are not too long.
-    ITL goes first where both cannot be met. Requests advance in order of arrival.
+    Every step in which decoding requests waited longer than `itl_target_ms` reduces the time by a
+    share. A first token later than its target (the request's own, or `ttft_target_ms`) increases it
+    by a share, unless gaps are too long. ITL has precedence if both targets cannot be met. Requests
+    advance in order of arrival.
 
     Attributes:
-        itl_target_ms: Longest time between two tokens of a request.
-        ttft_target_ms: Time to first token of a request without a target of its own.
-        least_ms: The least time for prefill, so that it never stops.
-        most_ms: The most.
-        gain: What one step or first token changes, as a part of the time.
+        itl_target_ms: Maximum time between two tokens of a request.
+        ttft_target_ms: TTFT target of a request without its own.
+        least_ms: Minimum time for prefill, so that it never stops.
+        most_ms: Maximum time for prefill.
+        gain: Relative change by one step or first token.
     """
 
     state_type = PrefillTime
@@ -41,11 +42,11 @@ class SloFeedback(StepPolicy, frozen=True, kw_only=True):
     gain: Annotated[float, Meta(gt=0, lt=1)] = 0.1
 
     def share(self, view: StepView) -> StepShares:
-        """Return all in order, and the time that prefill may take."""
+        """Return all in order, and the time limit of prefill."""
         order = range(len(view.prefilling))
         state: PrefillTime = view.state
         if view.time_ns is None:
-            return StepShares(order)  # nobody decodes, so nobody waits
+            return StepShares(order)  # no request decodes, so none waits
         time_ns = state.time_ns or float(view.time_ns)
         itl_ns = self.itl_target_ms * 1e6
         long = False

@@ -1,1 +1,1 @@
-"""`vsched demo`: the whole path in one command."""
+"""`vsched demo`: everything in one command."""

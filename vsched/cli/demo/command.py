@@ -1,4 +1,4 @@
-"""`vsched demo`: the whole path in one command: a checkpoint, a server, pictures, streamed answers."""
+"""`vsched demo`: everything in one command: a checkpoint, a server, pictures, streamed answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 QUESTION = "What is in this picture?"
 SIZE = "tiny25"
 TASKS = ("number", "colour", "count")
-"""Of the first question and of each turn of the conversation."""
+"""Tasks of the first question and of each turn of the conversation."""
 
 
 @app.command()
@@ -81,7 +81,7 @@ def _size_mb(folder: Path) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Client:
-    """A server and OpenAI's client of it."""
+    """A server and an OpenAI client for it."""
 
     url: str
     model: str
@@ -92,7 +92,7 @@ class _Client:
     async def ask(
         self, messages: Sequence[Any], *, max_tokens: int, show: bool = True, **sampling: Any
     ) -> str:
-        """Ask, print the answer as it comes, and return it."""
+        """Send messages, print the answer as it is streamed, and return it."""
         stream: Any = await self.openai.chat.completions.create(
             model=self.model,
             messages=list(messages),
@@ -109,7 +109,7 @@ class _Client:
         return "".join(pieces)
 
     async def statistics(self) -> dict[str, Any]:
-        """Return what the server tells of itself."""
+        """Return the server's statistics."""
         reply = await self.http.get(f"{self.url}/admin/statistics")
         found: dict[str, Any] = reply.json()
         return found
@@ -117,7 +117,7 @@ class _Client:
 
 @contextlib.asynccontextmanager
 async def _serving(checkpoint: str, console: Console) -> AsyncIterator[_Client]:
-    """Serve a checkpoint, under bars while it loads."""
+    """Serve a checkpoint, with progress bars while it loads."""
     import httpx
     from openai import AsyncOpenAI
 
@@ -131,7 +131,7 @@ async def _serving(checkpoint: str, console: Console) -> AsyncIterator[_Client]:
         with loading_progress(console) as report:
             server = await stack.enter_async_context(running_server(config, on_progress=report))
         console.print(f"Serving at {server.url}/v1")
-        # Clients live within the server's time: a kept-alive connection would hold up its stop.
+        # Clients are closed before the server: an open keep-alive connection would delay its stop.
         openai = await stack.enter_async_context(
             AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
         )
@@ -149,12 +149,12 @@ class _Exam:
     seed: int
 
     def turn(self, task: str, place: int) -> ExamTurn:
-        """Return the turn of a task; another place is another picture."""
+        """Return the turn of a task; another place gives another picture."""
         return self.examiner.exam(task, 1, seed=2 * self.seed + place)[0][0]
 
 
 async def _examine(exam: _Exam, folder: Path, max_tokens: int, console: Console) -> None:
-    """Ask about a picture, then hold a conversation; say whether the answers are right."""
+    """Ask about a picture, then hold a conversation; report whether the answers are right."""
     from vsched.bench.accuracy.exam import user_message
 
     first = exam.turn(TASKS[0], 0)
@@ -176,7 +176,7 @@ async def _examine(exam: _Exam, folder: Path, max_tokens: int, console: Console)
 
 
 async def _converse(client: _Client, turns: Sequence[ExamTurn], max_tokens: int) -> list[AskedTurn]:
-    """Hold a conversation of these turns, each with a picture of its own."""
+    """Hold a conversation of these turns, each with its own picture."""
     from vsched.bench.accuracy.exam import user_message
 
     messages: list[dict[str, Any]] = []
@@ -201,7 +201,7 @@ async def _converse(client: _Client, turns: Sequence[ExamTurn], max_tokens: int)
 
 
 def _show(pictures: Sequence[bytes], folder: Path, name: str, console: Console) -> None:
-    """Write pictures as PNG files, and show them where the console can."""
+    """Write pictures as PNG files, and show them if the console can."""
     paths = [
         folder / (f"{name}.png" if len(pictures) == 1 else f"{name}-{number}.png")
         for number in range(1, len(pictures) + 1)

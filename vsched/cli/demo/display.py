@@ -1,4 +1,4 @@
-"""What `vsched demo` shows: pictures as coloured half blocks, and tables of turns, time and memory."""
+"""Output of `vsched demo`: pictures as coloured half blocks, and tables of turns, time and memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 TABLE_COLUMNS = 72
 PICTURE_COLUMNS = 56
 PICTURES_COLUMNS = 120
-"""Of pictures side by side, where the console is so wide."""
+"""Maximum total width of pictures side by side."""
 GAP_COLUMNS = 2
 
 
 class AskedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn as it went; `expected` is the right answer."""
+    """A conversation turn and its answer; `expected` is the right answer."""
 
     question: str
     answer: str
@@ -44,7 +44,7 @@ def verdict(answer: str, expected: str) -> str:
 
 
 def show_pictures(pictures: Sequence[bytes], console: Console) -> None:
-    """Show PNG files side by side, where the console has colours."""
+    """Show PNG files side by side if the console has colours."""
     from PIL import Image
     from rich.table import Table
 
@@ -62,11 +62,11 @@ def show_pictures(pictures: Sequence[bytes], console: Console) -> None:
 
 
 def thumbnail(picture: Image.Image, columns: int) -> Text:
-    """Return a picture as coloured half blocks, two pixels a character; small ones are not enlarged."""
+    """Return a picture as coloured half blocks, two pixels per character; small ones are not enlarged."""
     from PIL import Image
     from rich.text import Text
 
-    # As high as wide at most, or one tall picture fills the screen.
+    # Limit the height to the width, so that a tall picture does not fill the screen.
     scale = min(columns / picture.width, columns / picture.height, 1.0)
     columns = max(round(picture.width * scale), 1)
     rows = max(round(picture.height * scale / 2), 1) * 2
@@ -86,7 +86,7 @@ def thumbnail(picture: Image.Image, columns: int) -> Text:
 
 
 def turns_table(turns: Sequence[AskedTurn]) -> Table:
-    """Return the turns of a conversation."""
+    """Return the turns of a conversation as a table."""
     from rich.table import Table
 
     table = Table(
@@ -115,7 +115,7 @@ def turns_table(turns: Sequence[AskedTurn]) -> Table:
 
 
 def timeline_table(timeline: dict[str, Any]) -> Table:
-    """Return where the time of one request went."""
+    """Return a table of the time spent on one request, by stage."""
     from rich.table import Table
 
     table = Table(title="Where the time went (ms)", title_justify="left", min_width=TABLE_COLUMNS)
@@ -132,7 +132,7 @@ def timeline_table(timeline: dict[str, Any]) -> Table:
 
 
 def memory_table(statistics: dict[str, Any]) -> Table:
-    """Return where the memory is, process by process."""
+    """Return a table of the memory in use, by process."""
     from rich.table import Table
 
     table = Table(title="Where the memory is (MiB)", title_justify="left", min_width=TABLE_COLUMNS)

@@ -1,4 +1,4 @@
-"""`vsched simulate`: try configurations on a workload, on the production scheduler and a virtual clock."""
+"""`vsched simulate`: try configurations on a workload, with the production scheduler on a virtual clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PIPE_COLUMNS = 160
 WITH_SWARM = ("swarm", "seed", "faults", "config", "assignments", "probes")
-"""The options that apply to `--swarm`."""
+"""Options that apply to `--swarm`."""
 
 
 @app.command()
@@ -61,9 +61,10 @@ def simulate(
     plot: PlotOption = None,
     timeline: options.TimelineOption = None,
 ) -> None:
-    """Simulate configurations on a workload, and compare what came of each.
+    """Simulate configurations on a workload, and compare the results.
 
-    The scheduler and the policies are those of a server; ranks only take the time that a cost model says.
+    The scheduler and the policies are those of a server; ranks are replaced by a cost model of step
+    times.
     """
     if swarm is not None:
         _refuse_given(ctx, but=WITH_SWARM, reason="is not used with --swarm")
@@ -111,7 +112,7 @@ def simulate(
 
 
 def _refuse_given(ctx: typer.Context, *, but: Collection[str], reason: str) -> None:
-    """Refuse options that were given on the command line, except those in `but`.
+    """Refuse options given on the command line, except those in `but`.
 
     Raises:
         ConfigError: When there is one; names them all.
@@ -150,7 +151,7 @@ def _run_all(
     timeline: Path | None,
     **settings: Any,
 ) -> list[SimulationOutcome]:
-    """Simulate one configuration after the other, beside a bar for each."""
+    """Simulate the configurations one after another, with a progress bar for each."""
     from vsched.sim.fast.run import simulate as run
 
     outcomes: list[SimulationOutcome] = []
@@ -170,7 +171,7 @@ def _run_all(
 
 
 def _configs(paths: list[Path] | None, assignments: list[str] | None) -> dict[str, LoadedConfig]:
-    """Return the configurations by label: the name of the file, numbered where two have the same."""
+    """Return the configurations by label: the file name, numbered if it is not unique."""
     named: dict[str, LoadedConfig] = {}
     every: list[Path | None] = [*paths] if paths else [None]
     for path in every:
@@ -207,7 +208,7 @@ def _workload(
 
 
 def _faults(outages: Sequence[str] | None, faults: Path | None) -> FaultPlan:
-    """Return what goes wrong: the plan, if one is given, and the outages."""
+    """Return the fault plan, if any, with the outages added."""
     from vsched.sim.faults.plan import FaultPlan
 
     plan = FaultPlan() if faults is None else FaultPlan.load(faults)
@@ -230,7 +231,7 @@ def _outage(text: str) -> GroupOutage:
 
 @contextlib.contextmanager
 def _bars(names: Iterable[str], load_of: Workload) -> Iterator[dict[str, OnRequests]]:
-    """Show a bar for each configuration; yields what to tell of each how many requests have ended."""
+    """Show a bar for each configuration; yields its progress callback, which takes the number of ended requests."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
@@ -259,7 +260,7 @@ def _bars(names: Iterable[str], load_of: Workload) -> Iterator[dict[str, OnReque
 def _timeline(
     path: Path | None, label: str, loaded: LoadedConfig
 ) -> Iterator[Sequence[EventObserver]]:
-    """Draw what is simulated into a file, if one is named; of several configurations each has its own."""
+    """Write the timeline of a simulation to a file, if one is named; with several configurations, one file each."""
     if path is None:
         yield ()
         return
@@ -281,7 +282,7 @@ def _timeline(
 
 
 def _say(load_of: Workload, outcomes: Sequence[SimulationOutcome], costs: CostModel) -> None:
-    """Print the comparison, and what a reader should know of it."""
+    """Print the comparison, with notes for the reader."""
     from rich.console import Console
 
     from vsched.sim.report.comparison import comparison, differences
@@ -304,7 +305,7 @@ def _report_policy_failures(outcomes: Sequence[SimulationOutcome]) -> None:
     """Print the number of failures of each policy, and the traceback of the first.
 
     Raises:
-        typer.Exit: With status 1, if a policy failed: a default decided in its place.
+        typer.Exit: With status 1, if a policy failed: a default decided instead.
     """
     for outcome in outcomes:
         for policy, count in outcome.figures.policy_faults.items():

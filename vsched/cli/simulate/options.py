@@ -1,4 +1,4 @@
-"""The options of `vsched simulate`, by name; their defaults are in its signature."""
+"""Options of `vsched simulate`, by name; their defaults are in its signature."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 REQUESTS = 2000
-"""Requests of a generated workload."""
+"""Default number of requests of a generated workload."""
 
-# What is simulated.
+# Input of the simulation.
 ConfigsOption = Annotated[
     list[Path] | None,
     typer.Option(
@@ -63,7 +63,7 @@ DraftModelTimeOption = Annotated[
     typer.Option(min=0, help="A token of the draft model, as a share of a step that decodes."),
 ]
 
-# What goes wrong, and what is checked.
+# Faults and checks.
 OutagesOption = Annotated[
     list[str] | None,
     typer.Option(metavar="GROUP:FROM_S:TO_S", help="Lose a group for a while; no TO_S for ever."),
@@ -96,7 +96,7 @@ RestartSOption = Annotated[
 OraclesOption = Annotated[bool, typer.Option("--oracles", help="Check everything as it goes.")]
 TargetOption = Annotated[float, typer.Option(min=0, help="For goodput.")]
 
-# What is written.
+# Outputs.
 HtmlOption = Annotated[
     Path | None, typer.Option(help="Write a report with pictures.", show_default=False)
 ]

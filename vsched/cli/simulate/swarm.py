@@ -1,4 +1,4 @@
-"""`vsched simulate --swarm N`: whole engines with random faults, until one breaks what must always hold."""
+"""`vsched simulate --swarm N`: whole engines with random faults, until one breaks an invariant."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ def run_swarm(
     assignments: Sequence[str] = (),
     probes: bool = False,
 ) -> None:
-    """Run `count` scenarios; report the results, and the command that repeats a failed one; `probes` one by one.
+    """Run `count` scenarios; report the results, and the command that reproduces a failure; list `probes` if asked.
 
-    The policies set in the configuration replace the drawn ones; the shapes of the engines are still drawn.
+    The policies set in the configuration replace the drawn ones; the shapes of the engines are
+    still drawn.
 
     Raises:
-        ConfigError: When the plan or the configuration cannot be read, or there are several configurations.
+        ConfigError: When the plan or the configuration cannot be read, or there are several
+            configurations.
         typer.Exit: With status 1, when a scenario failed.
     """
     from rich.console import Console
@@ -95,7 +97,7 @@ def run_swarm(
 
 
 def _policies_of(loaded: LoadedConfig) -> tuple[dict[str, PolicyTable], list[str]]:
-    """Return the policy tables that are set explicitly, and all other keys that are."""
+    """Return the policy tables that are set explicitly, and all other explicitly set keys."""
     from vsched.config.loading import DEFAULT
     from vsched.config.policies import policy_table
     from vsched.sim.setup import TABLES

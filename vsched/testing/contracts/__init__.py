@@ -1,1 +1,1 @@
-"""Contract suites: what vsched expects of a transport and of a worker plug-in."""
+"""Contract test suites for transports and worker plug-ins."""

@@ -1,4 +1,4 @@
-"""What the contract suites of this package share: their error, and the comparison of an object with a protocol."""
+"""Shared parts of the contract suites: their error, and a comparison of objects with protocols."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from vsched.errors import VschedError
 
 
 class ContractBroken(VschedError):
-    """A transport or a worker does not keep its contract; the message says in which respect."""
+    """A transport or worker violates its contract; the message names the requirement."""
 
 
 def demand(condition: object, what: str) -> None:
-    """Check one respect of a contract.
+    """Check one requirement of a contract.
 
     Raises:
         ContractBroken: When the condition does not hold.
@@ -23,7 +23,7 @@ def demand(condition: object, what: str) -> None:
 
 
 def demand_members(subject: object, protocol: type, *, who: str) -> None:
-    """Check that an object has every method and attribute of a protocol, and takes the same arguments.
+    """Check that an object has every method and attribute of a protocol, with the same arguments.
 
     Raises:
         ContractBroken: Names everything that is missing.
@@ -52,12 +52,12 @@ def _differences(subject: object, protocol: type) -> Iterator[str]:
 
 
 def _refused(method: object, wanted: object) -> list[str]:
-    """Return the arguments of the protocol's method that another does not take."""
+    """Return the arguments of the protocol's method that another method does not accept."""
     assert callable(method)
     assert callable(wanted)
     try:
         taken = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError):  # of an extension module
+    except (TypeError, ValueError):  # a method of an extension module
         return []
     kinds = {one.kind for one in taken}
     named = {one.name for one in taken if one.kind is not one.POSITIONAL_ONLY}

@@ -1,4 +1,4 @@
-"""Run a transport, a leader's end and the ends of its ranks, through all that vsched expects of one."""
+"""Contract suite for transports: the leader's end of a link and the ends of its ranks."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ _RANKS = 3
 
 
 class Transport(Protocol):
-    """One group's links: what a `Launcher` opens for a leader, and what its ranks connect with."""
+    """The links of one group, as a `Launcher` opens them for a leader and ranks connect to them."""
 
     def listen(self, on_frame: OnFrame) -> LeaderEnd:
         """Open the leader's end, once, on the running event loop; `on_frame` gets sender and frame of each report."""
         ...
 
     def connect(self, rank: int) -> MemberLink:
-        """Connect a rank, after `listen`. Its `receive()` without a timeout must not wait."""
+        """Connect a rank after `listen`; its `receive()` without a timeout must not wait."""
         ...
 
     def close(self) -> None:
-        """Give back what is left; some ends are closed, some are not."""
+        """Release all resources; some ends may already be closed."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """How long the suite waits, by the clock of the event loop, and how much a deaf rank may be sent.
+    """Timeouts of the suite, on the event loop's clock, and the queue limit for a rank that does not read.
 
     Attributes:
-        patience_s: What was sent must have come after it.
-        quiet_s: For so long nothing more may come. What comes late only after that is not found.
-        frames_max: `send` must return False before this number of frames to a rank that never reads.
+        patience_s: Maximum time for sent frames to arrive.
+        quiet_s: Time to wait for unexpected frames; later ones are not detected.
+        frames_max: `send` must return False before this number of frames to a rank that never
+            reads.
     """
 
     patience_s: float = 10.0
@@ -52,17 +53,17 @@ class Bounds:
 async def check_transport(
     make: Callable[[], Transport], *, bounds: Bounds | None = None, seed: int = 0
 ) -> None:
-    """Check that a transport keeps its contract; each respect on one of its own that `make` returns.
+    """Check that a transport satisfies its contract; each requirement is checked on a new one from `make`.
 
-    Frames arrive whole, once and in order, at the rank that is meant, or at the leader under the identity of their
-    sender (`rank_identity`). `send` never waits, and returns False for a rank that was never there, is gone, or has not
-    read for long; other ranks do not notice. A leader that has closed says and hears nothing more; a rank's last words
-    arrive.
+    Frames arrive whole, once and in order, at the addressed rank, or at the leader with the
+    identity of their sender (`rank_identity`). `send` never waits, and returns False for a rank
+    that never connected, has closed, or has not read for long; other ranks are not affected. A
+    closed leader neither sends nor receives; the last frames of a closed rank arrive.
 
     Run it on the event loop that the transport is made for.
 
     Raises:
-        ContractBroken: Names the respect and what was seen.
+        ContractBroken: Names the requirement and the observed behaviour.
     """
     for check in CHECKS:
         rng = random.Random(f"{seed} {check.__name__}")  # noqa: S311 - repeatable, not secret
@@ -78,7 +79,7 @@ async def check_transport(
 
 
 class _TransportBench:
-    """A leader and its ranks, and what each of them has heard."""
+    """A leader and its ranks, with the frames that each has received."""
 
     def __init__(self, transport: Transport, bounds: Bounds, rng: random.Random) -> None:
         self.bounds = bounds
@@ -91,7 +92,7 @@ class _TransportBench:
         demand_members(self.leader, LeaderEnd, who="the leader's end")
 
     async def meet(self, ranks: int = _RANKS) -> None:
-        """Connect ranks; each says hello."""
+        """Connect ranks; each sends a hello."""
         for rank in range(ranks):
             self.connect(rank).send(b"hello")
         await self.hear(ranks, "a hello of each rank")
@@ -108,7 +109,7 @@ class _TransportBench:
         return end
 
     def send(self, rank: int, frame: bytes) -> bool:
-        """Send to a rank; every one must take no time worth mentioning."""
+        """Send a frame to a rank, and check that the call returns immediately."""
         started_s = time.perf_counter()
         taken = self.leader.send(rank, frame)
         waited_s = time.perf_counter() - started_s
@@ -117,14 +118,14 @@ class _TransportBench:
         return taken
 
     async def hear(self, count: int, what: str) -> None:
-        """Wait until the leader has heard so much, and for anything more that comes."""
+        """Wait until the leader has received `count` frames, then for unexpected ones."""
         await self._until(lambda: len(self.heard) >= count)
         await self._settle()
         found = len(self.heard)
         demand(found == count, f"the leader should hear {what}: {count} frames, and heard {found}")
 
     async def take(self, rank: int, count: int) -> list[bytes]:
-        """Wait until a rank has received so much, and for anything more that comes."""
+        """Wait until a rank has received `count` frames, then for unexpected ones."""
         got = self.got[rank]
 
         def enough() -> bool:
@@ -151,7 +152,7 @@ class _TransportBench:
         self.leader.read()
 
     def frames(self, count: int, what: str) -> list[bytes]:
-        """Return different frames of random lengths."""
+        """Return distinct frames of random lengths."""
         rng = self.rng
         return [
             b"%s %d " % (what.encode(), n) + rng.randbytes(rng.randrange(300)) for n in range(count)
@@ -159,10 +160,10 @@ class _TransportBench:
 
 
 def _same(found: list[bytes], sent: list[bytes], who: str) -> None:
-    """Check that what has come is what was sent.
+    """Check that the received frames are the sent ones.
 
     Raises:
-        ContractBroken: Says whether frames are missing, doubled, foreign or out of order.
+        ContractBroken: Names missing, duplicate, unknown or reordered frames.
     """
     if found == sent:
         return
@@ -178,7 +179,7 @@ def _same(found: list[bytes], sent: list[bytes], who: str) -> None:
 
 
 async def check_decisions_arrive_in_order(bench: _TransportBench) -> None:
-    """Every rank follows the same log."""
+    """Check that every rank receives its decisions once and in order."""
     await bench.meet()
     sent = {rank: bench.frames(200, f"to {rank}") for rank in range(_RANKS)}
     for turn in range(200):
@@ -191,7 +192,7 @@ async def check_decisions_arrive_in_order(bench: _TransportBench) -> None:
 
 
 async def check_reports_arrive_in_order(bench: _TransportBench) -> None:
-    """Each report is heard once, under its sender's identity, whatever else the leader is doing."""
+    """Check that each report is received once, with its sender's identity, while the leader sends as well."""
     await bench.meet()
     sent = {rank: bench.frames(200, f"from {rank}") for rank in range(_RANKS)}
     for turn in range(200):
@@ -208,7 +209,7 @@ async def check_reports_arrive_in_order(bench: _TransportBench) -> None:
 
 
 async def check_frames_are_whole(bench: _TransportBench) -> None:
-    """Any bytes, of any length, are one frame."""
+    """Check that frames may contain any bytes and have any length."""
     await bench.meet(1)
     lengths = [1, 2, 255, 256, 257, 65_535, 65_537, 1 << 20]
     sent = [bytes(range(256)), *(bench.rng.randbytes(length) for length in lengths)]
@@ -221,7 +222,7 @@ async def check_frames_are_whole(bench: _TransportBench) -> None:
 
 
 async def check_unknown_ranks_get_nothing(bench: _TransportBench) -> None:
-    """What is for a rank that is not there reaches nobody, then or later, and `send` tells."""
+    """Check that frames to an unknown rank are never delivered and that `send` returns False."""
     await bench.meet(1)
     demand(not bench.send(1, b"for 1"), "`send` to a rank that was never there must return False")
     bench.connect(1)
@@ -231,7 +232,7 @@ async def check_unknown_ranks_get_nothing(bench: _TransportBench) -> None:
 
 
 async def check_deaf_ranks_stall_nobody(bench: _TransportBench) -> None:
-    """A rank that never reads is reported before long; others go on, and it has lost nothing in between."""
+    """Check that a rank that never reads is reported soon, without loss, and without effect on other ranks."""
     await bench.meet(2)
     frame, taken = bench.rng.randbytes(4096), 0
     others: list[bytes] = []
@@ -253,7 +254,7 @@ async def check_deaf_ranks_stall_nobody(bench: _TransportBench) -> None:
 
 
 async def check_ranks_that_go_are_noticed(bench: _TransportBench) -> None:
-    """Their last words arrive, and `send` returns False before long; others go on."""
+    """Check that the last frames of a closed rank arrive, that `send` soon returns False, and that others continue."""
     await bench.meet(2)
     sent = [*bench.frames(20, "last words"), b"farewell"]
     for frame in sent:
@@ -271,7 +272,7 @@ async def check_ranks_that_go_are_noticed(bench: _TransportBench) -> None:
 
 
 async def check_close_ends_everything(bench: _TransportBench) -> None:
-    """After `close`, which may be called twice, nothing is sent and nothing heard."""
+    """Check that nothing is sent or received after `close`, which may be called twice."""
     await bench.meet(2)
     bench.leader.close()
     bench.leader.close()
@@ -292,4 +293,4 @@ CHECKS: tuple[Callable[[_TransportBench], Awaitable[None]], ...] = (
     check_ranks_that_go_are_noticed,
     check_close_ends_everything,
 )
-"""What `check_transport` checks, in this order."""
+"""Checks of `check_transport`, in order."""

@@ -1,4 +1,4 @@
-"""Run a worker plug-in through all that vsched expects of one, behind the same ranks as in production."""
+"""Contract suite for worker plug-ins, run behind the production ranks."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ PROMPT_MAX = 24
 OUTPUTS_MAX = 8
 LAYERS_MAX = 10_000
 LEAK_BYTES = 32 << 20
-"""A KV cache of this size is built and dropped: a leak of it is larger than what measurements err by."""
+"""Size of a KV cache that is built and dropped: a leak of it exceeds the measurement error."""
 HUGE_BYTES = 1 << 50
-"""No device has so much memory."""
+"""More memory than any device has."""
 SIDES = ((56, 56), (112, 56), (84, 112))
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -63,10 +63,7 @@ SAMPLINGS = (
 
 @dataclass(frozen=True)
 class SampleImage:
-    """An image as an encoder gets it.
-
-    `arrays` are those of the plan.
-    """
+    """An image as an encoder receives it; `arrays` are described by the plan."""
 
     plan: ImagePlan
     arrays: Arrays
@@ -82,27 +79,29 @@ def check_worker(
     images: Sequence[SampleImage] | None = None,
     block_size: int = BLOCK_SIZE,
 ) -> None:
-    """Check that a worker plug-in keeps its contract, with one rank a stage.
+    """Check that a worker plug-in satisfies its contract, with one rank per stage.
 
-    Whatever it must have is there. Encoding writes all rows of an image into its pages and nothing anywhere else, and
-    the same ones every time. Out of memory is `DeviceOutOfMemory`, and dropping the KV cache gives its memory back.
-    Each seed draws requests and a schedule: their tokens must be those that each yields alone, however prompts are cut,
-    whichever requests run beside, are preempted or share a prefix.
+    All required members must exist. Encoding writes all rows of an image into its pages and nothing
+    anywhere else, and gives the same rows every time. Out of memory raises `DeviceOutOfMemory`, and
+    dropping the KV cache frees its memory. Each seed draws requests and a schedule: the output
+    tokens must equal those of each request running alone, for any chunking, concurrent requests,
+    preemptions and shared prefixes.
 
-    Where the sums of a step depend on its batch in the last bit, tokens can differ by chance: load the model in
-    float32, with settings that ask for whatever the plug-in has that is exact.
+    If the last bits of a step's results depend on its batch, tokens can differ by chance: load the
+    model in float32, with the most exact settings that the plug-in has.
 
     Args:
         plugin: The module-level object that an entry point would name.
         model: The facts of a model, or the path of a checkpoint to inspect as float32.
-        seeds: One schedule each, with the same loaded workers.
-        settings: How to load the workers.
-        images: What to encode and to ask about; by default pictures that the plug-in's preprocessor prepares. Empty:
-            the encoder is not loaded.
-        block_size: Tokens of a block of the KV cache.
+        seeds: One schedule per seed, all with the same loaded workers.
+        settings: Worker settings for loading.
+        images: Images to encode and to use in prompts; by default pictures prepared by the
+            plug-in's preprocessor. If empty, the encoder is not loaded.
+        block_size: Tokens per KV block.
 
     Raises:
-        ContractBroken: Names the respect and what was seen; the seed, alone, repeats it.
+        ContractBroken: Names the requirement and the observed behaviour; the seed alone reproduces
+            it.
     """
     name = type(plugin).__qualname__
     try:
@@ -123,7 +122,7 @@ def check_worker(
 
 
 def sample_images(plugin: WorkerPlugin, info: ModelInfo) -> list[SampleImage]:
-    """Return small pictures as the plug-in's preprocessor prepares them."""
+    """Return small pictures prepared by the plug-in's preprocessor."""
     preprocessor = plugin.load_preprocessor(info)
     demand_members(preprocessor, Preprocessor, who="what `load_preprocessor` returns")
     made = []
@@ -173,7 +172,7 @@ class _WorkerBench:
         self.length_max = PROMPT_MAX + 2 * item_tokens + OUTPUTS_MAX
         self.blocks = (ASKS_MAX + 1) * (-(-self.length_max // block_size) + 1)
         _check_memory(self.generator, info, self._load(), self.blocks)
-        # As a group that comes back: what was proved before is built without touching it.
+        # As in a restarted group: a KV cache that was proved before is built without touching it.
         self.generator.build_kv(blocks=self.blocks, block_size=block_size, touch=False)
         self.swap_blocks = 0
         if isinstance(plugin, SwapsKv) and plugin.swaps_kv(info, device=settings.device):
@@ -192,7 +191,7 @@ class _WorkerBench:
         )
 
     def check(self, seed: int) -> None:
-        """Encode, answer each request alone, and then all in a random schedule."""
+        """Encode, run each request alone, and then all in a random schedule."""
         rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
         embeddings, pages = self._encode(rng)
         place = Place(
@@ -227,7 +226,7 @@ class _WorkerBench:
     # --- encode ---
 
     def _encode(self, rng: random.Random) -> tuple[npt.NDArray[np.uint8], list[list[int]]]:
-        """Encode all images in random batches over random pages; return what lies in the arena then."""
+        """Encode all images in random batches over random pages; return the arena's content."""
         counts = [-(-image.plan.tokens // PAGE_ROWS) for image in self.images]
         spare = 3
         free = rng.sample(range(sum(counts) + spare), sum(counts) + spare)
@@ -241,7 +240,8 @@ class _WorkerBench:
             return arenas[0], pages
         order = rng.sample(range(len(self.images)), len(self.images))
         cut = rng.randint(1, len(order))
-        # The same batches over other bytes: so what is not written shows. And in layers, where the encoder can pause.
+        # The same batches over different initial bytes reveal unwritten ones. Also layer by layer,
+        # if the encoder can pause.
         for layers, arena in enumerate(arenas):
             for batch in (order[:cut], order[cut:]):
                 if batch:
@@ -291,7 +291,7 @@ class _WorkerBench:
         demand(not touched, f"`encode` wrote to page {touched[:1]}, which is none of its images'")
 
     def _read(self, extent: Extent) -> npt.NDArray[np.uint8]:
-        """Return the arrays of an image as they lie in an arena; they may only be read."""
+        """Return the read-only arrays of an image, as in an arena."""
         image = self.images[extent.offset]
         content = np.zeros(extent.size, np.uint8)
         for name, view in view_arrays(image.plan.arrays, content).items():
@@ -302,7 +302,7 @@ class _WorkerBench:
     # --- requests ---
 
     def _draw(self, rng: random.Random) -> list[ScheduledRequest]:
-        """Draw requests; some begin as one before them does."""
+        """Draw requests; some have a prefix of an earlier one."""
         asks: list[ScheduledRequest] = []
         for _ in range(rng.randint(2, ASKS_MAX)):
             prompt: list[int] = []
@@ -336,7 +336,7 @@ class _WorkerBench:
 
 
 class _Overheard:
-    """An encoder whose last error is kept: its rank words errors for clients."""
+    """An encoder that keeps its last exception, since its rank replaces it with a message for clients."""
 
     def __init__(self, worker: EncodeWorker) -> None:
         self.weights_bytes = worker.weights_bytes
@@ -346,18 +346,18 @@ class _Overheard:
         self._worker = worker
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-        """Encode."""
+        """Encode a batch."""
         with self._listening():
             self._worker.encode(jobs, embeddings)
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-        """Take a batch, to encode it in layers."""
+        """Begin a batch that is encoded layer by layer."""
         assert can_pause(self._worker)
         with self._listening():
             self._worker.begin(jobs, embeddings)
 
     def advance(self, layers: int) -> bool:
-        """Encode layers of it."""
+        """Encode some layers of the batch."""
         assert can_pause(self._worker)
         with self._listening():
             return self._worker.advance(layers)
@@ -379,7 +379,7 @@ def _check_loaded(worker: EncodeWorker | GenerateWorker, protocol: type, method:
 
 
 def _check_memory(worker: GenerateWorker, info: ModelInfo, load: StepLimits, blocks: int) -> None:
-    """Build KV caches as the engine does when it looks for their size: each is proved, and goes away again."""
+    """Build KV caches as the engine does when it searches for their size: each is proved and dropped."""
     sizing = KvSizing(worker, info, load)
     least = blocks * load.block_size
     tokens = max(least, LEAK_BYTES // info.kv_bytes_per_token // load.block_size * load.block_size)
@@ -399,7 +399,7 @@ def _check_memory(worker: GenerateWorker, info: ModelInfo, load: StepLimits, blo
 
 
 def _carry_out(sizing: KvSizing, order: SizeKv, outcome: str) -> None:
-    """Build a KV cache and check what came of it."""
+    """Build a KV cache and check the outcome."""
     size = f"with a KV cache of {order.tokens} tokens and headroom of {order.headroom_bytes} bytes"
     try:
         sized = sizing.carry_out(order)

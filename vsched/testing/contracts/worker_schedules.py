@@ -1,8 +1,8 @@
-"""Random schedules for a generate worker: decisions of its rank, as the kernel might make them, over random requests.
+"""Random schedules for a generate worker: possible kernel decisions over random requests.
 
-A schedule is carried out by `GenerateRank`, as in production. It cuts prompts anywhere, mixes prefill with decode,
-preempts requests and lets them return, recomputed or, where the worker can, swapped, shares the blocks of common
-prefixes, hands the blocks of those that left to others, and decides one step ahead of the results.
+A schedule is executed by `GenerateRank`, as in production. It cuts prompts anywhere, mixes prefill
+with decode, preempts and resumes requests (by recomputation or, if supported, by swapping), shares
+the blocks of common prefixes, reuses freed blocks, and decides one step ahead of the results.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from vsched.worker.contract import Batch, GenerateWorker, ImagePlan, Sampled
 from vsched.worker.generate_rank import GenerateRank
 
 PREEMPTIONS_MAX = 3
-"""Of one request, so that schedules end."""
+"""Maximum preemptions per request, so that schedules end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledRequest:
-    """A request: its prompt, and the images in it as (offset, which of the images)."""
+    """A request: its prompt, and its images as (offset, image index)."""
 
     prompt: list[int]
     images: list[tuple[int, int]]
@@ -45,18 +45,18 @@ class ScheduledRequest:
 
     @property
     def length_max(self) -> int:
-        """Tokens of prompt and answer."""
+        """Tokens of prompt and output."""
         return len(self.prompt) + self.sampling.max_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where schedules run: a worker over a KV cache that stands, and embeddings that are encoded.
+    """Environment of schedules: a worker with a KV cache, and encoded embeddings.
 
     Attributes:
-        plans: The images that there are.
-        pages: The pages of each of them.
-        swap_blocks: Places that the worker has for blocks in host memory.
+        plans: The available images.
+        pages: The pages of each image.
+        swap_blocks: Number of swap blocks of the worker.
     """
 
     worker: GenerateWorker
@@ -72,12 +72,13 @@ class Place:
 
 @dataclass
 class _Request:
-    """A request as the schedule knows it: what results said, and what is decided beyond that.
+    """State of a request in the schedule: known results, and decisions beyond them.
 
     Attributes:
-        planned: Tokens once everything decided is carried out, were it not to end before.
-        computed: Positions whose KV is computed by then.
-        places: Where its blocks are while it is swapped out, and `kept` how many positions those are.
+        planned: Number of tokens after all decisions are executed, unless it ends before.
+        computed: Number of positions whose KV is computed by then.
+        places: Its blocks in swap memory while it is swapped out; `kept` is the number of positions
+            in them.
     """
 
     ask: ScheduledRequest
@@ -96,7 +97,7 @@ class _Request:
     kept: int = 0
 
     def content(self, length: int) -> list[tuple[int, int]]:
-        """Return what stands at the first positions: tokens, and which image."""
+        """Return the content of the first positions: tokens, and the image index."""
         images = {offset: image + 1 for offset, image in self.ask.images}
         seen, content = 0, []
         for position, token in enumerate(self.tokens[:length]):
@@ -106,7 +107,7 @@ class _Request:
 
 
 class Watched:
-    """A worker whose answers are looked at, and who must not write to what it is handed."""
+    """A worker whose outputs are checked, and whose inputs must stay unchanged."""
 
     def __init__(self, worker: GenerateWorker, vocabulary: int) -> None:
         self._worker = worker
@@ -155,7 +156,7 @@ class Watched:
 
 
 def run_alone(place: Place, ask: ScheduledRequest, number: int) -> list[int]:
-    """Return the answer to a request that nothing disturbs: one chunk, then token by token."""
+    """Return the output of a request that runs alone: one chunk, then token by token."""
     request = _Request(ask, number, list(ask.prompt), len(ask.prompt))
     schedule = Schedule(place, [request], random.Random(0), plain=True)  # noqa: S311
     return schedule.run()[0]
@@ -164,7 +165,7 @@ def run_alone(place: Place, ask: ScheduledRequest, number: int) -> list[int]:
 def run_together(
     place: Place, asks: Sequence[ScheduledRequest], first_number: int, rng: random.Random
 ) -> tuple[list[list[int]], str]:
-    """Return the answers to requests in one random schedule, and what happened in it."""
+    """Return the outputs of requests in one random schedule, and the counts of its events."""
     requests = [
         _Request(ask, first_number + index, list(ask.prompt), len(ask.prompt))
         for index, ask in enumerate(asks)
@@ -176,10 +177,10 @@ def run_together(
 
 
 class Schedule:
-    """Decides, has the rank carry it out, and learns the results, at times a step late.
+    """Makes decisions, executes them on the rank, and processes the results, sometimes one step late.
 
     Attributes:
-        events: How often what happened.
+        events: Counts of events by name.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class Schedule:
         self._out: list[int] = []
         self._back: list[int] = []
         self._context = max(one.ask.length_max for one in requests)
-        # No more than can be in use, so that what a block held before it is soon another's.
+        # No more blocks than can be in use, so that freed blocks are soon reused.
         most = min(place.slots, len(requests)) * -(-self._context // place.block_size)
         self._free_blocks = rng.sample(range(place.blocks), most)
         self._rank = GenerateRank(
@@ -210,7 +211,7 @@ class Schedule:
         )
 
     def run(self) -> list[list[int]]:
-        """Run every request to its end; return the answers, in order."""
+        """Run every request to its end; return the outputs, in order."""
         late: GenerateResult | None = None
         while late is not None or not all(one.finished and one.slot < 0 for one in self._requests):
             result = self._rank.apply(self._decide())
@@ -250,7 +251,7 @@ class Schedule:
             self.events["steps with several decodes"] += 1
         return decision
 
-    # --- who runs ---
+    # --- slots ---
 
     def _let_go(self) -> list[Leave]:
         left = []
@@ -261,7 +262,8 @@ class Schedule:
             preempted = preempted and self._rng.random() < 0.12
             if not one.finished and not preempted:
                 continue
-            # At times as after a restart: the rank forgets it, and hears all of it once more.
+            # Sometimes as after a restart: the rank forgets the request and receives it again in
+            # full.
             keep = not one.finished and self._rng.random() < 0.7
             left.append(Leave(one.number, one.slot, keep))
             one.known_to_rank = keep
@@ -303,7 +305,7 @@ class Schedule:
     # --- memory ---
 
     def _shared(self, one: _Request) -> tuple[list[int], int]:
-        """Return blocks of another request that hold a prefix of this one, and how many positions they are."""
+        """Return blocks of another request that hold a prefix of this one, and the length of that prefix."""
         if self._plain or self._rng.random() < 0.2:
             return [], 0
         size, best = self._place.block_size, 0
@@ -312,7 +314,7 @@ class Schedule:
         for donor in self._requests:
             if donor is one or donor.slot < 0:
                 continue
-            # What the last decision computes is computed before anything of this one.
+            # Chunks of the previous decision are computed before those of this one.
             theirs = donor.content(min(donor.computed, len(donor.tokens)))
             common = 0
             while common < min(len(theirs), len(content)) and theirs[common] == content[common]:
@@ -326,7 +328,7 @@ class Schedule:
         return list(blocks), best * size
 
     def _cover(self, one: _Request, length: int) -> int:
-        """Give a request the blocks for its first `length` positions; return how many were new."""
+        """Allocate the blocks of a request's first `length` positions; return the number of new blocks."""
         new = -(-length // self._place.block_size) - len(one.blocks)
         for _ in range(new):
             block = self._free_blocks.pop()
@@ -335,7 +337,7 @@ class Schedule:
         return max(new, 0)
 
     def _swap_out(self, one: _Request) -> None:
-        """Copy what is computed of a request that leaves to places, if there are enough."""
+        """Swap out the computed blocks of a leaving request, if there is enough swap memory."""
         blocks = one.blocks[: -(-one.computed // self._place.block_size)]
         if not blocks or len(blocks) > len(self._free_places):
             return
@@ -346,7 +348,7 @@ class Schedule:
         self.events["swapped out"] += 1
 
     def _swap_in(self, one: _Request) -> None:
-        """Copy what was swapped out to the blocks of a request that joins; it goes on behind it."""
+        """Swap in the blocks of a joining request; computation continues after them."""
         if not one.places:
             return
         one.computed = min(one.kept, one.planned - 1)
@@ -364,10 +366,10 @@ class Schedule:
         if not self._plain:
             self._rng.shuffle(self._free_blocks)
 
-    # --- what runs ---
+    # --- step contents ---
 
     def _grow(self) -> list[int]:
-        """Plan a token for each request that decodes. One that has ended, unknown to us, may grow for nothing."""
+        """Plan a token for each decoding request, including those whose end is not known yet."""
         grown: list[int] = []
         for one in self._requests:
             if one.decoding:
@@ -378,7 +380,7 @@ class Schedule:
         return grown
 
     def _cut(self) -> list[ChunkPlan]:
-        """Cut chunks off prompts. A chunk that ends what is known decodes from the next step on."""
+        """Cut chunks off prompts; after the last chunk of the known tokens, a request decodes from the next step on."""
         chunks = []
         for one in self._requests:
             if one.slot < 0 or one.decoding or (not self._plain and self._rng.random() < 0.3):
@@ -397,7 +399,7 @@ class Schedule:
         return chunks
 
     def _met(self, ask: ScheduledRequest, start: int, stop: int) -> list[ChunkItem]:
-        """Return the images that a chunk meets."""
+        """Return the images in a chunk."""
         place, met = self._place, []
         for offset, image in ask.images:
             tokens = place.plans[image].tokens

@@ -1,1 +1,1 @@
-"""Model ranks: stand-ins that follow decisions over symbolic memory and check what they read."""
+"""Model ranks: stand-ins that execute decisions on symbolic memory and check everything they read."""

@@ -1,7 +1,8 @@
-"""Model ranks: they follow decisions over a symbolic memory and check everything that they read.
+"""A scheduler with model ranks, which execute decisions on symbolic memory and check everything they read.
 
-An arena page holds the key of the item that was encoded into it, so one that was overwritten too early fails at once at
-the step that would have read it. See `vsched.testing.model_ranks.generator` for what stands in for KV.
+An arena page holds the key of the image encoded into it, so a page overwritten too early fails in
+the first step that reads it. See `vsched.testing.model_ranks.generator` for the model of the KV
+cache.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ from vsched.types import FinishReason, Request, group_names, stage_of
 
 TICK_NS = 1000
 HOLD_MAX_NS = 300 * 1_000_000_000
-"""Policies that have held everything for five minutes, with nothing else going on, are taken to hold for ever."""
+"""Policies that hold everything for five minutes, with no other activity, count as stuck."""
 
 
 class ModelCluster:
-    """A scheduler with model groups; the caller chooses what completes when.
+    """A scheduler with model groups; the caller chooses what completes next.
 
-    Every event is followed by the kernel's own `check_invariants`, and everything that a rank reads is checked.
+    The kernel's `check_invariants` runs after every event, and everything that a rank reads is
+    checked.
     """
 
     def __init__(self, limits: SchedulerLimits, policies: KernelPolicies | None = None) -> None:
@@ -103,7 +105,7 @@ class ModelCluster:
     # --- events in, commands out ---
 
     def send(self, event: Event) -> list[Command]:
-        """Hand an event to the kernel, carry its commands out, check its invariants; then ring what is due."""
+        """Pass an event to the kernel, execute the commands, check invariants, and fire due timers."""
         self.now_ns += TICK_NS
         commands = self._handle(event)
         self._ring()
@@ -112,11 +114,11 @@ class ModelCluster:
         return commands
 
     def submit(self, request: Request, *, answers: int = 1) -> list[Command]:
-        """Submit a request; the answers after the first have its name and `#1`, `#2`, and so on."""
+        """Submit a request; further choices have its name with suffix `#1`, `#2`, and so on."""
         return self.hand_in(_submission(request, answers))
 
     def hand_in(self, event: Submitted) -> list[Command]:
-        """Submit a request as an event says."""
+        """Submit the request in an event."""
         request, further = event.request, event.further
         name = request.request_id
         for each in (name, *(one.request_id for one in further)):
@@ -128,7 +130,7 @@ class ModelCluster:
         return commands
 
     def knock(self, request: Request, *, answers: int = 1) -> int:
-        """Have a request knock at the front door; it is submitted once it may come in. Return its number there."""
+        """Announce a request to the front-door policy, and submit it once it is admitted; return its arrival number."""
         self._knocks += 1
         self.at_door[self._knocks] = _submission(request, answers, knock=self._knocks)
         self.send(
@@ -145,7 +147,7 @@ class ModelCluster:
         return self._knocks
 
     def withdraw(self, knock: int) -> None:
-        """Let a client leave the door, or its preparation."""
+        """Withdraw a request at the front door or in preparation, as a leaving client does."""
         self.at_door.pop(knock, None)
         self.send(Withdrawn(knock))
 
@@ -154,7 +156,7 @@ class ModelCluster:
         self.send(Aborted(name, reason))
 
     def wait(self, duration_ns: int) -> None:
-        """Let time pass; timers ring on the way."""
+        """Advance time, and fire timers on the way."""
         until_ns = self.now_ns + duration_ns
         while self.timers and self.timers[0] <= until_ns:
             self.now_ns = max(self.now_ns, self.timers[0])
@@ -176,7 +178,7 @@ class ModelCluster:
         return commands
 
     def carry_out(self, command: Command) -> None:
-        """Do what one command says."""
+        """Execute a command."""
         match command:
             case Decide(group, decision):
                 gone = group in self.down or group in self.retired
@@ -208,7 +210,7 @@ class ModelCluster:
             case Drained(group):
                 self.drained.append(group)
             case EmitTokens():
-                pass  # the outputs are taken down as they are sampled
+                pass  # the outputs are recorded when they are sampled
 
     def _answer_door(self, command: Enter | TurnAway) -> None:
         event = self.at_door.pop(command.knock)
@@ -217,26 +219,26 @@ class ModelCluster:
         else:
             self.turned_away.append(command)
 
-    # --- the groups ---
+    # --- groups ---
 
     @property
     def encode_log(self) -> deque[EncodeDecision]:
-        """The steps that are out at the first encode group that has any."""
+        """Pending steps of the first busy encode group."""
         return next((log for log in self.encode_logs.values() if log), deque())
 
     @property
     def generate_log(self) -> deque[GenerateDecision]:
-        """The steps that are out at the first generate group that has any."""
+        """Pending steps of the first busy generate group."""
         return next((one.log for one in self.generators.values() if one.log), deque())
 
     def busy(self, stage: str) -> list[str]:
-        """Return the groups of a stage that have steps out."""
+        """Return the groups of a stage with pending steps."""
         if stage == "encode":
             return [name for name, log in self.encode_logs.items() if log]
         return [name for name, one in self.generators.items() if one.log]
 
     def run_encode(self, group: str = "", *, fail: EncodeErrorKind | None = None) -> None:
-        """Carry out the step that is out at an encode group, the first busy one by default, or let it fail."""
+        """Execute the pending step of an encode group, by default the first busy one, or make it fail."""
         group = group or self.busy("encode")[0]
         decision = self.encode_logs[group].popleft()
         if fail:
@@ -250,7 +252,7 @@ class ModelCluster:
         self.send(Encoded(decision.step, group))
 
     def run_generate(self, group: str = "") -> None:
-        """Carry out the oldest step that is out at a generate group, the first busy one by default."""
+        """Execute the oldest pending step of a generate group, by default the first busy one."""
         result, sampled = self.generators[group or self.busy("generate")[0]].step()
         for number, token in sampled:
             name = self.names[number]
@@ -271,7 +273,7 @@ class ModelCluster:
         self.send(GroupLost(group, Simulated((group,)), planned))
 
     def lose_rows(self, pages: Sequence[int]) -> None:
-        """Lose the embedding rows of some pages; the steps that are out have those that they read."""
+        """Lose the embeddings in some pages, except those read by pending steps."""
         out = [
             chunk for one in self.generators.values() for step in one.log for chunk in step.chunks
         ]
@@ -286,7 +288,7 @@ class ModelCluster:
         self.send(GroupReady(group))
 
     def others(self, group: str) -> list[str]:
-        """Return the groups of the same stage that are not retired."""
+        """Return the other groups of the same stage that are not retired."""
         stage = stage_of(group)
         return [
             one
@@ -295,15 +297,15 @@ class ModelCluster:
         ]
 
     def retire(self, group: str) -> None:
-        """Give a lost group up."""
+        """Retire a lost group."""
         self.down.discard(group)
         self.retired.add(group)
         self.send(GroupRetired(group, LostTooOften((group,))))
 
-    # --- the end ---
+    # --- settling ---
 
     def drain(self, *, steps_max: int = 100_000) -> None:
-        """Run everything that is out, and wait for every timer, until nothing is left to do."""
+        """Execute all pending steps and timers until nothing is left to do."""
         moved_ns = self.now_ns
         for _ in range(steps_max):
             if self.busy("encode") or self.busy("generate"):
@@ -317,18 +319,18 @@ class ModelCluster:
         raise AssertionError(f"no end after {steps_max} steps: {self.unserved()}")
 
     def unserved(self) -> list[str]:
-        """Return where the requests are that have no terminal reply."""
+        """Explain each request without a terminal reply."""
         missing = self.requests.keys() - self.ended.keys() - self.refused.keys()
         return [f"{name}: {self.kernel.explain(name)}" for name in sorted(missing)]
 
     def expected_outputs(self, request: Request) -> list[int]:
-        """Return the outputs that a request must have, however it was scheduled."""
+        """Return the correct outputs of a request, independent of scheduling."""
         prompt = request.prompt_token_ids
         seed, length = prompt_seed(prompt), len(prompt)
         return [output_token(seed, length + index) for index in range(request.sampling.max_tokens)]
 
     def check_settled(self) -> None:
-        """Assert that everything was served or refused with the right outputs, and that nothing is held."""
+        """Assert that every request was served correctly or refused, and that nothing is held."""
         assert not self.at_door, f"neither let in nor turned away: {list(self.at_door)}"
         assert not self.unserved(), f"no terminal reply: {self.unserved()}"
         for name, request in self.requests.items():

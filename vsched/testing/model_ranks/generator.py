@@ -1,7 +1,7 @@
-"""A model of a generate group: symbolic memory instead of numbers.
+"""A model of a generate group with symbolic memory instead of numbers.
 
-A KV position holds the fingerprint of the whole prefix that it was computed from. So a block that was shared, reused or
-evicted wrongly fails at once at the step that would have read it.
+Each KV position holds the fingerprint of the whole prefix it was computed from. So a block that was
+wrongly shared, reused or evicted fails in the first step that reads it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vsched.kernel.request import keyed_by_set
 from vsched.types import FinishReason, MediaItem, Request
 
 DRAFTED = 0xD4AF7
-"""What lies in KV where a draft was computed that did not prove right."""
+"""KV content of a rejected draft token."""
 
 
 def output_token(seed: int, position: int) -> int:
@@ -26,17 +26,18 @@ def output_token(seed: int, position: int) -> int:
 
 
 def prompt_seed(prompt: list[int]) -> int:
-    """Return what the outputs of a prompt depend on."""
+    """Return the seed of a prompt's outputs."""
     return hash(tuple(prompt))
 
 
 class ModelSequence:
-    """Token ids, and for each the fingerprint of all that its KV depends on.
+    """Token ids, and for each the fingerprint of everything its KV depends on.
 
     Attributes:
-        atoms: Ranges of positions whose KV depends on all of the range.
+        atoms: Ranges of positions whose KV depends on the whole range.
         granted: Whether ranks may have drafted for it since it took its slot.
-        tells_prompt: Whether it has to be computed from its first token on until it yields one.
+        tells_prompt: Whether prompt log-probabilities are requested, so that the whole prompt must
+            be computed.
     """
 
     def __init__(
@@ -66,12 +67,12 @@ class ModelSequence:
         self._seen = hash((cache_salt, adapter))
 
     def leave(self) -> None:
-        """Lose the slot and all that lies in blocks."""
+        """Release the slot and the content of all blocks."""
         self.decoding, self.blocks, self.computed = False, [], 0
         self.granted = False
 
     def fingerprints(self) -> list[int]:
-        """Return, for each known position, what its KV depends on: all tokens and items up to it."""
+        """Return the dependencies of each position's KV: all tokens and images up to it."""
         known = self._fingerprints
         if len(known) < len(self.tokens):
             first = len(known)
@@ -84,18 +85,18 @@ class ModelSequence:
                 seen = hash((seen, self.tokens[position], content))
                 known.append(seen)
             self._seen = seen
-            for start, end in self.atoms if not first else ():  # they lie in the prompt
+            for start, end in self.atoms if not first else ():  # they are within the prompt
                 whole = known[end - 1]
                 known[start:end] = [hash((whole, position)) for position in range(start, end)]
         return known
 
 
 class ModelGenerator:
-    """One generate group; it checks everything that it reads.
+    """One generate group; checks everything it reads.
 
     Attributes:
-        log: Decisions that are out.
-        luck: Says how many of the drafts of a slot prove right; by default they are some function of the sequence.
+        log: Pending decisions.
+        luck: Number of accepted draft tokens for a slot; by default a function of the sequence.
     """
 
     luck: Callable[[int, int], int] | None = None
@@ -109,7 +110,7 @@ class ModelGenerator:
         *,
         scope: str,
     ) -> None:
-        """Prepare an empty group; `pages` is what lies in the arena, `request_of` gives a number's request."""
+        """Create an empty group; `pages` is the arena's content, and `request_of` looks up requests by number."""
         self.name = name
         self._limits = limits
         self._pages = pages
@@ -130,7 +131,7 @@ class ModelGenerator:
         self.places: dict[int, list[int]] = {}
 
     def step(self) -> tuple[Stepped, list[tuple[int, int]]]:
-        """Carry out the oldest decision; return the result, and what was sampled as (request number, token)."""
+        """Execute the oldest decision; return its result, and the sampled tokens as (request number, token)."""
         decision = self.log.popleft()
         self._apply(decision)
         tokens = array("i", [-1] * self._limits.slots)
@@ -170,7 +171,7 @@ class ModelGenerator:
                 tokens[chunk.slot] = self._sample(chunk.slot, sequence, finished)
                 rows += 1
         assert rows <= self._limits.slots, "more rows to sample than slots"
-        # A time that depends on the step, as real ones do, and is sometimes not known.
+        # The time depends on the step, as real times do, and is sometimes unknown.
         prefilled = sum((chunk.stop - chunk.start) * (1 + chunk.stop) for chunk in decision.chunks)
         busy_ns = decision.step % 7 * (1 + prefilled)
         sampled = [(self.slots[slot], token) for slot, token in enumerate(tokens) if token >= 0]
@@ -182,7 +183,7 @@ class ModelGenerator:
         return result, sampled + more
 
     def _draft(self, slot: int, sequence: ModelSequence) -> int:
-        """Run drafts behind the last token, as many as may be, and return how many; what they write is nothing yet."""
+        """Write the maximum number of draft tokens after the last token, as invalid KV; return their number."""
         grant = self.grants.get(slot)
         if grant is None:
             return 0
@@ -197,7 +198,7 @@ class ModelGenerator:
     def _verify(
         self, slot: int, sequence: ModelSequence, drafts: int, finished: list[Finished]
     ) -> Drafted:
-        """Take as many of the drafts as luck has it, none past the end."""
+        """Accept draft tokens as given by `luck`, but none past the end."""
         if self.luck is None:
             right = output_token(sequence.seed ^ DRAFTED, len(sequence.tokens)) % (drafts + 1)
         else:
@@ -209,7 +210,7 @@ class ModelGenerator:
         return Drafted(slot, drafts, taken)
 
     def _pass_state(self, slot: int, start: int, stop: int) -> None:
-        """Take a state from before `start` to after `stop` - 1, of a model that keeps one."""
+        """Advance the recurrent state of a slot over [start, stop), if the model has one."""
         if self._limits.state_snapshots is None or start == stop:
             return
         expected = self._at(slot).fingerprints()
@@ -221,7 +222,7 @@ class ModelGenerator:
         return self.sequences[self.slots[slot]]
 
     def _swap(self, swaps: SwapCopies) -> None:
-        """Copy blocks to places and back; what was read is gone, so that nobody finds it where it was by luck."""
+        """Copy blocks to and from swap; swapped-in blocks are removed from swap, so that they cannot be read twice."""
         for written in (swaps.out[1::2], swaps.back[1::2]):
             assert len(set(written)) == len(written), "a copy goes where another goes"
         for block, place in zip(swaps.out[::2], swaps.out[1::2], strict=True):
@@ -301,7 +302,7 @@ class ModelGenerator:
                 assert self._pages[page] == item.key, "a chunk reads another item's embedding"
 
     def _compute(self, sequence: ModelSequence, start: int, stop: int) -> None:
-        """Write KV for [start, stop), and check that the KV of the whole prefix is right."""
+        """Write KV for [start, stop), and check the KV of the whole prefix."""
         size = self._limits.block_size
         expected = sequence.fingerprints()
         for number, first in enumerate(range(0, stop, size)):

@@ -1,7 +1,7 @@
-"""A model rank that carries out the orders of a `KvNegotiation` on simulated memory, and a driver for a group of them.
+"""A model rank that executes the orders of a `KvNegotiation` on simulated memory, and a driver for groups.
 
-It allocates as a real rank does: weights once, the KV cache layer by layer, and a profiling run that takes and releases
-activations of many sizes. What a real rank measures it measures too.
+It allocates like a real rank: weights once, the KV cache layer by layer, and a profiling run that
+allocates and frees activations of many sizes. It measures the same quantities as a real rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LAYERS = 4
 
 
 class SimulatedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulated rank says about an order."""
+    """A simulated rank's report on an order."""
 
     outcome: AttemptOutcome
     message: str
@@ -33,9 +33,10 @@ class KvSizingRank:
     """One rank of a generate group.
 
     Attributes:
-        activations: Sizes that the profiling run allocates, in order; every second one is given back at once.
-        leaks: Whether something keeps a view of each KV cache, so that no teardown frees it.
-        phase: What it is doing, for tests that inject failures.
+        activations: Allocation sizes of the profiling run, in order; every second one is freed at
+            once.
+        leaks: Whether a reference to each KV cache remains, so that teardown does not free it.
+        phase: Current phase, for tests that inject failures.
     """
 
     memory: SimulatedMemory
@@ -60,7 +61,7 @@ class KvSizingRank:
         return self.measure(released_bytes=0)
 
     def carry_out(self, order: Probe | Build) -> SimulatedReport:
-        """Tear down what stood, build, hold the headroom, profile, measure; report how it went."""
+        """Tear down the old cache, build, hold the headroom, profile, measure; report the outcome."""
         action = "probe" if isinstance(order, Probe) else "build"
         profile = isinstance(order, Probe) or order.profile
         headroom_bytes = order.headroom_bytes if isinstance(order, Build) else 0
@@ -88,7 +89,7 @@ class KvSizingRank:
         return SimulatedReport(outcome=outcome, message=message, memory=measured)
 
     def tear_down(self) -> int:
-        """Free the KV cache and the allocator's cache; return what came back."""
+        """Free the KV cache and the allocator's cache; return the number of freed bytes."""
         self.phase = "teardown"
         before_bytes = self.memory.allocated()
         if not self.leaks:
@@ -102,7 +103,7 @@ class KvSizingRank:
         """Run the largest step.
 
         Raises:
-            DeviceOutOfMemory: When it does not fit; what it took is given back.
+            DeviceOutOfMemory: When it does not fit; its allocations are freed.
         """
         held: list[int] = []
         try:
@@ -117,7 +118,7 @@ class KvSizingRank:
                 self.memory.free(handle)
 
     def measure(self, *, released_bytes: int) -> RankMemory:
-        """Return what a rank reports of its device."""
+        """Return a rank's measurement of its device."""
         return RankMemory(
             rank=self.rank,
             pool=self.memory.pool,
@@ -139,7 +140,7 @@ class KvSizingRank:
 
 
 def load_view(ranks: Sequence[KvSizingRank], **changes: int) -> MemoryView:
-    """Load the ranks and return what a memory policy sees of them.
+    """Load the ranks and return the view for a memory policy.
 
     Raises:
         DeviceOutOfMemory: When the weights do not fit.
@@ -164,11 +165,11 @@ def negotiate(
     *,
     between: Callable[[int], None] = lambda _: None,
 ) -> Accepted:
-    """Drive a negotiation to its end; `between` is called with the number of orders carried out so far.
+    """Run a negotiation to its end; `between` is called with the number of orders executed so far.
 
     Raises:
-        DeviceOutOfMemory: When it does not fit.
-        MemoryLeak: When memory did not come back.
+        DeviceOutOfMemory: When the cache does not fit.
+        MemoryLeak: When memory was not freed.
     """
     order = negotiation.start()
     count = 0
@@ -181,7 +182,7 @@ def negotiate(
 
 
 def random_group(rng: random.Random) -> list[KvSizingRank]:
-    """Return one to three ranks on devices of one random size, with peers, and weights that mostly fit."""
+    """Return one to three ranks on devices of one random size, with other processes, and weights that mostly fit."""
     mib = 1 << 20
     total_bytes = rng.choice([64, 256, 1024, 8192]) * mib
     bytes_per_token = rng.choice([1024, 8192, 57344])

@@ -1,4 +1,4 @@
-"""Random runs: arrivals, completions, cancellations, failures and time in any order, then a healed end."""
+"""Random runs: arrivals, completions, cancellations, failures and time in any order, then recovery."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vsched.types import FinishReason
 
 _ANSWERS = (1, 1, 2, 1, 1, 1, 5, 1, 3)
 _TELLING = 4
-"""One request of so many tells of its prompt."""
+"""One in this many requests asks for prompt log-probabilities."""
 _KNOCKING = 2
-"""One of so many is at the front door before, and one of `_LEAVING` of these leaves it if it is held."""
+"""One in this many requests passes the front door; one in `_LEAVING` of these withdraws if it is held."""
 _LEAVING = 8
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
-    """How often each thing happens in one run. Runs differ: rare combinations need runs made of little else."""
+    """Frequencies of actions in one run; they differ between runs, because rare combinations need extreme weights."""
 
     submit: int
     encode: int
@@ -40,7 +40,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def draw(cls, rng: random.Random, *, faults: bool) -> Weights:
-        """Return the weights of one run."""
+        """Draw the weights of one run."""
         return cls(
             submit=rng.choice([2, 10, 30]),
             encode=rng.choice([3, 20, 20]),
@@ -66,7 +66,7 @@ def run_random(
     faults: bool = True,
     make: Callable[[SchedulerLimits, KernelPolicies | None], ModelCluster] = ModelCluster,
 ) -> ModelCluster:
-    """Run a random schedule, heal what is down, drain and check; return the cluster for more questions.
+    """Run a random schedule, restore lost groups, drain and check; return the cluster for further checks.
 
     Raises:
         AssertionError: When something was lost, wrong, held too long or stuck.
@@ -89,7 +89,8 @@ def run_random(
 def _act(action: str, index: int, cluster: ModelCluster, rng: random.Random) -> None:
     match action:
         case "submit":
-            # By the index, so that the seeds draw what they did before requests had several answers.
+            # Chosen by index rather than drawn, so that seeds give the same requests as before `n`
+            # was supported.
             request = random_request(rng, f"r{index}")
             if index % _TELLING == 0:
                 told = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
@@ -108,7 +109,7 @@ def _act(action: str, index: int, cluster: ModelCluster, rng: random.Random) -> 
         case "wait":
             cluster.wait(rng.choice([1_000, 100_000, 10_000_000, 1_000_000_000]))
         case "abort" if cluster.requests:
-            # Also such as have ended: a client's abort may come late.
+            # Includes requests that have ended: a client's abort may come late.
             name = rng.choice(sorted(cluster.requests))
             cluster.abort(name, rng.choice([FinishReason.ABORT, FinishReason.STOP]))
         case "clear":
@@ -122,7 +123,7 @@ def _act(action: str, index: int, cluster: ModelCluster, rng: random.Random) -> 
 
 
 def _happen(action: str, cluster: ModelCluster, rng: random.Random) -> None:
-    """Do something to a group."""
+    """Apply a fault or an operator action to a group."""
     group = rng.choice(cluster.groups)
     up = group not in cluster.down | cluster.retired
     match action:

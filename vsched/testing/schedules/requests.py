@@ -1,4 +1,4 @@
-"""Requests and limits, made to order or at random."""
+"""Explicit and random requests and limits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from vsched.types import Extent, MediaItem, Request, SamplingParams
 
 PLACEHOLDER = 5
 SEPARATOR = 6
-"""Stands after each row of an image that has rows."""
+"""Follows each row of an image with rows."""
 IMAGES = 6
-"""The number of images that random requests share: few enough for hits, preemptions and evictions."""
+"""Number of images shared by random requests: few enough for hits, preemptions and evictions."""
 
 _NO_ROWS: Mapping[bytes, int] = MappingProxyType({})
 
@@ -33,15 +33,16 @@ def make_request(
     cache_salt: str = "",
     adapter: int = 0,
 ) -> Request:
-    """Return a request of `text` with items put in.
+    """Return a request of `text` with images inserted.
 
     Args:
         name: The request's id.
         text: Token ids of the text.
-        items: Index in the text, tokens and key of each item.
-        max_tokens: Tokens that it will yield.
-        encoded: Keys of the items that bring their embeddings.
-        row_tokens: After how many placeholders of an item, by key, a separator stands; other items have none.
+        items: Index in the text, tokens and key of each image.
+        max_tokens: Number of tokens to generate.
+        encoded: Keys of the images that are given as embeddings.
+        row_tokens: Placeholders per row of an image, by key, each followed by a separator; other
+            images have none.
         priority: As in `Request`.
         ttft_target_ms: As in `Request`.
         cache_salt: As in `Request`.
@@ -90,7 +91,7 @@ def random_request(
 ) -> Request:
     """Return a request with a random text (often a shared prefix) and some images from a small set.
 
-    Some images come as finished embeddings, some requests have a priority or a target, some their own caches, some an
+    Some images are given as embeddings; some requests have a priority, a target, a cache salt or an
     adapter.
     """
     text = [(7 * index) % 50 + 10 for index in range(rng.randint(1, length_max))]
@@ -103,9 +104,10 @@ def random_request(
     for place in places:
         image = rng.randrange(IMAGES)
         key = f"image{image}{salt}".encode()
-        # Two images of each size: their prompts differ in nothing but the keys.
+        # Two images of each size: their prompts differ only in the keys.
         tokens = 1 + (image // 2 * 11) % image_tokens_max
-        # Now and then a digest lies about the length: such a request may fail, its neighbours must not notice.
+        # Sometimes the length differs for the same key: such a request may fail, but must not
+        # affect others.
         items.append((place, tokens + (rng.random() < 0.02), key))
     return make_request(
         name,
@@ -122,7 +124,7 @@ def random_request(
 
 
 def random_limits(rng: random.Random) -> SchedulerLimits:
-    """Return limits in which something is usually scarce."""
+    """Return limits in which some resource is usually scarce."""
     slots = rng.randint(1, 6)
     encoders, generators = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 3])
     drawn = SchedulerLimits(
@@ -145,10 +147,12 @@ def random_limits(rng: random.Random) -> SchedulerLimits:
         generators=generators,
         encode_pauses=encoders == generators and rng.random() < 0.5,
     )
-    # Every third model keeps a state; by what was drawn, so that the seeds of other models draw what they did.
+    # Every third model has a recurrent state; derived from earlier draws, so that seeds of other
+    # models do not change.
     keeps_state = drawn.blocks % 3 == 0
     places = drawn.blocks % 7 if drawn.prefix_cache else 0
-    # Every fourth model has positions that see later ones; in half of them all of a prompt do.
+    # Every fourth model has bidirectional attention spans; in half of them the span is the whole
+    # prompt.
     sees_ahead = drawn.waiting % 4 == 0
     prompt_atomic = sees_ahead and drawn.pages % 2 == 0
     return msgspec.structs.replace(
@@ -158,7 +162,7 @@ def random_limits(rng: random.Random) -> SchedulerLimits:
         batch_tokens=drawn.batch_tokens + (60 if sees_ahead else 0),
         state_snapshots=places if keeps_state else None,
         drafts=not keeps_state,
-        # Half of those that can swap have room for it, often too little.
+        # Half of the models that can swap have swap memory, often too little.
         swap_blocks=0 if keeps_state or drawn.blocks % 2 else drawn.blocks * (drawn.waiting % 3),
         prefix_cache=drawn.prefix_cache and not (keeps_state and not places) and not prompt_atomic,
     )

@@ -17,7 +17,7 @@ Draw = Callable[[strategies.SearchStrategy[Any]], Any]
 
 
 class _DrawnChoices:
-    """Numbers that Hypothesis draws, and shrinks."""
+    """Values drawn and shrunk by Hypothesis."""
 
     def __init__(self, draw: Draw) -> None:
         self._draw = draw
@@ -42,14 +42,14 @@ def faults(
     """Return a strategy for one fault; earlier `kinds` are simpler.
 
     Args:
-        groups: The groups that faults strike; the first is the simplest.
-        span_ns: When they begin, at the latest.
-        ranks: The ranks of each group.
-        kinds: What can go wrong; by default everything, with other hosts if there are any.
+        groups: Target groups; the first is the simplest.
+        span_ns: Latest start of a fault.
+        ranks: Number of ranks per group.
+        kinds: Kinds of faults; by default all, with host faults if there are other hosts.
         hosts: The other hosts, by their names in `cluster.hosts`.
 
     Raises:
-        ValueError: When a kind strikes a host, and there is none.
+        ValueError: When a kind needs a host and there is none.
     """
     stage = Stage(groups=tuple(groups), span_ns=span_ns, ranks=ranks, hosts=tuple(hosts))
 
@@ -69,13 +69,13 @@ def fault_plans(
     hosts: Sequence[str] = (),
     faults_max: int = FAULTS_MAX,
 ) -> strategies.SearchStrategy[FaultPlan]:
-    """Return a strategy for plans; the arguments are those of `faults`, and how many there are at most."""
+    """Return a strategy for plans of at most `faults_max` faults; the other arguments are those of `faults`."""
     fault = faults(groups, span_ns, ranks=ranks, kinds=kinds, hosts=hosts)
 
     @strategies.composite
     def plan(draw: Draw) -> FaultPlan:
-        # Not `lists`: Hypothesis drops from a list only what took a few choices to draw. After a number, it drops
-        # whatever was drawn as one piece while it lowers the number.
+        # Not `lists`: Hypothesis removes a list element only if it took few choices to draw. After
+        # an integer, it removes any element drawn as one piece while it lowers the integer.
         count = draw(strategies.integers(0, faults_max))
         drawn = tuple(draw(fault) for _ in range(count))
         return FaultPlan(faults=drawn, seed=draw(strategies.integers(0, 0xFFFF)))
