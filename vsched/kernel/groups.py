@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
+from vsched.kernel.snapshot import Restorable, Saved
+
 
 class Status(enum.StrEnum):
     """What a group can be given."""
@@ -20,7 +22,7 @@ class Status(enum.StrEnum):
     """Nothing, ever again."""
 
 
-class Group:
+class Group(Restorable):
     """One replica of a stage.
 
     Attributes:
@@ -29,6 +31,8 @@ class Group:
         open: Whether it takes new work.
         retired: Whether it is gone for good.
     """
+
+    status: Saved[Status]
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,6 +48,9 @@ class Group:
 
     def look(self) -> None:
         """Something has changed after which it may have a step to plan."""
+
+    def rebuild(self) -> None:
+        self.set_status(self.status)
 
     @property
     def idle(self) -> bool:

@@ -15,6 +15,7 @@ import msgspec
 
 from vsched.errors import RecordError
 from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
+from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import (
     DRAFT_TOKENS_MAX,
     Admission,
@@ -304,7 +305,7 @@ def ask_insertion(seat: PolicySeat[InsertionPolicy], view: InsertionView) -> int
     return max(kept, view.found)
 
 
-class GuardedOrder(Generic[Key]):
+class GuardedOrder(Restorable, Generic[Key]):
     """An eviction order whose every answer is checked; where it fails, least recently released goes first.
 
     The set of evictable keys is kept here too, in order of release, so that nothing is lost with a broken order.
@@ -401,30 +402,17 @@ class GuardedOrder(Generic[Key]):
     def __iter__(self) -> Iterator[Key]:
         return iter(self._released)
 
-    def state(self: GuardedOrder[bytes]) -> OrderState:
-        """Return the state.
+    @property
+    def state(self: GuardedOrder[bytes]) -> Saved[OrderState]:
+        """The state, of an order of `bytes`.
 
         Raises:
             RecordError: When the policy's order cannot tell its own, or it is not of plain values.
         """
         return OrderState(list(self._released), self._order is None, self._policy_state())
 
-    def _policy_state(self) -> msgspec.Raw:
-        if self._order is None:
-            return msgspec.Raw(msgspec.msgpack.encode(None))
-        order = _recordable(self._order)
-        try:
-            return msgspec.Raw(msgspec.msgpack.encode(order.state()))
-        except Exception as error:
-            name = type(order).__qualname__
-            raise RecordError(f"{name}.state() cannot be recorded: {error!r}") from error
-
-    def restore(self: GuardedOrder[bytes], state: OrderState) -> None:
-        """Take over a state.
-
-        Raises:
-            RecordError: When the policy's order cannot take over its own.
-        """
+    @state.setter
+    def state(self: GuardedOrder[bytes], state: OrderState) -> None:
         self._released = (OrderedDict if state.given_up else dict)(
             zip(state.released, state.released, strict=True)
         )
@@ -436,6 +424,16 @@ class GuardedOrder(Generic[Key]):
             order.restore(msgspec.msgpack.decode(state.policy))
         except Exception as error:
             raise RecordError(f"{type(order).__qualname__}.restore() failed: {error!r}") from error
+
+    def _policy_state(self) -> msgspec.Raw:
+        if self._order is None:
+            return msgspec.Raw(msgspec.msgpack.encode(None))
+        order = _recordable(self._order)
+        try:
+            return msgspec.Raw(msgspec.msgpack.encode(order.state()))
+        except Exception as error:
+            name = type(order).__qualname__
+            raise RecordError(f"{name}.state() cannot be recorded: {error!r}") from error
 
 
 def _recordable(order: object) -> RecordableOrder:

@@ -10,7 +10,7 @@ policies with a state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 from traceback import TracebackException
 from typing import Any, Generic, TypeVar
@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from vsched.errors import PolicyError, RecordError, limit_message
+from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import Policy
 
 STATE_BYTES_MAX = 16 << 10
@@ -55,26 +56,21 @@ def _ask_nobody(view: object) -> Any:
     raise Replaced
 
 
-class PolicyFaultsState(msgspec.Struct):
-    """The state of `PolicyFaults`."""
-
-    counts: dict[str, int]
-    notices: list[str]
-    reported: int
-
-
-class PolicyFaults:
+class PolicyFaults(Restorable):
     """Counts policy failures and keeps notices of them until the scheduler takes them.
 
     Attributes:
         first: The traceback of each policy's first failure since this kernel was created, by the name of its class.
     """
 
+    counts: Saved[dict[str, int]]
+    notices: Saved[list[str]]
+    _reported: Saved[int] = 0
+
     def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self.notices: list[str] = []
+        self.counts = {}
+        self.notices = []
         self.first: dict[str, TracebackException] = {}
-        self._reported = 0
 
     def report(self, policy: Policy, error: Exception, shown: object) -> None:
         """Count a failure, and word a notice with the policy's input."""
@@ -95,14 +91,6 @@ class PolicyFaults:
         notices, self.notices = self.notices, []
         return notices
 
-    def state(self) -> PolicyFaultsState:
-        """Return the state."""
-        return PolicyFaultsState(self.counts, self.notices, self._reported)
-
-    def restore(self, state: PolicyFaultsState) -> None:
-        """Take over a state."""
-        self.counts, self.notices, self._reported = state.counts, state.notices, state.reported
-
 
 def _place(policy: Policy, trace: TracebackException) -> str:
     """Return the location of a failure: the innermost frame outside the kernel, else the method that answered.
@@ -120,7 +108,7 @@ def _place(policy: Policy, trace: TracebackException) -> str:
     return f"{PurePath(code.co_filename).name}:{code.co_firstlineno}, the answer of {policy.method}"
 
 
-class PolicySeat(Generic[AnyPolicy]):
+class PolicySeat(Restorable, Generic[AnyPolicy]):
     """One place where the kernel asks a policy.
 
     Attributes:
@@ -131,12 +119,13 @@ class PolicySeat(Generic[AnyPolicy]):
         kept: The bytes of it; empty for such a policy.
     """
 
+    replaced: Saved[str] = ""
+    kept: Saved[bytes] = b""
+
     def __init__(self, policy: AnyPolicy, faults: PolicyFaults) -> None:
         self.policy = policy
         self.ask: Ask = getattr(policy, policy.method)
-        self.replaced = ""
         self.state: Any = None
-        self.kept = b""
         self._faults = faults
         self._decoder: msgspec.msgpack.Decoder[msgspec.Struct] | None = None
         if policy.state_type is not None:
@@ -187,27 +176,35 @@ class PolicySeat(Generic[AnyPolicy]):
             raise PolicyError(f"its state cannot be kept: {error}") from error
         self.kept, self.state = data, state
 
-    def restore(self, data: bytes) -> None:
-        """Take over a state.
+    def rebuild(self) -> None:
+        """Derive the state.
 
         Raises:
-            RecordError: When it is not that of such a policy.
+            RecordError: When the bytes are not of such a policy.
         """
         name = type(self.policy).__qualname__
-        if self._decoder is None:
-            raise RecordError(f"{name} has no state, and one was recorded")
+        if self.replaced:
+            self.replace(self.replaced)
+        state_type = self.policy.state_type
+        if state_type is None:
+            if self.kept:
+                raise RecordError(f"{name} has no state, and one was recorded")
+            return
         try:
-            self._keep(data)
+            self._keep(self.kept or _encode(state_type()))
         except PolicyError as error:
             raise RecordError(f"{name}: {error}") from error
 
 
-class PolicySeats:
+class PolicySeats(Restorable):
     """The seats of a scheduler by name, such as `generate-0.admission`, and what failed in them."""
+
+    faults: Saved[PolicyFaults]
+    _seats: Saved[dict[str, PolicySeat[Any]]]
 
     def __init__(self) -> None:
         self.faults = PolicyFaults()
-        self._seats: dict[str, PolicySeat[Any]] = {}
+        self._seats = {}
 
     def place(self, name: str, policy: AnyPolicy) -> PolicySeat[AnyPolicy]:
         """Return a new seat."""
@@ -237,17 +234,6 @@ class PolicySeats:
     def states(self) -> dict[str, bytes]:
         """Return what every policy with a state remembers, by the name of its seat."""
         return {name: seat.kept for name, seat in self._seats.items() if seat.kept}
-
-    def restore(self, states: Mapping[str, bytes]) -> None:
-        """Take over states; a policy of which there is none remembers nothing yet.
-
-        Raises:
-            RecordError: When one is of no seat here, or of another policy.
-        """
-        for name, data in states.items():
-            if name not in self._seats:
-                raise RecordError(f"the state of {name} was recorded, and no policy is asked there")
-            self._seats[name].restore(data)
 
 
 def check_state_type(policy: type[Policy]) -> None:

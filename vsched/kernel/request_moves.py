@@ -24,26 +24,24 @@ from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.prefix_hashes import answers_root, root_hash
 from vsched.kernel.request import Phase, RequestState, host_bytes
 from vsched.kernel.request_table import RequestTable
-from vsched.kernel.routing import Router, RouterState
+from vsched.kernel.routing import Router
+from vsched.kernel.snapshot import Restorable, Saved
 from vsched.measured import Measured
 from vsched.policy import EncodingView, ItemSpan
 from vsched.probes import probe
 from vsched.types import FinishReason, Request
 
 
-class RequestMovesState(msgspec.Struct):
-    """The state of `RequestMoves`; `given_up` tells why no request can be served any more, empty while some can."""
-
-    router: RouterState
-    given_up: str
-
-
-class RequestMoves:
+class RequestMoves(Restorable):
     """Moves the requests of a table between the embedding cache and the generate groups.
 
     Attributes:
         ended_answers: Answers, of several to a request, of whose end the others have not heard; see `release_prompts`.
+        _given_up: Why no request can be served any more; empty while some can.
     """
+
+    _router: Saved[Router]
+    _given_up: Saved[str] = ""
 
     def __init__(
         self,
@@ -65,7 +63,6 @@ class RequestMoves:
         self._router = Router(
             seats.place("routing", policies.routing), limits, groups, measured, loads
         )
-        self._given_up = ""
         self.ended_answers: list[RequestState] = []
 
     def group_of(self, state: RequestState) -> GenerateGroup:
@@ -149,17 +146,6 @@ class RequestMoves:
         group.add(state)
         self._loads.change(group.index)
         return self.enqueue(state, now_ns, arriving=arriving)
-
-    # --- snapshots ---
-
-    def state(self) -> RequestMovesState:
-        """Return the state."""
-        return RequestMovesState(self._router.state(), self._given_up)
-
-    def restore(self, state: RequestMovesState) -> None:
-        """Take over a state."""
-        self._router.restore(state.router)
-        self._given_up = state.given_up
 
     # --- the way into the queue ---
 

@@ -6,26 +6,15 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
 
-import msgspec
-
 from vsched.kernel.commands import RefusalCode
 from vsched.kernel.request import Phase, RequestState
+from vsched.kernel.snapshot import Restorable, Saved
 from vsched.types import FinishReason, Request
 
 Counted = TypeVar("Counted", bound=Hashable)
 
 
-class RequestTableState(msgspec.Struct):
-    """The state of a `RequestTable`."""
-
-    requests: list[RequestState]
-    finished: dict[str, int]
-    refused: dict[str, int]
-    arrivals: int
-    expiries: list[tuple[int, int]]
-
-
-class RequestTable:
+class RequestTable(Restorable):
     """The live requests of a scheduler.
 
     Attributes:
@@ -37,18 +26,23 @@ class RequestTable:
         expiries: When `take_expired` must be called next, and for which request.
     """
 
+    live: Saved[dict[int, RequestState]]
+    finished: Saved[dict[str, int]]
+    refused: Saved[dict[str, int]]
+    expiries: Saved[deque[tuple[int, int]]]
+    _arrivals: Saved[int] = 0
+
     def __init__(self, waiting_ns: int) -> None:
         """Make an empty table; a request may wait for `waiting_ns` for its first step, 0 for no limit."""
-        self.live: dict[int, RequestState] = {}
+        self.live = {}
         self.live_bytes = 0
-        self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
-        self.refused: dict[str, int] = {}
+        self.finished = {reason.value: 0 for reason in FinishReason}
+        self.refused = {}
         self.tenants: dict[str, int] = {}
         self.priorities: dict[int, int] = {}
         self._numbers: dict[str, int] = {}
-        self._arrivals = 0
         self._waiting_ns = waiting_ns
-        self.expiries: deque[tuple[int, int]] = deque()
+        self.expiries = deque()
 
     def add(
         self,
@@ -135,26 +129,11 @@ class RequestTable:
                 expired.append(state)
         return expired
 
-    def state(self) -> RequestTableState:
-        """Return the state."""
-        return RequestTableState(
-            requests=list(self.live.values()),
-            finished=self.finished,
-            refused=self.refused,
-            arrivals=self._arrivals,
-            expiries=list(self.expiries),
-        )
-
-    def restore(self, state: RequestTableState) -> None:
-        """Take over a state."""
-        for one in state.requests:
-            self.live[one.number] = one
+    def rebuild(self) -> None:
+        for one in self.live.values():
             self._numbers[one.request.request_id] = one.number
             self.live_bytes += one.host_bytes
             self._count(one.request, 1)
-        self.finished, self.refused = state.finished, state.refused
-        self._arrivals = state.arrivals
-        self.expiries = deque(state.expiries)
 
 
 def add_to(counts: dict[Counted, int], key: Counted, change: int) -> None:

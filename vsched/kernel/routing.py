@@ -5,26 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import msgspec
-
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import ask_routing
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
+from vsched.kernel.snapshot import Restorable, Saved
 from vsched.measured import Measured
 from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
 
 ITEMS_MAX = 8192
 """Items of which it is remembered where they went; the one that was sent longest ago is forgotten first."""
-
-
-class RouterState(msgspec.Struct):
-    """The state of a `Router`: how many requests it routed, and which items went to which replica."""
-
-    routed: int
-    sent: dict[bytes, int]
 
 
 class Asked:
@@ -79,8 +71,16 @@ class RoutedGroup:
         return repr(ReplicaView(**values))
 
 
-class Router:
-    """Finds groups for requests."""
+class Router(Restorable):
+    """Finds groups for requests.
+
+    Attributes:
+        _routed: Requests that it has routed.
+        _sent: The replica that each item was sent to last.
+    """
+
+    _routed: Saved[int] = 0
+    _sent: Saved[dict[bytes, int]]
 
     def __init__(
         self,
@@ -97,8 +97,7 @@ class Router:
         self._replicas = tuple(RoutedGroup(group, self._asked) for group in groups)
         self._measured = measured
         self._limits = limits
-        self._routed = 0
-        self._sent: dict[bytes, int] = {}
+        self._sent = {}
 
     def choose(self, state: RequestState) -> GenerateGroup:
         """Return the group of a request: one that takes work, or else one that will come back."""
@@ -111,14 +110,6 @@ class Router:
         if len(groups) > 1:
             self._remember(state, chosen.index)
         return chosen
-
-    def state(self) -> RouterState:
-        """Return the state."""
-        return RouterState(self._routed, self._sent)
-
-    def restore(self, state: RouterState) -> None:
-        """Take over a state."""
-        self._routed, self._sent = state.routed, state.sent
 
     def _ask(self, state: RequestState, usable: Sequence[int]) -> int:
         keys = [item.key for item in state.items]

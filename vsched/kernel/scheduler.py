@@ -7,13 +7,12 @@ decides, and the commands go out in the order in which they were returned.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from traceback import TracebackException
 from typing import Any
 
-import msgspec
-
-from vsched.kernel.arrival.front_door import FrontDoor, FrontDoorState
+from vsched.kernel.arrival.front_door import FrontDoor
 from vsched.kernel.commands import (
     Command,
     Decide,
@@ -23,8 +22,8 @@ from vsched.kernel.commands import (
     RestartGroup,
     SetTimer,
 )
-from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingCacheState
-from vsched.kernel.encode.stage import EncodeGroup, EncodeStage, EncodeStageState
+from vsched.kernel.encode.embedding_cache import EmbeddingCache
+from vsched.kernel.encode.stage import EncodeGroup, EncodeStage
 from vsched.kernel.events import (
     Aborted,
     Cleared,
@@ -45,16 +44,16 @@ from vsched.kernel.events import (
     Withdrawn,
 )
 from vsched.kernel.generate.group import GenerateGroup
-from vsched.kernel.generate.group_state import GenerateGroupState
 from vsched.kernel.generate.measures import MeasuredGroups
 from vsched.kernel.generate.quarantine import is_suspect
 from vsched.kernel.generate.step_budget import PlannedStep
 from vsched.kernel.groups import Group, Loads, PlanMarks, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
-from vsched.kernel.policy_seats import Ask, PolicyFaultsState, PolicySeats
+from vsched.kernel.policy_seats import Ask, PolicySeats
 from vsched.kernel.request import Phase, RequestState
-from vsched.kernel.request_moves import RequestMoves, RequestMovesState
-from vsched.kernel.request_table import RequestTable, RequestTableState
+from vsched.kernel.request_moves import RequestMoves
+from vsched.kernel.request_table import RequestTable
+from vsched.kernel.snapshot import Saved, SavedKeys, SnapshotRoot
 from vsched.kernel.waiting_queue import Holds, OrderedQueue
 from vsched.probes import probe
 from vsched.types import FinishReason, group_names
@@ -65,31 +64,22 @@ GRAMMAR_FAILED = (
 )
 
 
-class SchedulerState(msgspec.Struct):
-    """All that a scheduler knows, between two events: plain values, which a snapshot holds as they are.
-
-    What follows from it is not in it: queues, indices and sums are made anew.
-    """
-
-    table: RequestTableState
-    embeddings: EmbeddingCacheState
-    encode: EncodeStageState
-    generators: list[GenerateGroupState]
-    moves: RequestMovesState
-    door: FrontDoorState
-    faults: PolicyFaultsState
-    policies: dict[str, bytes]
-    replaced: dict[str, str]
-    draining: list[str]
-    timer_ns: int | None
-    now_ns: int
-
-
-class Scheduler:
+class Scheduler(SnapshotRoot):
     """The state machine of all replicas; see `docs/architecture.md` for the whole picture.
 
     There is one queue of items for all encode groups, and one queue of requests for each generate group.
     """
+
+    embeddings: Saved[EmbeddingCache]
+    encode: Saved[EncodeStage]
+    _table: Saved[RequestTable]
+    _groups: Saved[dict[str, Group]]
+    _moves: Saved[RequestMoves]
+    _door: Saved[FrontDoor]
+    _seats: Saved[PolicySeats]
+    _draining: SavedKeys[dict[str, Group]]
+    _timer_ns: Saved[int | None] = None
+    _now_ns: Saved[int] = 0
 
     def __init__(self, limits: SchedulerLimits, policies: KernelPolicies) -> None:
         self.limits = limits
@@ -128,9 +118,7 @@ class Scheduler:
             measured,
             loads,
         )
-        self._groups: dict[str, Group] = {
-            group.name: group for group in (*self.encode.groups, *self.generators)
-        }
+        self._groups = {group.name: group for group in (*self.encode.groups, *self.generators)}
         # The generate group whose processes an encode group keeps from steps.
         shared = (
             zip(self.encode.groups, self.generators, strict=True) if limits.encode_pauses else ()
@@ -143,9 +131,7 @@ class Scheduler:
         )
         self._holds = Holds(self._queues)
         self._at_work = self.generators[0]
-        self._draining: list[Group] = []
-        self._now_ns = 0
-        self._timer_ns: int | None = None
+        self._draining = {}
 
     def handle(self, event: Event, now_ns: int) -> list[Command]:
         """Apply an event and return what to do about it, in order."""
@@ -328,18 +314,18 @@ class Scheduler:
         if self._recovering(group):
             probe("kernel.drain_during_recovery")
         group.set_status(Status.DRAINING)
-        self._draining.append(group)
+        self._draining[name] = group
         return self._moves.move_waiting(group, now_ns) if isinstance(group, GenerateGroup) else []
 
     def _take_drained(self) -> list[Command]:
         """Return the news of draining groups that have nothing to do any more."""
         drained: list[Command] = []
-        for group in list(self._draining):
+        for name, group in list(self._draining.items()):
             if group.ready and (not group.idle or self._awaited(group)):
                 continue
-            self._draining.remove(group)
+            del self._draining[name]
             if group.status is Status.DRAINING:
-                drained.append(Drained(group.name))
+                drained.append(Drained(name))
         return drained
 
     def _awaited(self, group: Group) -> bool:
@@ -466,50 +452,12 @@ class Scheduler:
 
     # --- snapshots ---
 
-    def state(self) -> SchedulerState:
-        """Return all that the scheduler knows, to be encoded before it handles another event.
+    def saved_objects(self) -> ChainMap[Any, Any]:
+        return ChainMap[Any, Any](self._table.live, self.embeddings.entries, self._groups)
 
-        Raises:
-            RecordError: When an eviction order cannot tell its state.
-        """
-        return SchedulerState(
-            table=self._table.state(),
-            embeddings=self.embeddings.state(),
-            encode=self.encode.state(),
-            generators=[group.state() for group in self.generators],
-            moves=self._moves.state(),
-            door=self._door.state(),
-            faults=self._faults.state(),
-            policies=self._seats.states(),
-            replaced=self._seats.replaced(),
-            draining=[group.name for group in self._draining],
-            timer_ns=self._timer_ns,
-            now_ns=self._now_ns,
-        )
-
-    def restore(self, state: SchedulerState) -> None:
-        """Take over the state of a scheduler with the same limits and policies; this one is fresh.
-
-        Raises:
-            RecordError: When an eviction order or a policy cannot take over its state.
-        """
-        self._table.restore(state.table)
-        self.embeddings.restore(state.embeddings)
-        self.encode.restore(state.encode)
-        for group, one in zip(self.generators, state.generators, strict=True):
-            group.restore(one, self._moves.requests_of(group))
-        self._moves.restore(state.moves)
-        self._door.restore(state.door)
-        self._faults.restore(state.faults)
-        self._seats.restore(state.policies)
-        for name, reason in state.replaced.items():
-            self._seats.replace(name, reason)
-        self._draining = [self._groups[name] for name in state.draining]
-        self._timer_ns, self._now_ns = state.timer_ns, state.now_ns
+    def rebuild(self) -> None:
         for index in range(len(self._queues)):
-            self._holds.note(index, state.now_ns)
-        for group in self.generators:
-            group.look()
+            self._holds.note(index, self._now_ns)
 
     # --- questions ---
 

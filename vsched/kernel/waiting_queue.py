@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
+from vsched.kernel.snapshot import Restorable, Saved
+
 
 class Ordered(Protocol):
     """Something with a place in a queue."""
@@ -29,7 +31,7 @@ def order_of(entry: Ordered) -> tuple[int, int]:
     return entry.order
 
 
-class OrderedQueue(Generic[Waiting]):
+class OrderedQueue(Restorable, Generic[Waiting]):
     """Entries sorted by order number; inserting at the back is the common case and cheap.
 
     Attributes:
@@ -37,10 +39,11 @@ class OrderedQueue(Generic[Waiting]):
         hold_until_ns: Until when the admission policy holds all of them back; None where it does not.
     """
 
+    hold_until_ns: Saved[int | None] = None
+
     def __init__(self) -> None:
         self._entries: list[Waiting] = []
         self.entries: Sequence[Waiting] = self._entries
-        self.hold_until_ns: int | None = None
 
     def held_until(self, now_ns: int) -> int | None:
         """Return until when the entries are still held back; None when they are not."""

@@ -37,7 +37,8 @@ class SegmentHeader(msgspec.Struct, frozen=True, array_like=True):
         config: The configuration, as plain values.
         limits: The kernel's limits, as plain values.
         policies: What each policy table stood for: the class and its fields, for the reader.
-        state: The kernel before that event; see `vsched.record.snapshot`.
+        state: The kernel before that event; see `vsched.kernel.snapshot`.
+        layout: The layout of `state`; records that do not say have 1.
     """
 
     run: bytes
@@ -49,6 +50,7 @@ class SegmentHeader(msgspec.Struct, frozen=True, array_like=True):
     limits: dict[str, Any]
     policies: dict[str, str]
     state: bytes
+    layout: int = 1
 
 
 class PackedArray(msgspec.Struct, frozen=True, array_like=True):

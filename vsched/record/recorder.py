@@ -26,10 +26,10 @@ from vsched.errors import ConfigError, RecordError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
+from vsched.kernel.snapshot import LAYOUT, encode_snapshot
 from vsched.record.entries import SegmentHeader, encode_entry, encode_header
 from vsched.record.frames import FORMAT, VERSION, frame
 from vsched.record.segments import complete_segments, numbered, set_aside
-from vsched.record.snapshot import encode_state
 
 logger = logging.getLogger(__name__)
 MODE = 0o600
@@ -144,7 +144,8 @@ class Recorder:
             segment=self._segment + 1,
             started_s=time.time(),
             number=self._number,
-            state=encode_state(self._kernel),
+            state=encode_snapshot(self._kernel),
+            layout=LAYOUT,
             **self._about,
         )
         start = FORMAT + VERSION + frame(encode_header(header))

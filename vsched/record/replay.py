@@ -19,6 +19,7 @@ from vsched.errors import ConfigError, PolicyError, RecordError
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Accept, Command, Decide
 from vsched.kernel.events import Event
+from vsched.kernel.snapshot import LAYOUT, restore_snapshot
 from vsched.record.entries import (
     RecordedEvent,
     SegmentHeader,
@@ -30,7 +31,6 @@ from vsched.record.entries import (
 )
 from vsched.record.frames import FrameReader
 from vsched.record.segments import find_segments
-from vsched.record.snapshot import restore_scheduler
 
 SHOWN_MAX = 2000
 """Characters of an event or a command that are shown."""
@@ -204,8 +204,16 @@ class Replay:
             raise RecordError(
                 f"recorded with vsched {header.version}, and its configuration does not load here: {error}"
             ) from error
-        kernel = restore_scheduler(header.state, limits, policies)
         is_first = self.kernel is None
+        if header.layout == LAYOUT:
+            kernel = restore_snapshot(Scheduler(limits, policies), header.state)
+        elif header.number and is_first:
+            raise RecordError(
+                f"recorded with vsched {header.version}, whose snapshots cannot be read here. "
+                "Remedy: replay it from its first segment on, or with that version"
+            )
+        else:  # the events before lead to the state
+            kernel = self.kernel or Scheduler(limits, policies)
         if not is_first:
             self._check_joint(header, kernel)
         self.kernel = kernel

@@ -21,6 +21,7 @@ from vsched.kernel.events import (
     Stepped,
     Submitted,
 )
+from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.measured import (
     NOTHING_MEASURED,
     WINDOW,
@@ -32,7 +33,6 @@ from vsched.measured import (
     SwapTime,
 )
 from vsched.policy import Admission, AdmissionPolicy, AdmissionView
-from vsched.record.snapshot import encode_state, restore_scheduler
 from vsched.testing import default_policies, make_request
 from vsched.types import FinishReason, Request
 
@@ -202,7 +202,9 @@ def test_times_survive_a_snapshot_and_the_loss_of_the_group() -> None:
     told.step(100, 1)
     told.submit(150, image_request("c", (b"one", 4), max_tokens=4))
     before = told.measured
-    restored = restore_scheduler(encode_state(told.kernel), told.kernel.limits, default_policies())
+    restored = restore_snapshot(
+        Scheduler(told.kernel.limits, default_policies()), encode_snapshot(told.kernel)
+    )
     after: Any = restored.generators[0].measured
     assert (after.steps, after.first_tokens) == (before.steps, before.first_tokens)
     told.kernel = restored
@@ -291,6 +293,6 @@ def test_swaps_are_told_and_are_no_part_of_the_steps() -> None:
     assert told.measured.steps == plain.measured.steps
     costs = [one.kernel.generators[0].step_times.costs() for one in (told, plain)]
     assert costs[0] == costs[1]
-    state = encode_state(told.kernel)
-    restored = restore_scheduler(state, told.kernel.limits, default_policies())
+    state = encode_snapshot(told.kernel)
+    restored = restore_snapshot(Scheduler(told.kernel.limits, default_policies()), state)
     assert restored.generators[0].measured.swaps == told.measured.swaps

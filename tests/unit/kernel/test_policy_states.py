@@ -11,7 +11,9 @@ import pytest
 from tests.unit.kernel.remembering import TalliedAdmission, TalliedRouting, Tally
 from tests.unit.kernel.setups import make_limits, words
 from vsched.errors import PolicyError, RecordError
+from vsched.kernel import Scheduler
 from vsched.kernel.policy_seats import STATE_BYTES_MAX, PolicyFaults, PolicySeat
+from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.plugins import check_contract
 from vsched.policy import (
     Admission,
@@ -21,7 +23,6 @@ from vsched.policy import (
     MemoryPolicy,
     Policy,
 )
-from vsched.record.snapshot import encode_state, restore_scheduler
 from vsched.testing import ModelCluster, default_policies, make_request
 
 
@@ -196,12 +197,13 @@ def test_state_costs_nothing_where_there_is_none() -> None:
 def test_snapshot_refuses_the_state_of_another_policy() -> None:
     limits = make_limits()
     cluster = ModelCluster(limits, default_policies(generate_admission=Doing()))
-    data = encode_state(cluster.kernel)
+    data = encode_snapshot(cluster.kernel)
     with pytest.raises(RecordError, match="Fifo has no state, and one was recorded"):
-        restore_scheduler(data, limits, default_policies())
+        restore_snapshot(Scheduler(limits, default_policies()), data)
     seat = PolicySeat(TalliedRouting(), PolicyFaults())
+    seat.kept = b"\xc0"
     with pytest.raises(RecordError, match="TalliedRouting: its state cannot be kept"):
-        seat.restore(b"\xc0")
+        seat.rebuild()
 
 
 def test_seat_begins_with_the_defaults() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.kernel.test_snapshot import RestoredCluster, noting
 from tests.unit.record.recorded import record_run
-from tests.unit.record.test_snapshot import RestoredCluster, noting
 from vsched.kernel import KernelPolicies, SchedulerLimits
 from vsched.plugins import RegisteredPolicy, list_policies, resolve_policy
 from vsched.record import replay

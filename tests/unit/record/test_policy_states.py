@@ -14,8 +14,8 @@ from tests.unit.kernel.remembering import (
     TalliedPreemption,
     TalliedRouting,
 )
+from tests.unit.kernel.test_snapshot import RestoredCluster, noting
 from tests.unit.record.recorded import record_run
-from tests.unit.record.test_snapshot import RestoredCluster, noting
 from vsched.errors import RecordError
 from vsched.kernel import KernelPolicies
 from vsched.record import frames, replay
@@ -60,9 +60,9 @@ def test_replay_finds_a_state_that_differs(tmp_path: Path) -> None:
     bodies = [body for _, body in reader.bodies()]
     header = decode_header(bodies[0])
     state = msgspec.msgpack.decode(header.state)
-    tally = msgspec.msgpack.decode(state["policies"]["encode.encoding"])
+    tally = msgspec.msgpack.decode(state["seats"]["seats"]["encode.encoding"]["kept"])
     tally["recent"]["place"][0] += 1
-    state["policies"]["encode.encoding"] = msgspec.msgpack.encode(tally)
+    state["seats"]["seats"]["encode.encoding"]["kept"] = msgspec.msgpack.encode(tally)
     spoilt = msgspec.structs.replace(header, state=msgspec.msgpack.encode(state))
     second.write_bytes(
         data[:start] + frames.frame(encode_header(spoilt)) + b"".join(map(frames.frame, bodies[1:]))

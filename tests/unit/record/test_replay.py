@@ -24,8 +24,10 @@ from vsched.errors import RecordError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
+from vsched.kernel.snapshot import LAYOUT
 from vsched.record import replay
 from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
+from vsched.record.segments import find_segments
 from vsched.testing.defaults import default_policies
 
 ROOT = Path(__file__).parents[3]
@@ -227,6 +229,24 @@ def test_replay_of_a_record_by_another_version_says_which(path: Path) -> None:
     bodies[0] = msgspec.msgpack.encode(header)
     path.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies)))
     with pytest.raises(RecordError, match=r"recorded with vsched 9\.9, and its configuration"):
+        replay(path)
+
+
+def test_replay_of_a_record_whose_snapshots_have_another_layout(tmp_path: Path) -> None:
+    """Its events lead to the same states, from the first one on."""
+    path = tmp_path / "run.vlog"
+    record_run(path, 0, events=300, segment_bytes=4096, segments=99)
+    report = replay(path)
+    for segment in find_segments(path):
+        bodies = [body for _, body in FrameReader(segment, newest=True).bodies()]
+        *header, _, layout = msgspec.msgpack.decode(bodies[0])
+        assert layout == LAYOUT
+        bodies[0] = msgspec.msgpack.encode([*header, b"a state as it once was"])
+        segment.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies)))
+    assert report.segments > 2
+    assert replay(path) == report
+    find_segments(path)[0].unlink()
+    with pytest.raises(RecordError, match="whose snapshots cannot be read here"):
         replay(path)
 
 

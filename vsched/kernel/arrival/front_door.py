@@ -21,6 +21,7 @@ from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import ask_front_door
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request_table import RequestTable, add_to, at_least
+from vsched.kernel.snapshot import Restorable, Saved
 from vsched.measured import Measured
 from vsched.policy import ArrivalView, FrontDoorPolicy, FrontDoorView, Hold, LetIn, Redirect
 
@@ -36,21 +37,17 @@ class HeldRequest(msgspec.Struct):
     until_ns: int = 0
 
 
-class FrontDoorState(msgspec.Struct):
-    """The state of a `FrontDoor`; `preparing` are the requests in preparation."""
-
-    held: list[HeldRequest]
-    preparing: list[Knocked]
-    counts: dict[str, int]
-
-
-class FrontDoor:
+class FrontDoor(Restorable):
     """Asks the policy about requests that knock, and again about those that it holds.
 
     Attributes:
         due_ns: When the next request that is held must be asked about again; None where none is held.
         counts: How often each answer was given.
     """
+
+    _held: Saved[dict[int, HeldRequest]]
+    _preparing: Saved[dict[int, Knocked]]
+    counts: Saved[dict[str, int]]
 
     def __init__(
         self,
@@ -67,8 +64,8 @@ class FrontDoor:
         self._groups = groups
         self._measured = measured
         self._loads = loads
-        self._held: dict[int, HeldRequest] = {}
-        self._preparing: dict[int, Knocked] = {}
+        self._held = {}
+        self._preparing = {}
         self._tenants: dict[str, int] = {}
         self._priorities: dict[int, int] = {}
         self._due: list[tuple[int, int]] = []
@@ -209,18 +206,10 @@ class FrontDoor:
             inside + len(self._table.live) - sum(group.slots_held for group in self._groups)
         ), "those of any priority are not all"
 
-    def state(self) -> FrontDoorState:
-        """Return the state."""
-        preparing = list(self._preparing.values())
-        return FrontDoorState(list(self._held.values()), preparing, self.counts)
-
-    def restore(self, state: FrontDoorState) -> None:
-        """Take over a state."""
-        self._held = {one.knocked.knock: one for one in state.held}
-        self._preparing = {one.knock: one for one in state.preparing}
-        self.counts = state.counts
-        for one in (*self._preparing.values(), *(held.knocked for held in state.held)):
-            self._count(one, 1)
+    def rebuild(self) -> None:
+        held = [one.knocked for one in self._held.values()]
+        for knocked in (*self._preparing.values(), *held):
+            self._count(knocked, 1)
         self._due = [(one.until_ns, knock) for knock, one in self._held.items()]
         heapify(self._due)
         self._look_ahead()

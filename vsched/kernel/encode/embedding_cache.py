@@ -19,9 +19,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import GuardedOrder, OrderState, ask_reclaim
+from vsched.kernel.policy_calls import GuardedOrder, ask_reclaim
 from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
 from vsched.kernel.request import RequestState
+from vsched.kernel.snapshot import Restorable, Saved
 from vsched.kernel.waiting_queue import OrderedQueue
 from vsched.measured import NOTHING_MEASURED, Measured
 from vsched.policy import EvictionPolicy, ReadyEmbedding, ReclaimPolicy, ReclaimView
@@ -97,26 +98,23 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
         return f"<item {self.item.key.hex()[:8]}: {self.item.tokens} tokens>"
 
 
-class EmbeddingCacheState(msgspec.Struct):
-    """The state of an `EmbeddingCache`."""
-
-    entries: list[EmbeddingEntry]
-    order: OrderState
-    free: list[int]
-    hold_until_ns: int | None
-    hits: int
-    misses: int
-    evictions: int
-    preemptions: int
-
-
-class EmbeddingCache:
+class EmbeddingCache(Restorable):
     """The entries of all items that are claimed or cached, and the arena's pages for them.
 
     Attributes:
+        entries: All of them, by the keys of their items.
         queue: The entries that wait for an encoder.
         measured: What the reclaim policy can know of times, which the scheduler sets once all groups are there.
     """
+
+    queue: Saved[OrderedQueue[EmbeddingEntry]]
+    entries: Saved[dict[bytes, EmbeddingEntry]]
+    _order: Saved[GuardedOrder[bytes]]
+    _free: Saved[list[int]]
+    _hits: Saved[int] = 0
+    _misses: Saved[int] = 0
+    _evictions: Saved[int] = 0
+    _preemptions: Saved[int] = 0
 
     def __init__(
         self,
@@ -127,23 +125,19 @@ class EmbeddingCache:
     ) -> None:
         self.measured: Measured = NOTHING_MEASURED
         self._reclaim = reclaim
-        self.queue: OrderedQueue[EmbeddingEntry] = OrderedQueue()
+        self.queue = OrderedQueue()
         self._limits = limits
-        self._entries: dict[bytes, EmbeddingEntry] = {}
-        self._order: GuardedOrder[bytes] = GuardedOrder(eviction, faults)
+        self.entries = {}
+        self._order = GuardedOrder(eviction, faults)
         self._free = list(range(limits.pages - 1, -1, -1))
         self._evictable_pages = 0
-        self._hits = 0
-        self._misses = 0
-        self._evictions = 0
-        self._preemptions = 0
 
     # --- claims of requests ---
 
     def claim(self, state: RequestState, index: int, now_ns: int) -> bool:
         """Claim an item for a request; return whether its embedding is ready."""
         item, order = state.items[index], (state.number, index)
-        entry = self._entries.get(item.key)
+        entry = self.entries.get(item.key)
         if entry is not None and entry.item.tokens != item.tokens and entry.is_idle:
             # The digest says the same, the length another: the cached entry cannot be trusted.
             self._discard(entry)
@@ -159,7 +153,7 @@ class EmbeddingCache:
                 target_ns=state.target_ns,
                 tenant=state.request.tenant,
             )
-            self._entries[item.key] = entry
+            self.entries[item.key] = entry
             self.queue.put_new(entry)
             return False
         if state.number not in entry.claims:
@@ -174,12 +168,12 @@ class EmbeddingCache:
 
     def matches(self, item: MediaItem) -> bool:
         """Return whether the entry of a claimed item has the item's own length."""
-        return self._entries[item.key].item.tokens == item.tokens
+        return self.entries[item.key].item.tokens == item.tokens
 
     def release(self, state: RequestState, index: int) -> None:
         """Drop a request's claim on one item; another of its items may have the same content."""
         key = state.items[index].key
-        entry = self._entries[key]
+        entry = self.entries[key]
         others = [other for other in sorted(state.wanted) if state.items[other].key == key]
         if others:
             probe("embeddings.claimed_twice")
@@ -190,7 +184,7 @@ class EmbeddingCache:
             return
         if entry.phase is EntryPhase.QUEUED:
             self.queue.remove(entry)
-            del self._entries[key]
+            del self.entries[key]
         elif entry.phase is EntryPhase.ENCODING:
             probe("embeddings.unclaimed_while_encoding")
             entry.stale = True
@@ -201,12 +195,12 @@ class EmbeddingCache:
 
     def is_ready(self, key: bytes) -> bool:
         """Return whether an item's embedding lies in the arena."""
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         return entry is not None and entry.phase is EntryPhase.READY and not entry.stale
 
     def pin(self, key: bytes) -> list[int]:
         """Keep a ready entry in place for a generate step, and return its pages."""
-        entry = self._entries[key]
+        entry = self.entries[key]
         assert entry.phase is EntryPhase.READY, "a step reads an embedding that is not ready"
         self._use(entry)
         entry.pins += 1
@@ -215,7 +209,7 @@ class EmbeddingCache:
     def unpin(self, keys: Iterable[bytes]) -> None:
         """A step that read these items is over."""
         for key in keys:
-            entry = self._entries[key]
+            entry = self.entries[key]
             entry.pins -= 1
             if entry.stale and not entry.pins:
                 self.requeue(entry)
@@ -252,7 +246,7 @@ class EmbeddingCache:
             entry.order = min(entry.claims.values())
             self.queue.put(entry)
         else:
-            del self._entries[entry.item.key]
+            del self.entries[entry.item.key]
 
     def lose_rows(self, pages: Sequence[int]) -> None:
         """Nobody has the rows of these pages any more: whoever still needs them has them encoded again.
@@ -260,7 +254,7 @@ class EmbeddingCache:
         Those that a step in flight reads follow when it is over.
         """
         lost = set(pages)
-        for entry in [*self._entries.values()]:
+        for entry in [*self.entries.values()]:
             if entry.phase is not EntryPhase.READY or lost.isdisjoint(entry.pages):
                 continue
             if entry.pins:
@@ -285,7 +279,7 @@ class EmbeddingCache:
                 probe("embeddings.no_room")
                 return False
         while len(self._free) < count and len(self._order) > 0:
-            evicted = self._entries[self._order.take_victims(1)[0]]
+            evicted = self.entries[self._order.take_victims(1)[0]]
             self._evictions += 1
             self._evictable_pages -= len(evicted.pages)
             self._drop(evicted)
@@ -303,7 +297,7 @@ class EmbeddingCache:
         """
         candidates = [
             (min(other.claims.values()), other)
-            for other in self._entries.values()
+            for other in self.entries.values()
             if other.phase is EntryPhase.READY and not other.pins and other.claims
         ]
         candidates = sorted((one for one in candidates if one[0] > entry.order), key=_claimed)
@@ -360,7 +354,7 @@ class EmbeddingCache:
 
     def _drop(self, entry: EmbeddingEntry) -> None:
         self._free.extend(entry.pages)
-        del self._entries[entry.item.key]
+        del self.entries[entry.item.key]
 
     def _move_up(self, entry: EmbeddingEntry, order: tuple[int, int]) -> None:
         """An older request wants a queued item too: it takes the older place."""
@@ -377,7 +371,7 @@ class EmbeddingCache:
         return {
             "cache_hits": self._hits,
             "cache_misses": self._misses,
-            "cache_entries": len(self._entries),
+            "cache_entries": len(self.entries),
             "cache_evictions": self._evictions,
             "cache_preemptions": self._preemptions,
             "pages_total": self._limits.pages,
@@ -385,41 +379,18 @@ class EmbeddingCache:
             "pages_evictable": self._evictable_pages,
         }
 
-    def state(self) -> EmbeddingCacheState:
-        """Return the state."""
-        return EmbeddingCacheState(
-            entries=list(self._entries.values()),
-            order=self._order.state(),
-            free=self._free,
-            hold_until_ns=self.queue.hold_until_ns,
-            hits=self._hits,
-            misses=self._misses,
-            evictions=self._evictions,
-            preemptions=self._preemptions,
-        )
-
-    def restore(self, state: EmbeddingCacheState) -> None:
-        """Take over a state."""
-        self._entries = {entry.item.key: entry for entry in state.entries}
-        self._order.restore(state.order)
-        self._free = state.free
-        self._evictable_pages = sum(len(entry.pages) for entry in state.entries if entry.is_idle)
-        for entry in state.entries:
-            if entry.phase is EntryPhase.QUEUED:
+    def rebuild(self) -> None:
+        for entry in self.entries.values():
+            if entry.is_idle:
+                self._evictable_pages += len(entry.pages)
+            elif entry.phase is EntryPhase.QUEUED:
                 self.queue.put(entry)
-        self.queue.hold_until_ns = state.hold_until_ns
-        self._hits, self._misses = state.hits, state.misses
-        self._evictions, self._preemptions = state.evictions, state.preemptions
-
-    def get_all(self, keys: Iterable[bytes]) -> list[EmbeddingEntry]:
-        """Return the entries of these items."""
-        return [self._entries[key] for key in keys]
 
     def check(self, live: Iterable[int], orphaned: Sequence[int]) -> None:
         """Assert that pages are conserved, phases consistent and every claimant alive."""
         alive = set(live)
         pages = [*self._free, *orphaned]
-        for key, entry in self._entries.items():
+        for key, entry in self.entries.items():
             assert key == entry.item.key
             assert entry.claims.keys() <= alive, "a dead request claims an item"
             pages.extend(entry.pages)
@@ -428,12 +399,12 @@ class EmbeddingCache:
             assert queued == (not entry.pages), "a queued entry has pages, or another has none"
             assert not (queued and not entry.claims), "a queued entry without a claim"
         assert sorted(pages) == list(range(self._limits.pages)), "pages lost or owned twice"
-        idle = sorted(key for key, entry in self._entries.items() if entry.is_idle)
+        idle = sorted(key for key, entry in self.entries.items() if entry.is_idle)
         assert sorted(self._order) == idle, "evictable entries are not the idle ones"
-        assert self._evictable_pages == sum(len(self._entries[key].pages) for key in idle)
+        assert self._evictable_pages == sum(len(self.entries[key].pages) for key in idle)
 
     def __iter__(self) -> Iterator[EmbeddingEntry]:
-        return iter(self._entries.values())
+        return iter(self.entries.values())
 
 
 def _claimed(candidate: tuple[tuple[int, int], EmbeddingEntry]) -> tuple[int, int]:

@@ -11,15 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import msgspec
-
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
-from vsched.kernel.groups import Group, Status
+from vsched.kernel.groups import Group
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import HOLD_MAX_NS, ask_admission, ask_dispatch, fewest_held_up
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
+from vsched.kernel.snapshot import Restorable, Saved, SavedKeys
 from vsched.measured import NOTHING_MEASURED, WINDOW, EncodeTime, Measured
 from vsched.policy import (
     AdmissionPolicy,
@@ -35,28 +34,6 @@ ATTEMPTS_MAX = 2
 """An item that fails this often is refused for good. What counts is an error alone, and a loss of the group."""
 
 
-class EncodeGroupState(msgspec.Struct):
-    """The state of an `EncodeGroup`; the batch is given by the keys of its items."""
-
-    status: Status
-    batch: list[bytes]
-    orphaned: list[int]
-    step: int
-    sent_ns: int
-    tokens_given: int
-
-
-class EncodeStageState(msgspec.Struct):
-    """The state of an `EncodeStage`."""
-
-    groups: list[EncodeGroupState]
-    retry_batches: int
-    items_encoded: int
-    items_copied: int
-    tokens_encoded: int
-    encodes: list[EncodeTime]
-
-
 class Host(Protocol):
     """The generate group whose processes an encode group shares, and keeps from steps while it is at work."""
 
@@ -70,22 +47,25 @@ class EncodeGroup(Group):
     """One encode group: at most one batch is with it at a time.
 
     Attributes:
-        batch: What it encodes.
+        batch: The entries that it encodes, by the keys of their items.
         orphaned: Pages of the batch that it had when it was lost. Its ranks may still be there, and write to them: no
             other batch gets these pages until the group is back or retired, for then they are gone.
         sent_ns: When its latest batch was decided.
         tokens_given: Tokens of all batches that it was given.
     """
 
+    batch: SavedKeys[dict[bytes, EmbeddingEntry]]
+    orphaned: Saved[list[int]]
+    step: Saved[int] = 0
+    sent_ns: Saved[int] = 0
+    tokens_given: Saved[int] = 0
+
     def __init__(self, name: str, look: Callable[[], None]) -> None:
         """Make a group that is down; `look` is told when it may have become free."""
         self._look = look
         super().__init__(name)
-        self.batch: list[EmbeddingEntry] = []
-        self.orphaned: list[int] = []
-        self.step = 0
-        self.sent_ns = 0
-        self.tokens_given = 0
+        self.batch = {}
+        self.orphaned = []
 
     def look(self) -> None:
         self._look()
@@ -104,7 +84,7 @@ class EncodeGroup(Group):
         requests: Mapping[int, RequestState],
     ) -> EncodeDecision:
         """Take a batch, and return the decision that sends it to the ranks; `requests` are all live ones."""
-        self.batch = batch
+        self.batch = {entry.item.key: entry for entry in batch}
         self.step += 1
         self.sent_ns = now_ns
         self.tokens_given += sum(entry.tokens or 0 for entry in batch)
@@ -115,31 +95,17 @@ class EncodeGroup(Group):
         """Return the batch of a step that ended."""
         assert step == self.step, f"encode step {step} came back, {self.step} was due"
         assert self.batch, f"encode step {step} came back, no batch was out"
-        batch, self.batch = self.batch, []
+        batch, self.batch = [*self.batch.values()], {}
         self.look()
         return batch
 
     def lose(self) -> list[EmbeddingEntry]:
         """The group is gone: return its batch, without its pages."""
-        batch, self.batch = self.batch, []
+        batch, self.batch = [*self.batch.values()], {}
         for entry in batch:
             self.orphaned += entry.pages
             entry.pages = []
         return batch
-
-    def state(self) -> EncodeGroupState:
-        """Return the state."""
-        keys = [entry.item.key for entry in self.batch]
-        return EncodeGroupState(
-            self.status, keys, self.orphaned, self.step, self.sent_ns, self.tokens_given
-        )
-
-    def restore(self, state: EncodeGroupState, cache: EmbeddingCache) -> None:
-        """Take over a state; `cache` has its own already."""
-        self.set_status(state.status)
-        self.batch = cache.get_all(state.batch)
-        self.orphaned, self.step, self.sent_ns = state.orphaned, state.step, state.sent_ns
-        self.tokens_given = state.tokens_given
 
     def statistics(self) -> dict[str, str | int]:
         """Return its state, what it works on, and how often it did."""
@@ -172,12 +138,12 @@ class DispatchedGroup:
     @property
     def tokens(self) -> int:
         """Tokens of all of them."""
-        return sum(entry.tokens or 0 for entry in self.group.batch)
+        return sum(entry.tokens or 0 for entry in self.group.batch.values())
 
     @property
     def largest(self) -> int:
         """Tokens of the largest."""
-        return max((entry.tokens or 0 for entry in self.group.batch), default=0)
+        return max((entry.tokens or 0 for entry in self.group.batch.values()), default=0)
 
     @property
     def since_ns(self) -> int:
@@ -204,7 +170,7 @@ class DispatchedGroup:
         return repr(EncodeGroupView(**values))
 
 
-class EncodeStage:
+class EncodeStage(Restorable):
     """The encode groups of a scheduler.
 
     Attributes:
@@ -212,6 +178,12 @@ class EncodeStage:
         encodes: The times of the latest steps.
         measured: What policies can know of times, which the scheduler sets once all groups are there.
     """
+
+    encodes: Saved[deque[EncodeTime]]
+    _retry_batches: Saved[int] = 0
+    _items_encoded: Saved[int] = 0
+    _items_copied: Saved[int] = 0
+    _tokens_encoded: Saved[int] = 0
 
     def __init__(
         self,
@@ -225,17 +197,13 @@ class EncodeStage:
         self._admission = admission
         self._cache = cache
         self._queue = cache.queue
-        self._retry_batches = 0
         self.in_flight = 0
         self._all_at_work = False
         self.groups = [
             EncodeGroup(name, self._look) for name in group_names("encode", limits.encoders)
         ]
         self._dispatched = [DispatchedGroup(group, None) for group in self.groups]
-        self._items_encoded = 0
-        self._items_copied = 0
-        self._tokens_encoded = 0
-        self.encodes: deque[EncodeTime] = deque(maxlen=WINDOW)
+        self.encodes = deque(maxlen=WINDOW)
         self.measured: Measured = NOTHING_MEASURED
 
     # --- batches ---
@@ -417,26 +385,8 @@ class EncodeStage:
             "groups": {group.name: group.statistics() for group in self.groups},
         }
 
-    def state(self) -> EncodeStageState:
-        """Return the state."""
-        return EncodeStageState(
-            groups=[group.state() for group in self.groups],
-            retry_batches=self._retry_batches,
-            items_encoded=self._items_encoded,
-            items_copied=self._items_copied,
-            tokens_encoded=self._tokens_encoded,
-            encodes=list(self.encodes),
-        )
-
-    def restore(self, state: EncodeStageState) -> None:
-        """Take over a state; the embedding cache has its own already."""
-        for group, one in zip(self.groups, state.groups, strict=True):
-            group.restore(one, self._cache)
+    def rebuild(self) -> None:
         self.in_flight = sum(len(group.batch) for group in self.groups)
-        self._retry_batches = state.retry_batches
-        self.encodes.extend(state.encodes)
-        self._items_encoded, self._items_copied = state.items_encoded, state.items_copied
-        self._tokens_encoded = state.tokens_encoded
 
     def check(self) -> None:
         """Assert that what is in flight is counted, and that a group that could have a batch is known to be free."""

@@ -15,36 +15,30 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from operator import eq
 
-import msgspec
-
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import GuardedOrder, OrderState, ask_insertion
+from vsched.kernel.policy_calls import GuardedOrder, ask_insertion
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
+from vsched.kernel.snapshot import Restorable, Saved
 from vsched.measured import Measured
 from vsched.policy import InsertionPolicy, InsertionView
 
 
-class BlockPoolState(msgspec.Struct):
-    """The state of a `BlockPool`; which blocks are held, their holders say."""
-
-    free: list[int]
-    published: list[tuple[int, bytes]]
-    order: OrderState
-    evictions: int
-
-
-class BlockPool:
+class BlockPool(Restorable):
     """Blocks 0 to `count` - 1, each free, held (counted), or cached (published, without a holder)."""
+
+    evictions: Saved[int] = 0
+    _order: Saved[GuardedOrder[bytes]]
+    _free: Saved[list[int]]
+    _by_hash: Saved[dict[bytes, int]]
 
     def __init__(self, count: int, order: GuardedOrder[bytes]) -> None:
         self.count = count
-        self.evictions = 0
         self._order = order
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
         self._hash_of: list[bytes | None] = [None] * count
-        self._by_hash: dict[bytes, int] = {}
+        self._by_hash = {}
 
     @property
     def available(self) -> int:
@@ -148,21 +142,14 @@ class BlockPool:
             "prefix_evictions": self.evictions,
         }
 
-    def state(self) -> BlockPoolState:
-        """Return the state."""
-        published = [(block, block_hash) for block_hash, block in self._by_hash.items()]
-        return BlockPoolState(self._free, published, self._order.state(), self.evictions)
+    def add_holder(self, blocks: Iterable[int]) -> None:
+        """Count a holder of blocks, of which a snapshot does not tell."""
+        for block in blocks:
+            self._holders[block] += 1
 
-    def restore(self, state: BlockPoolState, held_by: Iterable[Sequence[int]]) -> None:
-        """Take over a state; `held_by` are the blocks of each sequence."""
-        self._free, self.evictions = state.free, state.evictions
-        self._order.restore(state.order)
-        for block, block_hash in state.published:
+    def rebuild(self) -> None:
+        for block_hash, block in self._by_hash.items():
             self._hash_of[block] = block_hash
-            self._by_hash[block_hash] = block
-        for blocks in held_by:
-            for block in blocks:
-                self._holders[block] += 1
 
     def check(self, held_by: Iterable[Sequence[int]]) -> None:
         """Assert that every block is in exactly one place and that counts match the holders given."""

@@ -18,9 +18,8 @@ of a request that runs alone, where drafts matter most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-import msgspec
 from msgspec.structs import replace
 
 from vsched.kernel.decisions import DraftGrant
@@ -30,6 +29,7 @@ from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import ask_drafting
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
+from vsched.kernel.snapshot import Restorable, Saved, SavedKeys
 from vsched.measured import Measured
 from vsched.policy import Draft, DraftingPolicy, DraftingView
 
@@ -45,22 +45,18 @@ def count_drafts(drafted: Sequence[Drafted]) -> tuple[int, int]:
     return sum(one.drafts for one in drafted), sum(len(one.tokens) for one in drafted)
 
 
-class DraftGrantsState(msgspec.Struct):
-    """The state of `DraftGrants`; what is granted, the requests say."""
-
-    bounded: list[int]
-    asks: dict[int, list[int]]
-    in_flight: dict[int, list[tuple[int, int]]]
-    changes: list[DraftGrant]
-
-
-class DraftGrants:
+class DraftGrants(Restorable):
     """The grants of the requests of a group that decode.
 
     Attributes:
         tokens: What the next step may draft for all of them together.
         active: Whether there is anything to ask about in a step; otherwise they cost nothing.
     """
+
+    _bounded: SavedKeys[dict[int, RequestState]]
+    _asks: Saved[dict[int, list[int]]]
+    _in_flight: Saved[dict[int, list[tuple[int, int]]]]
+    _changes: Saved[dict[int, DraftGrant]]
 
     def __init__(
         self,
@@ -74,10 +70,10 @@ class DraftGrants:
         self._limits = limits
         self._seat = seat
         self._running = running
-        self._bounded: dict[int, RequestState] = {}
-        self._asks: dict[int, list[int]] = {}
-        self._in_flight: dict[int, list[tuple[int, int]]] = {}
-        self._changes: dict[int, DraftGrant] = {}
+        self._bounded = {}
+        self._asks = {}
+        self._in_flight = {}
+        self._changes = {}
         self.active = False  # every step looks at it: it is no property
 
     def _see_whether_active(self) -> None:
@@ -234,25 +230,9 @@ class DraftGrants:
         state.granted, state.asked_in, state.unsettled = None, 0, 0
         state.drafted = state.accepted = 0
 
-    # --- views ---
-
-    def state(self) -> DraftGrantsState:
-        """Return the state."""
-        return DraftGrantsState(
-            bounded=list(self._bounded),
-            asks=self._asks,
-            in_flight=self._in_flight,
-            changes=list(self._changes.values()),
-        )
-
-    def restore(self, state: DraftGrantsState, requests: Mapping[int, RequestState]) -> None:
-        """Take over a state; the running set and `requests` have their own already."""
-        self._bounded = {number: requests[number] for number in state.bounded}
-        self._asks, self._in_flight = state.asks, state.in_flight
-        self._changes = {one.slot: one for one in state.changes}
-        self.tokens = sum(
-            one.granted.tokens for one in self._running.decoding.values() if one.granted
-        )
+    def rebuild(self) -> None:
+        granted = (state.granted for state in self._running.decoding.values())
+        self.tokens = sum(draft.tokens for draft in granted if draft is not None)
         self._see_whether_active()
 
     def check(self, planned: int) -> None:

@@ -30,7 +30,6 @@ from vsched.kernel.events import Stepped
 from vsched.kernel.generate.blocks import BlockPool, PrefixInsertion
 from vsched.kernel.generate.chunks import chunk_stop, drop_claims_before, pin_items
 from vsched.kernel.generate.drafts import NO_DRAFTS, DraftGrants, count_drafts
-from vsched.kernel.generate.group_state import COUNTED, GenerateGroupState
 from vsched.kernel.generate.group_views import GroupViews
 from vsched.kernel.generate.in_flight import ChunkRead, InFlightSteps
 from vsched.kernel.generate.measures import Measures
@@ -52,9 +51,17 @@ from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import GuardedOrder, ask_admission, ask_preemption
 from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import Phase, RequestState
+from vsched.kernel.snapshot import Saved
 from vsched.measured import NOTHING_MEASURED, Measured, SwapTime
 from vsched.policy import Admission, AdmissionView, PreemptionView
 from vsched.probes import probe
+
+COUNTED = (
+    *("tokens_prefilled", "tokens_decoded", "tokens_cached", "preemptions", "admitted"),
+    *("tokens_drafted", "drafts_accepted"),
+    *("swapped_out", "swapped_in", "swap_blocks_out", "swap_blocks_in"),
+)
+"""Counters of a group, by their names in its statistics."""
 
 
 class GenerateGroup(GroupViews):
@@ -62,6 +69,19 @@ class GenerateGroup(GroupViews):
 
     `requests` are all live ones of the scheduler, by number.
     """
+
+    step_times: Saved[StepTimeModel]
+    measures: Saved[Measures]
+    queue: Saved[RequestQueue]
+    _counts: Saved[dict[str, int]]
+    _quarantine: Saved[Quarantine]
+    _in_flight: Saved[InFlightSteps]
+    _pool: Saved[BlockPool]
+    _snapshots: Saved[StateSnapshots]
+    _swap: Saved[SwapSpace]
+    _running: Saved[RunningSet]
+    _drafts: Saved[DraftGrants]
+    _front_first: Saved[bool]
 
     def __init__(
         self,
@@ -547,51 +567,22 @@ class GenerateGroup(GroupViews):
 
     # --- snapshots ---
 
-    def state(self) -> GenerateGroupState:
-        """Return the state, between two events."""
-        assert not self._requeued, "requests are on their way to the queue"
-        return GenerateGroupState(
-            status=self.status,
-            in_flight=self._in_flight.state(),
-            running=self._running.state(),
-            pool=self._pool.state(),
-            drafts=self._drafts.state(),
-            snapshots=self._snapshots.state(),
-            swap=self._swap.state(),
-            step_times=self.step_times.state(),
-            measures=self.measures.state(),
-            counts=self._counts,
-            quarantined=self._quarantine.number,
-            front_first=self._front_first,
-            blocked=self.queue.blocked,
-            hold_until_ns=self.queue.hold_until_ns,
-        )
-
-    def restore(self, state: GenerateGroupState, own: Sequence[RequestState]) -> None:
-        """Take over a state; `own` are the requests of this group, which have their own already."""
-        self.set_status(state.status)
-        self._in_flight.restore(state.in_flight)
-        self._running.restore(state.running, self._requests)
-        self._pool.restore(state.pool, (one.blocks for one in self.running))
-        self._drafts.restore(state.drafts, self._requests)
-        self._snapshots.restore(state.snapshots)
-        self._swap.restore_state(state.swap)
-        self.step_times.restore(state.step_times)
-        self.measures.restore(state.measures)
-        self._counts = state.counts
-        self._known_tokens = sum(one.counted for one in own)
-        self._quarantine.number = state.quarantined
-        self._front_first = state.front_first
-        for one in own:
-            if one.phase is Phase.READY:
-                self.queue.enqueue(one)
-        self.queue.blocked = state.blocked
-        self.queue.hold_until_ns = state.hold_until_ns
+    def rebuild(self) -> None:
+        super().rebuild()
+        queue = self.queue
+        blocked, hold_until_ns = queue.blocked, queue.hold_until_ns
+        for state in self._requests.values():
+            if state.replica == self.index:
+                self._known_tokens += state.counted
+                if state.phase is Phase.READY:
+                    queue.enqueue(state)
+        queue.blocked, queue.hold_until_ns = blocked, hold_until_ns
 
     def check(self, own: Sequence[RequestState]) -> None:
         """Assert that queue, load and running set are consistent; `own` are the requests of this group."""
         self._running.check(self._in_flight.planned)
         self._drafts.check(self._in_flight.planned)
+        assert not self._requeued, "requests are on their way to the queue"
         self._snapshots.check()
         self._swap.check([state.number for state in own if state.slot < 0])
         assert self._known_tokens == sum(state.counted for state in own), "load is miscounted"

@@ -15,6 +15,7 @@ import msgspec
 from vsched.kernel.events import Drafted
 from vsched.kernel.generate.measures import Measures
 from vsched.kernel.request import Int32Array, RequestState
+from vsched.kernel.snapshot import Restorable, Saved
 
 
 class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
@@ -25,20 +26,7 @@ class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
     keys: list[bytes]
 
 
-class InFlightState(msgspec.Struct):
-    """The state of `InFlightSteps`."""
-
-    planned: int
-    done: int
-    reads: dict[int, list[ChunkRead]]
-    firsts: dict[int, list[int]]
-    preempted: dict[int, tuple[int, int]]
-    log_first_step: int
-    log: list[Int32Array]
-    log_more: dict[int, dict[int, list[int]]]
-
-
-class InFlightSteps:
+class InFlightSteps(Restorable):
     """Steps up to `planned` are decided, those up to `done` have completed.
 
     Requests are known by number; `requests` finds those that are live.
@@ -48,6 +36,13 @@ class InFlightSteps:
             last step that brings a token of it.
     """
 
+    planned: Saved[int]
+    done: Saved[int]
+    preempted: Saved[dict[int, tuple[int, int]]]
+    _reads: Saved[dict[int, list[ChunkRead]]]
+    _firsts: Saved[dict[int, list[int]]]
+    _log: Saved[TokenLog]
+
     def __init__(
         self, planned: int, requests: Mapping[int, RequestState], measures: Measures
     ) -> None:
@@ -56,9 +51,9 @@ class InFlightSteps:
         self._requests = requests
         self._measures = measures
         self._log = TokenLog()
-        self._reads: dict[int, list[ChunkRead]] = {}
-        self._firsts: dict[int, list[int]] = {}
-        self.preempted: dict[int, tuple[int, int]] = {}
+        self._reads = {}
+        self._firsts = {}
+        self.preempted = {}
 
     @property
     def count(self) -> int:
@@ -134,29 +129,8 @@ class InFlightSteps:
         needed.append(self.done + 1 if oldest is None else oldest.first_step)
         self._log.forget_before(min(step for step in needed if step >= 0))
 
-    def state(self) -> InFlightState:
-        """Return the state."""
-        return InFlightState(
-            planned=self.planned,
-            done=self.done,
-            reads=self._reads,
-            firsts=self._firsts,
-            preempted=self.preempted,
-            log_first_step=self._log.first_step,
-            log=list(self._log.batches),
-            log_more=self._log.more,
-        )
 
-    def restore(self, state: InFlightState) -> None:
-        """Take over a state."""
-        self.planned, self.done = state.planned, state.done
-        self._reads, self._firsts, self.preempted = state.reads, state.firsts, state.preempted
-        self._log.first_step = state.log_first_step
-        self._log.batches = deque(state.log)
-        self._log.more = state.log_more
-
-
-class TokenLog:
+class TokenLog(Restorable):
     """The token batches of past steps, kept as they came.
 
     A step appends its batch without looking into it, so the kernel's cost does not grow with the running requests.
@@ -168,10 +142,13 @@ class TokenLog:
         more: By step and slot the tokens that followed, where drafts brought more than one.
     """
 
+    batches: Saved[deque[Int32Array]]
+    more: Saved[dict[int, dict[int, list[int]]]]
+    first_step: Saved[int] = 0
+
     def __init__(self) -> None:
-        self.batches: deque[array[int]] = deque()
-        self.more: dict[int, dict[int, list[int]]] = {}
-        self.first_step = 0
+        self.batches = deque()
+        self.more = {}
 
     def append(self, step: int, tokens: array[int]) -> None:
         """Keep the batch of a step; steps come without gaps."""

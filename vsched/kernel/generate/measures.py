@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-import msgspec
-
 from vsched.kernel.request import RequestState
+from vsched.kernel.snapshot import Restorable, Saved
 from vsched.measured import WINDOW, EncodeTime, EndTime, FirstTokenTime, StepTime, SwapTime
 from vsched.types import FinishReason
 
@@ -20,29 +19,24 @@ NotedStep = tuple[int, int, int, tuple[int, int, float], tuple[int, int]]
 """The first fields of a `StepTime`; its composition: decodes, prefill tokens and pairs; drafts, and those accepted."""
 
 
-class MeasuresState(msgspec.Struct):
-    """The state of `Measures`."""
-
-    steps: list[NotedStep]
-    first_tokens: list[FirstTokenTime]
-    ends: list[EndTime]
-    since_ns: int
-    swaps: list[SwapTime]
-
-
-class Measures:
+class Measures(Restorable):
     """The times of one generate group, which notes its steps here by itself.
 
     Attributes:
         since_ns: When its latest result came, or a step was decided with nothing else in flight.
     """
 
+    steps: Saved[deque[NotedStep]]
+    first_tokens: Saved[deque[FirstTokenTime]]
+    ends: Saved[deque[EndTime]]
+    swaps: Saved[deque[SwapTime]]
+    since_ns: Saved[int] = 0
+
     def __init__(self) -> None:
-        self.steps: deque[NotedStep] = deque(maxlen=WINDOW)
-        self.first_tokens: deque[FirstTokenTime] = deque(maxlen=WINDOW)
-        self.ends: deque[EndTime] = deque(maxlen=WINDOW)
-        self.swaps: deque[SwapTime] = deque(maxlen=WINDOW)
-        self.since_ns = 0
+        self.steps = deque(maxlen=WINDOW)
+        self.first_tokens = deque(maxlen=WINDOW)
+        self.ends = deque(maxlen=WINDOW)
+        self.swaps = deque(maxlen=WINDOW)
 
     def note_first_token(self, state: RequestState) -> None:
         """A request has got its first token."""
@@ -76,24 +70,6 @@ class Measures:
                     tenant=state.request.tenant,
                 )
             )
-
-    def state(self) -> MeasuresState:
-        """Return the state."""
-        return MeasuresState(
-            list(self.steps),
-            list(self.first_tokens),
-            list(self.ends),
-            self.since_ns,
-            list(self.swaps),
-        )
-
-    def restore(self, state: MeasuresState) -> None:
-        """Take over a state."""
-        self.steps.extend(state.steps)
-        self.first_tokens.extend(state.first_tokens)
-        self.ends.extend(state.ends)
-        self.swaps.extend(state.swaps)
-        self.since_ns = state.since_ns
 
 
 class _Generates(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from vsched.kernel.request import RequestState
+from vsched.kernel.snapshot import Restorable, Saved
 from vsched.probes import probe
 
 LOSSES_MAX = 2
@@ -18,15 +19,16 @@ QUARANTINE_TOKENS = 2
 """Tokens beyond those that it had which a suspect must yield to be cleared."""
 
 
-class Quarantine:
+class Quarantine(Restorable):
     """The suspect that a group runs, if any.
 
     Attributes:
         number: The suspect's; 0 for none.
     """
 
+    number: Saved[int] = 0
+
     def __init__(self, requests: Mapping[int, RequestState]) -> None:
-        self.number = 0
         self._requests = requests
 
     def admits(self, state: RequestState) -> bool:

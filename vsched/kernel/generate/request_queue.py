@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vsched.kernel.request import Phase, RequestState
+from vsched.kernel.snapshot import Saved
 from vsched.kernel.waiting_queue import OrderedQueue
 
 
@@ -59,10 +60,11 @@ class RequestQueue(OrderedQueue[ReadyEntry]):
         blocked: Whether the front was found to have no room; nothing joins before something changes.
     """
 
+    blocked: Saved[bool] = False
+
     def __init__(self, block_size: int, look: Callable[[], None]) -> None:
         """Make an empty queue; `look` is told when somebody may join who could not before."""
         super().__init__()
-        self.blocked = False
         self._look = look
         self._block_size = block_size
         self._by_number: dict[int, ReadyEntry] = {}

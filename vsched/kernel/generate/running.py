@@ -8,44 +8,39 @@ in none of them: see `vsched.kernel.generate.drafts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-import msgspec
+from collections.abc import Iterable
 
 from vsched.kernel.decisions import Leave
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import Phase, RequestState
+from vsched.kernel.snapshot import Restorable, Saved, SavedKeys
 from vsched.policy import RunningView
 from vsched.probes import probe
 
 
-class RunningSetState(msgspec.Struct):
-    """The state of a `RunningSet`: its requests by number, in their order, and in that of each bucket."""
-
-    prefilling: list[int]
-    decoding: list[int]
-    growth: list[list[int]]
-    free_slots: list[int]
-    left: list[Leave]
-    forgotten: list[int]
-
-
-class RunningSet:
+class RunningSet(Restorable):
     """Requests that hold a slot: prefilling or decoding, each in order of joining."""
+
+    prefilling: SavedKeys[dict[int, RequestState]]
+    decoding: SavedKeys[dict[int, RequestState]]
+    _growth: SavedKeys[list[dict[int, RequestState]]]
+    _free_slots: Saved[list[int]]
+    _left: Saved[list[Leave]]
+    _forgotten: Saved[list[int]]
 
     def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
         self.pool = pool
         self.slots: list[RequestState | None] = [None] * limits.slots
-        self.prefilling: dict[int, RequestState] = {}
-        self.decoding: dict[int, RequestState] = {}
+        self.prefilling = {}
+        self.decoding = {}
         self._block_size = limits.block_size
         self._counts_shared = limits.swap_blocks > 0
         self._free_slots = list(range(limits.slots - 1, -1, -1))
-        self._growth: list[dict[int, RequestState]] = [{} for _ in range(limits.block_size)]
+        self._growth = [{} for _ in range(limits.block_size)]
         self._first_steps = 0
-        self._left: list[Leave] = []
-        self._forgotten: list[int] = []
+        self._left = []
+        self._forgotten = []
 
     def __len__(self) -> int:
         return len(self.prefilling) + len(self.decoding)
@@ -181,27 +176,11 @@ class RunningSet:
         self._forgotten, self._left = [], []
         return changes
 
-    def state(self) -> RunningSetState:
-        """Return the state."""
-        return RunningSetState(
-            prefilling=list(self.prefilling),
-            decoding=list(self.decoding),
-            growth=[list(bucket) for bucket in self._growth],
-            free_slots=self._free_slots,
-            left=self._left,
-            forgotten=self._forgotten,
-        )
-
-    def restore(self, state: RunningSetState, requests: Mapping[int, RequestState]) -> None:
-        """Take over a state; `requests` have their own already."""
-        self.prefilling = {number: requests[number] for number in state.prefilling}
-        self.decoding = {number: requests[number] for number in state.decoding}
-        for one in (*self.prefilling.values(), *self.decoding.values()):
-            self.slots[one.slot] = one
-        self._growth = [{number: requests[number] for number in bucket} for bucket in state.growth]
-        self._first_steps = sum(one.decoding_since for one in self.decoding.values())
-        self._free_slots = state.free_slots
-        self._left, self._forgotten = state.left, state.forgotten
+    def rebuild(self) -> None:
+        for state in (*self.prefilling.values(), *self.decoding.values()):
+            self.slots[state.slot] = state
+            self.pool.add_holder(state.blocks)
+        self._first_steps = sum(state.decoding_since for state in self.decoding.values())
 
     def check(self, planned: int) -> None:
         """Assert that blocks and slots are conserved and that buckets hold just the decoding requests."""

@@ -12,28 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from vsched.kernel.decisions import StateWrite
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import GuardedOrder, OrderState
+from vsched.kernel.policy_calls import GuardedOrder
 from vsched.kernel.request import RequestState
+from vsched.kernel.snapshot import Restorable, Saved
 
 
-class StateSnapshotsState(msgspec.Struct):
-    """The state of `StateSnapshots`, between two plans."""
-
-    free: list[int]
-    places: list[tuple[bytes, int]]
-    order: OrderState
-
-
-class StateSnapshots:
+class StateSnapshots(Restorable):
     """Places 0 to `limits.state_snapshots` - 1, each free or with a snapshot; for a model without a state, nothing.
 
     A snapshot is read when the step begins in which a request joins, and written in the course of a step. So one that a
     step reads may give its place to one that the same step writes, and is never found in the step that writes it.
     """
+
+    _order: Saved[GuardedOrder[bytes] | None]
+    _free: Saved[list[int]]
+    _places: Saved[dict[bytes, int]]
 
     def __init__(
         self, limits: SchedulerLimits, make_order: Callable[[], GuardedOrder[bytes]]
@@ -42,7 +37,7 @@ class StateSnapshots:
         self._block_size = limits.block_size
         self._order = make_order() if limits.state_snapshots is not None else None
         self._free = list(range(self.count - 1, -1, -1))
-        self._places: dict[bytes, int] = {}
+        self._places = {}
         self.written: dict[bytes, int] = {}  # by the step that is being decided
 
     def usable(self, hashes: Sequence[bytes], blocks: int) -> int:
@@ -99,18 +94,6 @@ class StateSnapshots:
             self._free.append(self.written.pop(block_hash))
         self._places |= self.written
         self.written = {}
-
-    def state(self) -> StateSnapshotsState | None:
-        """Return the state."""
-        if self._order is None:
-            return None
-        return StateSnapshotsState(self._free, list(self._places.items()), self._order.state())
-
-    def restore(self, state: StateSnapshotsState | None) -> None:
-        """Take over a state."""
-        if state is not None and self._order is not None:
-            self._free, self._places = state.free, dict(state.places)
-            self._order.restore(state.order)
 
     def check(self) -> None:
         """Assert that every place is in exactly one place, and that the order knows just what can be found."""

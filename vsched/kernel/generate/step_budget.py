@@ -23,6 +23,7 @@ import msgspec
 
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
 from vsched.kernel.request import RequestState
+from vsched.kernel.snapshot import Restorable, Saved
 
 FORGET = 0.9
 """What an observation still counts after the next one: about the last ten steps with prefill decide."""
@@ -35,30 +36,23 @@ NOISE = 0.05
 _UNPLANNED = (0, 0, 0.0)
 
 
-class StepTimeState(msgspec.Struct):
-    """The state of a `StepTimeModel`."""
-
-    known_decodes: float
-    known_ns: float
-    planned: dict[int, tuple[int, int, float]]
-    sums: tuple[float, float, float, float, float]
-
-
-class StepTimeModel:
+class StepTimeModel(Restorable):
     """What decoding and prefill cost in this group; `target_ns` is how long a step with both may take, 0 for no limit.
 
     `ratio` times the time of decoding alone is always allowed: a target near that time would starve prefill, and the
     few requests that decode already would keep the others from joining them.
     """
 
+    _known_decodes: Saved[float] = 0.0
+    _known_ns: Saved[float] = 0.0
+    _planned: Saved[dict[int, tuple[int, int, float]]]
+    _sums: Saved[tuple[float, float, float, float, float]] = (0.0, 0.0, 0.0, 0.0, 0.0)
+
     def __init__(self, target_ns: int, ratio: float, block_size: int) -> None:
         self._target_ns = target_ns
         self._ratio = ratio
         self._block_size = block_size
-        self._known_decodes = 0.0
-        self._known_ns = 0.0
-        self._planned: dict[int, tuple[int, int, float]] = {}
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._planned = {}
         self._costs = (0.0, 0.0)
 
     def start_step(self, tokens: int, *, decodes: int) -> StepBudget:
@@ -151,14 +145,7 @@ class StepTimeModel:
         tokens = 2 * left_ns / (first_ns + math.sqrt(first_ns**2 + 2 * pair_ns * left_ns))
         return max(tokens - tokens % self._block_size, self._block_size)
 
-    def state(self) -> StepTimeState:
-        """Return the state."""
-        return StepTimeState(self._known_decodes, self._known_ns, self._planned, self._sums)
-
-    def restore(self, state: StepTimeState) -> None:
-        """Take over a state."""
-        self._known_decodes, self._known_ns = state.known_decodes, state.known_ns
-        self._planned, self._sums = state.planned, state.sums
+    def rebuild(self) -> None:
         self._costs = self._solve()
 
     def nanoseconds(self, start: int, tokens: int) -> float:

@@ -22,6 +22,7 @@ from vsched.kernel.decisions import SwapCopies
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import RequestState
+from vsched.kernel.snapshot import Restorable, Saved
 from vsched.probes import probe
 
 
@@ -39,30 +40,26 @@ class SwappedOut(msgspec.Struct):
     places: list[int]
 
 
-class SwapSpaceState(msgspec.Struct):
-    """The state of a `SwapSpace`."""
-
-    free: list[int]
-    kept: dict[int, SwappedOut]
-    out: list[int]
-    back: list[int]
-
-
-class SwapSpace:
+class SwapSpace(Restorable):
     """Places 0 to `limits.swap_blocks` - 1, each free or with a block of a request that has no slot.
 
     Attributes:
         pending: Whether there are copies for the next decision.
     """
 
+    _free: Saved[list[int]]
+    _kept: Saved[dict[int, SwappedOut]]
+    _out: Saved[list[int]]
+    _back: Saved[list[int]]
+
     def __init__(self, limits: SchedulerLimits) -> None:
         self.count = limits.swap_blocks
         self.pending = False
         self._block_size = limits.block_size
         self._free = list(range(self.count - 1, -1, -1))
-        self._kept: dict[int, SwappedOut] = {}
-        self._out: list[int] = []
-        self._back: list[int] = []
+        self._kept = {}
+        self._out = []
+        self._back = []
 
     def __len__(self) -> int:
         """Return of how many requests something is kept."""
@@ -145,14 +142,7 @@ class SwapSpace:
             "swap_blocks_held": self.count - len(self._free),
         }
 
-    def state(self) -> SwapSpaceState:
-        """Return the state."""
-        return SwapSpaceState(self._free, self._kept, self._out, self._back)
-
-    def restore_state(self, state: SwapSpaceState) -> None:
-        """Take over a state."""
-        self._free, self._kept = state.free, state.kept
-        self._out, self._back = state.out, state.back
+    def rebuild(self) -> None:
         self.pending = bool(self._out or self._back)
 
     def check(self, without_slot: Collection[int]) -> None:

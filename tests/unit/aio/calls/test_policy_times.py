@@ -11,11 +11,11 @@ import pytest
 
 from tests.unit.record.recorded import record_run
 from vsched.aio.policy_times import PolicyTimes, QueueClock
-from vsched.kernel import SchedulerLimits
+from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.events import Event, PolicyReplaced
+from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.policy import Admission, AdmissionPolicy, AdmissionView
 from vsched.record import replay
-from vsched.record.snapshot import encode_state, restore_scheduler
 from vsched.testing import ModelCluster, make_request
 from vsched.testing.defaults import default_policies
 
@@ -142,7 +142,7 @@ def test_the_default_decides_in_place_of_a_policy_that_was_replaced() -> None:
 def test_a_snapshot_knows_what_was_replaced() -> None:
     cluster = replaced()
     policies = default_policies(generate_admission=OneAtATime())
-    again = restore_scheduler(encode_state(cluster.kernel), LIMITS, policies)
+    again = restore_snapshot(Scheduler(LIMITS, policies), encode_snapshot(cluster.kernel))
     assert again.statistics()["policy_replaced"] == {SEAT: "too slow"}
     asked: list[str] = []
 

@@ -10,9 +10,10 @@ import pytest
 
 from tests.unit.kernel.policy_pool import TalliedDoor
 from tests.unit.record.recorded import record_run
-from vsched.kernel import SchedulerLimits
+from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Enter, TurnAway
 from vsched.kernel.events import Knocked, Withdrawn
+from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.policy import (
     FrontDoorAnswer,
     FrontDoorPolicy,
@@ -23,7 +24,6 @@ from vsched.policy import (
     Shed,
 )
 from vsched.record import replay
-from vsched.record.snapshot import encode_state, restore_scheduler
 from vsched.testing import ModelCluster, check_policy, make_request
 from vsched.testing.defaults import default_policies
 from vsched_policies.front_door import DeadlineShed, Open, TokenBucket
@@ -181,8 +181,8 @@ def test_a_snapshot_has_who_is_held() -> None:
     one = cluster()
     held = knock(one, "a", "held")
     policies = default_policies(front_door=Told())
-    again = restore_scheduler(encode_state(one.kernel), LIMITS, policies)
-    assert encode_state(again) == encode_state(one.kernel)
+    again = restore_snapshot(Scheduler(LIMITS, policies), encode_snapshot(one.kernel))
+    assert encode_snapshot(again) == encode_snapshot(one.kernel)
     now_ns = one.now_ns + 3 * SECOND_NS
     again._door.ask_again(now_ns)
     assert again._door.ask_again(now_ns + SECOND_NS) == [Enter(held)]

@@ -110,7 +110,7 @@ def test_embeddings_are_taken_from_the_youngest_and_no_more_than_needed() -> Non
     """One that several requests claim is as old as the oldest of them."""
     cache = cached((2, b"shared"), (5, b"shared"), (4, b"young"), (3, b"old"))
     assert not cache.claim(arrived(1, (b"wanted", 16)), 0, 0)
-    (wanted,) = cache.get_all([b"wanted"])
+    wanted = cache.entries[b"wanted"]
     assert cache.start_encoding(wanted, 0)
     ready = [key for key in (b"shared", b"young", b"old") if cache.is_ready(key)]
     assert ready == [b"shared", b"old"]

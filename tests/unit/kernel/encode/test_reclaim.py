@@ -31,7 +31,7 @@ def taken(policy: ReclaimPolicy, tokens: int, *, front: bool = True) -> tuple[bo
     if not front:
         cache.claim(arrived(0, (b"front", 4)), 0, 0)
     cache.claim(arrived(1, (b"wanted", tokens)), 0, 0)
-    (wanted,) = cache.get_all([b"wanted"])
+    wanted = cache.entries[b"wanted"]
     started = cache.start_encoding(wanted, 7)
     return started, [name for name in NAMES if not cache.is_ready(name)]
 

@@ -62,7 +62,7 @@ def test_rows_of_other_pages_stay() -> None:
     cluster = ModelCluster(make_limits(prefix_cache=False))
     cluster.submit(image_request("r1", A, (b"b", 8)))
     cluster.drain()
-    kept, lost = cluster.kernel.embeddings.get_all([b"a", b"b"])
+    kept, lost = map(cluster.kernel.embeddings.entries.__getitem__, [b"a", b"b"])
     cluster.lose_rows(lost.pages[:1])
     assert [*cluster.kernel.embeddings] == [kept]
 

@@ -88,12 +88,12 @@ def test_tokens_are_kept_of_the_steps_that_a_running_request_took_part_in() -> N
     cluster.submit(make_request("old", words(2), max_tokens=30))
     while "short" not in cluster.ended:
         cluster.run_generate()
-    steps = group.state().in_flight
-    assert steps.log_first_step + len(steps.log) == steps.done + 1
-    assert len(steps.log) <= len(cluster.outputs["old"])
+    steps = group._in_flight
+    assert steps._log.first_step + len(steps._log.batches) == steps.done + 1
+    assert len(steps._log.batches) <= len(cluster.outputs["old"])
     cluster.submit(make_request("young", words(36, start=50), max_tokens=2))
     cluster.drain()
-    assert len(group.state().in_flight.log) <= 1, "of the last step, after which nothing ended"
+    assert len(steps._log.batches) <= 1, "of the last step, after which nothing ended"
     assert_served(cluster, "short", "old", "young")
 
 
@@ -122,5 +122,5 @@ def test_tokens_are_forgotten_though_a_request_without_any_waits_for_its_last_st
         steps.complete(step, array("i", [7]), now_ns=0)
     steps.await_last(1, slot=0)
     steps.trim(steps._requests[2])
-    assert steps.state().log_first_step == 3
-    assert len(steps.state().log) == 2
+    assert steps._log.first_step == 3
+    assert len(steps._log.batches) == 2

@@ -7,6 +7,7 @@ import pytest
 from tests.unit.kernel.setups import assert_served, generate_statistics, make_limits, words
 from vsched.kernel import Scheduler
 from vsched.kernel.decisions import Join
+from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched_policies.eviction import KeepNothing
 
@@ -100,8 +101,8 @@ def test_lost_group_has_no_snapshots() -> None:
 def test_state_of_a_kernel_has_its_snapshots() -> None:
     cluster = cluster_of(2)
     serve(cluster, "first", words(13))
-    state = cluster.kernel.state()
-    other = Scheduler(cluster.limits, default_policies())
-    other.restore(state)
+    state = encode_snapshot(cluster.kernel)
+    other = restore_snapshot(Scheduler(cluster.limits, default_policies()), state)
     other.check_invariants()
-    assert other.state().generators[0].snapshots == state.generators[0].snapshots is not None
+    places = cluster.kernel.generators[0]._snapshots._places
+    assert other.generators[0]._snapshots._places == places != {}

@@ -20,12 +20,13 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
-from vsched.kernel import KernelPolicies, SchedulerLimits
+from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.events import Cleared, Drain
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.swap_space import SwapSpace
 from vsched.kernel.policy_calls import ask_preemption
 from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
+from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.policy import (
     Draft,
     DraftingPolicy,
@@ -35,7 +36,6 @@ from vsched.policy import (
     PreemptionView,
     RunningView,
 )
-from vsched.record.snapshot import encode_state, restore_scheduler
 from vsched.testing import ModelCluster, default_policies, make_request, run_random
 from vsched.testing.schedules.requests import random_limits
 from vsched.types import FinishReason
@@ -201,9 +201,9 @@ def test_swapped_request_is_restored_from_a_snapshot() -> None:
     """A scheduler that takes over while requests are swapped out has the same copies to make."""
     cluster = run_growing(tight(), drain=False)
     run_until_swapped(cluster)
-    state = encode_state(cluster.kernel)
-    cluster.kernel = restore_scheduler(state, cluster.limits, SWAPPING)
-    assert encode_state(cluster.kernel) == state
+    state = encode_snapshot(cluster.kernel)
+    cluster.kernel = restore_snapshot(Scheduler(cluster.limits, SWAPPING), state)
+    assert encode_snapshot(cluster.kernel) == state
     cluster.drain()
     assert generate_statistics(cluster)["swapped_in"] > 0
     assert_served(cluster, "r0", "r1", "r2", "r3")
