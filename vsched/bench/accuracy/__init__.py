@@ -1,1 +1,1 @@
-"""`vsched bench accuracy`: answers under every setting, compared."""
+"""`vsched bench accuracy`: output accuracy under different settings."""

@@ -1,4 +1,7 @@
-"""`vsched bench accuracy`: one held-out set under every setting; only a clamp may change an answer."""
+"""`vsched bench accuracy`: one held-out question set under every setting.
+
+Only an image token limit may change an answer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 CHANGES_SHOWN = 5
 SHOWN_CHARACTERS = 24
 PIPE_COLUMNS = 200
-"""Width of the table where there is no terminal to ask."""
+"""Width of the table if standard output is no terminal."""
 
 
 def accuracy(
@@ -42,9 +45,10 @@ def accuracy(
     out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Ask a server one held-out set under every setting.
+    """Ask a server one held-out question set under every setting.
 
-    Exits with 1 when any but a clamp changed an answer, a question got none, or nothing was preempted that should be.
+    Exits with 1 if a setting other than an image token limit changed an answer, if a question got
+    no answer, or if a setting meant to cause preemptions caused none.
     """
     from rich.console import Console
 
@@ -77,7 +81,7 @@ def _names(only: str) -> list[str]:
 
 
 def _tokens(budgets: str) -> list[int]:
-    """Return the clamps.
+    """Return the image token limits.
 
     Raises:
         ConfigError: When one is not a number of tokens.
@@ -237,7 +241,7 @@ def _brief(answer: str) -> str:
 
 
 def conclusions(report: AccuracyReport) -> list[str]:
-    """Return what the figures say, and what they cannot say."""
+    """Return the conclusions from the figures, and their limits."""
     from vsched.bench.accuracy.measure import undisturbed
 
     lines = [
@@ -261,7 +265,7 @@ def conclusions(report: AccuracyReport) -> list[str]:
 
 
 def _plot(report: AccuracyReport, path: Path) -> None:
-    """Draw accuracy against the most tokens of an image; without a clamp the largest image tells how many."""
+    """Draw accuracy over the maximum tokens per image; without a limit, over those of the largest image."""
     first = report.outcomes[0]
     shown = [first, *(one for one in report.outcomes if one.clamp and not one.impossible)]
     shown.sort(key=_most_tokens)
@@ -273,7 +277,7 @@ def _plot(report: AccuracyReport, path: Path) -> None:
         values = [100 * one.right / one.total for one in tasks]
         below = [value - 100 * one.low for value, one in zip(values, tasks, strict=True)]
         above = [100 * one.high - value for value, one in zip(values, tasks, strict=True)]
-        # Intervals that lie on each other cannot be read.
+        # Shift the points, because overlapping intervals are unreadable.
         places = [budget * (1 + 0.012 * index) for budget in budgets]
         axis.errorbar(places, values, yerr=[below, above], marker="o", capsize=3, label=task.task)
     axis.set_xscale("log", base=2)

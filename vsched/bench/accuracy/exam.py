@@ -1,7 +1,7 @@
-"""The questions of an exam, drawn before any clock runs.
+"""Exam questions, drawn before any measurement starts.
 
-A question is one turn of a conversation. The turns before it are told with their right answers, not with what the model
-said: so each question is the same under every setting, and a changed answer counts once.
+A question is one turn of a conversation. Earlier turns contain the correct answers instead of the
+model's: so each question is the same under every setting, and a changed answer counts once.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import msgspec
 from vsched.worker.capabilities import Examiner, ExamTurn
 
 CHAINED = "conversation"
-"""The task of conversations that the benchmark makes up of the others' questions."""
+"""Task name of conversations composed of questions from several tasks."""
 CHAINED_TURNS = 3
 CHAINED_SEED = 1
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of one conversation; `messages` and `images` include the turns before it."""
+    """One turn of a conversation; `messages` and `images` include all earlier turns."""
 
     task: str
     conversation: int
@@ -33,7 +33,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_questions(examiner: Examiner, count: int) -> list[list[Question]]:
-    """Return conversations as questions: `count` conversations a task, and as many of several tasks and images."""
+    """Return conversations as questions: `count` per task, and as many with mixed tasks and images."""
     drawn = [(task, examiner.exam(task, count)) for task in examiner.exam_tasks()]
     drawn.append((CHAINED, draw_chains(examiner, count)))
     return [
@@ -44,9 +44,10 @@ def draw_questions(examiner: Examiner, count: int) -> list[list[Question]]:
 
 
 def draw_chains(examiner: Examiner, count: int) -> list[tuple[ExamTurn, ...]]:
-    """Return conversations in which each turn brings an image of its own, of another task than the turn before."""
+    """Return conversations in which each turn has its own image and another task than the previous turn."""
     pools = [examiner.exam(task, count, seed=CHAINED_SEED) for task in examiner.exam_tasks()]
-    # What asks about the first or the second image means something else where more images are about.
+    # Questions about "the first image" would change their meaning in a conversation with more
+    # images.
     plain = [pool for pool in pools if all(len(turns[0].images) == 1 for turns in pool)]
     return [
         tuple(plain[(number + turn) % len(plain)][number][0] for turn in range(CHAINED_TURNS))
@@ -73,16 +74,16 @@ def _questions(task: str, number: int, conversation: Sequence[ExamTurn]) -> Iter
 
 
 def is_answer(text: str, expected: str) -> bool:
-    """Whether a text is the right answer, white space around it aside."""
+    """Return whether a text is the right answer, ignoring surrounding white space."""
     return text.strip() == expected
 
 
 def data_url(png: bytes) -> str:
-    """Return a PNG file as a client sends it."""
+    """Return a PNG file as a data URL."""
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
 
 
 def user_message(turn: ExamTurn) -> dict[str, Any]:
-    """Return a turn as OpenAI's clients send it: its images, then its question."""
+    """Return a turn as an OpenAI chat message: its images, then its question."""
     images = [{"type": "image_url", "image_url": {"url": data_url(png)}} for png in turn.images]
     return {"role": "user", "content": [*images, {"type": "text", "text": turn.question}]}

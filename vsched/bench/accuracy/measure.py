@@ -1,4 +1,4 @@
-"""Accuracy under every setting: one exam, sat greedily at real servers, answers compared item by item."""
+"""Accuracy under every setting: one exam, decoded greedily on real servers, compared question by question."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from vsched.engine import Engine
 from vsched.errors import RequestRefused, VschedError
 
 ANSWER_TOKENS = 16
-"""Most tokens of an answer: words and numbers are shorter, so whatever does not end by itself is wrong."""
+"""Maximum tokens of an answer: right answers are shorter, so longer ones are wrong."""
 ANSWER_S = 600.0
-"""How long a question waits for its answer."""
+"""Timeout of a question."""
 Advance = Callable[[int], None]
 
 
 class ExamAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What came back; `error` says why nothing did."""
+    """A response; `error` is the reason if there is no answer."""
 
     text: str = ""
     prompt_tokens: int = 0
@@ -41,7 +41,7 @@ class ExamAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
-    """A question that is worth looking at: it was answered wrongly, or other than under the first setting."""
+    """A question of interest: answered wrongly, or differently than under the first setting."""
 
     task: str
     conversation: int
@@ -67,12 +67,14 @@ class VariantResult(msgspec.Struct, frozen=True, kw_only=True):
     """An exam under one setting.
 
     Attributes:
-        tasks: Of the first pass.
-        changed: Answers of any pass that are not those of the first pass of the first setting, to the letter.
-        failed: Questions, of all passes, that got no answer but an error.
-        image_tokens: Tokens of an image: mean and most.
-        tokens_cached: Prompt tokens that the prefix cache spared; `images_encoded` of `images_asked` were encoded.
-        impossible: Why no engine could be started so; empty where one could.
+        tasks: Results of the first pass.
+        changed: Answers of any pass that differ from the first pass of the first setting in any
+            character.
+        failed: Number of questions, over all passes, with an error instead of an answer.
+        image_tokens: Mean and maximum tokens of an image.
+        tokens_cached: Prompt tokens from the prefix cache; `images_encoded` of `images_asked` were
+            encoded.
+        impossible: Why no engine could start with this setting; empty if one did.
     """
 
     name: str
@@ -95,12 +97,12 @@ class VariantResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> Share:
-        """Of all tasks together."""
+        """Right answers over all tasks."""
         return Share(sum(one.right for one in self.tasks), sum(one.total for one in self.tasks))
 
 
 class AccuracyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` writes."""
+    """Format of the `--json` report."""
 
     model: str
     dtype: str
@@ -112,7 +114,7 @@ class AccuracyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sitting(msgspec.Struct):
-    """What one engine gave: answers by pass, in the order of the questions, and its counters after it all."""
+    """Results of one engine: answers by pass, in the order of the questions, and its counters at the end."""
 
     answers: list[list[ExamAnswer]]
     image_tokens: list[int]
@@ -121,12 +123,12 @@ class _Sitting(msgspec.Struct):
 
 
 def is_right(question: Question, answer: ExamAnswer) -> bool:
-    """Return whether an answer is the expected one; only white space around it is forgiven."""
+    """Return True if an answer is the expected one, ignoring surrounding white space."""
     return not answer.error and is_answer(answer.text, question.expected)
 
 
 def grade(questions: Sequence[Question], answers: Sequence[ExamAnswer]) -> list[TaskAccuracy]:
-    """Return the accuracy of each task, in the order in which they come."""
+    """Return the accuracy of each task, in order of first occurrence."""
     marks: dict[str, list[bool]] = {}
     for question, answer in zip(questions, answers, strict=True):
         marks.setdefault(question.task, []).append(is_right(question, answer))
@@ -145,7 +147,7 @@ def compare(
     reference: Sequence[ExamAnswer],
     passes: Sequence[Sequence[ExamAnswer]],
 ) -> list[Item]:
-    """Return every question that some pass answered other than the reference, to the letter."""
+    """Return every question with an answer that differs from the reference in some pass."""
     return [
         _item(question, before, after, number)
         for number, answers in enumerate(passes, 1)
@@ -168,12 +170,12 @@ def _item(question: Question, before: ExamAnswer, after: ExamAnswer, number: int
 
 
 def offenders(outcomes: Sequence[VariantResult]) -> list[VariantResult]:
-    """Return the settings that left a question without an answer, or changed one and are no clamp."""
+    """Return the settings with an unanswered question, or with a changed answer and no image token limit."""
     return [one for one in outcomes if one.failed or (one.changed and not one.clamp)]
 
 
 def undisturbed(report: AccuracyReport) -> list[VariantResult]:
-    """Return the settings that should have preempted requests and preempted none: they show nothing."""
+    """Return the settings that should have caused preemptions but caused none: their results mean nothing."""
     return [
         one for one in report.outcomes if one.starved and not one.impossible and not one.preemptions
     ]
@@ -188,13 +190,14 @@ async def measure_accuracy(
     clients: int,
     begun: Callable[[Variant, int], Advance],
 ) -> AccuracyReport:
-    """Sit the exam under each setting, over HTTP; the first is what the others are compared with.
+    """Run the exam under each setting, over HTTP; the first setting is the reference.
 
-    `begun` is told each setting and how many answers it will take, and returns what is told of answers that came.
+    `begun` is called with each setting and its number of answers, and returns a callback for the
+    number of new answers.
 
     Raises:
-        VschedError: When no server starts under the first setting. Another that cannot be, such as more ranks than
-            the model can be shared by, is reported as impossible.
+        VschedError: When no server starts under the first setting. Other impossible settings, such
+            as more ranks than the model supports, are reported as impossible.
     """
     questions = list(itertools.chain.from_iterable(conversations))
     outcomes: list[VariantResult] = []
@@ -270,7 +273,7 @@ async def _sit(
     clients: int,
     advance: Advance,
 ) -> _Sitting:
-    """Sit the exam `passes` times at one server."""
+    """Run the exam `passes` times on one server."""
     config = load_config(None, sets=[*sets, "server.port=0"], environ={}).config
     async with running_server(config) as running:
         began_s = time.perf_counter()
@@ -290,7 +293,7 @@ async def _ask_all(
     clients: int,
     advance: Advance,
 ) -> list[ExamAnswer]:
-    """Hold `clients` conversations at a time, the turns of each in order; return all answers in order."""
+    """Run `clients` conversations at a time, the turns of each in order; return all answers in order."""
     answers: list[list[ExamAnswer]] = [[] for _ in conversations]
     waiting = iter(zip(conversations, answers, strict=True))
 
@@ -307,14 +310,14 @@ async def _ask_all(
 
 
 class _Desk:
-    """Where questions are asked: a server's address and the name of its model."""
+    """Client for questions to one server and model."""
 
     def __init__(self, client: BenchClient, model: str) -> None:
         self._client = client
         self._model = model
 
     async def ask(self, question: Question) -> ExamAnswer:
-        """Return the answer, or why there is none."""
+        """Return the answer, or the error."""
         body = {
             "model": self._model,
             "messages": question.messages,
@@ -330,13 +333,13 @@ class _Desk:
 
 
 def _image_tokens(engine: Engine, conversations: Sequence[Sequence[Question]]) -> list[int]:
-    """Return the tokens of each image, as this engine resizes it."""
+    """Return the tokens of each image after resizing by this engine."""
     urls = dict.fromkeys(url for questions in conversations for url in questions[-1].images)
     tokens = []
     for url in urls:
         with (
             Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as image,
-            contextlib.suppress(RequestRefused),  # its questions were refused, and say so
+            contextlib.suppress(RequestRefused),  # reported as refused with its questions
         ):
             tokens.append(engine.preprocessor.plan_image(*image.size).tokens)
     return tokens

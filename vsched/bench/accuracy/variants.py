@@ -1,4 +1,4 @@
-"""The settings that an exam is sat under: everything that must not change an answer, and the clamp, which may."""
+"""Settings of the exam: all that must not change an answer, and the image token limit, which may."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ COMMON = (
     "generate.slots=32",
     'generate.memory={use="pinned", tokens=16384}',
 )
-"""Under all settings.
+"""Common to all settings.
 
-In bfloat16 the last bits of a row's logits depend on the batch around it, so two answers that are nearly equally likely
-may swap; no setting could then be told from luck. A KV cache of a given size spares every start the search for one.
+In bfloat16 the last bits of a row's logits depend on its batch, so two almost equally likely
+answers may swap, which would hide the effect of a setting. A fixed KV cache size saves every start
+the search for one.
 """
 BLOCK_TOKENS = 4
-"""KV blocks where preemption is forced: so small that even a short answer needs a new one.
+"""KV block size for forced preemption: so small that even a short answer needs another block.
 
-The KV cache then holds the longest request and no more, or a few short ones, while many wait.
+The KV cache then holds only the longest request, or a few short ones, while many wait.
 """
 
 
@@ -29,9 +30,10 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """A named setting.
 
     Attributes:
-        passes: How often the exam is sat in one engine: where a cache is looked at, again with all pictures known.
-        clamp: Most tokens of an image; 0 for no clamp. Only a clamp may change an answer.
-        starved: The KV cache holds so little that requests must preempt each other.
+        passes: Number of exam runs in one engine: two for settings of caches, the second with all
+            pictures cached.
+        clamp: Maximum tokens of an image; 0 for no limit. Only this may change an answer.
+        starved: Whether the KV cache is so small that requests must be preempted.
     """
 
     name: str
@@ -100,11 +102,11 @@ UNCLAMPED = (
         starved=True,
     ),
 )
-"""All settings but the clamps; the answers under the first are what the others are compared with."""
+"""All settings without an image token limit; the first is the reference."""
 
 
 def clamped(tokens: int) -> Variant:
-    """Return the setting in which an image has at most `tokens` tokens."""
+    """Return the setting with at most `tokens` tokens per image."""
     return Variant(
         name=f"clamp-{tokens}",
         summary=f"at most {tokens} tokens an image",
@@ -114,7 +116,9 @@ def clamped(tokens: int) -> Variant:
 
 
 def choose(names: Sequence[str], clamps: Iterable[int]) -> list[Variant]:
-    """Return the settings of these names, all without any, and the clamps, largest first; always the reference.
+    """Return the named settings, by default all, and the token limits, largest first.
+
+    The reference is always included.
 
     Raises:
         ConfigError: When a name is unknown.
@@ -131,9 +135,10 @@ def choose(names: Sequence[str], clamps: Iterable[int]) -> list[Variant]:
 def merged_sets(
     variant: Variant, own: Sequence[str], *, path: str, longest_tokens: int
 ) -> list[str]:
-    """Return all assignments under a setting; `own` are those of the command line, `longest_tokens` a longest request.
+    """Return all assignments for a setting.
 
-    What the command line says replaces what is common to all settings, and a setting goes before both.
+    `own` comes from the command line, `longest_tokens` is the length of the longest request. The
+    command line overrides the common settings, and the setting overrides both.
     """
     said = [_key(assignment) for assignment in own]
     common = [

@@ -1,1 +1,1 @@
-"""`vsched bench cache`: the worth of caching embeddings by item."""
+"""`vsched bench cache`: the effect of caching embeddings per image."""

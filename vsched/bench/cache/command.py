@@ -1,4 +1,4 @@
-"""`vsched bench cache`: what caching embeddings by item is worth, against one entry a request."""
+"""`vsched bench cache`: caching embeddings per image, compared with one entry per request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cache(
     out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Compare `combined` with `chunk-aware`: encode time a turn, images until refusal, stalls of decoders."""
+    """Compare `combined` with `chunk-aware`: encode time per turn, images until refusal, decode stalls."""
     from rich.console import Console
 
     console = Console()
@@ -71,7 +71,7 @@ async def _measure(
         encoded = await bench.measure_same_image(settings, clients=32, image_pixels=pixels[0])
         progress.update(task, description="31 decoders and 16 large images")
         mixed = await bench.measure_mixed(
-            # Room for all its images at once: a request waits for none of its own.
+            # Enough for all images at once: a request does not wait for its own images.
             [
                 *settings,
                 "generate.step_target_ms=40",

@@ -1,8 +1,9 @@
-"""What caching embeddings by item is worth: four measurements over a real engine.
+"""Caching embeddings per image: four measurements on a real engine.
 
-`conversation`: turn k holds k images. The prefix cache is off, so that every turn needs the embeddings of all its
-images and only the embedding cache can help: with `combined` (one entry for a request's whole set of images) a new
-image makes the whole set new, with `chunk-aware` only the new image is encoded.
+`conversation`: turn k contains k images. The prefix cache is off, so that every turn needs the
+embeddings of all its images and only the embedding cache can help: with `combined` (one entry for a
+request's whole set of images) a new image makes the whole set new, with `chunk-aware` only the new
+image is encoded.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CapacityProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """How many images a conversation could hold before it was refused, or the most that was tried."""
+    """Number of images in a conversation before it was refused, or the maximum tried."""
 
     encoding: str
     images: int
@@ -56,7 +57,7 @@ class CapacityProbe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GapsBesideImages(msgspec.Struct, frozen=True, kw_only=True):
-    """Inter-token gaps of decoders while another client sends large images; milliseconds."""
+    """Inter-token latency of decoding requests while another client sends large images; milliseconds."""
 
     decoders: int
     images: int
@@ -75,7 +76,7 @@ async def _engine(settings: Sequence[str]) -> AsyncIterator[Engine]:
 
 
 def _prompt(engine: Engine, turns: int) -> str:
-    """Return a conversation whose every user turn begins with an image."""
+    """Return a conversation in which every user turn begins with an image."""
     messages: list[dict[str, Any]] = []
     for turn in range(turns):
         if turn:
@@ -130,7 +131,7 @@ async def measure_conversations(
     repeats: int,
     advanced: Callable[[], None],
 ) -> list[Conversation]:
-    """Measure both encoding policies, interleaved: repeat by repeat, one conversation each."""
+    """Measure both encoding policies, interleaved: one conversation each per repeat."""
     samples: dict[str, list[list[tuple[float, _Asked]]]] = {name: [] for name in ENCODINGS}
     tokens = 0
     for repeat in range(repeats):
@@ -170,7 +171,7 @@ async def measure_conversations(
 async def measure_probe(
     settings: Sequence[str], *, encoding: str, image_pixels: int, images_max: int, room: int
 ) -> CapacityProbe:
-    """Grow a conversation image by image until it is refused, with room for `room` embeddings."""
+    """Extend a conversation image by image until it is refused, with memory for `room` embeddings."""
     sets = [*settings, f"encode.encoding.use={encoding}"]
     async with _engine(sets) as engine:
         tokens = engine.preprocessor.plan_image(image_pixels, image_pixels).tokens
@@ -195,7 +196,7 @@ async def measure_probe(
 
 
 async def measure_same_image(settings: Sequence[str], *, clients: int, image_pixels: int) -> int:
-    """Send one image from many clients at once; return how many times it was encoded."""
+    """Send one image from many clients at once; return the number of times it was encoded."""
     async with _engine(settings) as engine:
         prompt, image = _prompt(engine, 1), draw_image(1, image_pixels)
         await asyncio.gather(
@@ -208,7 +209,7 @@ async def measure_same_image(settings: Sequence[str], *, clients: int, image_pix
 async def measure_mixed(
     settings: Sequence[str], *, decoders: int, images: int, image_pixels: int, tokens: int
 ) -> GapsBesideImages:
-    """Let decoders run while one client sends a request of large images."""
+    """Measure decoding requests while one client sends a request with large images."""
     pictures = [draw_image(index, image_pixels) for index in range(images)]
     async with _engine(settings) as engine:
         plan = engine.preprocessor.plan_image(image_pixels, image_pixels)

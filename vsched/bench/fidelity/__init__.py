@@ -1,1 +1,1 @@
-"""`vsched bench fidelity`: the distance between a simulation and the engine it stands for, and calibration."""
+"""`vsched bench fidelity`: accuracy of simulations compared with a real engine, and calibration."""

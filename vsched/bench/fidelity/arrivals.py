@@ -1,4 +1,4 @@
-"""Real requests for simulated ones: token ids and pictures such that an engine does what is simulated."""
+"""Real requests for simulated ones: token ids and pictures that make an engine do the simulated work."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from vsched.types import SamplingParams
 from vsched.worker.contract import ImagePlan, Preprocessor, extent_bytes
 
 WORDS = 4000
-"""So many random words are tokenized to see which tokens are ordinary ones."""
+"""Number of random words to tokenize when collecting ordinary tokens."""
 SPACE = Text(0, 1)
-"""Stands between two images, which may not be neighbours."""
+"""Separates two images, which must not be adjacent."""
 CELL_PIXELS = 16
 UNIT_MAX = 256
-"""A token has no more pixels than this, squared."""
+"""Maximum pixels per token, as the side of a square."""
 
 
 def draw_picture(seed: int, width: int, height: int) -> str:
-    """Return a smooth random picture as a `data:` URL, compressed as photographs are."""
+    """Return a smooth random picture as a `data:` URL, compressed like a photograph."""
     cells = max(height // CELL_PIXELS, 1), max(width // CELL_PIXELS, 1), 3
     values = np.random.default_rng(seed).integers(0, 255, cells, dtype=np.uint8)
     picture = PillowImage.fromarray(values).resize((width, height), PillowImage.Resampling.BICUBIC)
@@ -40,18 +40,18 @@ def draw_picture(seed: int, width: int, height: int) -> str:
 
 
 class RequestTexts:
-    """Makes real prompts and pictures for a checkpoint.
+    """Creates real prompts and pictures for a checkpoint.
 
     Attributes:
-        pixels_per_token: Pixels of a picture that become one token.
-        bytes_per_token: Bytes of them that the encoder reads.
+        pixels_per_token: Pixels per image token.
+        bytes_per_token: Encoder input bytes per image token.
     """
 
     def __init__(self, preprocessor: Preprocessor, *, words: str = "") -> None:
-        """Prepare for a checkpoint; prompts are made of the tokens of `words`, by default random ones."""
+        """Prepare for a checkpoint; prompts use the tokens of `words`, by default random ones."""
         self._preprocessor = preprocessor
         rng = random.Random(0)  # noqa: S311 - a load, not a secret
-        # One by one: together they may be more than the context.
+        # Word by word, because all together might exceed the context.
         tokens = {
             token
             for word in (words or draw_text(rng, WORDS)).split()
@@ -63,9 +63,9 @@ class RequestTexts:
         self.bytes_per_token = -(-extent_bytes(plan.arrays) // plan.tokens)
 
     def _find_unit(self) -> tuple[int, ImagePlan]:
-        """Return the side of the square of pixels that becomes a token, and the plan of a large picture of such.
+        """Return the side of the pixel square that becomes a token, and the plan of a large picture of such squares.
 
-        Processors round sizes, so only a picture of many tokens tells it exactly.
+        Processors round sizes, so only a picture with many tokens determines it exactly.
         """
         plan_image = self._preprocessor.plan_image
         rows = max(math.isqrt(self._preprocessor.info.item_tokens_max), 1)
@@ -80,37 +80,37 @@ class RequestTexts:
         )
 
     def size_of(self, tokens: int) -> tuple[int, int]:
-        """Return width and height of a picture of about `tokens` tokens, within the limit of an image."""
+        """Return width and height of a picture with about `tokens` tokens, within the image limit."""
         tokens = min(tokens, self._preprocessor.info.item_tokens_max)
         rows = max(math.isqrt(tokens), 1)
         return tokens // rows * self._unit, rows * self._unit
 
     def pixels_of(self, tokens: int) -> int:
-        """Return the pixels of a picture whose token count is as near to `tokens` as possible."""
+        """Return the pixels of a picture with as close to `tokens` tokens as possible."""
         width, height = self.size_of(self.tokens_of(tokens))
         return width * height
 
     def tokens_of(self, tokens: int) -> int:
-        """Return the exact token count of the picture that is nearest to `tokens`."""
+        """Return the exact token count of the picture closest to `tokens`."""
         return self._preprocessor.plan_image(*self.size_of(tokens)).tokens
 
     def text(self, content: int, tokens: int) -> list[int]:
-        """Return ordinary tokens; of two texts with the same content, one is a beginning of the other."""
+        """Return ordinary tokens; of two texts with the same content, one is a prefix of the other."""
         rng = random.Random(content)  # noqa: S311 - a load, not a secret
         return rng.choices(self._ordinary, k=tokens)
 
     def picture(self, key: str, tokens: int) -> str:
-        """Return the picture of a key, of about `tokens` tokens, as a `data:` URL."""
+        """Return the picture of a key with about `tokens` tokens, as a `data:` URL."""
         seed = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
         return draw_picture(seed, *self.size_of(tokens))
 
     def fit(self, workload: Workload) -> Workload:
-        """Return the workload as real requests of about its sizes are; it is kept."""
+        """Return the workload with the sizes of real requests close to it, materialized."""
         arrivals = [self.fit_arrival(arrival) for arrival in workload]
         return Workload(workload.name, lambda: iter(arrivals), len(arrivals), workload.notes)
 
     def fit_arrival(self, arrival: Arrival) -> Arrival:
-        """Return an arrival with the sizes that its pictures really have, and a token between any two of them."""
+        """Return an arrival with the real sizes of its pictures, and a token between adjacent ones."""
         prompt: list[PromptPart] = []
         for part in arrival.prompt:
             if type(part) is Image:
@@ -128,7 +128,7 @@ class RequestTexts:
     def call(
         self, arrival: Arrival, pictures: list[str], replies: Sequence[Sequence[int]] = ()
     ) -> dict[str, Any]:
-        """Return what to call `Engine.generate` with for an arrival that was fitted; see `prompt` and `pictures`."""
+        """Return the arguments of `Engine.generate` for a fitted arrival; see `prompt` and `pictures`."""
         return {
             "prompt": self.prompt(arrival, replies),
             "images": pictures,
@@ -142,7 +142,10 @@ class RequestTexts:
         }
 
     def prompt(self, arrival: Arrival, replies: Sequence[Sequence[int]] = ()) -> list[int]:
-        """Return the prompt of an arrival with one placeholder an image; `replies` are those of the turns before."""
+        """Return the prompt of an arrival with one placeholder per image.
+
+        `replies` are the outputs of earlier turns.
+        """
         ids: list[int] = []
         left = list(replies)
         for part in arrival.prompt:

@@ -1,11 +1,12 @@
-"""Make an engine do everything that a cost model has a figure for, and watch it.
+"""Calibration runs: make an engine do everything that a cost model has a figure for, and observe it.
 
-The requests are chosen such that steps of all kinds occur on their own: few and many that decode, with short and long
-contexts; prompts of all lengths; images of all sizes, alone and several in a batch. Then everything happens at once,
-which shows how much company slows work down. All of it comes in several rounds (see `vsched.sim.cost.calibration`).
+The requests make steps of all kinds occur on their own: few and many decodes, with short and long
+contexts; prompts of all lengths; images of all sizes, single and batched. Then everything runs at
+once, which measures contention. All of it is repeated in several rounds (see
+`vsched.sim.cost.calibration`).
 
-Steps among others of other kinds take longer than in a row of their own, because caches hold something else. So a
-rehearsal comes last: requests as clients send them, at half of what the engine can bear.
+Steps mixed with other kinds take longer than a series of equal ones, because of cache misses. So a
+rehearsal comes last: requests as clients send them, at half of the engine's capacity.
 """
 
 from __future__ import annotations
@@ -39,31 +40,31 @@ DECODE_STEPS = 24
 PROMPTS = (16, 48, 128, 300, 512, 1024, 2048, 4096, 8192)
 IMAGES = (4, 16, 64, 144, 256, 576, 1024, 2048, 4096)
 BATCHES = ((2, 64), (4, 64), (8, 16), (3, 256))
-"""How many images of how many tokens a request has that fills a batch."""
+"""Number of images and tokens of each, for requests that fill a batch."""
 KV_SHARE = 0.75
-"""So much of the KV cache is used: nothing is to be preempted."""
+"""Share of the KV cache to use, so that nothing is preempted."""
 CONTENTION_TOKENS_MIN = 64
-"""Smaller images are encoded too fast to be in anybody's way."""
+"""Smaller images are encoded too fast to cause contention."""
 CONTENTION_DECODES = (1, 8)
 QUESTION = 8
-"""Tokens of text beside an image."""
+"""Text tokens of a request with an image."""
 STEP_TOKENS = 30
-"""A step takes at least about so long as the prefill of this many tokens."""
+"""Tokens of prefill that take about as long as an empty step."""
 ROUND_COST_MIN = 6000
-"""With less, there is not enough to tell one cost from the other."""
+"""Below this cost per round, there is too little data to separate the coefficients."""
 WARM_UP = 3
 FIRST_TEXT = 1 << 20
 REHEARSAL_SHARE = 0.25
-"""Of the time to measure in."""
+"""Share of the measuring time."""
 REHEARSAL_LOAD = 0.5
 REHEARSAL_REQUESTS = 4000
 REHEARSAL_SEED = 4711
-"""A workload that no comparison uses."""
+"""Seed of a workload used by no comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """A request: tokens of text, tokens of each image, tokens to answer with."""
+    """A request: text tokens, tokens of each image, output tokens."""
 
     text: int
     images: tuple[int, ...] = ()
@@ -71,13 +72,13 @@ class PlannedRequest:
 
     @property
     def prompt(self) -> int:
-        """Tokens of the prompt, one between images included."""
+        """Tokens of the prompt, including separators of images."""
         return self.text + sum(self.images) + len(self.images)
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationTrial:
-    """Requests that are sent at once, or one after the other, while others decode beside them."""
+    """Requests sent at once or one after another, while others decode."""
 
     asks: tuple[PlannedRequest, ...]
     at_once: bool = True
@@ -85,7 +86,7 @@ class CalibrationTrial:
 
     @property
     def cost(self) -> int:
-        """What it costs the engine, roughly, in prompt tokens: images are encoded, too, and each step has a price."""
+        """Approximate cost in prompt tokens, including encoding and a cost per step."""
         asks = (*self.asks, *self.beside)
         tokens = sum(ask.prompt + 2 * sum(ask.images) for ask in asks)
         return tokens + STEP_TOKENS * max(ask.outputs for ask in asks)
@@ -93,14 +94,14 @@ class CalibrationTrial:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationLimits:
-    """What an engine can take.
+    """Limits of an engine.
 
     Attributes:
-        slots: Requests at a time.
-        kv_tokens: Tokens of all of them, prompts and answers.
-        context_tokens: Tokens of one.
-        item_tokens: Tokens of an image; 0 where there are none.
-        pixel_tokens: Tokens of all images that are there at a time.
+        slots: Number of running requests.
+        kv_tokens: Total tokens of running requests, prompts and outputs.
+        context_tokens: Tokens of one request.
+        item_tokens: Tokens of an image; 0 if images are not supported.
+        pixel_tokens: Total tokens of all images in memory.
     """
 
     slots: int
@@ -111,7 +112,7 @@ class CalibrationLimits:
     pixel_tokens: int
 
     def fit(self, asks: Sequence[PlannedRequest]) -> bool:
-        """Return whether requests fit, all at once."""
+        """Return True if these requests fit at once."""
         images = [tokens for ask in asks for tokens in ask.images]
         return (
             len(asks) <= self.slots
@@ -124,7 +125,7 @@ class CalibrationLimits:
 
 
 def limits_of(engine: ObservedEngine, texts: RequestTexts) -> CalibrationLimits:
-    """Return what a started engine can take."""
+    """Return the limits of a started engine."""
     config, info = engine.config, engine.info
     generate = engine.statistics()["generate"]
     return CalibrationLimits(
@@ -138,7 +139,7 @@ def limits_of(engine: ObservedEngine, texts: RequestTexts) -> CalibrationLimits:
 
 
 def plan_round(limits: CalibrationLimits, cost_max: float) -> list[CalibrationTrial]:
-    """Return the trials of a round, the cheapest first, that cost so much together at most."""
+    """Return the trials of a round, the cheapest first, up to a total cost."""
     trials = [
         CalibrationTrial((PlannedRequest(context, outputs=DECODE_STEPS),) * count)
         for count in DECODES
@@ -166,7 +167,7 @@ def plan_round(limits: CalibrationLimits, cost_max: float) -> list[CalibrationTr
 def _plan_contention(
     limits: CalibrationLimits, chosen: Sequence[CalibrationTrial]
 ) -> list[CalibrationTrial]:
-    """Return trials in which all images that the others have are prepared and encoded while requests decode."""
+    """Return trials in which all images of the other trials are prepared and encoded while requests decode."""
     images = {ask.images for trial in chosen for ask in trial.asks if len(ask.images) == 1}
     asks = tuple(
         PlannedRequest(QUESTION, one) for one in sorted(images) if one[0] >= CONTENTION_TOKENS_MIN
@@ -182,10 +183,10 @@ def _plan_contention(
 
 
 class CalibrationDriver:
-    """Sends requests to an engine that is watched.
+    """Sends requests to an observed engine.
 
     Attributes:
-        requests: How the preparation of those went that came alone.
+        requests: Observed preparations of requests that came alone.
     """
 
     def __init__(self, engine: ObservedEngine, texts: RequestTexts) -> None:
@@ -195,8 +196,9 @@ class CalibrationDriver:
         self._numbers = itertools.count()
 
     async def run(self, trial: CalibrationTrial) -> None:
-        """Carry out a trial."""
-        calls = [self._dress(ask) for ask in trial.asks]  # which takes a while, so it comes first
+        """Run a trial."""
+        # before the trial, because it takes a while
+        calls = [self._dress(ask) for ask in trial.asks]
         async with self._decoding(trial.beside):
             if trial.at_once:
                 await asyncio.gather(*(self._answer(call) for call in calls))
@@ -216,7 +218,7 @@ class CalibrationDriver:
 
     @contextlib.asynccontextmanager
     async def _decoding(self, asks: Sequence[PlannedRequest]) -> AsyncIterator[None]:
-        """Let requests decode until all is done that happens meanwhile."""
+        """Decode requests in the background within the context."""
         generations = [await self._engine.generate(**self._dress(ask)) for ask in asks]
         began = [asyncio.Event() for _ in generations]
         readers = [
@@ -238,7 +240,7 @@ class CalibrationDriver:
         return generation
 
     def _dress(self, ask: PlannedRequest) -> dict[str, Any]:
-        """Return what to call `Engine.generate` with; no two requests have anything in common."""
+        """Return the arguments of `Engine.generate`; no two requests share content."""
         number = next(self._numbers)
         name = f"calibration {number}"
         images = [Image(f"{name} {index}", tokens) for index, tokens in enumerate(ask.images)]
@@ -264,13 +266,13 @@ async def _read(generation: Generation, began: asyncio.Event) -> None:
 async def run_calibration(
     config: Config, *, seconds: float, on_progress: Progress | None = None, advanced: Advanced
 ) -> CostModel:
-    """Start an engine, measure it for about so long, and return the cost model that fits it.
+    """Start an engine, measure it for about this time, and return the fitted cost model.
 
-    `on_progress` is told how the engine loads, `advanced` how many trials of how many are done. The figures hold for
-    this configuration and this machine only.
+    `on_progress` reports loading, `advanced` is called with the number of finished trials and of
+    all trials. The figures are valid only for this configuration and machine.
 
     Raises:
-        ConfigError: When what was seen does not tell a cost, as where there are no images.
+        ConfigError: When the observation does not determine a cost, for example without images.
         GroupLostError: When ranks were lost meanwhile.
     """
     async with ObservedEngine(config, on_progress=on_progress) as engine:
@@ -280,7 +282,7 @@ async def run_calibration(
 async def measure(
     engine: ObservedEngine, texts: RequestTexts, seconds: float, advanced: Advanced
 ) -> CostModel:
-    """Do what `run_calibration` does with an engine that has started, and is idle."""
+    """Do the same as `run_calibration` with a started, idle engine."""
     watch, limits, driver = engine.watch, limits_of(engine, texts), CalibrationDriver(engine, texts)
     per_second = 0.0
     for _ in range(WARM_UP):
@@ -317,9 +319,9 @@ async def measure(
 async def rehearse(
     engine: ObservedEngine, texts: RequestTexts, model: CostModel, seconds: float
 ) -> CostModel:
-    """Serve requests of all kinds for so long; return the model with steps that take as long as they did there.
+    """Serve requests of all kinds; return the model with step costs scaled to the observation.
 
-    Its first half does not count: whatever comes in a new size then is compiled first.
+    The first half does not count, because new sizes are compiled then.
     """
     comparison = Comparison(engine, model, texts=texts)
     requests = small_requests(REHEARSAL_SEED, REHEARSAL_REQUESTS)

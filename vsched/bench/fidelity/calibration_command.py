@@ -1,4 +1,4 @@
-"""Measuring a cost model on the command line, and showing it."""
+"""Command-line calibration: measuring a cost model and showing it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SecondsOption = Annotated[
     float, typer.Option("--seconds", min=1, help="What to spend on measuring, more or less.")
 ]
 REFRESH_HZ = 2
-"""Bars take time from what is measured."""
+"""Low, because bars take time from the measured engine."""
 NOISY_OTHERS = 0.2
-"""Cores that others keep busy, from which on figures are not to be trusted."""
+"""Cores kept busy by other programs above which figures are not reliable."""
 
 
 def run_calibration_here(settings: Config, console: Console, seconds: float) -> CostModel:
-    """Start an engine, measure it under progress bars, and return its cost model."""
+    """Start an engine, measure it with progress bars, and return its cost model."""
     import uvloop
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -54,7 +54,7 @@ def run_calibration_here(settings: Config, console: Console, seconds: float) -> 
 
 
 def show_costs(model: CostModel, console: Console) -> None:
-    """Print what was measured, and how well it fits."""
+    """Print the costs and the errors of the fit."""
     from rich.table import Table
 
     encode, generate, host = model.encode, model.generate, model.host

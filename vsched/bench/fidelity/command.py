@@ -1,4 +1,4 @@
-"""`vsched bench fidelity`: how far a simulation is from the engine that it stands for."""
+"""`vsched bench fidelity`: compare simulations with the real engine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def fidelity(
     out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Serve a workload for real and simulate it; compare TTFT, TPOT and throughput."""
+    """Serve a workload and simulate it; compare TTFT, TPOT and throughput."""
     import uvloop
     from rich.console import Console
 
@@ -212,7 +212,7 @@ def _shown(value: float) -> str:
 
 
 TELLING = 100
-"""From here on, what is behind the decimal point tells nothing."""
+"""Larger values are shown without decimals."""
 HEADINGS = {
     "ttft_p50": "TTFT p50, ms",
     "ttft_p95": "TTFT p95, ms",

@@ -1,8 +1,9 @@
-"""The same requests for real and simulated: how far a simulation is from the engine that it stands for.
+"""The same requests, real and simulated: the error of a simulation.
 
-A real engine serves a workload in real time, with the arrivals, images and lengths that the simulation has; both are
-asked for what clients see. First as many requests as can be: that tells the engine's capacity, and what the simulation
-makes of it. Then the same kinds of requests at shares of that capacity.
+A real engine serves a workload in real time, with the arrivals, images and lengths of the
+simulation; both report client latencies. First all requests are sent at once, which measures the
+engine's capacity and its prediction. Then the same kinds of requests are sent at shares of that
+capacity.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from vsched.sim.workload.generators import independent, poisson
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload, workload_of
 
 FLOOD = -1.0
-"""The load of a run in which all requests are sent at once."""
+"""Load of a run in which all requests are sent at once."""
 FLOOD_PROBE = 64
 FLOOD_MOST = 400
-"""So many requests may be in preparation, with room to spare."""
+"""Maximum number of requests in preparation, with a margin."""
 WARM_UP = 3
 SMALL = "small"
-"""The name of the workload that is sent where no other is named."""
+"""Name of the default workload."""
 SMALL_OUTPUTS = 32
 FIRST_TEXT = 1 << 41
-"""Numbers of texts that nobody else has."""
+"""First text number, not used by other workloads."""
 
 
 class FidelityRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients saw, for real or simulated; milliseconds, and requests a second.
+    """Client latencies, real or simulated, in milliseconds, and requests per second.
 
     `ttft` holds the percentiles from 0 to 100.
     """
@@ -58,20 +59,22 @@ class FidelityRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LIMITS = {"ttft_p50": 0.1, "ttft_p95": 0.2, "tpot_p50": 0.1, "tpot_p95": 0.2, "requests_s": 0.05}
-"""How far each figure may be off, as a share of the real one."""
+"""Accepted error of each figure, as a share of the real one."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One load, for real and simulated.
+    """One load, real and simulated.
 
     Attributes:
-        load: The share of the capacity; 0 where that was not measured, `FLOOD` where it was.
-        rate: Requests a second that were sent.
-        slowness: By stage, how many times as long steps that were alone took in the real run as the cost model says:
-            what has changed on the machine since that was measured.
-        adjusted: A simulation with a cost model that is so much slower: what is left is the simulation's own error.
-        others: Cores that other programs kept busy during the real run: not something that is simulated.
-        late_ms: How much later than planned a request was sent at most.
+        load: Share of the capacity; 0 if the capacity was not measured, `FLOOD` for its
+            measurement.
+        rate: Requests sent per second.
+        slowness: By stage, the ratio of step times in the real run to the cost model, for steps
+            that ran alone: the change of the machine since calibration.
+        adjusted: A simulation with a cost model slowed down by this ratio: shows the simulation's
+            own error.
+        others: Cores kept busy by other programs during the real run, which are not simulated.
+        late_ms: Maximum delay between planned and actual sending of a request.
     """
 
     load: float
@@ -90,17 +93,17 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return self.load == FLOOD
 
     def errors(self, side: FidelityRun) -> dict[str, float]:
-        """Return how far the figures of a simulation are from the real ones: -0.1 for 10 % too low."""
+        """Return the relative errors of a simulation: -0.1 for 10 % too low."""
         real = {name: getattr(self.real, name) for name in LIMITS}
         return {name: getattr(side, name) / one - 1 if one else 0.0 for name, one in real.items()}
 
     def missed(self, side: FidelityRun) -> list[str]:
-        """Return the figures of a simulation that are off by more than they may be."""
+        """Return the figures of a simulation with errors above the limit."""
         return [name for name, one in self.errors(side).items() if abs(one) > LIMITS[name]]
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client saw of a request; nanoseconds since the workload began, and the tokens of the answer."""
+    """Client view of a request: nanoseconds from the start of the workload, and output tokens."""
 
     planned_ns: int
     sent_ns: int
@@ -122,7 +125,7 @@ class TraceClient:
     async def run(
         self, texts: RequestTexts, workload: Workload, advanced: Callable[[], None]
     ) -> None:
-        """Send all requests and read the answers; turns of a conversation go one after the other."""
+        """Send all requests and read the outputs; the turns of a conversation run one after another."""
         talks: dict[str, list[Arrival]] = {}
         for arrival in workload:
             talks.setdefault(arrival.conversation or arrival.request_id, []).append(arrival)
@@ -242,13 +245,13 @@ class Comparison:
         self._runs = 0
 
     async def warm_up(self, workload: Workload) -> None:
-        """Send the first requests of a workload once, one after the other."""
+        """Send the first requests of a workload once, one after another."""
         client = TraceClient(self._engine, self._now_ns)
         for arrival in self._own(workload.first(WARM_UP)):
             await client.run(self._dresser, workload_of("", [arrival]), lambda: None)
 
     def _own(self, workload: Workload) -> list[Arrival]:
-        """Return arrivals of a tenant that was never here: nothing of a run before is in any cache."""
+        """Return arrivals with a new tenant, so that caches hold nothing of an earlier run."""
         self._runs += 1
         return [
             msgspec.structs.replace(one, tenant=f"run {self._runs} {one.tenant}")
@@ -256,7 +259,7 @@ class Comparison:
         ]
 
     def simulate(self, workload: Workload, cost: CostModel | None = None) -> SimulationOutcome:
-        """Simulate a workload on what the engine is; the cost model may be another."""
+        """Simulate a workload on a model of the engine, with its cost model or another."""
         return simulate(
             self._engine.config,
             workload,
@@ -272,14 +275,14 @@ class Comparison:
         return _at_once(workload.first(min(most, FLOOD_MOST)))
 
     def capacity_of(self, workload: Workload) -> float:
-        """Return how many of the first requests a second the engine could serve, by a simulation of it."""
+        """Return the engine's capacity in requests per second, by simulation of the first requests."""
         probe = self._dresser.fit(_at_once(workload.first(FLOOD_PROBE)))
         return self.simulate(probe).figures.requests_s
 
     async def run(
         self, workload: Workload, load: float, advanced: Callable[[], None] = lambda: None
     ) -> Run:
-        """Run a workload for real, then simulate it."""
+        """Run a workload on the engine, then simulate it."""
         own = self._own(workload)
         fitted = workload_of(workload.name, own)
         client, others = (
@@ -311,7 +314,7 @@ def _at_once(workload: Workload) -> Workload:
 
 
 def small_requests(seed: int, requests: int) -> Workload:
-    """Return requests that even a small machine serves many of: a third texts, the others with an image or two."""
+    """Return requests that even a small machine serves many of: a third texts, the others with one or two images."""
 
     def prompt(rng: Random, number: int) -> tuple[PromptPart, ...]:
         images = [
@@ -331,10 +334,7 @@ def small_requests(seed: int, requests: int) -> Workload:
 
 
 def at_rate(workload: Workload, rate: float, seconds: float) -> Workload:
-    """Return as many of the first requests as `rate` a second are in so long, arriving at that rate.
-
-    All of them where the workload has fewer.
-    """
+    """Return the first requests of a workload at a given rate, enough for `seconds` if it has that many."""
     arrivals = list(workload.first(max(int(rate * seconds), 2)))
     first_ns = arrivals[0].at_ns
     wanted_ns = (len(arrivals) - 1) / rate * 1e9

@@ -1,7 +1,7 @@
-"""An engine that is watched: what its ranks were told, how long they worked on it, and when.
+"""An engine that records the decisions sent to its ranks, and the duration and time of each step.
 
-Nothing is added to the protocol: results carry the time that ranks were busy, and what a step consisted of follows from
-the decisions. Both are only noted while the engine serves, and read when it is done.
+Nothing is added to the protocol: results include the busy time of ranks, and the contents of a step
+follow from the decisions. Both are only stored while the engine serves, and evaluated afterwards.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Result = TypeVar("Result")
 
 
 class EngineObservations:
-    """Notes what happens in an engine, as it happens.
+    """Records the events in an engine.
 
     Attributes:
-        jobs: When threads prepared requests.
-        recorder: Told of everything, too, if there is one.
+        jobs: Busy periods of threads that prepare requests.
+        recorder: The engine's recorder, if any; gets all events as well.
     """
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
@@ -55,7 +55,7 @@ class EngineObservations:
         self._lost = ""
 
     def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
-        """Note decisions; this makes it a recorder."""
+        """Record decisions; part of the recorder interface."""
         if isinstance(event, GroupLost):
             self._lost = str(event.failure)
         for command in commands:
@@ -70,14 +70,15 @@ class EngineObservations:
             self.recorder.close()
 
     def note_result(self, group: str, result: GenerateResult | EncodeResult) -> None:
-        """Note a result, when it comes."""
+        """Record a result at its arrival."""
         self._results.setdefault(group, []).append((self.now_ns(), result))
 
     def observation(self, rounds_ns: list[int], requests: list[ObservedRequest]) -> Observation:
-        """Return what happened since the first of these rounds began; of requests, what their clients saw.
+        """Return the observation since the start of the first round, including the observed requests of clients.
 
         Raises:
-            GroupLostError: When a group was lost meanwhile: what its ranks did is not known then.
+            GroupLostError: When a group was lost meanwhile, since the work of its ranks is then
+                unknown.
         """
         if self._lost:
             raise GroupLostError(f"ranks were lost while they were measured: {self._lost}")
@@ -133,7 +134,7 @@ def _encode_sample(decision: EncodeDecision, busy_ns: int) -> EncodeSample:
 def _generate_sample(
     decision: GenerateDecision, result: GenerateResult, lengths: dict[int, int]
 ) -> GenerateSample:
-    """Return what a step consisted of; `lengths` are the tokens of each slot, kept from step to step."""
+    """Return the contents of a step; `lengths` are the tokens of each slot, updated from step to step."""
     for join in decision.joined:
         lengths[join.slot] = join.length
     prefill, pairs = 0, 0.0
@@ -155,7 +156,7 @@ def _generate_sample(
 
 
 class ObservedThreads(ThreadPoolExecutor):
-    """Threads that note when they are at work."""
+    """A thread pool that records its busy periods."""
 
     def __init__(self, threads: int, watch: EngineObservations) -> None:
         super().__init__(threads, thread_name_prefix="media")
@@ -168,7 +169,7 @@ class ObservedThreads(ThreadPoolExecutor):
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Future[Result]:
-        """Submit a call, as any pool does."""
+        """Submit a call."""
 
         def run() -> Result:
             start_ns = self._watch.now_ns()
@@ -181,7 +182,7 @@ class ObservedThreads(ThreadPoolExecutor):
 
 
 class ObservedEngine(Engine):
-    """Serves as `Engine` does; `watch` knows what its ranks and threads did."""
+    """An `Engine` with observations of its ranks and threads in `watch`."""
 
     def __init__(
         self,

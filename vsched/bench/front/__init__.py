@@ -1,1 +1,1 @@
-"""`vsched bench front`: what serving HTTP costs, measured with ranks that compute nothing."""
+"""`vsched bench front`: cost of serving HTTP, measured with ranks that compute nothing."""

@@ -1,4 +1,4 @@
-"""`vsched bench front`: requests a second with ranks that compute nothing, and where the processor time goes."""
+"""`vsched bench front`: requests per second with ranks that compute nothing, and CPU time by process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def front(
     ] = False,
     out: JsonOption = None,
 ) -> None:
-    """Serve a checkpoint's requests without its model: short answers, long ones, images; report what each costs."""
+    """Serve requests without the model: short answers, long ones, images; report the cost of each."""
     import uvloop
     from rich.console import Console
     from rich.table import Table
@@ -76,4 +76,4 @@ _ROOM = (
     "generate.max_waiting=4096",
     'generate.memory={use="pinned", tokens=200000}',
 )
-"""Enough that no request waits for a slot for long; further settings may change it."""
+"""Enough slots that no request waits long for one; further settings may change it."""

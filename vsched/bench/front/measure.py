@@ -1,7 +1,7 @@
-"""Requests a second that a server takes whose ranks compute nothing, and the processor time of each process for one.
+"""Requests per second of a server whose ranks compute nothing, and the CPU time of each process per request.
 
-What is left is HTTP, templates, tokenizing, images, the scheduler and the way of tokens back. Clients run in a process
-of their own. Where cores are few or busy, the rate says little and the processor time all the more.
+The rest is HTTP, templates, tokenization, images, the scheduler and token output. Clients run in
+their own process. With few or busy cores, the CPU time is more reliable than the rate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STUBBED = (
 
 
 class FrontLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One load: `requests` of a case by so many clients at a time, each answered with `output_tokens`."""
+    """One load: `requests` of a case by `clients` concurrent clients, each with `output_tokens`."""
 
     case: Case
     output_tokens: int
@@ -41,14 +41,14 @@ class FrontLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one load.
+    """Result of one load.
 
     Attributes:
-        processes: `server.processes`; with 1, the engine's process serves HTTP, too.
-        http_ms: Processor time of the processes beside the engine's for a request, all together.
-        engine_ms: That of the engine's process, all its threads together.
-        ranks_ms: That of all ranks, which is decoding messages and writing results.
-        client_cpu: Cores that the clients kept busy; near 1 they are what was measured.
+        processes: `server.processes`; with 1, the engine's process also serves HTTP.
+        http_ms: CPU time per request of all HTTP processes other than the engine's.
+        engine_ms: CPU time per request of the engine's process, all threads.
+        ranks_ms: CPU time per request of all ranks, for decoding messages and writing results.
+        client_cpu: Cores kept busy by the clients; near 1, the clients limited the result.
     """
 
     processes: int
@@ -66,7 +66,7 @@ class FrontRow(msgspec.Struct, frozen=True, kw_only=True):
 async def measure_front(
     settings: Sequence[str], loads: Sequence[FrontLoad], advanced: Callable[[FrontRow], None]
 ) -> list[FrontRow]:
-    """Serve each load, one after the other; return a row for each.
+    """Serve the loads one after another; return a row for each.
 
     Raises:
         BenchError: When a request failed.
@@ -99,7 +99,7 @@ async def _measure(server: RunningServer, load: FrontLoad) -> FrontRow:
 
 
 def _spent(server: RunningServer) -> dict[str, float]:
-    """Return the processor time that each kind of process has had."""
+    """Return the CPU time used so far by each kind of process."""
     return {
         "http": sum(map(process_s, server.api_pids)),
         "engine": time.process_time(),
@@ -110,7 +110,7 @@ def _spent(server: RunningServer) -> dict[str, float]:
 def front_row(
     load: FrontLoad, figures: Figures, spent: Mapping[str, float], *, processes: int
 ) -> FrontRow:
-    """Return what a load came to, from what clients saw and each kind of process spent."""
+    """Return the row of a load, from client figures and the CPU time of each kind of process."""
     return FrontRow(
         processes=processes,
         case=str(load.case),

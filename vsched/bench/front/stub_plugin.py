@@ -1,4 +1,4 @@
-"""A worker plug-in whose ranks compute nothing: every step is over at once, so that what serves requests is measured.
+"""A worker plug-in whose ranks compute nothing, to measure everything except the model.
 
 Checkpoint, tokenizer, chat template and image processor are those of the plug-in `transformers`.
 """
@@ -30,11 +30,11 @@ PACED_STEP_S = 0.01
 REAL = "transformers"
 _DEVICE_BYTES = 1 << 40
 _WORD = " word"
-"""What every token of an answer is a part of."""
+"""Every output token is a part of this word."""
 
 
 class StubGenerator(StandInGenerator):
-    """Yields the tokens of a word, one after the other, for every row alike."""
+    """Yields the token of a word for every row."""
 
     def __init__(self, info: ModelInfo, *, step_s: float = 0.0) -> None:
         self._step_s = step_s
@@ -44,7 +44,7 @@ class StubGenerator(StandInGenerator):
         self._token = next(token for token in reversed(tokens) if token not in info.stop_token_ids)
 
     def step(self, batch: Batch) -> Sampled:
-        """Yield a token for every row, once the time of a step is over."""
+        """Yield a token for every row after the time of a step."""
         if self._step_s:
             time.sleep(self._step_s)
         rows = len(batch.decode_slots) + sum(chunk.samples for chunk in batch.chunks)
@@ -52,7 +52,7 @@ class StubGenerator(StandInGenerator):
 
 
 class StubPlugin:
-    """What the configuration of the measured server names."""
+    """The plug-in that the configuration of the measured server names."""
 
     def __init__(self, *, step_s: float = 0.0) -> None:
         self._step_s = step_s
@@ -62,29 +62,29 @@ class StubPlugin:
         return load_worker(REAL).inspect(path, dtype=dtype, item_tokens_max=item_tokens_max)
 
     def forgo_models(self, path: str) -> None:
-        """Load the preprocessor with less."""
+        """Let the preprocessor load without models."""
         real = load_worker(REAL)
         if isinstance(real, LeanPreprocessing):
             real.forgo_models(path)
 
     def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
-        """Every number of ranks will do."""
+        """Accept any number of ranks."""
 
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
-        """Return that of the checkpoint."""
+        """Return the checkpoint's preprocessor."""
         return load_worker(REAL).load_preprocessor(info)
 
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> EncodeWorker:
-        """Return what leaves the arena as it is."""
+        """Return an encoder that does not write to the arena."""
         del info, settings, progress
         return StandInEncoder(SimulatedMemory(_DEVICE_BYTES, pool="stub"))
 
     def load_generator(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> GenerateWorker:
-        """Return what yields the same token for ever."""
+        """Return a generator that always yields the same token."""
         del settings, progress
         return StubGenerator(info, step_s=self._step_s)
 

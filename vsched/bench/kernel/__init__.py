@@ -1,1 +1,1 @@
-"""`vsched bench kernel`: the cost of the scheduler itself."""
+"""`vsched bench kernel`: cost of the scheduler."""

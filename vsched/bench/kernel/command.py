@@ -1,4 +1,4 @@
-"""`vsched bench kernel`: what the scheduler itself costs."""
+"""`vsched bench kernel`: cost of the scheduler."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the kernel costs: microseconds a steady decode step, a one-image request, and the arrival of a large one.
+"""Kernel cost: microseconds per steady decode step, per one-image request, and per arrival of a large request.
 
-No model runs: the benchmark plays the ranks. A steady step is one in which all running requests decode and none
-arrives or ends; requests do grow into new blocks, spread evenly over the steps, as they do in production.
+No model runs: the benchmark plays the ranks. In a steady step all running requests decode and none
+arrives or ends; requests do allocate new blocks, spread evenly over the steps, as in production.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LARGE_TOKENS = 2300
 
 
 class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured case, microseconds; `spread` is the standard deviation over the repeats' medians."""
+    """One measured case, microseconds; `spread_us` is the standard deviation of the repeats' medians."""
 
     case: str
     running: int
@@ -42,7 +42,7 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Drive:
-    """A scheduler whose decisions come back at once, timed event by event."""
+    """A scheduler whose decisions complete at once, timed event by event."""
 
     def __init__(self, limits: SchedulerLimits, policies: KernelPolicies) -> None:
         self.kernel = Scheduler(limits, policies)
@@ -63,7 +63,7 @@ class _Drive:
                     self.steps.append(decision)
 
     def submit(self, request: Request) -> int:
-        """Submit a request; return the nanoseconds that it took."""
+        """Submit a request; return the time in nanoseconds."""
         event = Submitted(request)
         self.now_ns += 1000
         start_ns = time.perf_counter_ns()
@@ -73,7 +73,7 @@ class _Drive:
         return spent_ns
 
     def encode(self) -> int:
-        """Let the encode step that is out come back; return the nanoseconds that it took."""
+        """Complete the pending encode step; return the time in nanoseconds."""
         event = Encoded(self.encodes.pop(0).step)
         start_ns = time.perf_counter_ns()
         commands = self.kernel.handle(event, self.now_ns)
@@ -82,7 +82,7 @@ class _Drive:
         return spent_ns
 
     def step(self, finished: Sequence[Finished] = ()) -> int:
-        """Let the oldest generate step come back; return the nanoseconds that it took."""
+        """Complete the oldest generate step; return the time in nanoseconds."""
         event = Stepped(self.steps.pop(0).step, self.tokens, list(finished))
         self.now_ns += 1000
         start_ns = time.perf_counter_ns()
@@ -107,7 +107,7 @@ def _limits(slots: int, tokens_each: int) -> SchedulerLimits:
 def one_request(
     index: int, rng: random.Random, *, images: int, tokens: int, max_tokens: int
 ) -> Request:
-    """Return a request of `tokens` tokens, its images evenly among the text; nothing of it is cached."""
+    """Return a request of `tokens` tokens with evenly spaced images; nothing of it is cached."""
     prompt = [rng.randrange(10, 4000) for _ in range(tokens)]
     gap = (tokens - images * IMAGE_TOKENS) // (images + 1)
     items = []
@@ -143,7 +143,7 @@ def measure_decode(
     outputs = steps * repeats + prompts // PREFILL_TOKENS + 32  # some decode while others prefill
     drive = _Drive(_limits(running, PROMPT_TOKENS + 16 + outputs), policies)
     for index in range(running):
-        # Lengths differ, so that requests grow into new blocks in different steps.
+        # Lengths differ, so that requests allocate new blocks in different steps.
         length = PROMPT_TOKENS + index % 16
         drive.submit(one_request(index, rng, images=0, tokens=length, max_tokens=outputs))
     while drive.kernel.statistics()["generate"]["decoding"] < running:
@@ -153,19 +153,19 @@ def measure_decode(
 
 
 def measure_request(policies: KernelPolicies, *, requests: int, repeats: int) -> KernelRow:
-    """Measure all that the kernel does for a one-image request from arrival to its end.
+    """Measure all kernel work for a one-image request from arrival to end.
 
-    The request yields one token; what more tokens cost is what `measure_decode` tells.
+    The request yields one token; `measure_decode` measures further ones.
     """
     measure = _visits(policies, requests * repeats, images=1, tokens=PROMPT_TOKENS + IMAGE_TOKENS)
     return _row("one-image request", 0, lambda: sum(next(measure)), steps=requests, repeats=repeats)
 
 
 def measure_arrival(policies: KernelPolicies, *, requests: int, repeats: int) -> KernelRow:
-    """Measure the arrival alone, hashing included, of a request with many images.
+    """Measure the arrival alone, including hashing, of a request with many images.
 
-    Nobody else is there, so an encoder's batch and a step with the first text are decided in the same event; blocks
-    and pages come from what the caches evict. It ends before the next one arrives.
+    There are no other requests, so an encoder batch and a step with the first text are decided in
+    the same event; blocks and pages come from cache evictions. It ends before the next one arrives.
     """
     measure = _visits(policies, requests * repeats, images=LARGE_IMAGES, tokens=LARGE_TOKENS)
     case = f"arrival of {LARGE_IMAGES} images, {LARGE_TOKENS:,} tokens"
@@ -175,7 +175,7 @@ def measure_arrival(policies: KernelPolicies, *, requests: int, repeats: int) ->
 def _visits(
     policies: KernelPolicies, total: int, *, images: int, tokens: int
 ) -> Iterator[tuple[int, int]]:
-    """Run requests one after the other; yield the time of each arrival, and of the rest of its life."""
+    """Run requests one after another; yield the time of each arrival, and of the rest of its processing."""
     rng = random.Random(0)  # noqa: S311 - a seeded workload
     drive = _Drive(_limits(8, 4096), policies)
     for number in range(1, total + 1):

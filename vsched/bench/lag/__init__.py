@@ -1,1 +1,1 @@
-"""`vsched bench lag`: how long the event loop is held up by the largest legal requests."""
+"""`vsched bench lag`: event loop latency under the largest legal requests."""

@@ -1,4 +1,4 @@
-"""The largest bodies that are legal, each of them large in another way, and some that are refused."""
+"""The largest legal request bodies, each large in a different respect, and some that are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class LagCase(NamedTuple):
-    """A request: what is large in it, where it goes, and its body; a GET where there is none."""
+    """A request: name of its large part, path, and body; a GET if the body is empty."""
 
     name: str
     path: str
@@ -39,22 +39,22 @@ class _Limits(NamedTuple):
 
     @property
     def body_bytes(self) -> int:
-        """What a body leaves for its largest value."""
+        """Space in a body for its largest value."""
         return self.api.body_bytes_max - _MARGIN_BYTES
 
     @property
     def text_bytes(self) -> int:
-        """What a body leaves for one text that is no image."""
+        """Space in a body for one text that is not an image."""
         return min(text_bytes_max(self.info.context_tokens) - _MARGIN_BYTES, self.body_bytes)
 
     @property
     def image_bytes(self) -> int:
-        """What a body, and the limit of an image, leave for an image in base64."""
+        """Space for a base64 image in a body, also limited by the maximum image size."""
         return min(self.body_bytes * 3 // 4, self.media.image_bytes_max) - _MARGIN_BYTES
 
 
 def lag_cases(info: ModelInfo, media: MediaConfig, api: ApiSettings) -> list[LagCase]:
-    """Return all cases, for a model and its limits."""
+    """Return all cases for a model and its limits."""
     limits = _Limits(info, media, api)
     make: list[Callable[[_Limits], list[LagCase]]] = [_texts, _values, _images, _embeddings]
     cases = [case for cases in make for case in cases(limits)]
@@ -116,7 +116,7 @@ def _images(limits: _Limits) -> list[LagCase]:
     media = limits.media
     side = int(media.image_pixels_max**0.5)
     webp = int(media.webp_pixels_max**0.5)
-    edge = min(int((limits.image_bytes / 4) ** 0.5), side)  # noise takes three bytes a pixel
+    edge = min(int((limits.image_bytes / 4) ** 0.5), side)  # noise takes three bytes per pixel
     noise = np.random.default_rng(0).integers(0, 255, (edge, edge, 3), np.uint8)
     cases = [
         LagCase(f"a JPEG of {side} x {side}", _CHAT, _picture(_encoded("JPEG", side), "jpeg")),

@@ -1,6 +1,6 @@
-"""The clients of `vsched bench lag`, in a process of their own: `python -m vsched.bench.lag.client_process_main ORDER`.
+"""The clients of `vsched bench lag` in a separate process: `python -m vsched.bench.lag.client_process_main ORDER`.
 
-Each client sends one request after the other, on a connection of its own, until the time is over.
+Each client sends one request after another, on new connections, until the time is over.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ ANSWER_S = 180.0
 
 
 class ClientsOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who sends what where.
+    """Load of the client process.
 
     Attributes:
-        bodies: The path of the URL and the file of each body; an empty name for a GET.
-        requests: How many each client sends at most; 0 for as many as `seconds` allow.
+        bodies: URL path and body file of each request; an empty file name for a GET.
+        requests: Maximum requests per client; 0 for as many as fit in `seconds`.
     """
 
     host: str
@@ -34,7 +34,7 @@ class ClientsOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def ask(order: ClientsOrder, path: str, body: bytes) -> int:
-    """Send one request, read the whole answer, and return its status."""
+    """Send one request, read the whole response, and return its status."""
     reader, writer = await asyncio.open_connection(order.host, order.port, limit=2**20)
     try:
         head = f"{'POST' if body else 'GET'} {path} HTTP/1.1\r\nHost: {order.host}\r\n"
@@ -52,7 +52,7 @@ async def ask(order: ClientsOrder, path: str, body: bytes) -> int:
 
 
 async def run(order: ClientsOrder, bodies: list[tuple[str, bytes]]) -> Counter[str]:
-    """Send for as long as is ordered; return how many answers had which status."""
+    """Run the load; return the number of responses by status."""
     outcomes: Counter[str] = Counter()
     until = time.monotonic() + order.seconds
 

@@ -1,4 +1,4 @@
-"""`vsched bench lag`: how long the event loop is held up by the largest legal requests."""
+"""`vsched bench lag`: event loop latency under the largest legal requests."""
 
 from __future__ import annotations
 

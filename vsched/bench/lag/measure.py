@@ -1,8 +1,9 @@
-"""How late the event loop is while a server gets the largest legal requests: one by one, and many at once.
+"""Event loop latency while a server gets the largest legal requests: one by one, and many at once.
 
-The server runs here, the clients in another process. Something due every millisecond notes how late it was. What would
-have been due during a stall counts as well, so that a percentile is over moments, not over wake-ups: at p99, an event
-that comes at any moment waits no longer than that in 99 of 100 cases.
+The server runs in this process, the clients in another. A timer due every millisecond records its
+delay. Timers that would have been due during a stall count as well, so that percentiles are over
+time, not over wake-ups: with a given p99, an event at a random moment waits no longer than that in
+99 of 100 cases.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ SETTLE_S = 0.2
 
 
 class LagRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What a case did to the event loop.
+    """Effect of a case on the event loop.
 
-    `body_bytes` of 0 stands for a load of all cases; `statuses` counts the answers by HTTP status. `lost` counts groups
-    that were lost meanwhile, `heartbeats_missed` intervals in which the engine sent ranks nothing, and `peak_bytes` is
-    how much the engine's memory rose to. `beside_p99_ms` is how late an
-    idle process beside the server was: what the machine, and not the server, makes late.
+    A `body_bytes` of 0 stands for a load of all cases; `statuses` counts responses by HTTP status.
+    `lost` counts groups lost meanwhile, `heartbeats_missed` intervals in which the engine sent
+    nothing to the ranks, and `peak_bytes` is the engine's peak memory. `beside_p99_ms` is the p99
+    delay of an idle process on the same machine: the part caused by the machine, not the server.
     """
 
     name: str
@@ -55,7 +56,7 @@ class LagRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.asynccontextmanager
 async def _metered(meter: LagMeter, beside: list[float]) -> AsyncIterator[None]:
-    """Meter this loop, and one of an idle process, whose percentiles are put into `beside`."""
+    """Measure this loop and the loop of an idle process; the latter's percentiles are appended to `beside`."""
     process = await _start("vsched.bench.lag.meter", stdin=asyncio.subprocess.PIPE)
     metering = asyncio.create_task(meter.run())
     try:
@@ -176,13 +177,13 @@ def _losses(server: RunningServer) -> int:
 
 
 def _heartbeats(server: RunningServer) -> tuple[int, int]:
-    """Return how many were sent to all groups, and how many were missed."""
+    """Return the numbers of heartbeats sent to all groups, and missed."""
     counts = [group["heartbeats"] for group in server.engine.groups()]
     return sum(one["sent"] for one in counts), sum(one["missed"] for one in counts)
 
 
 def _forget_peak() -> None:
-    # Linux: the peak of the resident set begins anew.
+    # Linux: reset the peak of the resident set.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 

@@ -1,4 +1,4 @@
-"""How late an event loop is; as a program, how late an idle one is until its input ends."""
+"""Delay of an event loop; as a program, delay of an idle loop until its input ends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ INTERVAL_S = 0.001
 
 
 class LagMeter:
-    """Notes how late the running event loop is."""
+    """Records the delays of the running event loop."""
 
     def __init__(self) -> None:
         self._gaps: list[float] = []
 
     async def run(self) -> None:
-        """Note it until cancelled."""
+        """Record until cancelled."""
         last = time.perf_counter()
         while True:
             await asyncio.sleep(INTERVAL_S)
@@ -30,14 +30,14 @@ class LagMeter:
             last = now
 
     def percentiles_ms(self) -> tuple[float, float, float]:
-        """Return p50, p99 and the worst lateness."""
+        """Return p50, p99 and the maximum delay."""
         late = lateness(self._gaps)
         p50, p99, worst = np.percentile(late, [50, 99, 100]) * 1e3
         return float(p50), float(p99), float(worst)
 
 
 def lateness(gaps: Sequence[float]) -> list[float]:
-    """Return how late each moment of a grid of `INTERVAL_S` was served; gaps in seconds between two wake-ups."""
+    """Return the delay at each moment of a grid of `INTERVAL_S`; gaps are seconds between two wake-ups."""
     late: list[float] = []
     for gap in gaps:
         over = max(gap - INTERVAL_S, 0.0)

@@ -1,8 +1,8 @@
-"""The texts and images of the load generator, drawn from a seed before any clock runs.
+"""Texts and images of the load generator, drawn from a seed before any measurement starts.
 
-Text is random words, so that a prefix cache helps with nothing but the chat template. Images are smooth random
-pictures, whose entropy is that of photographs rather than of noise. In `conversation` caching is the point: turn k
-brings one new image and repeats everything before it.
+Text is random words, so that a prefix cache only helps with the chat template. Images are smooth
+random pictures with the entropy of photographs rather than of noise. In `conversation` caching is
+the point: turn k adds one new image and repeats everything before it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def draw_text(rng: random.Random, words: int) -> str:
 
 
 def draw_session(case: Case, shape: Shape, seed: int) -> list[dict[str, Any]]:
-    """Return the user's messages of one session, one a turn."""
+    """Return the user messages of one session, one per turn."""
     rng = random.Random(seed)  # noqa: S311 - a load, not a secret
     turns: list[dict[str, Any]] = []
     for _ in range(shape.turns):

@@ -1,7 +1,7 @@
-"""A streaming OpenAI client that costs little: one connection a request, httptools, one decode an event.
+"""A streaming OpenAI client with low overhead: one connection per request, httptools, one decode per event.
 
-A connection is not reused, because servers drop idle ones at a time of their choosing, which would fail requests now
-and then through no fault of theirs.
+A connection is not reused, because servers drop idle ones at arbitrary times, which would make
+requests fail.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _READY_POLL_S = 0.5
 
 
 class BenchError(VschedError):
-    """The server did not do what it was asked."""
+    """The server did not respond as required."""
 
 
 class _Delta(msgspec.Struct):
@@ -58,9 +58,9 @@ class _Models(msgspec.Struct):
 
 @dataclass(slots=True)
 class Sample:
-    """One request as the client saw it; times in seconds on one clock.
+    """One request as seen by the client; times in seconds on one clock.
 
-    `stamps` are the arrivals of text; several tokens that came as one piece are one stamp.
+    `stamps` are the arrival times of text; several tokens arriving together have one stamp.
     """
 
     started: float
@@ -74,12 +74,12 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """The answer."""
+        """The output text."""
         return "".join(self.pieces)
 
 
 class _ResponseBody:
-    """What httptools calls back into: the status, and the body as it comes."""
+    """Callbacks of httptools: the body as it arrives, and its end."""
 
     def __init__(self) -> None:
         self.body = bytearray()
@@ -95,7 +95,7 @@ class _ResponseBody:
 def chat_body(
     model: str, messages: Sequence[dict[str, Any]], tokens: int, extra: Mapping[str, Any]
 ) -> bytes:
-    """Return the body of a greedy, streaming chat request for at most `tokens`; `extra` fields are added."""
+    """Return the body of a greedy, streaming chat request for at most `tokens`, with `extra` fields."""
     content: dict[str, Any] = {
         "model": model,
         "messages": messages,
@@ -109,10 +109,10 @@ def chat_body(
 
 
 class BenchClient:
-    """Talks to one server.
+    """Client of one server.
 
     Attributes:
-        on_text: Called with the sample of a request each time that text of it has arrived.
+        on_text: Called with the sample of a request when text of it has arrived.
     """
 
     def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0) -> None:
@@ -134,7 +134,7 @@ class BenchClient:
         """Return the name of the first model that the server lists.
 
         Raises:
-            BenchError: When it does not answer or lists none.
+            BenchError: When the server does not respond or lists none.
         """
         response = _ResponseBody()
         try:
@@ -149,7 +149,7 @@ class BenchClient:
         raise BenchError(message)
 
     async def chat(self, body: bytes) -> Sample:
-        """Send one chat request whose body asks for a stream; failures are in the sample."""
+        """Send one streaming chat request; failures are recorded in the sample."""
         sample = Sample(started=time.perf_counter())
         response = _ResponseBody()
         try:
@@ -169,9 +169,9 @@ class BenchClient:
         return sample
 
     async def chat_when_ready(self, body: bytes) -> Sample:
-        """Send a chat request again for as long as the server answers 503, as one that is still loading does.
+        """Send a chat request, and repeat it while the server responds with 503, as during loading.
 
-        Blocks: up to the client's timeout, and once more for the request itself.
+        Blocks: up to the client's timeout, plus the request itself.
         """
         deadline = time.perf_counter() + self._timeout_s
         while True:
@@ -209,7 +209,7 @@ class BenchClient:
                 writer.transport.abort()
 
     def _take_events(self, body: bytearray, sample: Sample) -> None:
-        """Take the whole lines out of `body`; what is left is the beginning of the next one."""
+        """Process the complete lines in `body`; the rest is the start of the next line."""
         end = body.rfind(b"\n") + 1
         if end == 0:
             return

@@ -1,6 +1,6 @@
-"""Clients in a process of their own: `python -m vsched.bench.load.client_process_main ORDER`.
+"""Clients in a separate process: `python -m vsched.bench.load.client_process_main ORDER`.
 
-Says `ready` when everything is warm, waits for a line, and then runs the load and writes its figures.
+Prints `ready` after warm-up, waits for a line, then runs the load and writes its figures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vsched.bench.load.shapes import Case, shape_of
 
 
 class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The load, and where to; `warmup` requests of a few tokens come before, by default one of each client."""
+    """The load and its target; `warmup` requests of a few tokens come first, by default one per client."""
 
     case: Case
     clients: int
@@ -32,7 +32,7 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
     warmup: int | None = None
 
     def plan(self) -> LoadPlan:
-        """Return it as the load generator takes it."""
+        """Return the plan for the load generator."""
         shape = shape_of(
             self.case,
             words=None,

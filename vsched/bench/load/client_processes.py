@@ -1,4 +1,4 @@
-"""Clients in a process of their own, started by the process that serves them; see `client_process_main.py`."""
+"""Clients in a separate process, started by the server's process; see `client_process_main.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vsched.bench.load.client_process_main import LoadOrder
 from vsched.bench.load.figures import Figures
 
 CLIENTS_S = 1800.0
-"""How long warming up, or a run, may take at most."""
+"""Timeout of warm-up, and of a run."""
 
 
 @contextlib.asynccontextmanager
@@ -22,7 +22,7 @@ async def ready_clients(order: LoadOrder) -> AsyncIterator[asyncio.subprocess.Pr
     """Start clients and warm up; yields their process, which waits for `begin_clients` or `run_clients`.
 
     Raises:
-        BenchError: When they could not warm up.
+        BenchError: When warm-up failed.
     """
     process = await asyncio.create_subprocess_exec(
         *(
@@ -45,13 +45,13 @@ async def ready_clients(order: LoadOrder) -> AsyncIterator[asyncio.subprocess.Pr
 
 
 def begin_clients(process: asyncio.subprocess.Process) -> None:
-    """Let them send."""
+    """Start the load."""
     assert process.stdin is not None
     process.stdin.write(b"go\n")
 
 
 async def figures_of(process: asyncio.subprocess.Process) -> Figures:
-    """Return what the clients have seen, when they are through.
+    """Return the clients' figures when they have finished.
 
     Raises:
         BenchError: When a request failed.
@@ -75,7 +75,7 @@ async def _line_of(process: asyncio.subprocess.Process) -> bytes:
 
 
 async def run_clients(process: asyncio.subprocess.Process) -> Figures:
-    """Let them send, and return what they have seen.
+    """Start the load, and return the clients' figures.
 
     Raises:
         BenchError: When a request failed.

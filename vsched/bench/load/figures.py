@@ -1,4 +1,4 @@
-"""From samples to figures, and from figures to tables."""
+"""Aggregation of samples to figures, and of figures to tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_ASKED = "not asked: an earlier turn failed"
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """The distribution of a time; milliseconds."""
+    """Distribution of a duration; milliseconds."""
 
     p50: float
     p95: float
@@ -39,20 +39,21 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """One case at one concurrency against one server.
 
     Attributes:
-        requests: All that were to be made; those that a failed turn kept from being made count as failed.
+        requests: All planned requests; those not sent because of a failed turn count as failed.
         errors: The most frequent errors, each with its count.
-        wrong_length: Answers with another number of tokens than asked for.
+        wrong_length: Number of outputs with another number of tokens than requested.
         wall_s: From the first request to the end of the last.
-        requests_s: Good requests per second.
+        requests_s: Successful requests per second.
         ttft_ms: From sending a request to its first text; in `mixed`, of the images.
-        itl_ms: Between two pieces of text of one request, which may hold several tokens; in `mixed`, of the decoders
-            while the burst was answered.
-        tpot_ms: From first to last text, divided by the tokens after the first, one value per request; in `mixed`, of
-            the decoders.
-        pieces_mean: Pieces of text per answer; fewer than tokens where a server joins tokens or shows nothing for one.
-        client_cpu: CPU time of the client over wall time: near 1, the client is what was measured.
-        others: Cores that other programs kept busy meanwhile.
-        waiting: Cores that idle servers of a comparison kept busy; None where that was not measured.
+        itl_ms: Between two pieces of text of one request, which may hold several tokens; in
+            `mixed`, of the decoding requests during the burst.
+        tpot_ms: From first to last text, divided by the tokens after the first, one value per
+            request; in `mixed`, of the decoding requests.
+        pieces_mean: Pieces of text per output; fewer than tokens if a server joins tokens or shows
+            nothing for one.
+        client_cpu: CPU time of the client over wall time: near 1, the client limited the result.
+        others: Cores kept busy by other programs meanwhile.
+        waiting: Cores kept busy by idle servers of a comparison; None if not measured.
         turns: One entry per turn, for conversations.
     """
 
@@ -81,13 +82,13 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True)
 class Answers:
-    """What one run brought, before it is summarised.
+    """Samples of one run, before aggregation.
 
     Attributes:
         sessions: The samples of each session, one per turn.
-        tokens: How many tokens each request was to yield, in the same order.
-        decoders: The sessions that ran while a burst was answered; empty for other cases.
-        burst: When the burst began and ended, on the clock of the samples.
+        tokens: Requested output tokens of each request, in the same order.
+        decoders: Sessions that were decoding during a burst; empty for other cases.
+        burst: Start and end of the burst, on the clock of the samples.
     """
 
     sessions: list[list[Sample]] = field(default_factory=list)
@@ -104,7 +105,7 @@ class Answers:
 
 
 def times(seconds: Iterable[float]) -> Times | None:
-    """Summarise times; None when there are none."""
+    """Summarise durations; None if there are none."""
     values = np.fromiter(seconds, dtype=float) * 1e3
     if not values.size:
         return None
@@ -114,7 +115,7 @@ def times(seconds: Iterable[float]) -> Times | None:
 
 
 def gaps(samples: Iterable[Sample], window: tuple[float, float] | None) -> list[float]:
-    """Return the times between two pieces of text, of those that touch the window if there is one."""
+    """Return the times between two pieces of text; with a window, only those that overlap it."""
     return [
         after - before
         for sample in samples
@@ -124,7 +125,7 @@ def gaps(samples: Iterable[Sample], window: tuple[float, float] | None) -> list[
 
 
 def summarise(case: str, concurrency: int, answers: Answers) -> Figures:
-    """Summarise one run. A request that failed is in no time and no rate, but is counted and its error kept."""
+    """Summarise one run. A failed request is in no duration and no rate, but is counted with its error."""
     samples = answers.samples
     good = [sample for sample in samples if sample.error is None]
     errors = Counter(sample.error for sample in samples if sample.error is not None)
@@ -206,7 +207,7 @@ def _cell(value: Times | None) -> str:
 
 
 def table(results: Sequence[Figures], title: str) -> Table:
-    """Lay the figures out; times are p50 / p99 in milliseconds."""
+    """Return a table of the figures; times are p50 / p99 in milliseconds."""
     result = Table(title=title, caption="times in ms, p50 / p99", title_justify="left")
     result.add_column("case")
     for heading in ("conc.", "requests", "failed", "req/s", "tok/s", "in tok", "out tok"):
@@ -233,7 +234,7 @@ def table(results: Sequence[Figures], title: str) -> Table:
 
 
 def turns_table(figures: Figures) -> Table:
-    """Lay out a conversation turn by turn."""
+    """Return a table of a conversation by turn."""
     result = Table(title=f"conversation, concurrency {figures.concurrency}", title_justify="left")
     for heading in ("turn", "in tok", "TTFT", "request"):
         result.add_column(heading, justify="right")

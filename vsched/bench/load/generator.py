@@ -1,8 +1,9 @@
 """The load generator: one process, one loop, and the same bytes in the same order for every server.
 
-Everything is drawn before a clock runs. Each repeat and each concurrency has seeds of its own, so that no cache of a
-server holds anything but what the case is about. In a conversation the assistant's part is drawn too: the answers of
-two servers may differ in a token, and the prompts of later turns must not.
+Everything is drawn before the measurement starts. Each repeat and each concurrency has its own
+seeds, so that a server's caches hold only content that is part of the case. In a conversation the
+assistant messages are drawn too: outputs of two servers may differ in a token, but the prompts of
+later turns must not.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ WARMUP = 2
 REPLY_WORDS = 12
 DECODER_TOKENS = 256
 RUNNING_PIECES = 4
-"""Pieces of text after which a decoder counts as running."""
+"""Pieces of text after which a decoding request counts as running."""
 _SESSIONS_MIN = 8
 
 Message = dict[str, Any]
 Body = Callable[[list[Message], int], bytes]
-"""Makes the body of a request from its messages and its number of output tokens."""
+"""Creates the body of a request from its messages and its number of output tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +42,12 @@ class LoadPlan:
     """One run, without the server.
 
     Attributes:
-        concurrency: Sessions at a time; in `mixed`, decoders, and images that arrive at once.
-        sessions: Sessions in all; ignored in `mixed`.
+        concurrency: Concurrent sessions; in `mixed`, decoding requests, and images that arrive at
+            once.
+        sessions: Total number of sessions; ignored in `mixed`.
         seed: Draws other texts and images.
-        warmup: Requests before the clock starts.
-        decoder_tokens: Tokens of each decoder in `mixed`.
+        warmup: Requests before the measurement.
+        decoder_tokens: Tokens of each decoding request in `mixed`.
     """
 
     case: Case
@@ -58,14 +60,14 @@ class LoadPlan:
 
     @property
     def requests(self) -> int:
-        """How many requests there will be."""
+        """Total number of requests."""
         mixed = self.case is Case.MIXED
         return self.concurrency * 2 if mixed else self.sessions * self.shape.turns
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnLoad:
-    """What is sent: the messages of each session, one list a turn, and those that warm up."""
+    """Messages to send: one list per turn of each session, and those for warm-up."""
 
     plan: LoadPlan
     sessions: list[list[list[Message]]]
@@ -73,7 +75,7 @@ class DrawnLoad:
 
 
 def sessions_for(case: Case, concurrency: int, wanted: int | None) -> int:
-    """Return how many sessions a run has: `wanted`, or by default enough to measure a case within minutes.
+    """Return the number of sessions of a run: `wanted`, or by default enough to measure a case within minutes.
 
     Raises:
         ConfigError: When some clients would have nothing to do.
@@ -93,7 +95,7 @@ def sessions_for(case: Case, concurrency: int, wanted: int | None) -> int:
 
 
 def draw(plan: LoadPlan) -> DrawnLoad:
-    """Draw everything of one run."""
+    """Draw everything for one run."""
     seeded = functools.partial(_seed, plan.case, plan.concurrency, plan.seed)
     if plan.case is Case.MIXED:
         kind, count = Case.IMAGE, range(plan.concurrency)
@@ -113,7 +115,7 @@ def _seed(*parts: object) -> int:
 
 
 def _session(case: Case, shape: Shape, seed: int) -> list[list[Message]]:
-    """Return the whole messages of each turn."""
+    """Return all messages of each turn."""
     rng = random.Random(seed)  # noqa: S311 - a load, not a secret
     history: list[Message] = []
     turns: list[list[Message]] = []
@@ -139,7 +141,7 @@ async def run(
 
 
 def _without_temperature(body: Body, messages: list[Message], tokens: int) -> bytes:
-    """Return the body of a request that leaves sampling to the defaults of the server."""
+    """Return the body of a request that uses the server's sampling defaults."""
     content = msgspec.json.decode(body(messages, tokens))
     del content["temperature"]
     return msgspec.json.encode(content)
@@ -148,7 +150,7 @@ def _without_temperature(body: Body, messages: list[Message], tokens: int) -> by
 async def _closed_loop(
     client: BenchClient, drawn: DrawnLoad, body: Body, finished: Callable[[], None]
 ) -> Answers:
-    """Keep `concurrency` sessions open at a time, each waiting for its answers."""
+    """Keep `concurrency` sessions open, each waiting for its responses."""
     plan = drawn.plan
     tokens = plan.shape.output_tokens
     bodies = [[body(turn, tokens) for turn in session] for session in drawn.sessions]
@@ -183,7 +185,7 @@ async def _closed_loop(
 async def _burst(
     client: BenchClient, drawn: DrawnLoad, body: Body, finished: Callable[[], None]
 ) -> Answers:
-    """Start the decoders, wait until all of them run, and send all images at once."""
+    """Start the decoding requests, wait until all of them run, and send all images at once."""
     plan = drawn.plan
     count = plan.concurrency
     tokens = [plan.decoder_tokens] * count + [plan.shape.output_tokens] * count
@@ -199,7 +201,7 @@ async def _burst(
     async def ask(index: int) -> Sample:
         sample = await client.chat(bodies[index])
         if len(sample.stamps) < RUNNING_PIECES:
-            running.release()  # it failed, or says next to nothing: nobody waits for it
+            running.release()  # failed or almost without text: do not wait for it
         finished()
         return sample
 

@@ -1,4 +1,4 @@
-"""Run the loads of one command, show how far they are, and write what they gave."""
+"""Runs the loads of one command, with progress bars and reports."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from vsched.bench.load.figures import Figures, table, turns_table
 from vsched.bench.load.generator import Body, LoadPlan, draw, run
 
 PIPE_COLUMNS = 160
-"""Width of the tables where there is no terminal to ask."""
+"""Width of the tables if standard output is no terminal."""
 _CLIENT_CPU_MAX = 0.7
 
 
 class LoadReport(msgspec.Struct, kw_only=True):
-    """What `--json` writes."""
+    """Format of the `--json` report."""
 
     label: str
     url: str
@@ -33,7 +33,7 @@ class LoadReport(msgspec.Struct, kw_only=True):
 
 
 def fixed_length_fields(tokens: int) -> dict[str, Any]:
-    """Return what makes an answer exactly `tokens` long, for servers that know vLLM's `min_tokens`."""
+    """Return request fields for exactly `tokens` output tokens, for servers with vLLM's `min_tokens`."""
     return {"min_tokens": tokens, "ignore_eos": True}
 
 
@@ -46,10 +46,10 @@ async def measure(
     label: str,
     fixed_length: bool,
 ) -> LoadReport:
-    """Run the plans against a model, the server's first where none is named.
+    """Run the plans against a model, by default the server's first.
 
     Raises:
-        BenchError: When the server cannot be asked for its model.
+        BenchError: When the server does not list its model.
     """
     name = model or await client.model()
 
@@ -64,7 +64,7 @@ async def measure(
 
 
 async def run_plans(client: BenchClient, plans: Sequence[LoadPlan], body: Body) -> list[Figures]:
-    """Run plans one after the other under a progress bar."""
+    """Run plans one after another with a progress bar."""
     results: list[Figures] = []
     columns = (
         TextColumn("{task.description}"),
@@ -81,7 +81,10 @@ async def run_plans(client: BenchClient, plans: Sequence[LoadPlan], body: Body) 
 
 
 def write_report(report: LoadReport, path: Path | None) -> None:
-    """Print the tables and write the figures to `path`; `-` is standard output, and tables then go to the other."""
+    """Print the tables and write the figures to `path`.
+
+    With the path `-`, the figures go to standard output and the tables to standard error.
+    """
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
     to_stdout = path is not None and str(path) == "-"
     if to_stdout:

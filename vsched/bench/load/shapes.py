@@ -1,4 +1,4 @@
-"""The cases of the load generator and their sizes; cheap to import, so that the command line may."""
+"""Cases of the load generator and their sizes; quick to import, for the command line."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 
 class Case(enum.StrEnum):
-    """What is asked; in `mixed`, a burst of images arrives while as many texts are decoded.
+    """Contents of the requests; in `mixed`, a burst of images arrives while as many texts are decoded.
 
-    All are greedy but `sampled`, which is `text` with the API's own defaults.
+    All are greedy except `sampled`, which is `text` with the API's default sampling.
     """
 
     TEXT = "text"
@@ -22,7 +22,7 @@ class Case(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The size of the requests of a case; `turns` is 1 but for conversations."""
+    """Request sizes of a case; `turns` is 1 except for conversations."""
 
     words: int
     output_tokens: int
@@ -43,7 +43,7 @@ _DEFAULT_SIZES = {
 def shape_of(
     case: Case, *, words: int | None, output_tokens: int | None, image_pixels: int, turns: int
 ) -> Shape:
-    """Return the shape of a case, its defaults replaced by what is given."""
+    """Return the sizes of a case: its defaults with the given replacements."""
     default_words, default_output_tokens = _DEFAULT_SIZES[case]
     return Shape(
         words=default_words if words is None else words,

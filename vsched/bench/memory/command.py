@@ -1,4 +1,4 @@
-"""`vsched bench memory`: measured memory against a fraction, under the same limit and load."""
+"""`vsched bench memory`: the profiled KV cache size compared with a fixed fraction, under the same limit and load."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def memory(
     out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Load two servers with the most that is legal under a hard limit: one measured its memory, one took a fraction."""
+    """Load two servers to the maximum under a hard limit: one with profiled memory, one with a fixed share."""
     from rich.console import Console
 
     from vsched.bench.memory.measure import default_settings

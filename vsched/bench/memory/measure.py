@@ -1,7 +1,8 @@
-"""An adversarial load under a hard limit: what memory policies keep of their promise.
+"""An adversarial load under a hard memory limit, to test the promises of memory policies.
 
-Every client asks for the most that is legal: prompts that fill the context, images of the largest size, and
-enough clients that every slot decodes. A server that measured its memory must answer all of them.
+Every client sends the largest legal requests: prompts that fill the context, images of the maximum
+size, and enough clients that every slot decodes. A server that profiled its memory must serve all
+of them.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ Verdict = Literal["kept", "broken", "no start", "inconclusive"]
 
 
 class MemorySample(msgspec.Struct, frozen=True, array_like=True):
-    """Private memory of the rank that holds most, in bytes, and when it was sampled."""
+    """Private memory of the rank that uses the most, in bytes, with the sampling time."""
 
     seconds: float
     bytes: int
 
 
 class MemoryRun(msgspec.Struct, frozen=True, kw_only=True):
-    """How one memory policy came through.
+    """Result of one memory policy.
 
-    `refusals` counts requests that were told at once that they cannot be served; `lost` those that were accepted and
-    then ended in an error; by code. `losses` counts rank processes that went away.
+    `refusals` counts requests refused at once, `lost` accepted requests that ended with an error,
+    both by code. `losses` counts rank processes that ended.
     """
 
     policy: str
@@ -64,7 +65,7 @@ class MemoryRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it served and lost nothing; where nothing finished, neither can be said."""
+        """Whether it served requests and lost none; inconclusive if nothing finished."""
         if self.lost or self.losses:
             return "broken"
         if self.failure:
@@ -73,7 +74,7 @@ class MemoryRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_settings(path: str) -> list[str]:
-    """Return a load that a checkpoint allows: contexts and images as large as fit, up to 8,192 and 4,096 tokens.
+    """Return a load for a checkpoint, with contexts and images as large as possible, up to 8,192 and 4,096 tokens.
 
     Raises:
         CheckpointError: When it cannot be read.
@@ -81,11 +82,11 @@ def default_settings(path: str) -> list[str]:
     config = load_config(None, sets=[f"model.path={path}"], environ={}).config
     context_tokens = min(inspect_checkpoint(config, resolve_policies(config)).context_tokens, 8192)
     return [
-        # Both stages in one process, so that one limit holds for all that they need.
+        # Both stages in one process, so that one limit covers all their memory.
         "placement=together",
         "encode.memory_limit=1MiB",
         f"generate.context_tokens={context_tokens}",
-        # An image may have as many tokens as a step, and there is room for one in the context.
+        # An image may have as many tokens as a step, and one fits into the context.
         f"generate.max_batch_tokens={context_tokens // 2}",
         # Few enough that many rounds fit in the time.
         "generate.slots=12",
@@ -104,9 +105,9 @@ async def measure_memory(
     answers_min: int = 0,
     advanced: Callable[[float], None],
 ) -> MemoryRun:
-    """Start an engine with a memory policy under the limit, load it, and see what is left of it.
+    """Start an engine with a memory policy under the limit, load it, and report the result.
 
-    The load ends after `seconds`, and not before `answers_min` requests have got an answer, whatever it is.
+    The load ends after `seconds`, but not before `answers_min` requests have ended in any way.
     """
     sets = [*settings, f"generate.memory_limit={limit_bytes}", *overrides]
     started_s = time.perf_counter()
@@ -144,7 +145,7 @@ async def measure_memory(
 async def find_largest(
     settings: Sequence[str], *, limit_bytes: int, headroom_bytes: int, low: int, high: int
 ) -> int:
-    """Return the largest KV cache, in tokens, that a pinned size survives the same profiling run with, by bisection."""
+    """Return the largest pinned KV cache, in tokens, that passes the same profiling run, by bisection."""
     while high - low > max(low // 200, 256):
         middle = (low + high) // 2
         pinned = f'generate.memory={{use="pinned", tokens={middle}, mem_fraction=1.0, headroom_bytes={headroom_bytes}}}'
@@ -159,7 +160,7 @@ async def find_largest(
 
 @dataclass
 class _Outcomes:
-    """How requests have ended: served, refused at once, or lost later."""
+    """Counts of ended requests: served, refused at once, or lost later."""
 
     served: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
@@ -173,9 +174,10 @@ class _Outcomes:
 async def _load(
     engine: Engine, seconds: float, answers_min: int, advanced: Callable[[float], None]
 ) -> _Outcomes:
-    """Keep every slot busy with the largest requests there are until there was enough of it."""
+    """Keep every slot busy with the largest possible requests until the load is over."""
     images = _largest_images(engine) if engine.info.takes_images else []
-    words = sorted(set(engine.preprocessor.tokenize(printable, images=False)))  # and no markers
+    # without special tokens
+    words = sorted(set(engine.preprocessor.tokenize(printable, images=False)))
     ends_s = time.perf_counter() + seconds
     slots = engine.config.generate.slots
     outcomes = _Outcomes()
@@ -202,7 +204,7 @@ async def _load(
                     async for _ in generation:
                         pass
                 finally:
-                    generation.abort()  # of no effect on one that has ended
+                    generation.abort()  # no-op after the end
                 outcomes.served += 1
             except RequestRefused as error:
                 outcomes.refusals[error.code] += 1
@@ -219,7 +221,7 @@ async def _load(
     clients = [asyncio.create_task(client(number)) for number in range(slots + slots // 4)]
     await tell()
     for one in clients:
-        one.cancel()  # a request that still runs was not lost: its client leaves
+        one.cancel()  # a request that still runs is not lost: its client disconnects
     for outcome in await asyncio.gather(*clients, return_exceptions=True):
         if isinstance(outcome, Exception):
             raise outcome
@@ -227,7 +229,7 @@ async def _load(
 
 
 def _largest_images(engine: Engine) -> list[str]:
-    """Draw square images that have the most tokens that one image may have."""
+    """Draw square images with the maximum number of tokens."""
     pixels = 256
     best, tokens = pixels, 0
     while pixels <= 4096:
@@ -244,7 +246,7 @@ def _largest_images(engine: Engine) -> list[str]:
 def _request(
     engine: Engine, images: list[str], words: Sequence[int], rng: random.Random, *, kind: int
 ) -> tuple[str | list[int], list[str], int]:
-    """Return a prompt that fills the context, one of the largest images if any, or one that only holds a slot."""
+    """Return a prompt that fills the context, has the largest image, or only occupies a slot."""
     if kind == 0 or (kind == 1 and not images):
         tokens = rng.choices(words, k=engine.info.context_tokens - 16)
         return tokens, [], OUTPUT_TOKENS
@@ -287,7 +289,7 @@ async def _sampled(engine: Engine, samples: list[MemorySample]) -> AsyncIterator
 
 
 def _private_bytes(pid: int) -> int:
-    """Return what the limit on a process counts; 0 when it is gone."""
+    """Return the memory counted by the limit of a process; 0 if it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,1 +1,1 @@
-"""`vsched bench profile`: where the time of a served load goes."""
+"""`vsched bench profile`: time spent on a served load, by component."""

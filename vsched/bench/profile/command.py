@@ -1,4 +1,4 @@
-"""`vsched bench profile`: where the time of a served load goes, component by component."""
+"""`vsched bench profile`: time spent on a served load, by component."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def profile(
     out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Serve a load and show what each component costs, next to what it cannot cost less than."""
+    """Serve a load and show the cost of each component, next to its lower bound."""
     import uvloop
     from rich.console import Console
 
@@ -122,7 +122,7 @@ def _gap(row: ProfileRow) -> str:
 
 
 def _plot(found: Profile, path: Path) -> None:
-    """Draw a stacked bar for each side, in µs of CPU time a token."""
+    """Draw a stacked bar for each side, in µs of CPU time per token."""
     sides = list(dict.fromkeys(row.side for row in found.rows))
     figure = new_figure(10, 1.5 + 1.2 * len(sides))
     axes = figure.subplots()

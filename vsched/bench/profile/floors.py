@@ -1,7 +1,8 @@
-"""What a component cannot cost less than on this machine: bytes over bandwidth, operations over the rate of a product.
+"""Lower bounds of component costs on this machine: bytes over bandwidth, operations over the rate of matrix products.
 
-`python -m vsched.bench.profile.floors` measures the machine with one thread and writes it as JSON. The floors are rough
-on purpose: they leave out what is small, so that the gap to them is never made to look smaller than it is.
+`python -m vsched.bench.profile.floors` measures the machine with one thread and writes the result
+as JSON. The floors are rough by design: they leave out small terms, so that the gap to them is
+never understated.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 
 
 class MachineRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What one core does, at the best of several rounds.
+    """Rates of one core, the best of several rounds.
 
     Attributes:
-        bytes_s: Bytes read and written by a copy of more than the caches hold.
-        operations_s: Of a float32 matrix product.
-        message_s: To send a short message over a socket of this host, or to receive it.
+        bytes_s: Bytes read and written by a copy larger than the caches.
+        operations_s: Operations of a float32 matrix product.
+        message_s: Time to send or receive a short message over a local socket.
     """
 
     bytes_s: float
@@ -40,20 +41,20 @@ class MachineRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What a load asked for, in all; what its components have to move and to compute at least.
+    """Total work of a load: the minimum that its components must move and compute.
 
     Attributes:
-        body_bytes: Of all requests, as they come over the network.
-        pixel_bytes: Of all images, decoded and processed.
-        chunks: Pieces of answers that were written.
-        steps: Of the generate ranks.
-        prompt_tokens: Computed by the language model, in all, at most.
+        body_bytes: Request bodies, as sent over the network.
+        pixel_bytes: Images, decoded and processed.
+        chunks: Pieces of output written.
+        steps: Steps of the generate ranks.
+        prompt_tokens: Total prompt tokens computed by the language model, at most.
         context_tokens: Mean length of a sequence while it decodes.
-        logit_bytes: Of one row.
-        weight_bytes: Of the language model.
-        itemsize: Bytes of a weight.
-        patches: Encoded by the vision tower.
-        tower_bytes: Of its weights.
+        logit_bytes: Size of one row of logits.
+        weight_bytes: Weights of the language model.
+        itemsize: Bytes per weight.
+        patches: Patches encoded by the vision tower.
+        tower_bytes: Weights of the vision tower.
     """
 
     body_bytes: int
@@ -72,7 +73,7 @@ class LoadWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def floors(work: LoadWork, machine: MachineRates) -> dict[str, float]:
-    """Return the least seconds that each component needs for the whole load; those without a bound are left out."""
+    """Return the minimum seconds of each component for the whole load; components without a bound are left out."""
     parameters = work.weight_bytes / work.itemsize
     tokens = work.prompt_tokens + work.output_tokens
     kv_bytes = work.output_tokens * work.context_tokens * work.kv_bytes_per_token
@@ -91,7 +92,7 @@ def floors(work: LoadWork, machine: MachineRates) -> dict[str, float]:
 
 
 def measure_machine() -> MachineRates:
-    """Measure this machine in a process of its own, whose libraries have one thread."""
+    """Measure this machine in a separate process with single-threaded libraries."""
     command = [sys.executable, "-m", "vsched.bench.profile.floors"]
     environment = {**os.environ, **_ONE_THREAD}
     done = subprocess.run(command, env=environment, check=True, capture_output=True)  # noqa: S603

@@ -1,8 +1,9 @@
-"""Where the time of a served load goes, component by component, next to what each cannot cost less than.
+"""Time spent on a served load, by component, next to the lower bound of each.
 
-The real server runs in this process, its ranks and the clients in their own. Clocks stand at the probe points between
-components while it runs (see `profile_meter`); CPU time is the system's. A clock costs 0.2 µs at a probe point within
-another and two at an outermost one, so what is entered for every token is shown a little dearer than it is.
+The real server runs in this process, its ranks and the clients in their own. Timers are installed
+at the probe points between components while it runs (see `meter`); CPU time is the system's. A
+timer costs 0.2 µs at a nested probe point and 2 µs at an outermost one, so components entered for
+every token appear slightly more expensive than they are.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ _START_POLL_S = 0.005
 class ProfileRow(msgspec.Struct, frozen=True, kw_only=True):
     """One component of one side: `server` or `ranks`. CPU time, in microseconds.
 
-    `share` is that of a core; `floor_us` is for a token, None where nothing bounds it from below.
+    `share` is a share of a core; `floor_us` is per token, None if there is no lower bound.
     """
 
     side: str
@@ -90,12 +91,12 @@ class ProfileRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, kw_only=True):
-    """What `--json` writes.
+    """Format of the `--json` report.
 
     Attributes:
-        model_ms: Wall time of the model and its sampling in a step of the generate ranks.
-        overhead_ms: What a step took on top of that, wall time, while there was always a step to do.
-        others: Cores that everything but the server, its ranks and the clients has kept busy.
+        model_ms: Wall time of the model and sampling per step of the generate ranks.
+        overhead_ms: Wall time of a step in addition to that, while there was always a step to run.
+        others: Cores kept busy by everything except the server, its ranks and the clients.
     """
 
     case: str
@@ -115,7 +116,7 @@ class Profile(msgspec.Struct, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """The clocks at one moment: cells of the server and of all ranks, CPU time of the loop's thread and others."""
+    """Timers at one moment: cells of the server and of all ranks, CPU time of the loop's thread and others."""
 
     at_s: float
     server: list[int]
@@ -125,7 +126,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class ProfileWindow(msgspec.Struct, frozen=True):
-    """What was spent between two snapshots."""
+    """Differences between two snapshots."""
 
     wall_s: float
     server: dict[str, TimeSpent]
@@ -136,11 +137,12 @@ class ProfileWindow(msgspec.Struct, frozen=True):
 
 
 async def profile(config: Config, order: LoadOrder, *, on_progress: Progress) -> Profile:
-    """Serve a load, `order` but for its address, and return where the time went.
+    """Serve a load, `order` without its address, and return the time by component.
 
     Raises:
         BenchError: When a request failed.
-        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: When the engine cannot start.
+        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: When the engine cannot
+            start.
     """
     machine = await asyncio.to_thread(measure_machine)
     meter = Meter(COMPONENTS)
@@ -182,7 +184,7 @@ async def _measure(
 
 
 def _http_calls(meter: Meter) -> int:
-    """Return how often something came in: the first request shows that the clients are prepared."""
+    """Return the number of calls of the HTTP component: the first request shows that the clients are ready."""
     return meter.cells()[meter.names.index("http")]
 
 
@@ -213,20 +215,20 @@ def _window(meter: Meter, before: Snapshot, after: Snapshot, others: float) -> P
 
 
 def _other_threads_s() -> float:
-    """Return the CPU time of all threads of this process but the one of the event loop."""
+    """Return the CPU time of all threads of this process except the event loop's."""
     own = os.times()
     return max(own.user + own.system - time.thread_time(), 0.0) // TICK_S * TICK_S
 
 
 def _work(order: LoadOrder, engine: Engine, figures: Figures, window: ProfileWindow) -> LoadWork:
     info, plan = engine.info, order.plan()
-    # Bodies of other seeds are as long.
+    # Bodies of other seeds have the same length.
     (messages,) = draw(replace(plan, sessions=1)).sessions[0]
     body_bytes = len(order.body(messages, plan.shape.output_tokens)) * figures.requests
     rows = image_bytes = 0
     if order.case != "text":
         arrays = engine.preprocessor.plan_image(*2 * [order.image_pixels]).arrays
-        # One row for each patch, as the families of the checkpoints that are measured have it.
+        # One row per patch, as in the model families measured here.
         rows = max(arrays, key=lambda spec: spec.nbytes).shape[0]
         image_bytes = 3 * order.image_pixels**2 + extent_bytes(arrays)
     weights = {
@@ -294,9 +296,9 @@ def _profile(
 
 
 def _server_s(window: ProfileWindow) -> Mapping[str, float]:
-    """Return the seconds of each component; what no clock saw is the event loop's, or that of other threads."""
+    """Return the seconds of each component; time outside all timers belongs to the event loop, or to other threads."""
     seconds = {name: one.cpu_ns / 1e9 for name, one in window.server.items() if name != OUTSIDE}
-    # Threads are there for preprocessing, whose clocks count them; the rest of their time is ZeroMQ's.
+    # Preprocessing threads have timers of their own; the rest of the thread time is ZeroMQ's.
     outside_s = window.loop_s + window.threads_s - sum(seconds.values())
     seconds[EVENT_LOOP] = min(window.server[OUTSIDE].cpu_ns / 1e9, max(outside_s, 0.0))
     seconds[OTHER_THREADS] = max(outside_s - seconds[EVENT_LOOP], 0.0)

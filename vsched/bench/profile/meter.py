@@ -1,8 +1,9 @@
-"""Where the time of a process goes, by component: clocks at the probe points between them.
+"""Time of a process by component, with timers at the probe points between them.
 
-A probe point is a function or method that is wrapped while a profile runs and put back afterwards, so that nothing is
-left in the code that serves. Time belongs to the innermost probe point: entering one stops the clock of the one
-around it. A coroutine counts while it runs, not while it waits. What lies in no probe point is counted as `outside`.
+A probe point is a function or method that is wrapped while a profile runs and restored afterwards,
+so that the serving code is unchanged. Time belongs to the innermost probe point: entering one stops
+the timer of the enclosing one. A coroutine counts while it runs, not while it waits. Time in no
+probe point counts as `outside`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ OUTSIDE = "outside"
 
 
 class ProbePoint(NamedTuple):
-    """A function of a class or module, by its name there, and the component that it is the way into."""
+    """A function of a class or module, by its name there, and the component that it enters."""
 
     owner: Any
     name: str
@@ -27,7 +28,7 @@ class ProbePoint(NamedTuple):
 
 
 class TimeSpent(NamedTuple):
-    """What one component has cost."""
+    """Cost of one component."""
 
     calls: int
     wall_ns: float
@@ -35,7 +36,7 @@ class TimeSpent(NamedTuple):
 
 
 class _Laps:
-    """The clocks of one thread; see `read_cells` for what lies in the cells."""
+    """Timers of one thread; see `read_cells` for the layout of the cells."""
 
     __slots__ = ("cells", "cpu_at", "cpu_clock", "now", "outer", "outer_row", "wall_at", "width")
 
@@ -49,12 +50,12 @@ class _Laps:
         self.cpu_at = cpu_clock()
 
     def switch(self, place: int) -> int:
-        """Go on in another component; return the one before."""
+        """Continue in another component; return the previous one."""
         wall, before = time.perf_counter_ns(), self.now
         self.cells[self.outer_row + before] += wall - self.wall_at
         self.wall_at, self.now = wall, place
         if not (before and place):
-            # Into the first probe point, or out of the last: the system's clock is dear, and only read here.
+            # At an outermost probe point only: reading the system's clock is expensive.
             cpu = self.cpu_clock()
             self.cells[self.width + self.outer] += cpu - self.cpu_at
             self.cpu_at, self.outer = cpu, place
@@ -63,9 +64,9 @@ class _Laps:
 
 
 class Meter:
-    """Counts for the threads of a process.
+    """Timers for the threads of a process.
 
-    `cells` are for the thread that makes the meter, and may lie in memory that others can read.
+    `cells` are for the thread that creates the meter, and may be in shared memory.
     """
 
     def __init__(
@@ -98,13 +99,13 @@ class Meter:
         return laps
 
     def cells(self) -> list[int]:
-        """Return all counts so far, added up over all threads; of this thread up to now."""
+        """Return all counts so far, summed over all threads; for this thread up to now."""
         laps = self._laps()
         laps.switch(laps.now)
         return [sum(column) for column in zip(*(one.cells for one in self._threads), strict=True)]
 
     def wrap(self, function: Callable[..., Any], component: str) -> Callable[..., Any]:
-        """Return the function with its clock."""
+        """Return the function with a timer."""
         place = self._places[component]
         if inspect.iscoroutinefunction(function):
 
@@ -128,7 +129,7 @@ class Meter:
 
     @contextmanager
     def at(self, probe_points: Sequence[ProbePoint]) -> Iterator[None]:
-        """Count at these probe points until the context ends."""
+        """Measure at these probe points within the context."""
         kept = [
             (owner, name, inspect.getattr_static(owner, name)) for owner, name, _ in probe_points
         ]
@@ -141,7 +142,7 @@ class Meter:
                 setattr(owner, name, function)
 
     def install(self, owner: Any, name: str, component: str) -> None:
-        """Count at this probe point from now on."""
+        """Measure at this probe point from now on."""
         setattr(owner, name, self.wrap(getattr(owner, name), component))
 
 
@@ -175,15 +176,16 @@ class _Stepped:
 
 
 def cell_count(width: int) -> int:
-    """Return the length of the file for `width` components, in numbers."""
+    """Return the number of cells for `width` components."""
     return width * (2 + width)
 
 
 def read_cells(names: Sequence[str], cells: Sequence[int]) -> dict[str, TimeSpent]:
-    """Return what each component has cost.
+    """Return the cost of each component.
 
-    The cells are the calls of each component; the CPU time of each while it was the outermost; and then, for each as
-    the outermost, the wall time of each within it. CPU time within an outermost one is shared out as wall time is.
+    The cells are the calls of each component; the CPU time of each while it was the outermost;
+    then, for each as the outermost, the wall time of each within it. CPU time of an outermost
+    component is divided like its wall time.
     """
     width = len(names)
     walls, cpus = [0.0] * width, [0.0] * width

@@ -1,7 +1,7 @@
-"""A rank that shows where its time goes: `python -m vsched.bench.profile.rank FOLDER`.
+"""A rank with timers: `python -m vsched.bench.profile.rank FOLDER`.
 
-It is a rank like any other, with clocks at its probe points. They lie in a file of the folder, named by the process
-id, which whoever takes the profile may read at any time.
+It is an ordinary rank with timers at its probe points. Their values are in a file of the folder,
+named by the process id, which the profiler may read at any time.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _ITEM_BYTES = 8
 
 
 def cells_of(folder: Path, pid: int) -> array[int]:
-    """Return what a rank has counted so far; see `profile_meter.read_cells`."""
+    """Return the cells of a rank; see `profile_meter.read_cells`."""
     cells = array("q")
     cells.frombytes((folder / str(pid)).read_bytes())
     return cells
 
 
 def _watch_workers(meter: Meter) -> None:
-    """Put clocks on workers when they come: what they are made of is the plug-in's business."""
+    """Install timers on workers when they are created, since their classes are known only to the plug-in."""
 
     def watch(cls: Any, component: str, *methods: str) -> None:
         plain: Callable[..., None] = cls.__init__
@@ -69,7 +69,7 @@ def _watch_workers(meter: Meter) -> None:
 
 
 def main() -> int:
-    """Run a rank, watched."""
+    """Run a rank with timers."""
     size = cell_count(len(NAMES)) * _ITEM_BYTES
     with (Path(sys.argv[1]) / str(os.getpid())).open("w+b") as file:
         file.truncate(size)

@@ -1,1 +1,1 @@
-"""`vsched bench ranks`: the latency of a decision from leader to rank."""
+"""`vsched bench ranks`: latency of a decision from leader to rank."""

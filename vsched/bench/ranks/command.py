@@ -1,4 +1,4 @@
-"""`vsched bench ranks`: how long a decision is on its way to a rank, against plain ZeroMQ."""
+"""`vsched bench ranks`: latency of a decision to a rank, compared with plain ZeroMQ."""
 
 from __future__ import annotations
 

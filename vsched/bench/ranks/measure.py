@@ -1,8 +1,9 @@
-"""How long a decision is on its way from a leader to a rank process, against plain ZeroMQ with the same message.
+"""Latency of a decision from a leader to a rank process, compared with plain ZeroMQ and the same message.
 
-One way: from before the decision is encoded until the other process has decoded it, on the clock that processes of a
-host share. For vsched that includes rolling and checking the digest. Each message waits for the answer to the one
-before, and the ways take turns in every round, so what else the machine does falls on all of them alike.
+One-way latency: from before encoding until the other process has decoded it, on the clock shared by
+the processes of a host. For vsched this includes computing and checking the digest. Each message
+waits for the reply to the previous one, and the transports take turns in every round, so that other
+load on the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ WAYS = ("vsched", "zmq.asyncio", "pyzmq")
 """vsched's log and links; XPUB and SUB on a uvloop at both ends; the same with blocking calls."""
 PAUSES_S = (0.0, 0.01)
 WARM_UP = 0.1
-"""This share of a round is not counted."""
+"""Share of a round that is not counted."""
 GROWING_SLOTS = 8
 _START_S = 30.0
 
 
 class RanksRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One way at one pause between messages; microseconds.
+    """One transport at one pause between messages; microseconds.
 
-    The percentiles are medians over the rounds; `spread_us` are the lowest and the highest p50 of a round.
+    The percentiles are medians over the rounds; `spread_us` are the lowest and the highest p50 of a
+    round.
     """
 
     way: str
@@ -60,7 +62,7 @@ class _Way(Protocol):
 
 
 class _Vsched:
-    """The log and the links of a group."""
+    """The decision log and links of a group."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, _back: str) -> None:
         self._log = LeaderLog()
@@ -161,7 +163,7 @@ async def _way(
 async def measure_ranks(
     *, messages: int, rounds: int, advanced: Callable[[], object], ways: Sequence[str] = WAYS
 ) -> list[RanksRow]:
-    """Measure every way at every pause; with a pause, a tenth of the messages."""
+    """Measure every transport at every pause; with a pause, a tenth of the messages."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     folder = Path(make_socket_folder())
     samples: dict[tuple[str, float], list[list[float]]] = {}
@@ -193,7 +195,7 @@ async def _round(way: _Way, messages: int, pause_s: float) -> list[float]:
         grown = [number for slot in range(GROWING_SLOTS) for number in (slot, step + slot)]
         if pause_s:
             await asyncio.sleep(pause_s)
-        async with asyncio.timeout(_START_S):  # a process that ended answers nothing
+        async with asyncio.timeout(_START_S):  # a process that ended does not reply
             times_us.append(await way.send(GenerateDecision(step, grown=grown)) / 1e3)
     return times_us[int(messages * WARM_UP) :]
 

@@ -1,6 +1,7 @@
-"""The far end of `vsched bench ranks`: a process that says when it had understood what it was sent.
+"""The far end of `vsched bench ranks`: a process that replies with the time it decoded each message.
 
-`python -m vsched.bench.ranks.peer KIND ADDRESS BACK`; BACK is the address of the way back, where it is another socket.
+`python -m vsched.bench.ranks.peer KIND ADDRESS BACK`; BACK is the address for replies, if they use
+another socket.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ SILENCE_S = 600.0
 
 
 def stamp(received_ns: int) -> bytes:
-    """Return a time as it travels back."""
+    """Encode a time for the reply."""
     return received_ns.to_bytes(8, "little")
 
 
 class Clock(NotLoaded):
-    """The side of a rank that computes nothing."""
+    """A rank's executor that computes nothing."""
 
     def carry_out(self, entry: LogEntry) -> GenerateResult:
-        """Say when the entry was accepted and decoded."""
+        """Return the time when the entry was accepted and decoded."""
         received_ns = time.monotonic_ns()
         assert isinstance(entry, GenerateDecision)
         return GenerateResult(entry.step, stamp(received_ns), b"", [], [], 0)
@@ -80,7 +81,7 @@ def subscribe(address: str, back: str) -> None:
 
 
 def main(kind: str, address: str, back: str) -> None:
-    """Run until told to stop: by `Stop`, or by an empty message."""
+    """Run until stopped by `Stop` or an empty message."""
     gc.collect()
     gc.freeze()
     if kind == "vsched":

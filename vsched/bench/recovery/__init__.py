@@ -1,1 +1,1 @@
-"""`vsched bench recovery`: the cost of a killed generate rank."""
+"""`vsched bench recovery`: cost of a killed generate rank."""

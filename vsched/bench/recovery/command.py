@@ -1,4 +1,4 @@
-"""`vsched bench recovery`: what a killed generate rank costs."""
+"""`vsched bench recovery`: cost of a killed generate rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def recovery(
     out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Kill a generate rank under load; measure the time to the first new token of every stream, in parts."""
+    """Kill a generate rank under load; measure the time to the first new token of every stream, by phase."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,4 +1,4 @@
-"""What a lost generate rank costs: from the kill to the first new token of every stream, in parts."""
+"""Cost of a lost generate rank: time from the kill to the first new token of every stream, by phase."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ STATIONS = (
     "rank ready",
     "last stream's first new token",
 )
-"""What follows the kill, one after the other; the KV cache stands when the rank is ready."""
+"""Phases after the kill, in order; the KV cache exists when the rank is ready."""
 _BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(1000))"
-"""A loop that takes a core, and ends with who started it."""
+"""A loop that occupies a core and ends with its parent."""
 
 
 class RecoveryCase(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank is killed.
+    """Conditions of a kill.
 
     Attributes:
-        dtype: Of the model.
-        busy: Processes beside the server that take a core each.
-        forked: Ranks are forked where the plug-in allows it; else each is a new process.
+        dtype: Type of the model.
+        busy: Other processes that occupy a core each.
+        forked: Whether ranks are forked if the plug-in allows it; otherwise each is a new process.
     """
 
     dtype: str
@@ -56,9 +56,9 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """One loss.
 
     Attributes:
-        ends_s: Seconds from the kill to each of `STATIONS`.
-        complete: No token was missing, none came twice.
-        same_tokens: All tokens were as undisturbed.
+        ends_s: Seconds from the kill to the end of each phase of `STATIONS`.
+        complete: Whether no token was missing or duplicated.
+        same_tokens: Whether all tokens were the same as without a loss.
     """
 
     case: RecoveryCase
@@ -68,12 +68,12 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kept(self) -> bool:
-        """Whether streams went on as promised; where arithmetic is rounded, later tokens may differ."""
+        """Whether the streams continued correctly; with rounded arithmetic, later tokens may differ."""
         return self.same_tokens or (self.complete and self.case.dtype != "float32")
 
 
 class _Stream:
-    """A seeded request with a picture, which is read while it runs."""
+    """A seeded request with a picture, read while it runs."""
 
     def __init__(self, engine: Engine, number: int) -> None:
         self.token_ids: list[int] = []
@@ -100,22 +100,22 @@ class _Stream:
             self.token_ids += delta.token_ids
 
     async def reach(self, tokens: int) -> None:
-        """Wait until `tokens` tokens have come, or the end."""
+        """Wait for `tokens` tokens, or the end."""
         await _until(lambda: len(self.token_ids) >= tokens or self.ended.done())
 
 
 class _Stations:
-    """When the group that was lost passed the stations of its way back, by what it reports."""
+    """Times at which the lost group passed the phases of its restart, from its progress reports."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Reset."""
         self.spoke_s = self.sizing_s = 0.0
 
     def note(self, group: str, what: str, fraction: float) -> None:
-        """Take a report of progress."""
+        """Record a progress report."""
         del fraction
         if group.startswith("generate") and what != STARTING:
             self.spoke_s = self.spoke_s or time.monotonic()
@@ -130,7 +130,7 @@ async def measure_recovery(
     rounds: int,
     advanced: Callable[[], None] = lambda: None,
 ) -> list[Recovery]:
-    """Kill a generate rank while it serves, each time in a server of its own; the cases take turns, `rounds` times."""
+    """Kill a generate rank while it serves, each time in a new server; the cases take turns, `rounds` times."""
     found = []
     for case in [case for _ in range(rounds) for case in cases]:
         found.append(await _measure(settings, case))
@@ -178,7 +178,7 @@ async def _kill(
 
 @contextmanager
 def _busy_loops(count: int) -> Iterator[None]:
-    """Have so many other processes take a core each."""
+    """Run other processes that occupy a core each."""
     loops = [
         subprocess.Popen([sys.executable, "-c", _BUSY])  # noqa: S603 - own words
         for _ in range(count)
@@ -192,7 +192,7 @@ def _busy_loops(count: int) -> Iterator[None]:
 
 
 async def _until(condition: Callable[[], bool]) -> float:
-    """Return when a condition holds; the deadline of a round bounds the wait."""
-    while not condition():  # noqa: ASYNC110 - nobody tells; a millisecond is exact enough
+    """Wait for a condition and return the time; the round's deadline limits the wait."""
+    while not condition():  # noqa: ASYNC110 - no event to await; a millisecond is accurate enough
         await asyncio.sleep(POLL_S)
     return time.monotonic()

@@ -1,1 +1,1 @@
-"""Figures, tables and plots that all benchmarks share."""
+"""Figures, tables and plots shared by all benchmarks."""

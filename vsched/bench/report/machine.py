@@ -1,4 +1,4 @@
-"""What a measurement was taken on, and what else ran there meanwhile."""
+"""Description of the machine of a measurement, and of other load on it."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class OtherLoad:
-    """Tells how many cores other programs, and the host of a virtual machine, have kept busy since it was made."""
+    """Measures the mean number of cores kept busy by other programs, and by the host of a virtual machine."""
 
     def __init__(self, pids: Callable[[], Sequence[int]]) -> None:
-        """Begin; `pids` returns the processes that, with this one, are no others."""
+        """Start; `pids` returns the processes that, with this one, do not count as others."""
         self._pids = pids
         self._began_s = self._all_s(), self._own_s(), os.times().elapsed
 
     @staticmethod
     def _all_s() -> float:
-        """Return the seconds that all cores have worked, or were not given to this machine."""
+        """Return the seconds that all cores were busy, or withheld from this virtual machine."""
         try:
             user, nice, system, _idle, _wait, *rest = map(
                 int, STATISTICS.read_text().split("\n", 1)[0].split()[1:9]
             )
         except (OSError, ValueError):
-            return 0.0  # no Linux
+            return 0.0  # not Linux
         return (user + nice + system + sum(rest)) * TICK_S
 
     def _own_s(self) -> float:
@@ -46,17 +46,17 @@ class OtherLoad:
         return sum(own[:4]) + sum(map(_process_s, self._pids()))  # with children that have ended
 
     def cores(self) -> float:
-        """Return the mean number of cores."""
+        """Return the mean number of cores since creation."""
         all_s, own_s, at_s = self._began_s
         spent_s = self._all_s() - all_s - (self._own_s() - own_s)
         return max(round(spent_s / max(os.times().elapsed - at_s, TICK_S), 2), 0.0)
 
 
 def process_s(pid: int) -> float:
-    """Return the processor time that a process has had.
+    """Return the CPU time of a process.
 
     Raises:
-        OSError: When there is no such process any more.
+        OSError: When the process does not exist any more.
     """
     text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     user, system = text.rpartition(")")[2].split()[11:13]
@@ -71,7 +71,7 @@ def _process_s(pid: int) -> float:
 
 
 def describe_machine(config: Config, info: ModelInfo, *, others: float) -> Machine:
-    """Return what figures of this machine and this configuration depend on."""
+    """Describe the machine and the configuration that figures depend on."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -1,1 +1,1 @@
-"""What choosing tokens costs, by what requests ask for."""
+"""Sampling cost by sampling parameters."""

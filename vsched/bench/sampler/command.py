@@ -1,4 +1,4 @@
-"""`vsched bench sampler`: what choosing tokens costs, by what requests ask for."""
+"""`vsched bench sampler`: sampling cost by sampling parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sampler(
     ),
     out: JsonOption = None,
 ) -> None:
-    """Measure milliseconds of CPU time a step that choosing tokens takes, on one core, for 1, 8 and 64 rows."""
+    """Measure milliseconds of CPU time per step for sampling, on one core, for 1, 8 and 64 rows."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,7 +1,8 @@
-"""What choosing tokens costs: a worker's sampler over drawn logits, by itself, in turns with its greedy choice.
+"""Sampling cost: a worker's sampler over random logits, by itself, alternating with greedy sampling.
 
-Two kinds of logits, for a limit of top-p costs by how many tokens it keeps. Those of a trained model put most of the
-mass on some tens of tokens; flat ones on tens of thousands, which is the worst case.
+There are two kinds of logits, because the cost of top-p depends on the number of tokens it keeps.
+Those of a trained model concentrate the mass on some tens of tokens; flat ones spread it over tens
+of thousands, the worst case.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ASKED: Mapping[str, Mapping[str, Any]] = {
         "logit_bias": ((3, 1.0),),
     },
 }
-"""What requests ask for, by the name of its row; temperature 1 unless it says otherwise."""
+"""Sampling parameters by row name; temperature 1 by default."""
 
 KINDS = ("trained", "flat")
 _PROMPT, _OUTPUTS = 400, 100
@@ -47,7 +48,7 @@ MakeSampler = Callable[[npt.NDArray[np.float32]], Choose]
 
 
 class SamplerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One case; milliseconds of CPU time a step, the median of all repeats, the least and the most."""
+    """One case; milliseconds of CPU time per step, the median of all repeats, the minimum and the maximum."""
 
     logits: str
     rows: int
@@ -86,7 +87,7 @@ def measure_sampler(
                 for name, special in asked.items():
                     began_ns = time.process_time_ns()
                     choose(special)
-                    if repeat > 0:  # the first fills caches
+                    if repeat > 0:  # the first one fills caches
                         spent[name].append((time.process_time_ns() - began_ns) / 1e6)
             found += [
                 SamplerRow(
@@ -104,7 +105,7 @@ def measure_sampler(
 def _special(
     fields: Mapping[str, Any], count: int, vocabulary: int
 ) -> list[tuple[int, SequenceState]]:
-    """Return the rows that need more than the argmax, as a rank tells them."""
+    """Return the rows that need more than the argmax, as a rank passes them."""
     rng = np.random.default_rng(1)
     special: list[tuple[int, SequenceState]] = []
     for row in range(count):

@@ -1,1 +1,1 @@
-"""`vsched tune`: the best split of cores among ranks, by measurement."""
+"""`vsched tune`: find the best split of cores among ranks by measurement."""

@@ -1,4 +1,4 @@
-"""`vsched tune`: how to share this machine's cores among the ranks, by measurement."""
+"""`vsched tune`: find the best split of this machine's cores among ranks by measurement."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def tune(
     ] = None,
     out: JsonOption = None,
 ) -> None:
-    """Serve text and images with several ways of sharing the cores, and say which serves most here.
+    """Serve text and images with several splits of the cores, and report which one is fastest here.
 
-    How long it takes is told after a few requests; ways that lose are given up.
+    The required time is reported after a few requests; splits that fall behind are given up.
     """
     import uvloop
     from rich.console import Console
@@ -58,7 +58,7 @@ def tune(
     plain = load(config, base).config
     together = plain.encode.tensor_parallel == plain.generate.tensor_parallel
     ways = bench.placements(usable_cores(), together=together)
-    # Those that are likely to win come first: there may be no time for all.
+    # The likely winners come first, because there may not be enough time for all.
     ways.sort(key=lambda way: (way.replicas, way.placement != "together"))
     orders = bench.orders_of(CASES, clients)
     configs = [load(config, [*base, *way.assignments()]).config for way in ways]
@@ -99,7 +99,7 @@ async def _try(
     report: Progress,
     say: Callable[[str], None],
 ) -> None:
-    """Serve the loads with one way; the first tells how long all of it will take."""
+    """Serve the loads with one split; the first one shows how long everything will take."""
     from vsched.bench.tune.measure import served
 
     began_s = time.monotonic()
@@ -150,7 +150,7 @@ def _show(trials: Sequence[PlacementTrial], best: PlacementTrial, console: Conso
 
 
 def _rates(runs: Sequence[float]) -> str:
-    """Return the median of some rates, and the least and the most."""
+    """Return the median of some rates, with minimum and maximum."""
     if not runs:
         return ""
     digits = 1 if min(runs) >= 10 else 2

@@ -1,14 +1,14 @@
-"""Tries ways to share a machine's cores among ranks, and says which one serves most.
+"""Tries ways of splitting a machine's cores among ranks, and reports the fastest.
 
-What is fastest depends on the model: two replicas of one thread each serve a small model faster than one of two
-threads, which wait for one another thousands of times a second; a large model reads its weights twice then. Stages in
-processes of their own take the cores from each other; in one process, a step of one waits for that of the other. A
-start does not measure it, since it would take minutes and could end otherwise the next time: this is a command, and
-what it finds is configuration.
+The best split depends on the model: two single-threaded replicas serve a small model faster than
+one with two threads, which synchronize thousands of times per second; a large model's weights are
+then read twice. Stages in separate processes compete for the cores; in one process, a step of one
+waits for the other's. A server does not measure this at start-up, because it would take minutes and
+might give another result the next time: this is a command, and its result is configuration.
 
-It has a time, which it keeps. The first way is tried with a few requests first, and how fast those were says how many
-requests a run can have, and how often it can be repeated, for all ways to be tried. A way that cannot win any more is
-given up, and so there is time left for the others.
+It keeps a time limit. A few requests with the first split determine the requests per run and the
+number of repeats, so that all splits can be tried. A split that cannot win any more is given up,
+which leaves more time for the others.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from vsched.config import Config, toml_value
 from vsched.engine import Progress
 
 LOSES = 0.75
-"""A way whose share of the best is below this, whatever noise, is given up."""
+"""A split below this share of the best is given up, since noise cannot explain the gap."""
 
 UNSEEN = 1.25
-"""What a way may reach of the best in a case that it has not served yet, when that is judged."""
+"""Assumed maximum share of the best in a case that a split has not served yet."""
 
 PROBE_CLIENTS = 4
-"""Clients of the first requests of all, and the fewest requests of a run."""
+"""Number of clients for the first requests, and minimum requests of a run."""
 
 RUN_OVERHEAD_S = 2.0
-"""What a run takes beside its requests: its clients are a process, and warm up."""
+"""Time of a run in addition to its requests: its clients are a process, and warm up."""
 
 CLOSE = 0.03
-"""A way has to be better by this share than one before it: each replica has weights and a KV cache of its own."""
+"""Required advantage over an earlier split, since each replica has its own weights and KV cache."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """How the ranks of both stages share the cores."""
+    """A split of the cores between the ranks of both stages."""
 
     replicas: int
     threads: int
@@ -54,7 +54,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, order=True):
     placement: Literal["separate", "together"] = "separate"
 
     def settings(self) -> dict[str, dict[str, int | str]]:
-        """Return it as configuration, by section; the first has no name."""
+        """Return it as configuration, by section; top-level keys have an empty section name."""
         encode: dict[str, int | str] = {"threads": self.encode_threads}
         if self.placement == "together":
             encode["replicas"] = self.replicas
@@ -65,7 +65,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, order=True):
         }
 
     def assignments(self) -> list[str]:
-        """Return it as assignments of the command line."""
+        """Return it as assignments for the command line."""
         return [
             f"{section}.{key}={value}".removeprefix(".")
             for section, keys in self.settings().items()
@@ -73,7 +73,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, order=True):
         ]
 
     def toml(self) -> str:
-        """Return it as a file of configuration, for `--config`."""
+        """Return it as a configuration file for `--config`."""
         return "\n".join(
             (f"[{section}]\n" if section else "")
             + "".join(f"{key} = {toml_value(value)}\n" for key, value in keys.items())
@@ -82,9 +82,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 class PlacementTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """What a way of sharing has served: by case the requests a second, a median of the runs, and each run's.
+    """Results of a split: median requests per second by case, and those of each run.
 
-    `ended` says why it was not served to the end, and is empty where it was.
+    `ended` is the reason why it was not served to the end; empty otherwise.
     """
 
     placement: Placement
@@ -94,12 +94,12 @@ class PlacementTrial(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether every load was served, and nothing says that it lost."""
+        """Whether every load was served and the split was not given up."""
         return len(self.requests_s) == len(self.runs) and not self.ended.startswith("given up")
 
 
 def placements(cores: int, *, together: bool) -> list[Placement]:
-    """Return the placements to try on `cores` cores, those with fewer replicas first.
+    """Return the splits to try on `cores` cores, fewer replicas first.
 
     `together` says whether one process can serve both stages.
     """
@@ -120,7 +120,7 @@ def placements(cores: int, *, together: bool) -> list[Placement]:
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How each way is measured: requests of a run by case, how often, and the seconds that all of it will take."""
+    """Measurement plan for each split: requests per run by case, number of repeats, and total seconds."""
 
     requests: dict[str, int]
     repeats: int
@@ -136,10 +136,10 @@ def plan_runs(
     repeats: int,
     limit_s: float,
 ) -> RunPlan:
-    """Return what fits into a time, given the requests a second by case and the seconds of a start.
+    """Return a plan that fits into a time limit, given requests per second by case and the start-up time.
 
-    A run has three requests a client, or fewer; at best one a client, and at least `PROBE_CLIENTS`. It is repeated as
-    often as asked, or less often, once at least.
+    A run has three requests per client, or fewer; if possible one per client, and at least
+    `PROBE_CLIENTS`. The number of repeats is the requested one, or fewer, but at least one.
     """
     each_s = (limit_s / ways - start_s) / len(rates)
     for often in range(repeats, 0, -1):
@@ -155,15 +155,15 @@ def plan_runs(
 
 
 Run = Callable[[LoadOrder], Awaitable[float]]
-"""Serves a load; returns the requests a second."""
+"""Serves a load; returns the requests per second."""
 
 
 class Tuning:
-    """What has been measured by now, and what there is time for.
+    """Measurements so far, and the remaining time.
 
     Attributes:
-        plan: How ways are measured; None before the first.
-        trials: What the ways have served that were measured, the one last begun at the end.
+        plan: Measurement plan; None before the first split.
+        trials: Results of the measured splits; the last one may be unfinished.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Tuning:
         limit_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin; `limit_s` counts from now."""
+        """Start; `limit_s` counts from now."""
         self.plan: RunPlan | None = None
         self.trials: list[PlacementTrial] = []
         self._orders, self._ways, self._repeats = orders, ways, repeats
@@ -185,18 +185,18 @@ class Tuning:
 
     @property
     def left_s(self) -> float:
-        """The seconds that are left."""
+        """The remaining seconds."""
         return self._ends - self._clock()
 
     def has_time(self) -> bool:
-        """Return whether another way can be started and serve every load once."""
+        """Return True if another split can be started and serve every load once."""
         if self.plan is None:
             return True
         once_s = self.plan.seconds / self._ways - self._start_s
         return self.left_s > self._start_s + once_s / self.plan.repeats
 
     async def probe(self, run: Run, *, start_s: float) -> RunPlan:
-        """Plan the runs by a few requests of each load, after a start that took `start_s`."""
+        """Plan the runs from a few requests of each load, after a start-up of `start_s`."""
         self._start_s = start_s
         rates = {}
         for order in self._orders:
@@ -217,11 +217,14 @@ class Tuning:
     async def measure(
         self, placement: Placement, run: Run, *, on_run: Callable[[int], None] = lambda _: None
     ) -> PlacementTrial:
-        """Serve the loads as planned, until a way has lost or time is up; `on_run` is told how many runs there were."""
+        """Serve the planned loads until the split has lost or time is up.
+
+        `on_run` is called with the number of runs so far.
+        """
         assert self.plan is not None, "the first way was probed"
         runs: dict[str, list[float]] = {order.case.value: [] for order in self._orders}
         ended = ""
-        # Clients warm up with the seed that follows theirs: no run may meet a prompt that is cached.
+        # Clients warm up with the next seed, so that no run has a cached prompt.
         for seed in range(0, 2 * self.plan.repeats, 2):
             for order in self._orders:
                 case = order.case.value
@@ -251,7 +254,7 @@ class Tuning:
         return RUN_OVERHEAD_S + self.plan.requests[case] / min(rates)
 
     def _bound(self, runs: Mapping[str, Sequence[float]]) -> float:
-        """Return the largest share of the best that a way may have in the end."""
+        """Return the largest final share of the best that a split can still reach."""
         best = best_rates(self.trials)
         if not best:
             return 1.0
@@ -263,18 +266,19 @@ class Tuning:
 
 
 def best_rates(trials: Sequence[PlacementTrial]) -> dict[str, float]:
-    """Return the best of each case that some way has served to the end."""
+    """Return the best rate of each case over the completely served splits."""
     whole = [one.requests_s for one in trials if one.is_whole]
     return {case: max(rates[case] for rates in whole) for case in whole[0]} if whole else {}
 
 
 @contextlib.asynccontextmanager
 async def served(config: Config, *, on_progress: Progress) -> AsyncIterator[Run]:
-    """Serve with a configuration; yields what runs a load.
+    """Serve with a configuration; yields a function that runs a load.
 
     Raises:
         BenchError: When a request failed.
-        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: When the engine cannot start.
+        CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: When the engine cannot
+            start.
     """
     async with running_server(config, on_progress=on_progress) as running:
 
@@ -287,7 +291,7 @@ async def served(config: Config, *, on_progress: Progress) -> AsyncIterator[Run]
 
 
 def shares(trials: Sequence[PlacementTrial]) -> list[float]:
-    """Return what each has served as a share of the best, a geometric mean over the cases that it has served."""
+    """Return each result as a share of the best, by geometric mean over the served cases."""
     best = best_rates(trials)
     return [_share(one.requests_s, best) for one in trials]
 
@@ -298,7 +302,7 @@ def _share(rates: Mapping[str, float], best: Mapping[str, float]) -> float:
 
 
 def choose(trials: Sequence[PlacementTrial]) -> PlacementTrial:
-    """Return the best, or one that is as good but for noise: with fewer replicas or threads, or separate."""
+    """Return the best split, or a simpler one within noise: with fewer replicas or threads, or separate."""
     trials = [one for one in trials if one.is_whole]
     found = shares(trials)
     enough = max(found) * (1 - CLOSE)
@@ -307,5 +311,5 @@ def choose(trials: Sequence[PlacementTrial]) -> PlacementTrial:
 
 
 def orders_of(cases: Sequence[Case], clients: int) -> list[LoadOrder]:
-    """Return the loads to try with: three requests a client."""
+    """Return the loads to try: three requests per client."""
     return [LoadOrder(case=case, clients=clients, requests=3 * clients) for case in cases]
