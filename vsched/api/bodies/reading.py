@@ -8,6 +8,9 @@ and with the texts (30 MB take 25 ms, and 100 ms if other processes compete for 
 large body first, the rest is limited, and its values are counted slice by slice, within the processor's cache. Large
 bodies are decoded in a thread, one at a time: if several threads took turns with the GIL, the event loop would wait for
 all of them.
+
+Rejected: a smaller `server.body_bytes_max`, since images need it; a streaming JSON decoder, which is slower for every
+request.
 """
 
 from __future__ import annotations

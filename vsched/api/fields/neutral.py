@@ -1,6 +1,10 @@
 """Fields that are known but not supported: accepted with neutral values, refused with others.
 
 Clients that were written for another server may send its fields. Each field here has its neutral values and a remedy.
+
+Unknown fields of a request are refused, since a misspelled `temperature` that is ignored is worse than an error, and
+OpenAI refuses them. Unknown fields inside messages are ignored: other servers wrote them, clients send them back, and
+no template reads them (`server.strict_fields` refuses them).
 """
 
 from __future__ import annotations

@@ -3,6 +3,14 @@
 A browser on this machine can reach a server that only this machine reaches, and lets any web page in it try. A page can
 make its own name resolve to a loopback address (DNS rebinding), so `Host` is checked. It can send a form or plain text
 to any server without permission, so a body must be declared as JSON, for which browsers ask first (CORS preflight).
+
+Rejected: a second listener for `/admin/` on a loopback port, which a web page reaches as easily as the first; refusing
+unknown `Host` names on every address, since a container would answer no request until it is configured; the API key
+for operators, since every user could end all requests; refusing every `Origin`, since pages that a proxy serves under
+the server's own name send one.
+
+Known gap: a proxy on the same machine that adds no `Forwarded`, `X-Forwarded-*` or `Via` header counts as a local
+program. If that is common, `/admin/` should need a key in all cases.
 """
 
 from __future__ import annotations
