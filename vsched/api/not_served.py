@@ -49,7 +49,7 @@ _SERVICES = (
     _Service("live sessions", "stream a chat", ("/v1/realtime", "/v1/live")),
     _Service(
         "vector stores",
-        "search in the client, and send what it finds with the request",
+        "search in the client, and send the results with the request",
         ("/v1/vector_stores",),
     ),
     _Service(

@@ -236,7 +236,7 @@ def check_stream(request: SamplingFields) -> None:
         message = "`stream_options` needs a stream. Remedy: send stream = true, or leave it out."
         raise ParameterRefused(message, param="stream_options")
     if request.prompt_logprobs is not None:
-        message = "`prompt_logprobs` come with whole answers alone. Remedy: send stream = false."
+        message = "`prompt_logprobs` are not available in streams. Remedy: send stream = false."
         raise ParameterRefused(message, param="prompt_logprobs")
 
 
@@ -447,9 +447,7 @@ def answer_count(
     if drawn < wanted:
         raise out_of_bounds("best_of", value=best_of, limit=f">= {wanted} (n)", remedy="send more")
     if drawn > wanted and request.stream:
-        message = (
-            "`best_of` chooses among whole answers. Remedy: send stream = false, or best_of = n."
-        )
+        message = "`best_of` above n is not available in streams. Remedy: send stream = false, or best_of = n."
         raise ParameterRefused(message, param="best_of")
     if prompts * drawn > settings.answers_max:
         param = "best_of" if drawn > wanted else "n" if wanted > 1 else "prompt"

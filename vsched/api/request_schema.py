@@ -293,7 +293,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     messages: list[Message]
-    best_of: Annotated[Any, neutral(1, remedy="send n, and choose among the answers")] = None
+    best_of: Annotated[Any, neutral(1, remedy="send n, and select one of the choices")] = None
     echo: bool | None = None
     include_reasoning: bool | None = None
     add_special_tokens: Annotated[Any, neutral(False, remedy="leave it to the template")] = None

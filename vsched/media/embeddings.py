@@ -141,7 +141,7 @@ def read_tensors(file: bytes, names: Sequence[str]) -> dict[str, Tensor]:
             raise malformed("a tensor's offsets do not fit its shape and the others")
         position = end
     if position != len(data):
-        raise malformed("the tensors do not make up the file")
+        raise malformed("the tensors do not cover the file")
     return {
         name: Tensor(entry.dtype, tuple(entry.shape), data[slice(*entry.data_offsets)])
         for name, entry in entries.items()
@@ -152,13 +152,13 @@ def _entries(header: bytes, names: Sequence[str]) -> dict[str, _TensorEntry]:
     entries: dict[str, _TensorEntry] = {}
     try:
         if not header.startswith(b"{"):
-            raise malformed("its header is no JSON object")
+            raise malformed("its header is not a JSON object")
         for name, raw in msgspec.json.decode(header, type=dict[str, msgspec.Raw]).items():
             if name == _METADATA:
                 msgspec.json.decode(raw, type=dict[str, str])
                 continue
             if name not in names:
-                raise malformed("it holds another tensor")
+                raise malformed("it has another tensor")
             entries[name] = msgspec.json.decode(raw, type=_TensorEntry)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         # The parser's message may quote the file.

@@ -110,7 +110,7 @@ def parse(reference: str, settings: MediaSettings) -> Target:
             message = limit_message(
                 "the image URL's port is not allowed, though its host is",
                 value=target.port,
-                limit="the ports in media.hosts; an entry without one stands for http on 80 and https on 443",
+                limit="the ports in media.hosts; an entry without a port allows http on 80 and https on 443",
                 remedy="use such a port or add host:port to media.hosts",
             )
             raise _refuse(message)
@@ -274,7 +274,7 @@ def _check_status(status: int) -> None:
         return
     remedy = "give the final URL" if 300 <= status < 400 else "check the URL"
     message = limit_message(
-        "the image's host did not answer with the image",
+        "the image's host did not return the image",
         value=f"status {status}",
         limit="status 200, redirects are not followed",
         remedy=remedy,

@@ -314,7 +314,7 @@ def check_total(total: int, settings: MediaSettings) -> None:
     """
     if total > settings.request_bytes_max:
         message = limit_message(
-            "the images of this request are too large together",
+            "the images of this request are too large in total",
             value=f"{total} bytes",
             limit=f"{settings.request_bytes_max} bytes",
             remedy="send fewer or smaller images or raise media.request_bytes_max",

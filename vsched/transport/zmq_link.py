@@ -121,7 +121,7 @@ class LeaderLink:
                 try:
                     self._on_frame(identity, frames[0])
                 except Exception:
-                    logger.exception("a report could not be taken")
+                    logger.exception("a report could not be handled")
 
     def close(self) -> None:
         """Close the socket and drop queued frames."""

@@ -51,7 +51,7 @@ def constraint_of(request: SamplingFields) -> Constraint | None:
     ]
     if len(found) > 1:
         names = " and ".join(f"`{each.param}`" for each in found)
-        message = f"{names} each hold the answer to a form. Remedy: send one of them."
+        message = f"{names} each constrain the output. Remedy: send only one of them."
         raise ParameterRefused(message, param=found[1].param)
     return found[0] if found else None
 
@@ -63,7 +63,7 @@ def beside_calls(constraint: Constraint | None, calls: str) -> Constraint:
         ParameterRefused: If another parameter constrains the output.
     """
     if constraint is not None and constraint.param != "response_format":
-        message = f"`tool_choice` and `{constraint.param}` each hold the answer to a form. Remedy: send one of them."
+        message = f"`tool_choice` and `{constraint.param}` each constrain the output. Remedy: send only one of them."
         raise ParameterRefused(message, param=constraint.param)
     return Constraint("tools", calls)
 
@@ -110,7 +110,7 @@ def _of_structured_outputs(name: str, asked: StructuredOutputs | None) -> list[C
         raise unsupported(f"{prefix}structural_tag", remedy="send a json schema or a grammar")
     for option in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
         if getattr(asked, option):
-            raise unsupported(prefix + option, remedy="leave it out, and say so in the schema")
+            raise unsupported(prefix + option, remedy="leave it out, and express it in the schema")
     found: list[Constraint] = []
     if asked.json is not None:
         schema = _schema(asked.json, prefix + "json")
@@ -121,7 +121,9 @@ def _of_structured_outputs(name: str, asked: StructuredOutputs | None) -> list[C
         found.append(Constraint(prefix + "regex", _encoded(regex=asked.regex)))
     if asked.choice is not None:
         if not asked.choice or not all(asked.choice):
-            message = f"`{prefix}choice` must be texts that are not empty. Remedy: send some."
+            message = (
+                f"`{prefix}choice` must be a list of non-empty texts. Remedy: send at least one."
+            )
             raise ParameterRefused(message, param=prefix + "choice")
         found.append(Constraint(prefix + "choice", _encoded(choice=asked.choice)))
     if asked.grammar is not None:
@@ -140,7 +142,7 @@ def _schema(value: str | JsonSchema, param: str) -> JsonSchema:
     try:
         return msgspec.json.decode(value, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        message = f"`{param}` is no JSON schema. Remedy: send a JSON object, or its text."
+        message = f"`{param}` is not a JSON schema. Remedy: send a JSON object, or its text."
         raise ParameterRefused(message, param=param) from None
 
 

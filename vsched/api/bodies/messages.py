@@ -70,7 +70,7 @@ def split_messages(
                     f"messages[{index}].tool_calls",
                     value=f"role {message.role}",
                     limit="role assistant",
-                    remedy="send calls with the message of the assistant that made them",
+                    remedy="send tool calls in the assistant message that made them",
                 )
             made["tool_calls"] = (
                 message.tool_calls
@@ -140,6 +140,6 @@ def _reference(part: ImagePart) -> str | NamedImage:
     if part.uuid is not None:
         return NamedImage(part.uuid, url or None)
     if url is None:
-        message = "`image_url` is missing. Remedy: send it, or the uuid that the image was sent with before."
+        message = "`image_url` is missing. Remedy: send it, or the uuid of an image sent before."
         raise ParameterRefused(message, param="image_url")
     return url

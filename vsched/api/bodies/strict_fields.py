@@ -22,7 +22,7 @@ def refuse_unknown(body: bytes, request: object) -> None:
         UnicodeError,
         RecursionError,
     ):  # unknown fields were not parsed before
-        message = "the body is no JSON, or nested too deeply. Remedy: send a flat object in UTF-8."
+        message = "the body is not JSON, or nested too deeply. Remedy: send a flat object in UTF-8."
         raise ParameterRefused(message, param=None, code="invalid_json") from None
     if path:
         name = path[:_PATH_CHARACTERS_MAX]

@@ -107,7 +107,7 @@ class OtherServersFields(msgspec.Struct, kw_only=True):
     max_dynamic_patch: _Nothing = None
     min_dynamic_patch: _Nothing = None
     use_audio_in_video: _FalseOnly = None
-    extra_key: Annotated[Any, neutral(remedy="send cache_salt to keep caches apart")] = None
+    extra_key: Annotated[Any, neutral(remedy="send cache_salt to separate caches")] = None
     ngram_corpus_id: _Nothing = None
     bootstrap_host: _Placement = None
     bootstrap_port: _Placement = None

@@ -18,18 +18,18 @@ _KINDS = {
     "send the summary as text": "compaction compaction_trigger",
     "send the history itself; the server keeps nothing": "item_reference fallback configuration_update",
     # --- tools ---
-    "describe it as a function with one text as its argument": "custom",
-    "send its functions as tools of their own": "namespace",
-    "describe it as a function, which the client carries out": """
+    "describe it as a function with one string argument": "custom",
+    "send its functions as separate tools": "namespace",
+    "describe it as a function for the client to carry out": """
         bash text_editor memory computer computer_use computer_use_preview local_shell shell apply_patch
         browser_toolset computer_toolset""",
-    "leave it out, or describe a function that the client carries out; this server runs no tools": """
+    "leave it out, or describe a function for the client to carry out; this server runs no tools": """
         web_search web_search_preview web_fetch file_search code_interpreter code_execution image_generation mcp
         mcp_toolset advisor tool_search tool_search_tool_bm25 tool_search_tool_regex programmatic_tool_calling""",
     "send all tools of the request in tools": "additional_tools tool_addition tool_removal",
     # --- calls of these tools, in histories ---
     "send it as function_call and function_call_output": "custom_tool_call custom_tool_call_output",
-    "leave it out of the history, or send what it holds as text; this server runs no tools": """
+    "leave it out of the history, or send its content as text; this server runs no tools": """
         web_search_call file_search_call code_interpreter_call image_generation_call computer_call computer_call_output
         local_shell_call local_shell_call_output shell_call shell_call_output apply_patch_call apply_patch_call_output
         mcp_list_tools mcp_approval_request mcp_approval_response mcp_call tool_search_call tool_search_output

@@ -21,82 +21,122 @@ Statistics = Mapping[str, Any]
 
 _TOTALS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
     (GaugeMetricFamily, "num_requests_waiting", "waiting", "Accepted requests without a slot."),
-    (GaugeMetricFamily, "live_bytes", "live_bytes", "Bytes that accepted requests hold."),
-    (GaugeMetricFamily, "uptime_seconds", "uptime_s", "Since the engine was made."),
-    (GaugeMetricFamily, "encode_items_waiting", "encode.waiting_items", "Images that wait."),
+    (GaugeMetricFamily, "live_bytes", "live_bytes", "Memory held by accepted requests."),
+    (GaugeMetricFamily, "uptime_seconds", "uptime_s", "Time since the engine was created."),
+    (
+        GaugeMetricFamily,
+        "encode_items_waiting",
+        "encode.waiting_items",
+        "Images that wait for an encoder.",
+    ),
     (CounterMetricFamily, "encode_items", "encode.items_encoded", "Images encoded."),
-    (CounterMetricFamily, "encode_items_copied", "encode.items_copied", "Embeddings received."),
-    (CounterMetricFamily, "encode_tokens", "encode.tokens_encoded", "Rows of embeddings made."),
-    (CounterMetricFamily, "encoder_cache_hits", "encode.cache_hits", "Embeddings found."),
-    (CounterMetricFamily, "encoder_cache_misses", "encode.cache_misses", "Embeddings not found."),
-    (CounterMetricFamily, "encoder_cache_evictions", "encode.cache_evictions", "Evicted."),
+    (CounterMetricFamily, "encode_items_copied", "encode.items_copied", "Embeddings from clients."),
+    (CounterMetricFamily, "encode_tokens", "encode.tokens_encoded", "Encoder output tokens."),
+    (CounterMetricFamily, "encoder_cache_hits", "encode.cache_hits", "Embedding cache hits."),
+    (CounterMetricFamily, "encoder_cache_misses", "encode.cache_misses", "Embedding cache misses."),
+    (
+        CounterMetricFamily,
+        "encoder_cache_evictions",
+        "encode.cache_evictions",
+        "Embeddings evicted.",
+    ),
     (
         CounterMetricFamily,
         "encoder_cache_preemptions",
         "encode.cache_preemptions",
-        "Embeddings taken from younger requests.",
+        "Embeddings evicted for older requests.",
     ),
-    (GaugeMetricFamily, "encoder_cache_entries", "encode.cache_entries", "Embeddings kept."),
-    (GaugeMetricFamily, "encoder_cache_pages", "encode.pages_total", "Pages of embeddings."),
-    (GaugeMetricFamily, "encoder_cache_pages_free", "encode.pages_free", "Those that are free."),
+    (
+        GaugeMetricFamily,
+        "encoder_cache_entries",
+        "encode.cache_entries",
+        "Embeddings in the cache.",
+    ),
+    (GaugeMetricFamily, "encoder_cache_pages", "encode.pages_total", "Arena pages for embeddings."),
+    (GaugeMetricFamily, "encoder_cache_pages_free", "encode.pages_free", "Free arena pages."),
     (
         GaugeMetricFamily,
         "encoder_cache_pages_evictable",
         "encode.pages_evictable",
-        "Those of embeddings that no request needs.",
+        "Arena pages of embeddings that no request needs.",
     ),
     (GaugeMetricFamily, "media_preparing", "media.preparing", "Requests in preparation."),
-    (GaugeMetricFamily, "media_preparing_bytes", "media.preparing_bytes", "Bytes they hold."),
+    (GaugeMetricFamily, "media_preparing_bytes", "media.preparing_bytes", "Encoded bytes held."),
     (CounterMetricFamily, "media_processed", "media.processed", "Images decoded and processed."),
-    (CounterMetricFamily, "media_embedded", "media.embedded", "Images that came as embeddings."),
-    (CounterMetricFamily, "media_repeated", "media.repeated", "Images that were there already."),
+    (CounterMetricFamily, "media_embedded", "media.embedded", "Images received as embeddings."),
+    (CounterMetricFamily, "media_repeated", "media.repeated", "Images found in the cache."),
     (CounterMetricFamily, "media_refused", "media.refused", "Requests refused for their images."),
-    (GaugeMetricFamily, "decode_budget_bytes", "media.decode.bytes_total", "Decoding memory."),
-    (GaugeMetricFamily, "decode_budget_used_bytes", "media.decode.bytes_used", "That in use."),
+    (
+        GaugeMetricFamily,
+        "decode_budget_bytes",
+        "media.decode.bytes_total",
+        "Memory for decoding images.",
+    ),
+    (
+        GaugeMetricFamily,
+        "decode_budget_used_bytes",
+        "media.decode.bytes_used",
+        "Decoding memory in use.",
+    ),
     (GaugeMetricFamily, "pixel_bytes", "media.pixels.bytes_total", "Size of the pixel region."),
-    (GaugeMetricFamily, "pixel_held_bytes", "media.pixels.bytes_held", "Held by requests."),
-    (GaugeMetricFamily, "pixel_kept_bytes", "media.pixels.bytes_kept", "Kept for repetitions."),
-    (CounterMetricFamily, "pixel_cache_hits", "media.pixels.hits", "Pixels found."),
-    (CounterMetricFamily, "pixel_cache_misses", "media.pixels.misses", "Pixels not found."),
-    (CounterMetricFamily, "pixel_cache_evictions", "media.pixels.evictions", "Evicted."),
+    (GaugeMetricFamily, "pixel_held_bytes", "media.pixels.bytes_held", "Pixels held by requests."),
+    (GaugeMetricFamily, "pixel_kept_bytes", "media.pixels.bytes_kept", "Cached pixels."),
+    (CounterMetricFamily, "pixel_cache_hits", "media.pixels.hits", "Pixel cache hits."),
+    (CounterMetricFamily, "pixel_cache_misses", "media.pixels.misses", "Pixel cache misses."),
+    (CounterMetricFamily, "pixel_cache_evictions", "media.pixels.evictions", "Pixels evicted."),
 )
 """Type, name, path in the statistics, and description."""
 
 _BY_REASON = (
     ("requests_finished", "finished_reason", "finished", "Accepted requests that ended."),
     ("requests_refused", "reason", "refused", "Requests that the scheduler refused."),
-    ("policy_faults", "policy", "policy_faults", "Failures of policies; the default decided."),
+    (
+        "policy_faults",
+        "policy",
+        "policy_faults",
+        "Policy failures, after which the default decided.",
+    ),
 )
 """Counters with one label; its values are the keys of a dictionary in the statistics."""
 
 _GENERATE: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
-    (GaugeMetricFamily, "load_tokens", "load_tokens", "Tokens that are still to be computed."),
+    (GaugeMetricFamily, "load_tokens", "load_tokens", "Tokens still to be computed."),
     (GaugeMetricFamily, "requests_queued", "waiting", "Requests in the waiting queue."),
     (GaugeMetricFamily, "requests_prefilling", "prefilling", "Requests in prefill."),
     (GaugeMetricFamily, "requests_decoding", "decoding", "Requests that decode."),
-    (GaugeMetricFamily, "steps_in_flight", "steps_in_flight", "Steps decided, not completed."),
-    (GaugeMetricFamily, "slots", "slots_total", "Most requests that run at a time."),
-    (GaugeMetricFamily, "kv_blocks", "blocks_total", "Blocks of the KV cache."),
-    (GaugeMetricFamily, "kv_blocks_held", "blocks_held", "Those that requests hold."),
-    (GaugeMetricFamily, "kv_blocks_cached", "blocks_cached", "Those kept for later prompts."),
+    (GaugeMetricFamily, "steps_in_flight", "steps_in_flight", "Steps in flight."),
+    (GaugeMetricFamily, "slots", "slots_total", "Maximum number of running requests."),
+    (GaugeMetricFamily, "kv_blocks", "blocks_total", "KV blocks."),
+    (GaugeMetricFamily, "kv_blocks_held", "blocks_held", "KV blocks held by requests."),
+    (
+        GaugeMetricFamily,
+        "kv_blocks_cached",
+        "blocks_cached",
+        "KV blocks held only by the prefix cache.",
+    ),
     (CounterMetricFamily, "num_preemptions", "preemptions", "Preempted requests."),
-    (GaugeMetricFamily, "num_requests_swapped", "swapped", "Requests in host memory."),
+    (GaugeMetricFamily, "num_requests_swapped", "swapped", "Requests swapped to host memory."),
     (
         GaugeMetricFamily,
         "swap_blocks",
         "swap_blocks_total",
-        "Blocks that host memory has room for.",
+        "Swap space in host memory, in KV blocks.",
     ),
-    (GaugeMetricFamily, "swap_blocks_held", "swap_blocks_held", "Those that hold one."),
+    (GaugeMetricFamily, "swap_blocks_held", "swap_blocks_held", "Swapped-out KV blocks."),
     (CounterMetricFamily, "swap_blocks_out", "swap_blocks_out", "Blocks copied to host memory."),
     (CounterMetricFamily, "swap_blocks_in", "swap_blocks_in", "Blocks copied back."),
-    (CounterMetricFamily, "requests_admitted", "admitted", "Requests that were given a slot."),
+    (CounterMetricFamily, "requests_admitted", "admitted", "Requests admitted to a slot."),
     (CounterMetricFamily, "tokens_prefilled", "tokens_prefilled", "Prompt tokens computed."),
     (CounterMetricFamily, "tokens_decoded", "tokens_decoded", "Tokens decoded."),
-    (CounterMetricFamily, "tokens_drafted", "tokens_drafted", "Tokens drafted, right and wrong."),
-    (CounterMetricFamily, "drafts_accepted", "drafts_accepted", "Drafts that proved right."),
-    (CounterMetricFamily, "prefix_cache_hits", "tokens_cached", "Prompt tokens found cached."),
-    (CounterMetricFamily, "prefix_cache_evictions", "prefix_evictions", "Blocks evicted."),
+    (CounterMetricFamily, "tokens_drafted", "tokens_drafted", "Draft tokens proposed."),
+    (CounterMetricFamily, "drafts_accepted", "drafts_accepted", "Draft tokens accepted."),
+    (CounterMetricFamily, "prefix_cache_hits", "tokens_cached", "Prefix cache hits, in tokens."),
+    (
+        CounterMetricFamily,
+        "prefix_cache_evictions",
+        "prefix_evictions",
+        "Prefix cache blocks evicted.",
+    ),
 )
 """Type, name, key in a generate group's statistics, and description."""
 
@@ -150,7 +190,7 @@ def _generate_groups(groups: Mapping[str, Statistics]) -> Iterator[Metric]:
         "vsched_num_requests_running", "Requests with a slot.", labels=("group",)
     )
     usage = GaugeMetricFamily(
-        "vsched_kv_cache_usage_perc", "KV blocks held; 1 is all of them.", labels=("group",)
+        "vsched_kv_cache_usage_perc", "Fraction of KV blocks held by requests.", labels=("group",)
     )
     for name, group in groups.items():
         running.add_metric((name,), group["prefilling"] + group["decoding"])
@@ -166,13 +206,13 @@ def _generate_groups(groups: Mapping[str, Statistics]) -> Iterator[Metric]:
 
 def _policy_calls(statistics: Statistics) -> Iterator[Metric]:
     seconds = SummaryMetricFamily(
-        "vsched_policy_call_seconds", "Calls of policies, and their time.", labels=("seat",)
+        "vsched_policy_call_seconds", "Policy calls and their duration.", labels=("seat",)
     )
     slow = CounterMetricFamily(
-        "vsched_policy_slow_calls", "Those over policies.call_budget_ms.", labels=("seat",)
+        "vsched_policy_slow_calls", "Policy calls over policies.call_budget_ms.", labels=("seat",)
     )
     replaced = GaugeMetricFamily(
-        "vsched_policy_replaced", "Whether the default decides there.", labels=("seat",)
+        "vsched_policy_replaced", "1 if the default has replaced the policy.", labels=("seat",)
     )
     gone = statistics.get("policy_replaced", {})
     for seat, calls in statistics.get("policy_calls", {}).items():
@@ -184,7 +224,7 @@ def _policy_calls(statistics: Statistics) -> Iterator[Metric]:
 
 def _rank_memory(ranks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iterator[Metric]:
     family = GaugeMetricFamily(
-        "vsched_rank_memory_bytes", "What a rank said of it.", labels=("group", "rank", "kind")
+        "vsched_rank_memory_bytes", "Memory of a rank, by kind.", labels=("group", "rank", "kind")
     )
     for group, members in ranks.items():
         for rank, memory in members.items():
@@ -196,11 +236,11 @@ def _rank_memory(ranks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iter
 def _rank_threads(ranks: Mapping[str, Mapping[str, Mapping[str, int]]]) -> Iterator[Metric]:
     active = GaugeMetricFamily(
         "vsched_rank_threads",
-        "Threads that it computes with now: fewer while other programs keep the cores busy.",
+        "Compute threads in use: fewer while other programs keep the cores busy.",
         labels=("group", "rank"),
     )
     total = GaugeMetricFamily(
-        "vsched_rank_threads_max", "Threads that it has.", labels=("group", "rank")
+        "vsched_rank_threads_max", "Compute threads of a rank.", labels=("group", "rank")
     )
     for group, members in ranks.items():
         for rank, threads in members.items():
@@ -210,19 +250,19 @@ def _rank_threads(ranks: Mapping[str, Mapping[str, Mapping[str, int]]]) -> Itera
 
 
 def _all_groups(rows: list[dict[str, Any]]) -> Iterator[Metric]:
-    up = GaugeMetricFamily("vsched_group_up", "Whether a group serves.", labels=("group",))
+    up = GaugeMetricFamily("vsched_group_up", "1 if the group is up.", labels=("group",))
     restarts = CounterMetricFamily(
-        "vsched_group_restarts", "How often its ranks came back.", labels=("group",)
+        "vsched_group_restarts", "Restarts of a group.", labels=("group",)
     )
     losses = CounterMetricFamily(
-        "vsched_group_losses", "How often it was lost, and why.", labels=("group", "reason")
+        "vsched_group_losses", "Losses of a group, by reason.", labels=("group", "reason")
     )
     busy = CounterMetricFamily(
-        "vsched_group_busy_seconds", "Time that its ranks computed.", labels=("group",)
+        "vsched_group_busy_seconds", "Compute time of a group's ranks.", labels=("group",)
     )
     late = GaugeMetricFamily(
         "vsched_rank_kernels_late",
-        "Kernels that it compiled, or read from disk, while it served.",
+        "Kernels compiled or read from disk while the rank served.",
         labels=("group", "rank"),
     )
     for row in rows:
@@ -239,11 +279,13 @@ def _all_groups(rows: list[dict[str, Any]]) -> Iterator[Metric]:
 
 def _all_adapters(rows: list[dict[str, Any]]) -> Iterator[Metric]:
     running = GaugeMetricFamily(
-        "vsched_adapter_requests_running", "Requests that go on with it.", labels=("adapter",)
+        "vsched_adapter_requests_running",
+        "Running requests with this adapter.",
+        labels=("adapter",),
     )
     requests = CounterMetricFamily(
         "vsched_adapter_requests",
-        "Requests that named it since it was loaded.",
+        "Requests with this adapter since it was loaded.",
         labels=("adapter",),
     )
     for row in rows:

@@ -71,7 +71,7 @@ class ApiMetrics:
         self._tenants_max = tenants_max
         self.tenant_requests = Counter(
             "vsched_tenant_requests",
-            "Requests by tenant and outcome, of those that name a tenant.",
+            "Requests with a tenant, by tenant and outcome.",
             ("tenant", "outcome"),
             registry=self.registry,
         )
@@ -102,19 +102,19 @@ class ApiMetrics:
         )
         self.first_token_s = Histogram(
             "vsched_time_to_first_token_seconds",
-            "From the request's arrival to its first output.",
+            "Time from arrival to the first output.",
             buckets=_FIRST_TOKEN_S,
             registry=self.registry,
         )
         self.between_tokens_s = _Times(
             "vsched_inter_token_latency_seconds",
-            "Between two outputs of a request.",
+            "Time between two outputs of a request.",
             _BETWEEN_TOKENS_S,
         )
         self.registry.register(self.between_tokens_s)
         self.request_s = Histogram(
             "vsched_e2e_request_latency_seconds",
-            "From the request's arrival to its end.",
+            "Time from arrival to the end.",
             buckets=_REQUEST_S,
             registry=self.registry,
         )

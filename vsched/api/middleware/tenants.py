@@ -36,7 +36,7 @@ def read_tenant_keys(text: str, *, path: str) -> dict[str, str]:
                     f"{path}: entry {number} is not valid",
                     value=repr(name[:_SHOWN_MAX]),
                     limit=f"tenant=key, each once; a tenant is {NAME_FORM}",
-                    remedy="write one tenant=key a line",
+                    remedy="write one tenant=key per line",
                 )
             )
         keys[name] = key
@@ -60,7 +60,7 @@ class ReadTenant:
         name = (exchange.header(self._header) or b"").decode("latin-1").strip()
         if name and NAME.fullmatch(name) is None:
             message = limit_message(
-                f"the header {self._name} names no tenant",
+                f"the header {self._name} has no valid tenant name",
                 value=repr(name[:_SHOWN_MAX]),
                 limit=NAME_FORM,
                 remedy="send a name of that form, or leave the header out",

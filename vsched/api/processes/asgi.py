@@ -53,7 +53,7 @@ async def _no_room(size: int) -> Any:
         "the request body is too large for this path",
         value=f"{size} bytes",
         limit=f"{ROOMLESS_BYTES} bytes with several server.processes",
-        remedy="send what this path describes",
+        remedy="send a smaller body",
     )
     raise RequestRefused(message, code="body_too_large", status=413)
 

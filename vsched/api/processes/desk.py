@@ -172,5 +172,5 @@ class Desk:
 
 def _refusal(number: int, error: Exception) -> Refusal:
     if not isinstance(error, RequestRefused | RequestFailed):
-        logger.error("what an API process asked for failed", exc_info=error)
+        logger.error("a request of an API process failed", exc_info=error)
     return Refusal.of(number, error)

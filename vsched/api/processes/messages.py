@@ -96,7 +96,7 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
         if self.uuid is not None:
             image = NamedImage(self.uuid, url)
         else:
-            assert url is not None, "an image is something"
+            assert url is not None, "an image has a URL, an embedding or a uuid"
             image = url
         return image if self.bounds is None else BoundedImage(image, self.bounds)
 

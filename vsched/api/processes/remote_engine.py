@@ -264,7 +264,7 @@ class RemoteEngine:
         self, pending: _Pending, number: int, prompt: Prompt, images: Sequence[ImageReference]
     ) -> None:
         """Do the preparation that belongs to this process, and submit the request."""
-        assert self._media is not None, "requests come when all is loaded"
+        assert self._media is not None, "requests arrive only after loading"
         sampling = pending.asked.sampling
         if sampling.prompt_logprobs is not None and not self._tells_prompts:
             raise prompts_untold()
@@ -278,7 +278,7 @@ class RemoteEngine:
 
     async def tokenize(self, prompt: Prompt, images: Sequence[ImageReference] = ()) -> list[int]:
         """Like `Engine.tokenize`."""
-        assert self._media is not None, "requests come when all is loaded"
+        assert self._media is not None, "requests arrive only after loading"
         if not images:
             return (await self._media.prepare(prompt, ())).token_ids
         token_ids, sent = await self._media.tokenize(prompt, images=True), _to_send(images)

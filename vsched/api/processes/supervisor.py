@@ -193,7 +193,7 @@ class ApiProcesses:
             one.report = Report()
             if loop.time() - one.began_s > STEADY_S:
                 pause_s = PAUSE_S
-            logger.warning("API process %d ended (exit code %d); it is started anew", index, code)
+            logger.warning("API process %d ended (exit code %d); restarting it", index, code)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
             await self._start(index, at_once=False)

@@ -57,9 +57,7 @@ class KeptAnswerEndpoint:
         if job.stream and len(answers.generations) == 1:
             exchange.number_events(after=after)
         elif after >= 0:
-            message = (
-                "`starting_after` is for streams of one answer. Remedy: read it from the beginning"
-            )
+            message = "`starting_after` is for streams with a single choice. Remedy: read it from the beginning"
             raise ParameterRefused(f"{message}.", param="starting_after")
         await self._endpoint.tell(exchange, _Unmeasured(), answers, job)
         self._resumption.told(resumed)

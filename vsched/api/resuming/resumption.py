@@ -108,7 +108,7 @@ class Resumption:
         try:
             journal.note(name, self._progress[name])
         except OSError as error:
-            logger.error("%s is resumed from where it was before: %s", name, error.strerror)  # noqa: TRY400 - it says it all
+            logger.error("the progress of %s is not saved: %s", name, error.strerror)  # noqa: TRY400 - it says it all
 
     def _take(self, left: LeftRequest, ended: Ended | None) -> None:
         request = left.request
@@ -121,16 +121,14 @@ class Resumption:
             resumed.fail(RequestFailed(ended.message, code=ended.code))
         elif left.progress.resumed >= RESUMED_MAX:
             message = limit_message(
-                "the request was being answered each time that the server died, and may be why",
+                "the request was running each time that the server died, and may be the cause",
                 value=f"resumed {left.progress.resumed} times",
                 limit=RESUMED_MAX,
-                remedy="send it again once it is known why the server died",
+                remedy="send it again once the cause of the crashes is known",
             )
             resumed.fail(RequestFailed(message, code="not_resumed"))
         elif request.path not in self._endpoints:
-            resumed.fail(
-                RequestFailed(f"{request.path} is not served any more", code="not_resumed")
-            )
+            resumed.fail(RequestFailed(f"{request.path} is no longer served", code="not_resumed"))
 
     # --- running ---
 
@@ -216,9 +214,7 @@ class Resumption:
             RequestRefused: If there is none or several, or the journal has not been read yet.
         """
         if not self._is_read:
-            message = (
-                "the server is loading, and does not know yet what was left. Remedy: try again."
-            )
+            message = "the server is loading, and has not read the resumed requests yet. Remedy: try again."
             raise RequestRefused(message, code="not_ready", status=503, retry_after_s=5)
         mine = [
             one
@@ -295,6 +291,6 @@ def _exchange(request: KeptRequest) -> HttpExchange:
         return {"type": "http.request", "body": request.body}
 
     async def send(message: Message) -> None:
-        raise AssertionError(f"nobody is there to hear {message['type']}")
+        raise AssertionError(f"there is no client for {message['type']}")
 
     return HttpExchange(scope, receive, send)

@@ -75,8 +75,8 @@ def tool_use(
     forced = _forced(mode, allowed)
     if known is None and (forced or not parsed):
         message = (
-            "it is not known how this model writes calls of tools. "
-            "Remedy: name the form with model.tool_format, or send no tools."
+            "the tool-call format of this model is unknown. "
+            "Remedy: set model.tool_format, or send no tools."
         )
         raise ParameterRefused(message, param="tools", code="tools_not_supported")
     return ToolUse(
@@ -128,7 +128,7 @@ def _function(tool: Tool, where: str) -> FunctionTool:
             f"{where}.function.name",
             value=f"a text of {len(function.name)} characters",
             limit="1 to 128 letters, digits and _ . : / -",
-            remedy="give the function such a name",
+            remedy="give the function a name of this form",
         )
     if deeper(function.parameters, _DEPTH_MAX):
         raise out_of_bounds(
@@ -151,7 +151,7 @@ def _function(tool: Tool, where: str) -> FunctionTool:
 def _check_names(names: Sequence[str]) -> None:
     for index, name in enumerate(names):
         if name in names[:index]:
-            message = f"two tools are called {name}. Remedy: give each a name of its own."
+            message = f"two tools are called {name}. Remedy: give each tool a different name."
             raise ParameterRefused(message, param=f"tools[{index}].function.name")
 
 
@@ -178,9 +178,7 @@ def _allowed(
 
 def _known(named: NamedTool, functions: Sequence[FunctionTool]) -> NamedTool:
     if all(named.name != function.name for function in functions):
-        message = (
-            "`tool_choice` names none of `tools`. Remedy: name one of these, or send its tool."
-        )
+        message = "`tool_choice` names a function that is not in `tools`. Remedy: name one of these, or send its tool."
         raise ParameterRefused(message, param="tool_choice")
     return named
 
@@ -190,7 +188,7 @@ def _no_choice(value: str) -> ParameterRefused:
         "tool_choice",
         value=value,
         limit="none, auto, required, a function's name, or allowed_tools",
-        remedy="send one of these in OpenAI's form",
+        remedy="send one of these in OpenAI's format",
     )
 
 

@@ -85,7 +85,7 @@ def _arguments(sent: str | dict[str, Any] | None, param: str) -> dict[str, Any]:
             param,
             value=f"a text of {len(sent)} characters" if isinstance(sent, str) else "an object",
             limit=f"one JSON object, nested at most {_DEPTH_MAX} deep",
-            remedy="send the arguments as the model's call held them",
+            remedy="send the arguments of the model's call unchanged",
         )
     return found
 

@@ -36,7 +36,7 @@ class MessagesEndpoint(ChatEndpoint):
             return await self.job_of(chat_request(request), request_id)
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
-        assert not index, "a dialect asks for one answer"
+        assert not index, "requests of this API have a single choice"
         blocks = AnswerBlocks(job.wording(index) if job.wording is not None else None)
         return MessagesFormatter(generation, model=job.model, blocks=blocks)
 

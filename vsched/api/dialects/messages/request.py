@@ -149,7 +149,7 @@ def _misplaced(role: str, allowed: str) -> ParameterRefused:
         "messages",
         value=f"another content block with role {role}",
         limit=allowed,
-        remedy="send it with the role that it belongs to",
+        remedy="send it in a message with a matching role",
     )
 
 
@@ -194,7 +194,7 @@ def _image(block: ImageBlock) -> ImagePart:
 
 def _tool(tool: MessagesTool, index: int) -> Tool:
     if tool.type not in {None, "custom"}:
-        remedy = "describe a function with name and input_schema, which the client carries out"
+        remedy = "describe a function with name and input_schema for the client to carry out"
         where = f"tools[{index}]"
         raise unsupported_type(tool.type, where) or unsupported(f"{where}.type", remedy=remedy)
     return Tool(function=FunctionTool(tool.name, tool.description, tool.input_schema))

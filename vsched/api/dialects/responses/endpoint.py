@@ -39,7 +39,7 @@ class ResponsesEndpoint(ChatEndpoint):
         return msgspec.structs.replace(job, asked=msgspec.structs.replace(request, input=""))
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
-        assert not index, "a dialect asks for one answer"
+        assert not index, "requests of this API have a single choice"
         assert isinstance(job.asked, ResponsesRequest)
         return ResponsesFormatter(
             generation,

@@ -120,14 +120,14 @@ def _append(made: list[Message], item: InputItem, where: str) -> None:
             needed = (
                 "a message its role, a call its call_id and name, an output its call_id and output"
             )
-            message = f"`{where}` lacks what its type needs: {needed}. Remedy: send it."
+            message = f"`{where}` lacks a field that its type needs: {needed}. Remedy: send it."
             raise ParameterRefused(message, param=where)
         case other:
             raise _unserved(other, where)
 
 
 def _unserved(kind: str, where: str) -> ParameterRefused:
-    remedy = "leave out what another server keeps or carries out"
+    remedy = "leave out items of tools that another server runs"
     return unsupported_type(kind, where) or out_of_bounds(
         f"{where}.type", value=shown(kind), limit=_ITEMS, remedy=remedy
     )
