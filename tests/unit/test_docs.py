@@ -1,9 +1,9 @@
-"""The pages say what is: links lead somewhere, examples run, commands, options, targets and files exist.
+"""Checks of README.md and docs/: links, names of files and settings, commands, and examples that run.
 
-Conventions in the pages: a `python` block behind `<!-- runnable: NAME.py -->` is imported under that name, and its
-functions called `test_*` are run, by pytest where it imports that; the blocks of one page lie in one folder. Every
-`toml` block must load as a configuration there. Commands are checked in `sh` blocks, behind a `$` in `text` blocks, and
-in `code` that starts with `vsched` or `make`.
+A `python` block after `<!-- runnable: NAME.py -->` is written to a file of that name and imported, and its functions
+named `test_*` are called; if it imports pytest, pytest runs it. All blocks of a page are in one folder. Every `toml`
+block must load as a configuration in that folder. Commands are checked in `sh` blocks, after a `$` in `text` blocks,
+and in inline code that starts with `vsched` or `make`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import shlex
 import subprocess
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -51,7 +52,7 @@ ENVIRONMENT = re.compile(r"^[A-Z_]+=\S*$")
 
 
 class Block(NamedTuple):
-    """A fenced block; `name` is the file of a runnable one."""
+    """A fenced block; `name` is the file name of a runnable one."""
 
     language: str
     text: str
@@ -62,19 +63,25 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=shown)
+def check_pages(failures: Callable[[Path], Iterator[str]], pages: list[Path] = PAGES) -> None:
+    """Assert that a check finds no failures, and report those of all pages at once."""
+    found = [f"{shown(page)}: {failure}" for page in pages for failure in failures(page)]
+    assert not found, "\n".join(found)
 
 
+@cache
 def blocks(page: Path) -> list[Block]:
     found = FENCE.finditer(page.read_text())
     return [Block(each["language"], each["text"], each["name"]) for each in found]
 
 
+@cache
 def prose(page: Path) -> str:
     """Return a page without its fenced blocks."""
     return FENCE.sub("", page.read_text())
 
 
+@cache
 def headings(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
@@ -83,30 +90,41 @@ def headings(page: Path) -> set[str]:
 # --- links, names and files ---
 
 
-@every_page
-def test_docs_links_lead_somewhere(page: Path) -> None:
+def dead_links(page: Path) -> Iterator[str]:
     for match in LINK.finditer(prose(page)):
         target, _, heading = match["target"].partition("#")
         if target.startswith(("http:", "https:")):
             continue
         found = (page.parent / target).resolve() if target else page
-        assert found.exists(), f"{match[0]} leads nowhere"
-        assert found.is_relative_to(ROOT), f"{match[0]} leads out of the repository"
-        assert not heading or heading in headings(found), f"{match[0]}: no such heading"
+        if not found.exists():
+            yield f"{match[0]}: no such file"
+        elif not found.is_relative_to(ROOT):
+            yield f"{match[0]}: outside of the repository"
+        elif heading and heading not in headings(found):
+            yield f"{match[0]}: no such heading"
 
 
-@pytest.mark.parametrize("folder", ["docs", "docs/decisions", "docs/reference"])
-def test_docs_indexes_name_every_page(folder: str) -> None:
-    (index,) = [
-        path for path in PAGES if path.parent == ROOT / folder and path.stem in {"index", "README"}
-    ]
+def test_docs_links_lead_somewhere() -> None:
+    check_pages(dead_links)
+
+
+def pages_without_a_line(index: Path) -> Iterator[str]:
     linked = {match["target"] for match in LINK.finditer(index.read_text())}
     pages = {path.name for path in PAGES if path.parent == index.parent and path != index}
-    assert not pages - linked, f"give each of these pages its line in {shown(index)}"
+    yield from sorted(pages - linked)
+
+
+def test_docs_indexes_name_every_page() -> None:
+    folders = [ROOT / name for name in ("docs", "docs/decisions", "docs/reference")]
+    indexes = [
+        page for page in PAGES if page.parent in folders and page.stem in {"index", "README"}
+    ]
+    assert sorted(page.parent for page in indexes) == folders
+    check_pages(pages_without_a_line, indexes)
 
 
 def test_docs_site_has_a_place_for_every_page() -> None:
-    """The records of decisions are reached by their index."""
+    """Decision records are reached through their index."""
     named = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", SITE.read_text(), re.MULTILINE)
     pages = [
         str(page.relative_to(ROOT / "docs")) for page in PAGES if ROOT / "docs" in page.parents
@@ -133,31 +151,45 @@ def test_docs_records_of_decisions_have_numbers_of_their_own_and_are_listed_in_o
     assert not wrong, "the title of a record begins with its number"
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs/reference").glob("*.md")), ids=shown)
-def test_docs_reference_names_what_can_be_imported(page: Path) -> None:
+def unknown_objects(page: Path) -> Iterator[str]:
     for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
-        pkgutil.resolve_name(name)
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            yield name
 
 
-@every_page
-def test_docs_name_no_path_of_a_machine(page: Path) -> None:
-    assert not MACHINE_PATH.findall(page.read_text())
+def test_docs_reference_names_what_can_be_imported() -> None:
+    check_pages(unknown_objects, sorted((ROOT / "docs/reference").glob("*.md")))
 
 
-@every_page
-def test_docs_name_sources_that_exist(page: Path) -> None:
+def machine_paths(page: Path) -> Iterator[str]:
+    yield from MACHINE_PATH.findall(page.read_text())
+
+
+def test_docs_name_no_path_of_a_machine() -> None:
+    check_pages(machine_paths)
+
+
+def missing_sources(page: Path) -> Iterator[str]:
     named = [code for code in CODE.findall(prose(page)) if SOURCE.fullmatch(code)]
-    assert not [path for path in named if not (ROOT / path).exists()]
+    yield from (path for path in named if not (ROOT / path).exists())
 
 
-@every_page
-def test_docs_name_configuration_keys_that_exist(page: Path) -> None:
-    """Of the sections of the configuration; tables of policies have keys of their own."""
+def test_docs_name_sources_that_exist() -> None:
+    check_pages(missing_sources)
+
+
+def unknown_settings(page: Path) -> Iterator[str]:
     codes = [code for code in CODE.findall(prose(page)) if ".safetensors" not in code]
     found = {match["path"] for code in codes if (match := SETTING.fullmatch(code)) is not None}
     named = found - PROBES.keys()
-    missing = [path for path in sorted(named) if not is_setting(Config, path.split("."))]
-    assert not missing
+    yield from (path for path in sorted(named) if not is_setting(Config, path.split(".")))
+
+
+def test_docs_name_configuration_keys_that_exist() -> None:
+    """Only keys in sections of the configuration: tables of policies have keys of their own."""
+    check_pages(unknown_settings)
 
 
 def is_setting(section: type, names: list[str]) -> bool:
@@ -168,13 +200,6 @@ def is_setting(section: type, names: list[str]) -> bool:
     kind = kinds[names[0]]
     is_section = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
     return not names[1:] or not is_section or is_setting(kind, names[1:])
-
-
-@every_page
-def test_docs_lines_are_readable(page: Path) -> None:
-    """A line is no table row, and short enough for a diff."""
-    lines = [line for line in prose(page).splitlines() if not line.startswith("|")]
-    assert not [line for line in lines if len(line) > 120]
 
 
 # --- commands ---
@@ -200,37 +225,47 @@ def commands(page: Path) -> Iterator[list[str]]:
             yield shlex.split(code)
 
 
-def check_vsched(words: list[str]) -> None:
-    """Fail unless the command, its subcommands and its options exist."""
+@cache
+def command_line() -> Any:
     import_commands()
-    command: Any = typer.main.get_command(app)
+    return typer.main.get_command(app)
+
+
+def unknown_words(words: list[str]) -> Iterator[str]:
+    """Yield the subcommands and options of a `vsched` command line that do not exist."""
+    command = command_line()
     rest = list(words)
     while rest and (subcommands := getattr(command, "commands", None)):
         name = rest.pop(0)
-        assert name in subcommands, f"{name!r} is no command of {command.name}"
+        if name not in subcommands:
+            yield f"{name!r} is no command of {command.name}"
+            return
         command = subcommands[name]
     known = {option for parameter in command.params for option in parameter.opts}
     options = [word.partition("=")[0] for word in rest if word.startswith("-")]
-    assert not [option for option in options if option not in known], f"{words}: unknown options"
+    yield from (f"{words}: no option {option}" for option in options if option not in known)
 
 
-@every_page
-def test_docs_name_commands_that_exist(page: Path) -> None:
+def unknown_commands(page: Path) -> Iterator[str]:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for words in commands(page):
         match words:
             case [("vsched" | ".venv/bin/vsched"), *rest]:
-                check_vsched(rest)
+                yield from unknown_words(rest)
             case ["make", *rest]:
-                assert not {word for word in rest if "=" not in word} - targets, words
+                missing = {word for word in rest if "=" not in word} - targets
+                yield from (f"make {target}: no such target" for target in sorted(missing))
+
+
+def test_docs_name_commands_that_exist() -> None:
+    check_pages(unknown_commands)
 
 
 @pytest.mark.parametrize(
     "words", [["fly"], ["config", "fly"], ["serve", "--fly"], ["bench", "serve", "--fly=1"]]
 )
 def test_docs_command_check_can_fail(words: list[str]) -> None:
-    with pytest.raises(AssertionError):
-        check_vsched(words)
+    assert list(unknown_words(words))
 
 
 # --- examples ---
@@ -240,7 +275,7 @@ def test_docs_command_check_can_fail(words: list[str]) -> None:
 def folder(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    """Return a folder with the runnable files of a page, importable as at a server's start."""
+    """Return an importable folder with the runnable files of a page."""
     page = cast("Path", request.param)
     names = [block.name for block in blocks(page) if block.name is not None]
     for block in blocks(page):
@@ -263,7 +298,7 @@ def pages_with(language: str, *, runnable: bool = False) -> list[Path]:
 
 
 def run_by_pytest(file: Path) -> None:
-    """Run a file of tests that use fixtures as its reader would."""
+    """Run a file of tests that use fixtures."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file.name],
         cwd=file.parent,
@@ -289,15 +324,21 @@ def test_docs_runnable_examples_run(folder: Path) -> None:
             test()
 
 
-@pytest.mark.parametrize("page", pages_with("python"), ids=shown)
-def test_docs_examples_are_python(page: Path) -> None:
+def syntax_errors(page: Path) -> Iterator[str]:
     for block in blocks(page):
         if block.language == "python":
-            ast.parse(block.text)
+            try:
+                ast.parse(block.text)
+            except SyntaxError as error:
+                yield f"{error}: {error.text}"
+
+
+def test_docs_examples_are_python() -> None:
+    check_pages(syntax_errors)
 
 
 def serve_one(config: Path) -> list[GenerateDecision]:
-    """Serve two requests by a kernel with the policies of a configuration; return the decisions."""
+    """Serve two requests with the policies of a configuration; return the kernel's decisions."""
     loaded = load_config(config, environ={})
     limits = SchedulerLimits(blocks=64, slots=2, context_tokens=256, pages=16)
     kernel = Scheduler(limits, loaded.policies.for_kernel())
@@ -331,7 +372,7 @@ def serve_one(config: Path) -> list[GenerateDecision]:
     indirect=["folder"],
 )
 def test_docs_configurations_load_and_serve(folder: Path, page: Path) -> None:
-    """What a page deploys is what its examples define: the kernel serves with it, and no policy fails."""
+    """Configurations may name policies from the examples of their page."""
     for number, block in enumerate(block for block in blocks(page) if block.language == "toml"):
         config = folder / f"{number}.toml"
         config.write_text(block.text)
