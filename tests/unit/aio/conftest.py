@@ -14,7 +14,7 @@ from tests.unit.aio.ranks import SEPARATE, ShellHarness
 async def played(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> AsyncIterator[ShellHarness]:
-    """A started shell, of one worker group for each group unless the test's parameter says otherwise."""
+    """A started shell, with one worker group per group unless the test's parameter says otherwise."""
     played = ShellHarness(monkeypatch, tmp_path)
     await played.start(getattr(request, "param", SEPARATE))
     yield played

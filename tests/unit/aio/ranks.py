@@ -1,7 +1,7 @@
-"""A shell whose ranks live in this process: the real worker groups, leaders and logs over a wire that is a list.
+"""A shell with in-process ranks: real worker groups, leaders and logs over an in-memory wire.
 
-A rank answers when it is told to, so a test says what happens between any two steps. What it samples follows from the
-tokens before, so that a stream that went on after a loss can be told from one that began anew.
+A rank reports when the test says so, so tests control the events between any two steps. Sampled tokens follow from the
+tokens before them, so a stream that resumed after a loss differs from one that restarted.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Result = GenerateResult | EncodeResult
 
 
 class Wire:
-    """A leader's link, and what it sent to each rank."""
+    """A leader's link, and the frames sent to each rank."""
 
     def __init__(
         self, ranks: Ranks, address: str, on_frame: Callable[[bytes, bytes], None]
@@ -97,12 +97,12 @@ class Wire:
 
 
 def group_of(address: str) -> str:
-    """The group whose socket is at an address: what stands behind it counts the starts."""
+    """Name of the group at a socket address, whose last part counts the starts."""
     return Path(address).name.rpartition("-")[0]
 
 
 class Rank:
-    """A rank process that is none."""
+    """A rank without a process."""
 
     def __init__(self, ranks: Ranks, spec: RankSpec, on_exit: Callable[[int], None]) -> None:
         self.pid = ranks.starts
@@ -141,7 +141,7 @@ class Rank:
                 ranks.say(group, Loaded(self._memory), self.number)
 
     def follow_order(self, ranks: Ranks, group: str, frame: bytes) -> None:
-        """Carry out an order about the KV cache, of which nothing is built."""
+        """Carry out an order about the KV cache, without building one."""
         match self._logs["generate"].accept(frame):
             case SizeKv():
                 ranks.say(group, Sized("fits", "", self._memory), self.number)
@@ -153,7 +153,7 @@ class Rank:
         """Carry out an entry; a heartbeat has no result."""
         entry = self._logs[stage_of(group)].accept(frame)
         if isinstance(entry, EncodeDecision):
-            return cast("EncodeResult", self._encode.apply(entry))  # nothing here pauses
+            return cast("EncodeResult", self._encode.apply(entry))  # never pauses
         if isinstance(entry, GenerateDecision):
             assert self._generate is not None
             return self._generate.apply(entry)
@@ -174,7 +174,7 @@ def _generate_rank(ranks: Ranks, role: GenerateRole) -> GenerateRank:
 
 
 class HostOfRanks:
-    """Where they are for one start."""
+    """The place of the ranks of one start."""
 
     name = "far"
 
@@ -201,11 +201,11 @@ class Ranks:
 
     Attributes:
         blocks: KV blocks that ranks report from now on.
-        failures: What the next starts raise, first to last.
-        broken: Groups none of whose ranks can start.
-        mute: Generate groups whose ranks never say that they have loaded.
+        failures: Errors raised by the next starts, first to last.
+        broken: Groups whose ranks cannot start.
+        mute: Generate groups whose ranks never report that they have loaded.
         backlogged: Groups and ranks that do not take their next decision.
-        lose_host: Loses the host of the last start, and says why.
+        lose_host: Loses the host of the last start, with a reason.
         places: Starts of worker groups; `places_closed` are those whose host was given back.
         pauses_s: Pauses between attempts to restart; none takes time while `pause_over` is set.
     """
@@ -232,7 +232,7 @@ class Ranks:
         return len(self.made)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """No-op."""
 
     def place(
         self,
@@ -265,14 +265,14 @@ class Ranks:
         self.wires[group].hear(rank_identity(rank), encode_report(report))
 
     def follow_orders(self, group: str, number: int) -> None:
-        """Let a rank that does not serve yet carry out what it is sent; what comes later waits for `step`."""
+        """Let a rank that does not serve yet carry out its orders; later frames wait for `step`."""
         if stage_of(group) == "generate":
             rank, frames = self.of(group, number), self.wires[group].frames[number]
             while frames and not rank.serves:
                 rank.follow_order(self, group, frames.popleft())
 
     def step(self, group: str = "generate", number: int = 0) -> Result:
-        """Carry out the next decision of a group, and keep the result back."""
+        """Carry out the next decision of a group, without reporting the result."""
         result = None
         while result is None:
             result = self._next(group, number)
@@ -294,7 +294,7 @@ class Ranks:
                 self.say(group, StepCheck(result.step, check_of(result)), number)
 
     def run(self, steps: int = 10_000, *, groups: Sequence[str] = ()) -> None:
-        """Carry out what is decided, the encoders first, and report it; of all groups, or of some."""
+        """Carry out and report pending decisions of all groups, or of some, encoders first."""
         for _ in range(steps):
             due = sorted(name for name in groups or self.wires if self._is_due(name))
             if not due:
@@ -302,19 +302,19 @@ class Ranks:
             self.turn(due[0])
 
     def run_all(self, steps: int) -> None:
-        """Carry out so many decisions of each group, as far as there are any."""
+        """Carry out this number of decisions of each group, if there are any."""
         for _ in range(steps):
             for name in list(self.wires):
                 if self._is_due(name):
                     self.turn(name)
 
     def _is_due(self, group: str) -> bool:
-        """Whether a group has something to carry out, and does not only load."""
+        """Return True if a group has a decision to carry out and is not just loading."""
         serves = stage_of(group) == "encode" or self.of(group).serves
         return serves and bool(self.wires[group].frames[0])
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Let the loop turn until something holds."""
+        """Let the loop turn until a condition holds."""
         for _ in range(1000):
             if condition():
                 return
@@ -323,7 +323,7 @@ class Ranks:
 
 
 class Text:
-    """A detokenizer that raises at this many tokens, or at the end."""
+    """A detokenizer that raises after this many tokens, or at the end."""
 
     def __init__(self, *, push_at: int = 0, flush: Exception | None = None) -> None:
         self._push_at = push_at
@@ -343,7 +343,7 @@ class Text:
 
 
 class Stream:
-    """A submitted request, and how often it ended."""
+    """A submitted request, and the number of times it ended."""
 
     def __init__(
         self,
@@ -426,7 +426,7 @@ class ShellHarness:
         monkeypatch.setattr(asyncio, "sleep", sleep)
 
     async def start(self, groups: Groups = SEPARATE, *, ranks: int = 1) -> None:
-        """Start worker groups of these groups, each of so many ranks."""
+        """Start worker groups for these groups, each with this number of ranks."""
         sizing = kv_sizing(groups, ranks=ranks)
         self.shell = await start_shell(
             lambda events: [
@@ -443,7 +443,7 @@ class ShellHarness:
         )
 
     def engine(self) -> Engine:
-        """Return an engine that serves with this shell, and has nothing else."""
+        """Return an engine that serves with this shell alone."""
         engine, absent = Engine(Config()), cast("Any", Absent())
         engine._running = RunningParts(
             arena=absent,

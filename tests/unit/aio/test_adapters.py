@@ -1,4 +1,4 @@
-"""Which adapters requests may name, and how groups that come and go all get them."""
+"""The adapters that requests may name, and how groups that come and go all load them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOTH, ONE = ("encode", "generate"), ("generate",)
 
 
 class FakeLeader:
-    """Answers for the ranks of a group: with `errors`, at once unless `silent`."""
+    """Replies for the ranks of a group: with `errors`, at once unless `silent`."""
 
     def __init__(self) -> None:
         self.has: set[int] = set()
@@ -133,7 +133,7 @@ async def test_orders_tell_a_group_that_was_lost_meanwhile_when_it_is_back() -> 
 
 
 async def test_orders_tell_a_group_that_is_back_while_others_add() -> None:
-    """Nobody else would: what is not added yet is not restored."""
+    """An adapter that is still being added is not restored otherwise."""
     groups = FakeGroups()
     groups.all[1].down = True
     slow = groups.all[2].leader
@@ -287,7 +287,7 @@ async def test_table_interrupts_who_is_not_done_in_time(tmp_path: Path) -> None:
 
 
 async def test_table_goes_on_when_nobody_waits(tmp_path: Path) -> None:
-    """Whoever asked may leave: it is loaded, or not, but nothing is left half-way."""
+    """The caller may leave: the adapter is loaded or not, never half-way."""
     bench = Bench(tmp_path)
     loading = asyncio.ensure_future(bench.table.load("a", "somewhere"))
     await asyncio.sleep(0)

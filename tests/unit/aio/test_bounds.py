@@ -1,4 +1,4 @@
-"""Numbers that would break the wire or a rank are refused before anything is done for them."""
+"""Numbers that would break the wire or a rank are refused before any work is done for them."""
 
 from __future__ import annotations
 
@@ -78,19 +78,18 @@ def test_check_numbers_refuses(what: dict[str, Any], value: object, limit: str) 
 def test_check_numbers_accepts_the_limits_themselves(
     token_ids: list[int], sampling: dict[str, Any]
 ) -> None:
-    """Nothing is refused that could be served."""
     check_numbers(token_ids, SamplingParams(**sampling), vocab_size=VOCABULARY)
 
 
 def test_prompt_values_are_as_many_as_the_setting_says() -> None:
-    """The refusal names the setting."""
+    """The error names the setting."""
     check_prompt_values(6, 6)
     with pytest.raises(RequestRefused, match=r"value 7, limit 6\. .*server\.prompt_logprobs_max"):
         check_prompt_values(7, 6)
 
 
 def test_checked_prompt_keeps_the_class_of_a_text() -> None:
-    """That of a rendered prompt has the places where special tokens are a client's text, not a template's."""
+    """A rendered prompt marks positions where special tokens are a client's text, not the template's."""
 
     class Rendered(str):
         marks = (3,)

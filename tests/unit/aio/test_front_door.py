@@ -1,4 +1,4 @@
-"""The shell's side of the front door: refusals before preparation, holds, and clients that leave."""
+"""The shell's side of admission on arrival: refusals before preparation, holds, and clients that leave."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vsched.types import SamplingParams
 
 
 class Told(FrontDoorPolicy, frozen=True, kw_only=True):
-    """Answers by tenant; who is held is let in when asked again."""
+    """Decides by tenant; held requests are let in when asked again."""
 
     def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
         match view.request.tenant:
@@ -98,7 +98,7 @@ async def test_who_is_held_waits_and_is_served(
 async def test_clients_that_leave_leave_nothing_at_the_door(
     engine: Any, media: SlowMedia, played: ShellHarness
 ) -> None:
-    """One that is held, one in preparation, one whose preparation fails, and one with impossible numbers."""
+    """One request on hold, one in preparation, one whose preparation fails, and one with numbers out of range."""
     held = asyncio.create_task(ask(engine, "held"))
     (preparing,) = await begin(engine, media, 1)
     assert door(played) == (1, 1)

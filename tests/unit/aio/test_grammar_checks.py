@@ -10,7 +10,7 @@ from vsched.types import SamplingParams
 
 
 class Compiler:
-    """Notes what it compiles, and in which thread; `going` holds it up."""
+    """Records the grammars it compiles and their threads; `going` blocks it."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, threading.Thread]] = []

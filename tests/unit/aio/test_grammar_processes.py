@@ -43,7 +43,7 @@ class ShakyGrammars:
 
 
 class ShakyPlugin:
-    """A plug-in that has grammars, unless the model's family is `none`."""
+    """A plug-in with grammars, unless the model's family is `none`."""
 
     def __getattr__(self, name: str) -> Any:
         if name in WORKER_METHODS:

@@ -20,7 +20,7 @@ from vsched.types import SamplingParams
 
 
 class SlowMedia:
-    """Prepares prompts once it is told to, and counts what it has given out and got back."""
+    """Prepares prompts when a test allows it, and counts prompts given out and returned."""
 
     def __init__(self) -> None:
         self.ready = asyncio.Event()
@@ -66,7 +66,7 @@ async def begin(engine: Engine, media: SlowMedia, count: int) -> list[asyncio.Ta
 
 
 async def errors_of(tasks: list[asyncio.Task[Generation]]) -> list[tuple[str, int, int | None]]:
-    """Return how requests failed: all of them did."""
+    """Errors of the requests: all of them failed."""
     async with patience():
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(one, RequestFailed) for one in outcomes), outcomes
@@ -74,7 +74,7 @@ async def errors_of(tasks: list[asyncio.Task[Generation]]) -> list[tuple[str, in
 
 
 async def test_requests_in_preparation_wait(played: ShellHarness) -> None:
-    """Statistics count them, and tell where they are."""
+    """Statistics count them, with their state."""
     media = SlowMedia()
     engine = engine_with(played, media)
     tasks = await begin(engine, media, 6)
@@ -94,7 +94,7 @@ async def test_requests_in_preparation_wait(played: ShellHarness) -> None:
 async def test_clear_interrupts_requests_in_preparation(
     played: ShellHarness, *, is_ready: bool
 ) -> None:
-    """With the reply of one that waits in the kernel, also when its preparation has just come to its end."""
+    """Like a request waiting in the kernel, even if its preparation has just ended."""
     media = SlowMedia()
     engine = engine_with(played, media)
     tasks = await begin(engine, media, 6)
@@ -150,7 +150,7 @@ async def test_a_scheduler_that_fails_ends_requests_in_preparation(
 
 
 async def test_drain_serves_requests_in_preparation(played: ShellHarness) -> None:
-    """They were accepted: a drain refuses only what comes after it, and ends once all of them have."""
+    """They were accepted: a drain refuses only later requests, and ends once all of these have."""
     media = SlowMedia()
     engine = engine_with(played, media)
     tasks = await begin(engine, media, 2)
@@ -169,7 +169,7 @@ async def test_drain_serves_requests_in_preparation(played: ShellHarness) -> Non
 
 
 async def test_a_client_that_leaves_as_all_are_interrupted_is_gone() -> None:
-    """Its cancellation is its own: an interruption at the same time does not swallow it."""
+    """An interruption at the same time does not swallow the task's own cancellation."""
     preparations, never = Preparations(), asyncio.Event()
     task = asyncio.create_task(preparations.run("r", never.wait()))
     await asyncio.sleep(0)
@@ -182,7 +182,7 @@ async def test_a_client_that_leaves_as_all_are_interrupted_is_gone() -> None:
 
 
 async def test_an_interrupted_caller_can_go_on() -> None:
-    """What was interrupted is the preparation, not the task that asked for it."""
+    """Only the preparation was interrupted, not the task that asked for it."""
     preparations = Preparations()
 
     async def caller() -> int:

@@ -19,7 +19,7 @@ BACK = "computes with all of its"
 def lines_of(
     caplog: pytest.LogCaptureFixture, changes: Sequence[tuple[float, int]], total: int
 ) -> list[tuple[float, str]]:
-    """Return the lines for a rank that reports a number at these seconds, each with its second."""
+    """Log lines, each with its second, for a rank that reports these numbers at these seconds."""
     caplog.set_level(logging.INFO)
     lines: list[tuple[float, str]] = []
 

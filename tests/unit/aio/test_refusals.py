@@ -1,4 +1,4 @@
-"""A client that is refused reads what happened, the value, the limit and the remedy."""
+"""Errors for refused requests give the event, the value, the limit and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may raise inside a shell, and whom it may harm: one stream, or all of them, but never silently."""
+"""Exceptions inside a shell: they end one stream or all of them, but never silently."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def streams_of(played: ShellHarness, **odd: object) -> list[Stream]:
 async def test_shell_stream_whose_text_fails_ends_alone(
     played: ShellHarness, text: Text, taken: int
 ) -> None:
-    """Its client gets one error, whatever the kernel meant to say; the others get all their tokens."""
+    """Its client gets one error, whatever the kernel reported; the others get all their tokens."""
     streams = streams_of(played, text=text)
     played.ranks.run()
     error = await streams[1].error()
@@ -61,7 +61,7 @@ async def test_shell_stream_whose_text_fails_ends_alone(
 
 
 async def test_shell_stream_whose_text_fails_stops_computing(played: ShellHarness) -> None:
-    """What it holds is free before the next step."""
+    """Its resources are free before the next step."""
     broken, good = [
         Stream(played.shell, make_request(name, [11]), max_tokens=300, text=text)
         for name, text in (("broken", Text(push_at=2)), ("good", Text()))
@@ -72,7 +72,7 @@ async def test_shell_stream_whose_text_fails_stops_computing(played: ShellHarnes
 
 
 async def test_shell_on_end_that_raises_harms_nobody(played: ShellHarness) -> None:
-    """The stream has its end all the same."""
+    """The stream still ends."""
     streams = streams_of(played, end_error=RuntimeError("a lease"))
     played.ranks.run()
     for prompt, stream in zip(PROMPTS, streams, strict=True):
@@ -93,7 +93,7 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, kind: type[Event]) -> None:
 
 
 async def all_given_up(played: ShellHarness, streams: list[Stream]) -> None:
-    """Assert that every stream ended with one error, and that nothing works on."""
+    """Assert that every stream ended with one error, and that nothing goes on."""
     for stream in streams:
         error = await stream.error()
         assert (str(error), error.code, error.status) == ("the scheduler failed", "given_up", 503)
@@ -112,7 +112,7 @@ async def all_given_up(played: ShellHarness, streams: list[Stream]) -> None:
 async def test_shell_scheduler_that_fails_at_a_result_or_a_loss_ends_everything(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch, group: str
 ) -> None:
-    """An error in the kernel is told to everybody who waits, once, and nobody is accepted after it."""
+    """Every waiting client gets the error once, and no request is accepted after it."""
     streams = streams_of(played)
     played.ranks.run(2)
     fail_on(monkeypatch, Stepped)
@@ -125,7 +125,7 @@ async def test_shell_scheduler_that_fails_at_a_result_or_a_loss_ends_everything(
 async def test_shell_scheduler_that_fails_at_a_submission_refuses_it(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who submits meanwhile is refused and has no stream to wait at; the others have their end."""
+    """Meanwhile submissions are refused without a stream; the other streams end."""
     streams = streams_of(played)
     fail_on(monkeypatch, Submitted)
     with pytest.raises(RequestRefused) as caught:
@@ -137,7 +137,7 @@ async def test_shell_scheduler_that_fails_at_a_submission_refuses_it(
 async def test_shell_command_that_fails_ends_everything(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same where the commands cannot be carried out, such as a decision that cannot be encoded."""
+    """The same if commands cannot be carried out, such as a decision that cannot be encoded."""
     streams = streams_of(played)
 
     def send(rank: int, frames: object) -> bool:
@@ -151,7 +151,7 @@ async def test_shell_command_that_fails_ends_everything(
 async def test_shell_that_fails_ends_a_restart_that_loads(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that are on their way for a scheduler that serves nothing more are stopped."""
+    """Ranks that are loading for a failed scheduler are stopped."""
     streams = streams_of(played)
     played.ranks.of("encode").exit(1)
     await played.ranks.until(lambda: played.ranks.starts == 3)
@@ -164,7 +164,6 @@ async def test_shell_that_fails_ends_a_restart_that_loads(
 async def test_shell_that_fails_ends_a_restart_that_pauses(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does one begin after the pause."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.failures.append(OSError("no processes left"))
@@ -184,7 +183,7 @@ async def test_shell_that_fails_ends_a_restart_that_pauses(
 async def test_engine_whose_scheduler_failed_says_so(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`/health` tells it, and requests are refused before their images are touched."""
+    """`/health` reports it, and requests are refused before their images are processed."""
     engine = played.engine()
     assert engine.state == "ready"
     fail_on(monkeypatch, Cleared)
@@ -207,7 +206,7 @@ async def test_engine_whose_scheduler_failed_says_so(
 async def test_shell_stop_ends_every_stream_and_every_rank(
     played: ShellHarness, odd: dict[str, object]
 ) -> None:
-    """Clients hear that the server stops, and a stream that cannot end well keeps no rank alive."""
+    """Clients get the error of a stopping server, and a stream that fails to end keeps no rank alive."""
     streams = streams_of(played, **odd)
     played.ranks.run(3)
     await played.shell.stop()
@@ -221,7 +220,6 @@ async def test_shell_stop_ends_every_stream_and_every_rank(
 async def test_shell_stop_of_a_scheduler_that_fails_ends_everything(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when the scheduler raises at that very moment."""
     streams = streams_of(played)
     fail_on(monkeypatch, Cleared)
     await played.shell.stop()
@@ -238,7 +236,7 @@ class FakeTimer:
 
 
 async def test_shell_has_one_timer(played: ShellHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new time takes the place of the old, or thousands of submissions leave thousands of timers."""
+    """A new time replaces the old one, or thousands of submissions would leave thousands of timers."""
     shell, timers = played.shell, list[FakeTimer]()
     rung: list[Event] = []
 
@@ -270,7 +268,7 @@ async def test_shell_has_one_timer(played: ShellHarness, monkeypatch: pytest.Mon
 async def test_shell_that_cannot_start_leaves_nothing(
     played: ShellHarness, error: Exception
 ) -> None:
-    """What the start of a rank raises reaches the caller, and the other worker group is stopped."""
+    """An exception at the start of a rank reaches the caller, and the other worker group is stopped."""
     await played.shell.stop()
     played.ranks.failures.append(error)
     with pytest.raises(type(error)):
@@ -279,7 +277,7 @@ async def test_shell_that_cannot_start_leaves_nothing(
 
 
 class Noted:
-    """A recorder that keeps all in memory."""
+    """A recorder that keeps all entries in memory."""
 
     def __init__(self) -> None:
         self.events: list[str] = []

@@ -41,7 +41,7 @@ async def soon(task: asyncio.Future[Any]) -> Any:
 
 
 async def serve_until(played: ShellHarness, task: asyncio.Future[Any]) -> Any:
-    """Carry decisions out, a few a turn of the loop, until something is done."""
+    """Carry decisions out, a few per turn of the loop, until a task is done."""
     for _ in range(2000):
         if task.done():
             return task.result()
@@ -52,7 +52,7 @@ async def serve_until(played: ShellHarness, task: asyncio.Future[Any]) -> Any:
 
 @pytest.mark.parametrize("played", [TWO_GENERATE, TWO_OF_EACH], indirect=True, ids=str)
 async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: ShellHarness) -> None:
-    """No stream notices; once nothing runs there, whoever drains it is told, and may resume it."""
+    """No stream is interrupted; the drain returns once nothing runs there, and the group can be resumed."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(2)
@@ -78,7 +78,7 @@ async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: Shell
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_drain_that_takes_too_long_is_told_and_goes_on(played: ShellHarness) -> None:
-    """The wait has a deadline; the drain has not."""
+    """The wait has a deadline; the drain has none."""
     streams = streams_of(played)
     played.ranks.run_all(2)
     assert await played.shell.administration.drain("generate-1") is False
@@ -92,7 +92,7 @@ async def test_drain_that_takes_too_long_is_told_and_goes_on(played: ShellHarnes
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_drain_ends_when_it_is_taken_back(played: ShellHarness) -> None:
-    """Who waited is told that it did not come to that."""
+    """The caller that waited gets an error."""
     streams = streams_of(played)
     played.ranks.run_all(2)
     played.shell.administration._drain_s = 60
@@ -107,7 +107,7 @@ async def test_drain_ends_when_it_is_taken_back(played: ShellHarness) -> None:
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: ShellHarness) -> None:
-    """What ran there goes on there; what the operator asked for still holds."""
+    """Its requests resume there, and the drain still holds."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(2)
@@ -140,7 +140,7 @@ async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: Sh
 async def test_restart_under_load_costs_no_request_a_token(
     played: ShellHarness, group: str
 ) -> None:
-    """Drained first, so nothing is computed twice; the last of its stage can be restarted, too."""
+    """Drained first, so nothing is computed twice; even the last group of its stage can be restarted."""
     ranks = played.ranks
     streams = streams_of(played)
     image = Stream(played.shell, make_request("image", [7], [ITEM]))
@@ -163,7 +163,7 @@ async def test_restart_under_load_costs_no_request_a_token(
 
 @pytest.mark.parametrize("played", [TWO_GENERATE, SEPARATE], indirect=True, ids=str)
 async def test_restart_goes_on_after_the_deadline(played: ShellHarness) -> None:
-    """What runs still goes on after the restart, as after any loss."""
+    """Requests that still run resume after the restart, as after any loss."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(2)
@@ -176,7 +176,7 @@ async def test_restart_goes_on_after_the_deadline(played: ShellHarness) -> None:
 
 @pytest.mark.parametrize("played", [SEPARATE], indirect=True)
 async def test_restarts_are_no_losses(played: ShellHarness) -> None:
-    """However often an operator restarts a worker group, the first loss is answered at once."""
+    """However often an operator restarts a worker group, its first loss is recovered without a pause."""
     ranks = played.ranks
     for _ in range(6):
         assert await played.shell.administration.restart("generate") is True
@@ -187,7 +187,7 @@ async def test_restarts_are_no_losses(played: ShellHarness) -> None:
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_restart_that_is_cancelled_leaves_the_group_serving(played: ShellHarness) -> None:
-    """It has not begun to stop anything."""
+    """Nothing has been stopped yet."""
     streams_of(played)
     played.ranks.run_all(2)
     restarting = asyncio.ensure_future(played.shell.administration.restart("generate-1"))
@@ -200,7 +200,6 @@ async def test_restart_that_is_cancelled_leaves_the_group_serving(played: ShellH
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_retired_group_can_be_restarted(played: ShellHarness) -> None:
-    """Once its device is mended, it serves again."""
     ranks = played.ranks
     ranks.broken.add("generate-1")
     ranks.of("generate-1").exit(-9)
@@ -219,7 +218,7 @@ async def test_retired_group_can_be_restarted(played: ShellHarness) -> None:
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_group_that_was_lost_too_often_can_be_restarted(played: ShellHarness) -> None:
-    """Who restarts it has looked after it; it has all its attempts again."""
+    """An operator's restart resets the count of attempts."""
     ranks = played.ranks
     for _ in range(LOSSES_MAX):
         ranks.of("generate-1").exit(-9)
@@ -249,7 +248,6 @@ async def act(played: ShellHarness, action: str, group: str) -> None:
 async def test_upkeep_of_an_unknown_group_names_the_known(
     played: ShellHarness, action: str
 ) -> None:
-    """Whoever mistypes a name reads the right ones."""
     error = await refusal(played, action, "generate")
     assert (error.code, error.status) == ("unknown_group", 400)
     assert "name one of encode, generate-0, generate-1." in str(error)
@@ -268,7 +266,7 @@ async def test_drain_of_the_last_group_of_its_stage_is_refused(played: ShellHarn
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_upkeep_of_a_group_in_the_wrong_state_is_refused(played: ShellHarness) -> None:
-    """One that is coming back already, one that nobody drained, one that is being restarted."""
+    """A group that is coming back already, that is not draining, or that is being restarted."""
     error = await refusal(played, "resume", "generate-1")
     assert (error.code, error.status) == ("wrong_state", 409)
     assert "cannot resume generate-1, which is up" in str(error)
@@ -298,7 +296,7 @@ LOOP_TURNS = 10
 
 @pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
 async def test_groups_restarted_one_by_one_over_http_under_load(played: ShellHarness) -> None:
-    """A rolling restart: every rank is new, and no client noticed; health says degraded meanwhile."""
+    """A rolling restart: every rank is new, no request fails, and health reports `degraded` meanwhile."""
     engine = played.engine()
     old = list(played.ranks.made)
     streams: list[Sequence[Stream]] = []
@@ -328,7 +326,7 @@ async def test_groups_restarted_one_by_one_over_http_under_load(played: ShellHar
 
 @pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
 async def test_http_refuses_what_the_engine_refuses(played: ShellHarness) -> None:
-    """Also while nothing is served."""
+    """Even when nothing is served."""
     engine = Engine(Config())
     reply = await post(engine, "generate-0", "drain")
     assert (reply.status, reply.error["code"]) == (503, "loading")
@@ -344,7 +342,7 @@ async def test_http_refuses_what_the_engine_refuses(played: ShellHarness) -> Non
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_clear_reaches_every_replica(played: ShellHarness) -> None:
-    """Running and waiting on all groups, one that is down included; then there is nothing."""
+    """Running and waiting requests on all groups, including one that is down."""
     engine = played.engine()
     streams = [Stream(played.shell, make_request(f"r{index}", [11])) for index in range(14)]
     played.ranks.run_all(2)

@@ -1,4 +1,4 @@
-"""Several replicas behind one kernel: what happens to one group is no other's business."""
+"""Several replicas behind one kernel: events of one group do not affect another."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def streams_of(played: ShellHarness, *, named: str = "r") -> list[Stream]:
 
 
 async def check_tokens(streams: Sequence[Stream]) -> None:
-    """Assert that nobody noticed anything."""
+    """Assert that all streams have their tokens."""
     for prompt, stream in zip(PROMPTS, streams, strict=True):
         assert await stream.tokens() == expected_tokens(prompt, 10)
 
 
 def state_of(played: ShellHarness, group: str) -> object:
-    """Return the state of a group, on which shell and kernel must agree."""
+    """State of a group, on which shell and kernel must agree."""
     row = next(row for row in played.shell.groups() if row["name"] == group)
     kernel = played.shell.statistics()[stage_of(group)]["groups"][group]
     assert row["state"] == kernel["state"]
@@ -65,7 +65,7 @@ async def is_lost(played: ShellHarness, group: str) -> None:
     "played", [TWO_GENERATE, TWO_OF_EACH, TWO_TOGETHER], indirect=True, ids=str
 )
 async def test_shell_without_one_generate_crew_serves_with_the_other(played: ShellHarness) -> None:
-    """Requests of the lost one wait for its return, and their streams go on; others do not wait."""
+    """Requests of the lost group wait for its return, and their streams resume; others do not wait."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(3)
@@ -85,7 +85,7 @@ async def test_shell_without_one_generate_crew_serves_with_the_other(played: She
 
 
 async def test_shell_shows_operators_each_group(played: ShellHarness) -> None:
-    """Who looks sees which group was lost, why, and how often it came back."""
+    """Operators see the lost group, the reason, and the number of restarts."""
     await played.stop()
     await played.start(TWO_GENERATE, ranks=2)
     streams_of(played)
@@ -112,7 +112,7 @@ async def test_shell_shows_operators_each_group(played: ShellHarness) -> None:
 
 @pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
 async def test_shell_without_one_encode_crew_encodes_with_the_other(played: ShellHarness) -> None:
-    """The images of its batch are encoded by the other; nobody waits for its return."""
+    """The images of its batch are encoded by the other group; no request waits for the lost one."""
     ranks = played.ranks
     images = [
         Stream(played.shell, make_request(name, [7], [(0, 6, name.encode())])) for name in "abc"
@@ -207,7 +207,7 @@ async def test_shell_fault_during_recovery_ends_in_service(
 async def test_shell_crew_that_cannot_start_is_one_clear_error(
     played: ShellHarness, groups: Groups, error: Exception, told: str
 ) -> None:
-    """The start of all worker groups ends at once with what the one said, and no rank stays."""
+    """The start of all worker groups fails at once with the error of one, and no rank stays."""
     await played.stop()
     played.ranks.failures.append(error)
     with pytest.raises(type(error), match=told):
@@ -237,7 +237,6 @@ async def test_shell_crew_lost_while_others_start_is_one_clear_error(played: She
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_shell_starts_all_crews_in_parallel(played: ShellHarness) -> None:
-    """No worker group waits for another one to be ready."""
     await played.stop()
     ranks = played.ranks
     ranks.mute.update({"generate-0", "generate-1"})
@@ -253,7 +252,7 @@ async def test_shell_starts_all_crews_in_parallel(played: ShellHarness) -> None:
 
 @pytest.mark.parametrize("played", [TWO_GENERATE, TWO_TOGETHER], indirect=True, ids=str)
 async def test_shell_crew_that_stays_away_hands_its_requests_on(played: ShellHarness) -> None:
-    """The other replica takes them, and their streams go on; without a replica everybody is told."""
+    """The other replica takes them, and their streams go on; without a replica every client gets an error."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(3)
@@ -278,7 +277,7 @@ async def test_shell_crew_that_stays_away_hands_its_requests_on(played: ShellHar
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_shell_ranks_that_were_refused_last_do_not_stay(played: ShellHarness) -> None:
-    """A worker group whose KV cache came back too small, every time, is stopped when it is given up."""
+    """A worker group whose KV cache comes back too small, every time, is stopped when it is given up."""
     ranks = played.ranks
     ranks.blocks = BLOCKS - 1
     ranks.of("generate-1").exit(-9)
@@ -314,7 +313,7 @@ FAULTS: dict[str, Callable[[ShellHarness], None]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_shell_any_rank_takes_the_whole_crew_down(played: ShellHarness, fault: str) -> None:
-    """What is wrong with the second rank is wrong with the group; requests go on with new ranks."""
+    """A fault of the second rank is a fault of the group; requests go on with new ranks."""
     await played.stop()
     ranks = played.ranks
     await played.start(SEPARATE, ranks=2)
@@ -332,7 +331,7 @@ async def test_shell_any_rank_takes_the_whole_crew_down(played: ShellHarness, fa
 
 
 async def test_shell_names_the_host_that_was_lost(played: ShellHarness) -> None:
-    """With all its ranks, and once, whatever else comes of them."""
+    """With all its ranks, and once, whatever else happens to them."""
     await played.stop()
     ranks = played.ranks
     await played.start(SEPARATE, ranks=2)
@@ -345,7 +344,7 @@ async def test_shell_names_the_host_that_was_lost(played: ShellHarness) -> None:
 
 
 async def test_crew_tells_each_rank_who_it_is(played: ShellHarness) -> None:
-    """Numbers, and a place to meet that no start before has used."""
+    """Numbers, and a rendezvous address that no earlier start has used."""
     await played.stop()
     ranks = played.ranks
     await played.start(TWO_TOGETHER, ranks=2)
@@ -367,7 +366,7 @@ async def test_crew_tells_each_rank_who_it_is(played: ShellHarness) -> None:
 
 
 async def test_crew_whose_second_rank_cannot_be_started_leaves_none(played: ShellHarness) -> None:
-    """The first rank is not forgotten."""
+    """The first rank is stopped as well."""
     await played.stop()
     ranks = played.ranks
     real, started = ranks.launch, list[int]()

@@ -1,4 +1,4 @@
-"""What comes over a link and cannot be read, or raises where it is taken, keeps nobody from hearing the rest."""
+"""A report that cannot be read, or whose handler raises, does not block the reports behind it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vsched.wire import Hello, Loading, RankFailed, RankReport, encode_report
 async def test_link_goes_on_after_a_report_that_could_not_be_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The descriptor is edge-triggered: who stops draining at an exception never hears the frames behind it."""
+    """The descriptor is edge-triggered: if an exception stopped the drain, the frames behind it would never be read."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     heard: list[bytes] = []
     done = asyncio.Event()
@@ -48,7 +48,7 @@ async def test_link_goes_on_after_a_report_that_could_not_be_taken(
 
 
 def garbled(report: RankReport) -> bytes:
-    """Return a frame whose text is no UTF-8: `Loading`'s what, `Failure`'s kind, `Hello`'s secret."""
+    """A frame whose text is not UTF-8: `Loading`'s what, `Failure`'s kind, `Hello`'s secret."""
     body = encode_report(report)[4:]
     assert body.count(b"ab") == 1
     body = body.replace(b"ab", b"\xff\xfe")
@@ -67,7 +67,7 @@ REPORTS = [
 async def test_shell_report_that_is_no_text_loses_the_group(
     played: ShellHarness, report: RankReport
 ) -> None:
-    """It is told as any frame that is no report, and the requests go on."""
+    """It is treated like any frame that is no report, and the requests go on."""
     ranks = played.ranks
     stream = Stream(played.shell, make_request("r", [11, 12]))
     ranks.run(3)
@@ -82,10 +82,10 @@ async def test_shell_report_that_is_no_text_loses_the_group(
 async def test_shell_stranger_that_sends_no_text_is_ignored(
     played: ShellHarness, report: RankReport
 ) -> None:
-    """Who did not prove itself brings nothing down."""
+    """An unauthenticated peer brings nothing down."""
     ranks = played.ranks
     ranks.of("generate").exit(-9)
-    await ranks.until(lambda: ranks.starts == 3)  # the new one has not said anything yet
+    await ranks.until(lambda: ranks.starts == 3)  # the new one has not reported anything yet
     ranks.wires["generate"].hear(rank_identity(0), garbled(report))
     await ranks.until(lambda: played.shell.healthy)
     assert ranks.starts == 3

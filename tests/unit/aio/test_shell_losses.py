@@ -1,4 +1,4 @@
-"""A lost group comes back, its requests go on with the tokens they would have had, or everybody is told."""
+"""A lost group comes back and its requests resume with unchanged tokens, or every client gets an error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def streams_of(played: ShellHarness) -> list[Stream]:
 
 
 async def check_tokens(streams: list[Stream]) -> None:
-    """Assert that nobody noticed anything."""
+    """Assert that all streams have their tokens."""
     for prompt, stream in zip(PROMPTS, streams, strict=True):
         assert await stream.tokens() == expected_tokens(prompt, 10)
 
@@ -64,7 +64,7 @@ ODD: dict[str, Callable[[Result], Result]] = {
 @pytest.mark.parametrize("odd", ODD)
 @BOTH_PLACEMENTS
 async def test_shell_result_that_cannot_be_loses_the_group(played: ShellHarness, odd: str) -> None:
-    """Nothing of it is believed, the ranks are replaced, and the requests go on where they were."""
+    """The result is discarded, the ranks are replaced, and the requests resume where they were."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run(3)
@@ -82,7 +82,7 @@ async def test_shell_result_that_cannot_be_loses_the_group(played: ShellHarness,
 async def test_shell_encode_result_that_cannot_be_loses_the_encoder(
     played: ShellHarness, odd: str
 ) -> None:
-    """The image is encoded again; text does not wait for it."""
+    """The image is encoded again; text requests do not wait for it."""
     ranks = played.ranks
     image = Stream(played.shell, make_request("image", [7], [(0, 6, b"a")]))
     text = Stream(played.shell, make_request("text", [11]))
@@ -99,7 +99,7 @@ async def test_shell_encode_result_that_cannot_be_loses_the_encoder(
 
 
 async def test_shell_report_of_a_lost_rank_is_dropped(played: ShellHarness) -> None:
-    """What it says before it is replaced would put tokens twice into the streams."""
+    """A late report would put tokens twice into the streams."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run(3)
@@ -124,7 +124,7 @@ ANYTHING = (
 async def test_shell_restart_goes_on_whatever_an_attempt_raises(
     played: ShellHarness, failures: int
 ) -> None:
-    """The next pause follows, and who waited gets the tokens they would have had."""
+    """The next pause follows, and waiting requests get the tokens they would have had."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run(3)
@@ -137,7 +137,7 @@ async def test_shell_restart_goes_on_whatever_an_attempt_raises(
 
 
 async def test_shell_that_cannot_restart_ends_every_stream(played: ShellHarness) -> None:
-    """After the last attempt everybody gets one error, and nobody is accepted any more."""
+    """After the last attempt every stream gets one error, and no request is accepted any more."""
     ranks = played.ranks
     streams = streams_of(played)
     image = Stream(played.shell, make_request("image", [7], [(0, 6, b"a")]))
@@ -176,7 +176,7 @@ async def test_shell_lost_while_it_resumes_restarts_again(played: ShellHarness) 
 
 @pytest.mark.parametrize("played", [TOGETHER], indirect=True)
 async def test_shell_together_lost_by_its_encoder_while_it_resumes(played: ShellHarness) -> None:
-    """The encoder's first decision fails, and with it goes the other group of the same processes."""
+    """The encoder's first decision fails, and takes down the other group of the same processes."""
     ranks = played.ranks
     streams = streams_of(played)
     image = Stream(played.shell, make_request("image", [7], [(0, 6, b"a")]))
@@ -187,13 +187,12 @@ async def test_shell_together_lost_by_its_encoder_while_it_resumes(played: Shell
     assert ranks.starts == starts + 2
     ranks.run()
     await check_tokens(streams)
-    # The encoder was lost twice with this image, which may be why: it is the only one to go.
+    # The encoder was lost twice with this image, which may be the cause: only this request ends.
     assert (await image.error()).code == "encode_failed"
 
 
 @pytest.mark.parametrize("blocks", [BLOCKS, BLOCKS + 1])
 async def test_shell_comes_back_with_as_many_blocks(played: ShellHarness, blocks: int) -> None:
-    """More than the kernel knows do no harm."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run(3)
@@ -208,7 +207,7 @@ async def test_shell_comes_back_with_as_many_blocks(played: ShellHarness, blocks
 async def test_shell_refuses_ranks_with_fewer_blocks(
     played: ShellHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The kernel would name blocks that are not there; the next attempt may find the memory free."""
+    """The kernel would name blocks that do not exist; the next attempt may find the memory free."""
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run(3)
@@ -251,7 +250,7 @@ async def lose(played: ShellHarness) -> None:
 
 
 async def test_shell_losses_in_quick_succession_skip_the_short_pauses(played: ShellHarness) -> None:
-    """Ranks that die as soon as they are up do not make the server spin; in the end everybody is told."""
+    """Ranks that die as soon as they are up do not make the server spin; in the end every client gets an error."""
     pauses_s: list[list[float]] = []
     for _ in RESTART_DELAYS_S:
         await lose(played)

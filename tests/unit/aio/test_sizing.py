@@ -1,4 +1,4 @@
-"""The way of a generate group to its KV cache: whom it waits for, who votes, and what a restart builds."""
+"""Sizing of the KV cache of a generate group: waits, votes, and restarts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOADED = RankMemory(
 
 
 class Roll:
-    """Answers that are there, or never come."""
+    """Reservations that are known, or never come."""
 
     def __init__(self, answers: Sequence[object] | None) -> None:
         self.complete: asyncio.Future[object] = asyncio.get_running_loop().create_future()
@@ -35,7 +35,7 @@ class Roll:
 
 
 class Group:
-    """A leader whose ranks answer orders with what a function makes of them."""
+    """A leader whose ranks reply to orders with the results of a function."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ def measured(order: SizeKv, *, activations_bytes: int) -> Sized:
 async def test_sizing_waits_for_every_encoder_and_never_reads_a_missing_reservation_as_none() -> (
     None
 ):
-    """The policy is not asked before the encode group has told what it reserves."""
+    """The policy is not called before the encode group has reported its reservation."""
     sizing = kv_sizing([["encode"], ["generate"]])
     generate = Group()
     leading = asyncio.ensure_future(sizing.lead("generate", generate))  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ async def test_sizing_waits_for_every_encoder_and_never_reads_a_missing_reservat
 
 
 async def test_sizing_of_a_restarted_group_builds_what_was_accepted_without_profiling() -> None:
-    """The kernel goes on with the blocks that it knows; nothing is measured again."""
+    """The kernel keeps the number of blocks it knows; nothing is measured again."""
     sizing = kv_sizing([["generate"]], policy=AutoProfile(headroom_bytes=MIB))
     first = Group(lambda order: [measured(order, activations_bytes=MIB)])
     await sizing.lead("generate", first)  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ async def test_sizing_counts_the_larger_of_two_stages_that_take_turns_in_one_pro
 
 
 async def test_sizing_counts_both_stages_where_the_encoder_pauses_for_steps() -> None:
-    """What a batch of images holds while it waits comes on top of the largest step."""
+    """Memory of a paused batch of images is added to that of the largest step."""
     tokens = []
     for growth_mib in (0, 30):
         sizing = kv_sizing([["encode", "generate"]], policy=AutoProfile(headroom_bytes=MIB))
@@ -137,7 +137,7 @@ async def test_sizing_counts_both_stages_where_the_encoder_pauses_for_steps() ->
 
 @pytest.mark.parametrize("pausing", [True, False])
 async def test_sizing_proves_steps_beside_a_batch_that_waits(*, pausing: bool) -> None:
-    """Also a size that nobody measured for; not where nothing pauses, nor where nothing is proved."""
+    """Also for a size that was not measured; not if nothing pauses or nothing is proved."""
     sizing = kv_sizing([["encode", "generate"]], pausing=pausing)
     encode = Group(growth_bytes=30 * MIB, pauses=True)
     await sizing.publish("encode", encode)  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ async def test_sizing_proves_steps_beside_a_batch_that_waits(*, pausing: bool) -
 
 
 async def test_sizing_of_processes_apart_on_one_memory_counts_both() -> None:
-    """What an encoder of its own does not hold now, it will need at the same time."""
+    """An encoder in a process of its own will need at the same time what it does not hold now."""
     tokens = []
     for growth_mib in (0, 30):
         sizing = kv_sizing([["encode"], ["generate"]], policy=AutoProfile(headroom_bytes=MIB))
@@ -169,7 +169,7 @@ async def test_sizing_of_processes_apart_on_one_memory_counts_both() -> None:
 async def test_sizing_that_fails_says_why_and_keeps_the_ledger(
     outcome: str, error: type[Exception]
 ) -> None:
-    """The vote of one rank ends it, by its type, and the table is there to look at."""
+    """The vote of one rank ends it, by its type, and the table remains readable."""
     sizing = kv_sizing([["generate"]])
     generate = Group(lambda order: [Sized(outcome, "no room", LOADED)])  # type: ignore[arg-type]
     with pytest.raises(error, match="no room"):
@@ -188,7 +188,7 @@ async def turns(count: int = 20) -> None:
 
 
 async def test_sizing_waits_for_the_encoders_of_all_groups() -> None:
-    """One board for all encode groups; a group that restarts publishes anew."""
+    """One board for all encode groups; a restarted group publishes again."""
     sizing = kv_sizing(TWO)
     generators = {name: Group() for name in ("generate-0", "generate-1")}
     leading = [
@@ -208,7 +208,7 @@ async def test_sizing_waits_for_the_encoders_of_all_groups() -> None:
 
 
 async def test_sizing_of_groups_apart_overlaps() -> None:
-    """On memories of their own, groups carry an order out at the same time."""
+    """Groups on separate memories carry an order out at the same time."""
     sizing = kv_sizing([["generate-0"], ["generate-1"]])
     held = asyncio.Event()
     groups = [Group(), Group(ranks=[msgspec.structs.replace(LOADED, pool="cpu limit of 2")])]
@@ -232,7 +232,7 @@ async def test_sizing_of_groups_apart_overlaps() -> None:
 
 
 async def test_sizing_gives_all_groups_the_size_of_the_smallest_and_builds_it_again() -> None:
-    """The kernel counts with the smallest; a group that comes back gets what it had, and the others hear nothing."""
+    """The kernel uses the smallest; a group that comes back gets its old size, and the others get no order."""
     sizing = kv_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(headroom_bytes=0))
     small = msgspec.structs.replace(LOADED, pool="small", total_bytes=60 * MIB)
     small = msgspec.structs.replace(small, available_bytes=50 * MIB)
@@ -260,7 +260,7 @@ def _of(rank: RankMemory, sized: Sized) -> Sized:
 
 
 async def test_sizing_keeps_what_an_encoder_published_at_its_first_start() -> None:
-    """What it says after a restart changes no share; only the name of its memory does."""
+    """Its reservation after a restart changes no share; only the name of its memory does."""
     sizing = kv_sizing([["encode"], ["generate"]])
     assert sizing.reserved_bytes("encode", 0) is None
     await sizing.publish("encode", Group(growth_bytes=5))  # type: ignore[arg-type]
@@ -281,7 +281,6 @@ async def test_sizing_keeps_what_an_encoder_published_at_its_first_start() -> No
 
 
 async def test_sizing_names_the_group_that_has_not_loaded() -> None:
-    """A generate group that waits for another one says for which."""
     sizing = kv_sizing([["generate-0"], ["generate-1"]])
     leading = asyncio.ensure_future(sizing.lead("generate-0", Group()))  # type: ignore[arg-type]
     await turns()

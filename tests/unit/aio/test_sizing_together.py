@@ -1,4 +1,4 @@
-"""Groups that share a memory are sized together: real ranks' sides over one simulated device."""
+"""Groups that share a memory are sized together: the rank side of several groups over one simulated device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OneDevice:
 
 
 class SharedMemory(SimulatedMemory):
-    """What one process sees of it."""
+    """The device as one process sees it."""
 
     def __init__(self, device: OneDevice) -> None:
         super().__init__(device.total_bytes, pool=device.pool)
@@ -102,7 +102,7 @@ def groups_on(device: OneDevice, names: Sequence[str] = NAMES) -> dict[str, Grou
 
 @pytest.mark.parametrize("order", list(itertools.permutations(NAMES)))
 async def test_sizing_together_does_not_depend_on_who_starts_first(order: Sequence[str]) -> None:
-    """All get the same, the same in each order of starting, and the largest steps of all fit at once."""
+    """All groups get the same in each order of starting, and the largest steps of all fit at once."""
     device = OneDevice(1024 * MIB)
     groups = groups_on(device)
     sizing = sizing_of()
@@ -122,7 +122,7 @@ async def test_sizing_together_does_not_depend_on_who_starts_first(order: Sequen
 
 
 async def test_sizing_together_restarts_keep_to_their_shares() -> None:
-    """Twice in a row, while the memory of the one that is gone is free: no more, no less, and no profiling."""
+    """Twice in a row, while the memory of the lost group is free: no more, no less, and no profiling."""
     device = OneDevice(1024 * MIB)
     groups = groups_on(device)
     sizing = sizing_of()
@@ -140,7 +140,7 @@ async def test_sizing_together_restarts_keep_to_their_shares() -> None:
 
 
 async def test_sizing_together_that_does_not_fit_names_all_and_what_to_do() -> None:
-    """Each group with what it needs, the limit, and the remedies; fewer groups is one of them."""
+    """The error has the needs of each group, the limit, and the remedies; fewer groups is one of them."""
     device = OneDevice(144 * MIB)
     groups = groups_on(device)
     sizing = sizing_of(policy=Pinned(tokens=8192, headroom_bytes=HEADROOM))
@@ -155,7 +155,7 @@ async def test_sizing_together_that_does_not_fit_names_all_and_what_to_do() -> N
 
 
 async def test_sizing_together_drops_all_caches_before_one_is_built_anew() -> None:
-    """On a retry, what stands of the attempt before is in nobody's way: one failure costs one step of shrinking."""
+    """On a retry, caches of the last attempt are dropped first: one failure costs one step of shrinking."""
     device = OneDevice(1024 * MIB)
     groups = groups_on(device)
     last = groups["generate-2"].memory
@@ -174,7 +174,7 @@ async def test_sizing_together_drops_all_caches_before_one_is_built_anew() -> No
 
 
 async def test_sizing_together_finds_a_leak_of_any_group() -> None:
-    """It shows when the caches are dropped, and nothing is built on top of it."""
+    """The leak shows when the caches are dropped, and nothing is built on top of it."""
     groups = groups_on(OneDevice(1024 * MIB))
     groups["generate-1"].worker.leaks = True
     with pytest.raises(MemoryLeak, match="0 bytes released by generate-1 rank 0"):
@@ -183,7 +183,7 @@ async def test_sizing_together_finds_a_leak_of_any_group() -> None:
 
 
 async def test_sizing_together_shares_out_the_memory_of_a_host() -> None:
-    """Limits of ranks that the host could not honour together are bounded by what is free there."""
+    """If the limits of ranks exceed the memory of their host together, the free memory there bounds them."""
     names = NAMES[:2]
     devices = [OneDevice(1024 * MIB, pool=f"cpu limit of {number}") for number in (1, 2)]
     groups = {

@@ -1,4 +1,4 @@
-"""Calls of policies are timed by the shell; one that is too slow is replaced, by an event."""
+"""The shell times policy calls and replaces a policy that is too slow through an event."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SEAT = "generate.admission"
 
 
 class OneAtATime(AdmissionPolicy, frozen=True, kw_only=True):
-    """Admits one where two could join: its default admits both."""
+    """Admit one request where two could join; the default admits both."""
 
     def admit(self, view: AdmissionView) -> Admission:
         return Admission([0] if view.running == 0 else [])
 
 
 class Clock:
-    """A clock that each call of a policy moves on."""
+    """A clock that advances by a fixed time with each policy call."""
 
     def __init__(self) -> None:
         self.now_ns = self.queued_ns = 0
@@ -87,7 +87,7 @@ def test_slow_calls_that_are_rare_replace_nothing() -> None:
 
 @pytest.mark.parametrize(("queued_ms", "slow"), [(95, 0), (96, 0), (94, 1)])
 def test_waits_for_a_core_replace_nothing(queued_ms: int, slow: int) -> None:
-    """Beside a neighbour, quick policies are off their core for long; that is no fault of theirs."""
+    """Next to busy processes, quick policies wait long for a core; that time is not counted."""
     clock = Clock()
     times = clock.times(budget_ms=5, slow_max=0)
     times.watch("s", clock.ask(100, queued_ms))("view")
@@ -108,7 +108,7 @@ def test_no_budget_replaces_nothing() -> None:
 
 
 def two_requests(cluster: ModelCluster) -> int:
-    """Submit two requests at once; return how many run together at most."""
+    """Submit two requests at once and return the maximum number that run together."""
     cluster.submit(make_request("a", [1, 2, 3]))
     cluster.submit(make_request("b", [1, 2, 4]))
     cluster.run_generate()
@@ -158,7 +158,7 @@ def test_a_snapshot_knows_what_was_replaced() -> None:
 def test_a_record_of_a_replacement_is_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The event is in the record, so the replayed kernel goes over to the default at the same point."""
+    """The event is recorded, so a replayed kernel switches to the default at the same point."""
     path = tmp_path / "run.vlog"
     send = ModelCluster.send
     counted = [0]

@@ -1,4 +1,4 @@
-"""A host on a slow link: bytes take their time, and nobody is taken for dead meanwhile."""
+"""A host on a slow link: bytes are delayed, and no rank is declared dead meanwhile."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ FIRST = rank_identity(0)
 
 
 class Link:
-    """A leader's end that keeps what a rank would hear."""
+    """The leader's end of a rank's link; keeps the frames for the rank."""
 
     def __init__(self, on_frame: OnFrame) -> None:
         self.report = on_frame
         self.heard: list[bytes] = []
 
     def carry(self, _entry: LogEntry) -> None:
-        """Nothing to do."""
+        """No-op."""
 
     def send(self, _rank: int, frame: bytes) -> bool:
         self.heard.append(frame)
         return True
 
     def read(self) -> None:
-        """Nothing has come."""
+        """No-op."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op."""
 
 
 class Rank:
@@ -72,13 +72,12 @@ class Rank:
         self.ended = False
 
     async def end(self, *, grace_s: float) -> None:
-        """It ends as soon as it may."""
         await self.may_end.wait()
         self.ended = True
 
 
 class Home:
-    """A launcher and its place, with links to nobody."""
+    """A launcher whose links lead nowhere."""
 
     name = run_dir = ""
 
@@ -98,11 +97,11 @@ class Home:
         return self.rank
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op."""
 
 
 class Wire:
-    """An engine's stream to a host that has one rank, frame by frame."""
+    """An engine's stream to a host with one rank, frame by frame."""
 
     def __init__(self) -> None:
         self.home = Home()
@@ -131,7 +130,7 @@ class Wire:
         return True
 
     def deliver(self) -> None:
-        """Have all arrive that is under way."""
+        """Deliver all frames in flight."""
         while self.there or self.back:
             while self.there:
                 self.server.hear(b"peer", self.there.popleft())
@@ -148,7 +147,7 @@ async def wire() -> AsyncIterator[Wire]:
 
 
 async def test_server_tells_ranks_that_what_they_wait_for_is_on_the_way(wire: Wire) -> None:
-    """With each piece of bytes, and not before they can serve."""
+    """Once per piece of bytes, and not before the bytes are usable."""
     wire.engine.put_range(ByteRange(0, PIECE_BYTES))
     wire.engine.put(ToRank("encode", 0, b"order"))
     wire.deliver()
@@ -161,7 +160,7 @@ async def test_server_tells_ranks_that_what_they_wait_for_is_on_the_way(wire: Wi
 
 
 async def test_server_tells_ranks_to_wait_for_what_is_held(wire: Wire) -> None:
-    """Rows that a step reads come to the engine first: no byte comes here meanwhile, and no heartbeat."""
+    """Embedding rows go through the engine first, so neither bytes nor heartbeats arrive here meanwhile."""
     wire.home.link.report(FIRST, encode_report(Ready(1, {})))
     barrier = wire.engine.put_barrier()
     wire.engine.put(ToRank("encode", 0, b"entry"))
@@ -174,7 +173,7 @@ async def test_server_tells_ranks_to_wait_for_what_is_held(wire: Wire) -> None:
 
 
 async def test_server_lets_pulses_go_ahead_of_rows(wire: Wire) -> None:
-    """Rows fill the window, and wait; the engine hears that the rank lives."""
+    """Rows fill the window and wait; the engine still learns that the rank is alive."""
     report = wire.home.link.report
     report(FIRST, encode_report(Ready(1, {})))
     wire.engine.put(Fetch(1, "encode", 1, [ByteRange(0, 2 * WINDOW_BYTES)]))
@@ -193,7 +192,7 @@ async def test_server_lets_pulses_go_ahead_of_rows(wire: Wire) -> None:
 
 
 async def test_server_that_closes_serves_nobody_new(wire: Wire) -> None:
-    """An engine that hears of its loss is back while ranks end: what it started then, nobody would end."""
+    """An engine may reconnect while ranks are ending; nothing would end the ranks that it starts then."""
     said: list[bytes] = []
 
     def say(frame: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Who has no key is not heard, and hears nothing."""
+"""Peers without the key can neither send nor receive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARED = make_secret()
 
 
 class Heard:
-    """A host that echoes, and what it heard."""
+    """A host that echoes, and the messages it received."""
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []
@@ -74,7 +74,7 @@ async def test_sockets_carry_frames_of_who_has_the_key(host: Heard, context: Con
 
 
 async def test_sockets_let_nobody_in_without_the_key(host: Heard, context: Context) -> None:
-    """Another secret, the host's key alone, no CURVE at all: nothing is heard, and nothing is said."""
+    """Another secret, only the host's key, or no CURVE at all."""
     other = curve_keys(make_secret(), "engine")
     known_server = other._replace(peer=curve_keys(SHARED, "engine").peer)
     heard: list[bytes] = []
@@ -102,7 +102,7 @@ async def test_sockets_let_nobody_in_without_the_key(host: Heard, context: Conte
 
 
 async def test_plain_entrance_lets_in_who_has_the_password(host: Heard, context: Context) -> None:
-    """No other password, name, or key, no secret of the engine, and nobody who says nothing: nobody is heard."""
+    """Another password, name or key, no engine secret, or no credentials."""
     plain = host.link.plain()
     assert plain is host.link.plain()
     heard: list[bytes] = []
@@ -167,7 +167,7 @@ async def test_plain_entrance_lets_in_who_has_the_password(host: Heard, context:
 async def test_wire_shows_what_is_said_without_encryption_alone(
     host: Heard, context: Context, encrypted: bool
 ) -> None:
-    """A peer of the plain entrance, and nobody else, can be read on the way."""
+    """Only traffic of the plain entrance can be read on the wire."""
     heard: list[bytes] = []
     public, secret = zmq.curve_keypair()
     entrance = host.link if encrypted else host.link.plain()

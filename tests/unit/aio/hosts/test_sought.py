@@ -1,4 +1,4 @@
-"""A host whose address has to be asked for is found, and found again where it went."""
+"""A host whose address is looked up is found, and found again after it moves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vsched.errors import ConfigError
 
 
 class End:
-    """An end at an address, which says nothing by itself."""
+    """A connection to an address that sends nothing by itself."""
 
     def __init__(
         self, address: str, say: Callable[[bytes], None], cut: Callable[[str], None]
@@ -37,7 +37,7 @@ class End:
 
 
 class Search:
-    """Tells addresses, and opens ends there."""
+    """Resolves addresses, and opens connections to them."""
 
     def __init__(self) -> None:
         self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -61,13 +61,13 @@ class Search:
         return connect
 
     def moves_to(self, address: str) -> None:
-        """Tell another address from now on."""
+        """Resolve to another address from now on."""
         if self.address.done():
             self.address = asyncio.get_running_loop().create_future()
         self.address.set_result(address)
 
     async def asks_again(self) -> None:
-        """Wait until what is told now was heard."""
+        """Wait until the next lookup has been answered."""
         asked = self.asked
         await until(lambda: self.asked >= asked + 2)
 
@@ -82,7 +82,7 @@ def search() -> Iterator[Search]:
 
 
 async def test_sought_host_hears_everything_once_it_is_found() -> None:
-    """In order; and what it says is heard."""
+    """Messages arrive in order, in both directions."""
     with search() as seen:
         assert seen.end.send(b"1")
         assert seen.end.hung_up == 0
@@ -102,7 +102,7 @@ async def test_sought_host_hears_everything_once_it_is_found() -> None:
 
 
 async def test_sought_host_is_told_again_where_it_went() -> None:
-    """An address that is told again is no new one; a new one is, and the old is left."""
+    """A repeated address changes nothing; a new one replaces the old connection."""
     with search() as seen:
         seen.moves_to("old")
         await until(lambda: seen.ends)
@@ -117,7 +117,7 @@ async def test_sought_host_is_told_again_where_it_went() -> None:
 
 
 async def test_sought_host_stays_where_it_spoke() -> None:
-    """Its address is not asked for any more: the stream finds out by itself when it is lost."""
+    """No more lookups after the first message: the stream itself detects its loss."""
     with search() as seen:
         seen.moves_to("there")
         await until(lambda: seen.ends)

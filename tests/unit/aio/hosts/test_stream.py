@@ -1,4 +1,4 @@
-"""The stream between hosts: in order, whole, bounded, and over when anything is amiss."""
+"""The stream between hosts: ordered, complete, bounded, and ended by any error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WINDOW = 2 * PIECE_BYTES
 
 
 class Side:
-    """One side, and the frames that it sent and nobody heard."""
+    """One side, and the frames it has sent that are not delivered yet."""
 
     def __init__(self) -> None:
         self.arena = Arena.create(LAYOUT)
@@ -48,7 +48,7 @@ def deliver(source: Side, sink: Side) -> None:
 
 
 async def test_stream_keeps_order_between_messages_and_bytes() -> None:
-    """Bytes are where a decision looks for them before it comes."""
+    """Bytes arrive before the decision that reads them."""
     engine, host = Side(), Side()
     engine.arena.put(100, b"abc")
     engine.stream.put(Kill(1))
@@ -64,7 +64,7 @@ async def test_stream_keeps_order_between_messages_and_bytes() -> None:
 
 
 async def test_stream_has_a_window_under_way_and_no_more() -> None:
-    """What a deaf side is sent is bounded; arena bytes wait in the arena, and go on when it hears again."""
+    """Data to a peer that does not read is bounded; arena bytes wait in the arena and go out when it reads again."""
     engine, host = Side(), Side()
     engine.arena.put(0, b"x" * (1 << 20))
     engine.stream.put_range(ByteRange(0, 1 << 20))
@@ -79,7 +79,7 @@ async def test_stream_has_a_window_under_way_and_no_more() -> None:
 
 
 async def test_stream_lets_a_sign_of_life_go_ahead_of_bytes_that_wait() -> None:
-    """On a slow link they take longer than anybody is waited for; order between what was sent stays."""
+    """On a slow link, bytes take longer than a failure timeout; all other data keeps its order."""
     engine, host = Side(), Side()
     engine.stream.put_range(ByteRange(0, 1 << 20))
     engine.stream.put(Kill(1))
@@ -116,7 +116,7 @@ FAULTS: dict[str, tuple[Callable[[deque[bytes]], object], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_stream_ends_when_a_frame_is_amiss(fault: str) -> None:
-    """It is told once, and nothing is heard or said after."""
+    """The failure is reported once, and nothing is read or sent after it."""
     engine, host = Side(), Side()
     engine.stream.put(Kill(1))
     engine.stream.put(Kill(2))
@@ -138,7 +138,7 @@ async def test_stream_ends_when_the_other_is_gone() -> None:
 
 
 async def test_stream_lets_nothing_pass_a_barrier_until_it_is_lifted() -> None:
-    """What is lifted in its stead comes before what waited behind it."""
+    """The replacement sent when a barrier is lifted precedes everything queued behind it."""
     engine, host = Side(), Side()
     engine.stream.put(Kill(1))
     barrier = engine.stream.put_barrier()
@@ -154,7 +154,7 @@ async def test_stream_lets_nothing_pass_a_barrier_until_it_is_lifted() -> None:
 
 
 async def test_stream_says_that_a_barrier_holds_what_comes_next() -> None:
-    """Instead of signs of life, and no more once it was lifted."""
+    """It is sent in place of heartbeats, and stops when the barrier is lifted."""
     engine, host = Side(), Side()
     barrier = engine.stream.put_barrier()
     engine.stream.put(Kill(1))

@@ -1,4 +1,4 @@
-"""What travels with decisions: exactly what their ranks read and write."""
+"""Data sent along with decisions: exactly what their ranks read and write."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_traffic_of_a_batch_is_its_pixels_there_and_its_rows_back() -> None:
 
 
 def test_traffic_of_a_chunk_is_the_rows_that_it_covers() -> None:
-    """Rows 2 to 6 of an item at position 10: of the end of its first page, and the begin of its second."""
+    """Rows 2 to 6 of an item at position 10: the end of its first page, and the beginning of its second."""
     traffic = Traffic(LAYOUT)
     chunk = ChunkPlan(3, 12, 17, [ChunkItem(10, 8, [6, 1])])
     decision = GenerateDecision(1, joined=[joined(7, 3, [ItemPlace(10, 8)])], chunks=[chunk])
@@ -58,7 +58,7 @@ def test_traffic_of_a_chunk_is_the_rows_that_it_covers() -> None:
 
 
 def test_traffic_of_spans_leaves_out_what_is_no_placeholder() -> None:
-    """Of an item with marks in between, row numbers count placeholders only."""
+    """Row numbers of an item with separators count placeholders only."""
     traffic = Traffic(LAYOUT)
     place = ItemPlace(10, 4, b"", ((10, 12), (13, 15)))
     chunk = ChunkPlan(0, 12, 14, [ChunkItem(10, 4, [3])])
@@ -74,7 +74,7 @@ def test_traffic_knows_who_came_back_and_forgets_who_is_gone() -> None:
     traffic.read_by(GenerateDecision(2, left=[Leave(5, 1, keep=True)]))
     back = GenerateDecision(3, joined=[joined(5, 1, None)], chunks=[chunk])
     assert read(traffic, back) == [ByteRange(BASE, PAGE)]
-    # It finishes, which no decision says, and another takes its slot.
+    # It finishes, which no decision says, and another request takes its slot.
     traffic.read_by(GenerateDecision(4, joined=[joined(6, 1, here)]))
     assert set(traffic._items) == {6}
     traffic.read_by(GenerateDecision(5, left=[Leave(6, 1, keep=True)], forgotten=[]))

@@ -1,4 +1,4 @@
-"""A leader whose link has no wire and whose clock moves when it is told."""
+"""A leader with an in-memory link and a clock that tests advance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMITS = Deadlines(ready_s=60, step_s=30, heartbeat_s=4, rank_timeout_s=20)
 
 
 class FakeLink:
-    """A link without a wire: what is sent is kept, what comes is handed in."""
+    """An in-memory link: sent frames are kept, received ones are injected."""
 
     def __init__(self, on_frame: Callable[[bytes, bytes], None]) -> None:
         self.on_frame = on_frame
@@ -66,7 +66,7 @@ class FakeTimer:
 
 
 class FakeLoop:
-    """A clock that moves when it is told, and the timers that are set on it."""
+    """A clock that tests advance, with its timers."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -84,7 +84,7 @@ class FakeLoop:
         return self._real.create_future()
 
     def advance(self, seconds: float) -> None:
-        """Let time pass, and fire what is due, in order."""
+        """Advance the clock, firing due timers in order."""
         until_s = self.now_s + seconds
         while due := [t for t in self.timers if not t.cancelled and t.deadline_s <= until_s]:
             timer = min(due, key=lambda one: one.deadline_s)
@@ -136,7 +136,7 @@ class LeaderHarness:
         self.link.on_frame(rank_identity(rank), encode_report(report))
 
     def pulse(self, *ranks: int) -> None:
-        """Hear the pulse of these ranks."""
+        """Deliver the pulse of these ranks."""
         for rank in ranks:
             for report in (Hello(rank, "sesame"), Pulse()):
                 self.link.on_frame(pulse_identity(rank), encode_report(report))
@@ -148,14 +148,14 @@ class LeaderHarness:
             self.hear(rank, Ready(10, {"kv": rank}, hooks or {}))
 
     def advance(self, seconds: float, *, pulses: Sequence[int] | None = None) -> None:
-        """Let time pass while these ranks, or all, show that they run."""
+        """Advance the clock while these ranks, or all, send pulses."""
         until_s = self.loop.now_s + seconds
         while self.loop.now_s < until_s:
             self.pulse(*(range(self.ranks) if pulses is None else pulses))
             self.loop.advance(min(1.0, until_s - self.loop.now_s))
 
     def turns(self, rank: int = 0) -> list[int]:
-        """Return the turns of the steps that a rank was sent."""
+        """Turns of the steps that were sent to a rank."""
         log, turns = FollowerLog(), []
         for frame in self.link.sent.get(rank, []):
             log.accept(frame)

@@ -1,4 +1,4 @@
-"""An encode batch goes out in time slices where its processes have steps of a generate group to run."""
+"""An encode batch is sent in time slices while its processes have steps of a generate group to run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MS = 1_000_000
 
 
 def batch(step: int, *tokens: int, time_slice_ms: int = 100) -> EncodeDecision:
-    """Return a batch of images of so many tokens."""
+    """A batch of images with these token counts."""
     tasks = [EncodeTask(b"%d" % one, one, Extent(0, 8), [0]) for one in tokens]
     return EncodeDecision(step, tasks, time_slice_ms * MS)
 
 
 def layers(entries: list[LogEntry]) -> list[int]:
-    """Return the layers that were ordered, entry by entry."""
+    """Number of layers in each entry."""
     return [one.layers for one in entries if isinstance(one, EncodeDecision | Continue)]
 
 
@@ -46,7 +46,7 @@ async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
 
 
 def test_encode_slices_follow_what_parts_took() -> None:
-    """The first is one layer; from then on as many as fit, by the tokens of the batch, and never none."""
+    """The first slice is one layer; later ones hold as many as fit, given the tokens of the batch, and at least one."""
     encode_slices = EncodeSlices()
     assert encode_slices.begin(batch(1, 200)).layers == 1
     assert encode_slices.go_on(Paused(1, 1, 20 * MS)) == 5
@@ -78,7 +78,7 @@ def test_encode_slices_leave_alone_what_need_not_pause(decision: EncodeDecision)
 async def test_leader_sends_time_slices_between_the_steps_of_the_other_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each time slice has a turn behind the steps that were decided while the one before ran."""
+    """Each time slice comes after the steps that were decided while the previous slice ran."""
     liveness = ProcessLiveness()
     encode = LeaderHarness(monkeypatch, ranks=1, limits=LIMITS, name="encode", liveness=liveness)
     generate = LeaderHarness(
@@ -112,7 +112,7 @@ async def test_leader_of_processes_apart_sends_whole_batches(
 
 
 async def test_leader_has_the_others_go_on_when_the_first_rank_failed(led: LeaderHarness) -> None:
-    """A rank that waits for its next layer comes to where it misses the first, and fails there as well."""
+    """A rank waiting for its next layer has to reach the point of the failure, and then fails there as well."""
     led.leader.decide(batch(1, 200))
     led.hear(0, EncodeResult(1, EncodeErrorKind.FAILED, 0))
     assert led.entries(rank=1)[-1] == Continue(1, 0)
@@ -129,7 +129,7 @@ async def test_leader_has_the_others_go_on_when_the_first_rank_failed(led: Leade
 async def test_leader_gives_up_a_rank_that_pauses_out_of_order(
     led: LeaderHarness, rank: int, paused: Paused
 ) -> None:
-    """Only the first rank says so, of the step that is out, with something done."""
+    """Only the first rank may report a pause, of the step in flight, with progress."""
     led.leader.decide(batch(1, 200))
     led.hear(rank, paused)
     assert led.lost == [
@@ -138,7 +138,7 @@ async def test_leader_gives_up_a_rank_that_pauses_out_of_order(
 
 
 async def test_leader_gives_each_stretch_the_time_of_a_step(led: LeaderHarness) -> None:
-    """Steps of the other group lie in between; a rank that hangs in one time slice is found all the same."""
+    """Steps of the other group may come in between; a rank that hangs in one time slice is still detected."""
     led.leader.decide(batch(1, 200))
     for _ in range(3):
         led.advance(LIMITS.step_s - 1)
@@ -149,7 +149,7 @@ async def test_leader_gives_each_stretch_the_time_of_a_step(led: LeaderHarness) 
 
 
 async def test_leader_gives_up_a_batch_without_end(led: LeaderHarness) -> None:
-    """Each time slice is short, and together they are longer than a step may be."""
+    """Each time slice is short; together they take longer than the step deadline."""
     led.leader.decide(batch(1, 200))
     for _ in range(int(LIMITS.step_s)):
         led.hear(0, Paused(1, 1, 1000 * MS))
@@ -168,7 +168,7 @@ async def test_leader_of_one_rank_has_nobody_go_on(monkeypatch: pytest.MonkeyPat
 
 
 async def test_leader_runs_no_hook_within_a_batch(led: LeaderHarness) -> None:
-    """A hook stands between two steps, never in the midst of one; heartbeats go on."""
+    """A hook runs between two steps, never within one; heartbeats continue."""
     led.leader.decide(batch(1, 200))
     led.advance(20)
     led.hear(0, Paused(1, 1, MS))

@@ -1,4 +1,4 @@
-"""What ranks owe their leaders: until when it is in time, and what counts while a process serves two groups."""
+"""Deadlines for reports of ranks, and liveness while one process serves two groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_detector_rank_is_silent_only_after_the_whole_time(liveness: ProcessLive
 def test_detector_log_follower_is_silent_only_after_the_whole_time(
     liveness: ProcessLiveness,
 ) -> None:
-    """Also while the process still shows that it runs."""
+    """Even while the process sends pulses."""
     detects = detector(liveness)
     liveness.hear(0, FIRST_S + SILENT_S, follows=False)
     assert detects.failure(FIRST_S + SILENT_S) is None
@@ -48,7 +48,7 @@ def test_detector_answer_is_overdue_only_after_the_whole_time(liveness: ProcessL
 
 
 def test_detector_rank_at_work_for_another_group_is_not_silent(liveness: ProcessLiveness) -> None:
-    """It follows one log at a time; once it owes nobody anything, it has to be heard again."""
+    """A rank follows one log at a time; once no report is due, it must be heard from again."""
     encodes, generates = detector(liveness, "encode"), detector(liveness)
     late_s = FIRST_S + SILENT_S + 1
     encodes.expect(1, FIRST_S)
@@ -66,7 +66,7 @@ def test_detector_rank_at_work_for_another_group_is_not_silent(liveness: Process
 def test_detector_renews_the_time_of_the_step_that_paused(
     liveness: ProcessLiveness, hook: str, number: int, *, renewed: bool
 ) -> None:
-    """Not that of another step, nor that of a hook which stands at a place of the log with the same number."""
+    """Not the time of another step, nor of a hook at a log position of the same number."""
     detects = detector(liveness)
     detects.expect(7, FIRST_S, hook=hook)
     now_s = FIRST_S + LIMITS.step_s + 1
@@ -76,7 +76,7 @@ def test_detector_renews_the_time_of_the_step_that_paused(
 
 
 def test_detector_renews_nothing_where_nothing_is_owed(liveness: ProcessLiveness) -> None:
-    """A rank may have answered what another one has paused in."""
+    """A rank may have reported a step in which another one paused."""
     detects = FailureDetector("encode", 2, LIMITS, liveness)
     detects.expect(1, FIRST_S)
     detects.answered(0, FIRST_S)

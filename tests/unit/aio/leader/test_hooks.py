@@ -1,4 +1,4 @@
-"""When periodic collective work is due: by interval or signal, never in every iteration, never while idle."""
+"""Periodic collective work is due by interval or signal, never in every iteration, never while idle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def result(step: int, *, wanted: list[str] | None = None) -> GenerateResult:
 
 
 def run(hooks: HookTimes, now_s: float) -> list[str]:
-    """Run what is due, at once."""
+    """Run all due hooks at once."""
     due = hooks.take_due(now_s)
     for name in due:
         hooks.done(name, now_s)
@@ -44,7 +44,7 @@ def test_hooks_are_due_after_their_intervals() -> None:
 
 
 def test_hooks_of_an_idle_group_rest() -> None:
-    """Without a step since the last run nothing has changed; the first step after it makes one due."""
+    """Without a step since the last run nothing has changed; the next step makes the hook due."""
     hooks = HookTimes({"balance": 10.0}, 0.0)
     assert run(hooks, 100.0) == []
     hooks.stepped()
@@ -53,7 +53,7 @@ def test_hooks_of_an_idle_group_rest() -> None:
 
 
 def test_hooks_run_on_a_signal() -> None:
-    """One that is asked for runs at once, but not more often than once in a while."""
+    """A requested hook runs at once, but no more often than its minimum interval."""
     hooks = HookTimes({"balance": 0.0}, 0.0)
     hooks.stepped()
     assert run(hooks, 1000.0) == [], "an interval of 0 is none"
@@ -67,7 +67,7 @@ def test_hooks_run_on_a_signal() -> None:
 
 
 def test_hooks_that_run_are_not_due_again() -> None:
-    """The interval runs from the end of the last run, however long that took."""
+    """The interval starts at the end of the last run, however long that took."""
     hooks = HookTimes({"balance": 10.0}, 0.0)
     hooks.stepped()
     assert hooks.take_due(10.0) == ["balance"]
@@ -81,7 +81,7 @@ def test_hooks_that_run_are_not_due_again() -> None:
 
 @pytest.mark.parametrize(("override_s", "due_s"), [(None, 10.0), (3.0, 3.0), (0.0, None)])
 def test_hooks_intervals_may_be_overridden(override_s: float | None, due_s: float | None) -> None:
-    """By the configuration; one that is for signals alone stays so."""
+    """By the configuration; a hook that runs only on signals stays that way."""
     hooks = HookTimes({"balance": 10.0, "signalled": 0.0}, 0.0, override_s=override_s)
     hooks.stepped()
     ran = [(name, at) for at in range(12) for name in run(hooks, float(at))]
@@ -89,7 +89,7 @@ def test_hooks_intervals_may_be_overridden(override_s: float | None, due_s: floa
 
 
 async def test_leader_puts_due_hooks_before_a_step(led: LeaderHarness) -> None:
-    """Every rank meets the hook between the same two steps; most steps have none before them."""
+    """Every rank runs the hook between the same two steps; most steps have no hook before them."""
     led.enter(0, 1, hooks={"balance": 10.0})
     for step in range(1, 31):
         led.leader.decide(GenerateDecision(step))
@@ -106,7 +106,7 @@ async def test_leader_puts_due_hooks_before_a_step(led: LeaderHarness) -> None:
 
 
 async def test_leader_runs_a_hook_that_a_rank_asks_for(led: LeaderHarness) -> None:
-    """The signal comes with a result; two results that ask for the same make one run."""
+    """The signal comes with a result; two results that ask for the same hook lead to one run."""
     led.enter(0, 1, hooks={"balance": 0.0})
     led.leader.decide(GenerateDecision(1))
     led.leader.decide(GenerateDecision(2))
@@ -119,7 +119,7 @@ async def test_leader_runs_a_hook_that_a_rank_asks_for(led: LeaderHarness) -> No
 
 
 async def test_leader_runs_no_hook_in_an_idle_group(led: LeaderHarness) -> None:
-    """Heartbeats, and nothing else."""
+    """Heartbeats are sent, and nothing else."""
     led.enter(0, 1, hooks={"balance": 1.0})
     for _ in range(60):
         led.loop.advance(1)
@@ -130,7 +130,7 @@ async def test_leader_runs_no_hook_in_an_idle_group(led: LeaderHarness) -> None:
 
 
 async def test_leader_deadline_of_a_hook(led: LeaderHarness) -> None:
-    """A hook that does not end has the deadline of a step."""
+    """A hook that does not end is subject to the step deadline."""
     led.enter(0, 1, hooks={"balance": 1.0})
     led.leader.decide(GenerateDecision(1))
     led.hear(0, result(1))
@@ -141,7 +141,7 @@ async def test_leader_deadline_of_a_hook(led: LeaderHarness) -> None:
 
 
 async def test_leader_answer_to_a_heartbeat_is_none_to_a_hook(led: LeaderHarness) -> None:
-    """Which was sent before the hook, and may come after it."""
+    """A reply to a heartbeat that was sent before the hook may arrive after it."""
     led.enter(0, 1, hooks={"balance": 1.0})
     led.leader.decide(GenerateDecision(1))
     for rank in (0, 1):
@@ -169,7 +169,7 @@ async def test_leader_result_is_no_answer_to_the_hook_at_a_place_of_the_same_num
 async def test_leader_runs_what_is_due_by_its_interval_before_a_step_and_not_after_a_result(
     led: LeaderHarness,
 ) -> None:
-    """A result may have the next step follow at once, and the work comes right before that."""
+    """A result may trigger the next step at once; a hook that is due runs right before that step."""
     led.enter(0, 1, hooks={"balance": LIMITS.heartbeat_s / 4})
     led.leader.decide(GenerateDecision(1))
     led.loop.advance(LIMITS.heartbeat_s / 2)
@@ -182,7 +182,7 @@ async def test_leader_runs_what_is_due_by_its_interval_before_a_step_and_not_aft
 async def test_leader_runs_no_hook_in_a_group_that_its_result_brought_down(
     led: LeaderHarness,
 ) -> None:
-    """What a result leads to may find that a rank is gone."""
+    """Processing a result may reveal that a rank is gone."""
     led.enter(0, 1, hooks={"balance": 0.0})
     led.leader.decide(GenerateDecision(1))
     led.leader._on_result = lambda _: led.leader.refuse(1, "is gone")
@@ -203,7 +203,7 @@ async def test_leader_gives_up_a_rank_that_wants_what_is_not_there(led: LeaderHa
 async def test_leader_takes_the_interval_of_the_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`hooks_s` of the deadlines overrides what the worker says."""
+    """`hooks_s` of the deadlines overrides the worker's interval."""
     led = LeaderHarness(monkeypatch, ranks=1, limits=msgspec.structs.replace(LIMITS, hooks_s=2.0))
     led.enter(0, hooks={"balance": 1000.0})
     led.leader.decide(GenerateDecision(1))

@@ -1,4 +1,4 @@
-"""An idle group of two ranks, for a day of virtual time: the real leader, logs and followers over links in memory."""
+"""An idle group of two ranks for a day of virtual time: the real leader, logs and followers over in-memory links."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Wires:
     def carry(self, entry: LogEntry) -> None: ...
 
     def read(self) -> None:
-        """All is read at once."""
+        """No-op."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op."""
 
 
 class RankBeside:
-    """A rank of the same process: the real member of a group, a pulse, and a note of each entry's time."""
+    """An in-process rank: the real group member, a pulse, and the time of each log entry."""
 
     def __init__(self, wires: Wires, rank: int) -> None:
         self.heard_s: list[float] = []
@@ -81,7 +81,7 @@ class RankBeside:
 
 
 class Link:
-    """A rank's end of it."""
+    """A rank's end of the link."""
 
     def __init__(self, wires: Wires, rank: int) -> None:
         self._wires = wires
@@ -94,7 +94,7 @@ class Link:
         return self._wires.ranks[self._rank].inbox.popleft()
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op."""
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def wires() -> Iterator[Wires]:
 
 @pytest.mark.slow
 def test_idle_group_lives_for_a_day(wires: Wires) -> None:
-    """24 hours without a request: nobody is given up, and no gap is longer than the interval."""
+    """24 hours without a request: no rank is declared dead, and no gap is longer than the interval."""
     lost: list[str] = []
 
     async def idle() -> None:

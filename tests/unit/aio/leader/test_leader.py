@@ -1,4 +1,4 @@
-"""The leader of a group: whom it believes, when it sends a heartbeat, and when it gives the group up."""
+"""The leader of a group: authentication of ranks, heartbeats, and when the group is given up."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ RESULT = GenerateResult(1, b"", b"", [], [], 0)
 
 
 async def test_leader_is_ready_when_every_rank_is(led_two: LeaderHarness) -> None:
-    """The first rank included, in rank order whatever the order of readiness."""
+    """In rank order, whatever the order of readiness."""
     led = led_two
     led.enter(1)
     assert not led.leader.ready.done()
@@ -71,7 +71,7 @@ async def test_leader_is_ready_when_every_rank_is(led_two: LeaderHarness) -> Non
 async def test_leader_ignores_who_does_not_prove_itself(
     led: LeaderHarness, hello: Hello | None
 ) -> None:
-    """A wrong secret, none, or another's rank: nothing it says is heard, and nothing breaks."""
+    """Messages with a wrong secret, none, or another rank's are ignored without an error."""
     if hello is not None:
         led.hear(0, hello)
     led.hear(0, Ready(99, {}))
@@ -86,7 +86,7 @@ async def test_leader_ignores_who_does_not_prove_itself(
 async def test_leader_logs_what_it_drops_of_a_rank_that_did_not_prove_itself(
     led: LeaderHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stranger that is no rank at all is not worth a line: it could fill the log."""
+    """Peers that are no rank at all are not logged: they could fill the log."""
     led.link.on_frame(b"rank-9", encode_report(RESULT))
     assert caplog.messages == []
     led.hear(0, RESULT)
@@ -94,7 +94,7 @@ async def test_leader_logs_what_it_drops_of_a_rank_that_did_not_prove_itself(
 
 
 async def test_leader_ignores_identities_that_are_no_rank(led: LeaderHarness) -> None:
-    """A peer of another name gets no hearing, even with the secret."""
+    """Even if they have the secret."""
     for identity in (b"rank-1", b"rank--1", b"", b"\x00abc"):
         led.link.on_frame(identity, encode_report(Hello(0, "sesame")))
         led.link.on_frame(identity, encode_report(Ready(1, {})))
@@ -102,7 +102,6 @@ async def test_leader_ignores_identities_that_are_no_rank(led: LeaderHarness) ->
 
 
 def test_leader_needs_a_secret() -> None:
-    """An empty secret is refused."""
     with pytest.raises(AssertionError, match="empty secret"):
         Leader(
             "generate",
@@ -140,7 +139,7 @@ async def test_leader_hears_results_of_the_first_rank(led_two: LeaderHarness) ->
 
 
 async def test_leader_counts_heartbeats_that_were_missed(led: LeaderHarness) -> None:
-    """A loop that is late by less than an interval misses none; one that stands still misses one for each."""
+    """A loop that is late by less than an interval misses none; a stalled one misses one per interval."""
     led.enter(0, 1)
     led.loop.advance(LIMITS.heartbeat_s)
     sent = led.leader.heartbeats
@@ -155,7 +154,7 @@ async def test_leader_counts_heartbeats_that_were_missed(led: LeaderHarness) -> 
 
 
 async def test_leader_idle_sends_heartbeats(led: LeaderHarness) -> None:
-    """An idle leader sends an empty, numbered decision each interval; ranks that answer stay for hours."""
+    """An idle leader sends an empty, numbered decision each interval; ranks that reply stay for hours."""
     led.enter(0)
     for _ in range(1000):
         led.loop.advance(LIMITS.heartbeat_s)
@@ -166,7 +165,7 @@ async def test_leader_idle_sends_heartbeats(led: LeaderHarness) -> None:
 
 
 async def test_leader_with_work_sends_no_heartbeats(led: LeaderHarness) -> None:
-    """Decisions are as good as heartbeats."""
+    """Decisions count as heartbeats."""
     led.enter(0)
     for step in range(1, 50):
         led.leader.decide(GenerateDecision(step))
@@ -189,7 +188,7 @@ async def test_leader_gap_is_at_most_one_interval(led: LeaderHarness, last_s: fl
 
 
 async def test_leader_gives_up_a_silent_rank(led_two: LeaderHarness) -> None:
-    """The rank that no longer answers is named; the one that does is not."""
+    """The error names the silent rank only."""
     led = led_two
     led.enter(0, 1)
     waited_s = 0.0
@@ -211,7 +210,7 @@ async def test_leader_gives_up_a_silent_rank(led_two: LeaderHarness) -> None:
 async def test_leader_keeps_ranks_after_a_stop_of_the_whole_machine(
     led: LeaderHarness, *, at_work: bool
 ) -> None:
-    """The engine wakes up first: what the ranks did not say meanwhile is no silence. From then on it is."""
+    """The engine wakes up first: silence of ranks during the stop does not count, only silence after it."""
     led.enter(0)
     if at_work:
         led.leader.decide(GenerateDecision(1))
@@ -228,7 +227,7 @@ async def test_leader_keeps_ranks_after_a_stop_of_the_whole_machine(
 async def test_leader_rank_that_was_ready_long_before_the_others_is_not_silent(
     led_two: LeaderHarness,
 ) -> None:
-    """Ranks load for different times; who is ready first owes no answer until all are."""
+    """Loading times differ; a rank that is ready early owes no reply until all are ready."""
     led = led_two
     led.enter(0)
     led.loop.advance(10 * LIMITS.rank_timeout_s)
@@ -239,7 +238,7 @@ async def test_leader_rank_that_was_ready_long_before_the_others_is_not_silent(
 
 
 async def test_leader_gives_up_a_step_that_takes_too_long(led: LeaderHarness) -> None:
-    """Every wait has a deadline; the message names the knob."""
+    """The message names the setting of the deadline."""
     led.enter(0)
     led.leader.decide(GenerateDecision(1))
     led.advance(LIMITS.step_s - 1)
@@ -263,7 +262,7 @@ async def test_leader_deadline_of_a_step_ends_with_its_result(led: LeaderHarness
 async def test_leader_deadline_of_a_step_begins_when_the_one_before_is_done(
     led: LeaderHarness,
 ) -> None:
-    """A decision goes out one step ahead; the wait for the step before is not its own."""
+    """A decision is sent one step ahead; the time of the previous step does not count."""
     led.enter(0)
     led.leader.decide(GenerateDecision(1))
     led.leader.decide(GenerateDecision(2))
@@ -284,7 +283,7 @@ async def test_leader_ignores_garbage_of_who_has_not_proved_itself(led: LeaderHa
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"garbage", msgspec.msgpack.encode([1, 2])])
 async def test_leader_gives_up_a_rank_that_talks_garbage(led: LeaderHarness, frame: bytes) -> None:
-    """Frames are typed, and the failure is told once."""
+    """Frames are typed, and the failure is reported once."""
     led.enter(0)
     led.link.on_frame(rank_identity(0), frame)
     led.link.on_frame(rank_identity(0), frame)
@@ -292,7 +291,7 @@ async def test_leader_gives_up_a_rank_that_talks_garbage(led: LeaderHarness, fra
 
 
 async def test_leader_gives_up_a_rank_that_answers_what_nobody_asked(led: LeaderHarness) -> None:
-    """A result without a step that is out is a divergence, told and not raised into the event loop."""
+    """A result without a step in flight is a divergence, which is reported and not raised into the event loop."""
     led.enter(0)
     led.hear(0, RESULT)
     assert led.results == []
@@ -300,14 +299,14 @@ async def test_leader_gives_up_a_rank_that_answers_what_nobody_asked(led: Leader
 
 
 async def test_leader_passes_on_why_a_rank_stops(led: LeaderHarness) -> None:
-    """The failure travels to the caller."""
+    """The failure reaches the caller."""
     led.enter(0)
     led.hear(0, RankFailed(ErrorKind.DESYNC, "RankDesync", "heard entry 3, expected 2"))
     assert led.lost == ["generate: rank 0 stopped with RankDesync: heard entry 3, expected 2"]
 
 
 async def test_leader_passes_on_no_result_of_a_group_that_is_lost(led_two: LeaderHarness) -> None:
-    """Its requests are on their way elsewhere by then."""
+    """Its requests are already being moved to other groups."""
     led = led_two
     led.enter(0, 1)
     led.leader.decide(GenerateDecision(1))
@@ -329,7 +328,7 @@ async def test_leader_passes_on_no_result_of_another_step_than_is_due(led: Leade
 async def test_leader_sends_nothing_to_a_group_that_is_lost(
     led_two: LeaderHarness, lost_by: str
 ) -> None:
-    """Its ranks are being killed, and heartbeats would keep alive what is to end by itself."""
+    """Its ranks are being killed, and heartbeats would keep ranks alive that have to end by themselves."""
     led = led_two
     led.enter(0, 1)
     if lost_by == "report":
@@ -346,7 +345,7 @@ async def test_leader_sends_nothing_to_a_group_that_is_lost(
 async def test_leader_sends_no_step_to_the_others_when_one_rank_is_gone(
     led_two: LeaderHarness,
 ) -> None:
-    """They would wait in a collective for the one that is gone."""
+    """They would wait in a collective for the missing rank."""
     led = led_two
     led.enter(0, 1)
     led.link.backlogged.add(0)
@@ -358,7 +357,7 @@ async def test_leader_sends_no_step_to_the_others_when_one_rank_is_gone(
 async def test_leader_answer_to_a_heartbeat_is_none_to_the_step_of_the_same_number(
     led: LeaderHarness,
 ) -> None:
-    """Steps and entries of the log are counted apart."""
+    """Steps and log entries are numbered separately."""
     led.enter(0)
     led.loop.advance(LIMITS.heartbeat_s)
     assert led.entries() == [Heartbeat()]
@@ -369,7 +368,7 @@ async def test_leader_answer_to_a_heartbeat_is_none_to_the_step_of_the_same_numb
 
 
 async def test_leader_gives_up_a_deaf_rank(led_two: LeaderHarness) -> None:
-    """A rank whose queue is full does not stall the step; the group is given up."""
+    """A rank whose queue is full does not block the step; the group is given up."""
     led = led_two
     led.enter(0, 1)
     led.link.backlogged.add(1)
@@ -378,7 +377,7 @@ async def test_leader_gives_up_a_deaf_rank(led_two: LeaderHarness) -> None:
 
 
 async def test_leader_gives_the_last_word_of_a_rank_that_is_gone(led_two: LeaderHarness) -> None:
-    """It had said why it stopped, and was gone before that was read."""
+    """It reported the reason, and was gone before the report was read."""
     led = led_two
     led.enter(0, 1)
     led.link.backlogged.add(1)
@@ -388,7 +387,10 @@ async def test_leader_gives_the_last_word_of_a_rank_that_is_gone(led_two: Leader
 
 
 async def test_leader_waits_for_the_word_of_the_rank_that_is_missed(led_two: LeaderHarness) -> None:
-    """Rank 0 is cut off from rank 1, which says why a moment later; left alone, rank 0 is taken at its word."""
+    """Rank 0 loses its connection to rank 1, which gives the reason a moment later.
+
+    If it never does, rank 0's counts.
+    """
     led = led_two
     led.enter(0, 1)
     led.hear(0, RankFailed(ErrorKind.PEER_LOST, "PeerLost", "the connection is gone"))

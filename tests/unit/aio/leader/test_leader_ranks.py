@@ -1,4 +1,4 @@
-"""A leader of several ranks: they agree, keep up and live, or the group is given up with the name of who does not."""
+"""A leader of several ranks: if one diverges, falls behind or dies, the group is given up with its name."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def result(step: int, token: bytes = b"\1\0\0\0") -> GenerateResult:
 
 
 def said(rank: int, step: int, token: bytes = b"\1\0\0\0") -> GenerateResult | StepCheck:
-    """Return what a rank says of a step that yielded this token."""
+    """A rank's report on a step that produced this token."""
     one = result(step, token)
     return one if rank == 0 else StepCheck(step, check_of(one))
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 async def test_leader_ranks_that_agree_go_on(led: LeaderHarness, order: tuple[int, ...]) -> None:
-    """Whoever speaks first; the first rank's result is taken when it comes, and nothing is kept."""
+    """In any order of reports; the first rank's result is taken when it arrives, and nothing is kept."""
     for step in range(1, 6):
         led.leader.decide(GenerateDecision(step))
         for rank in order:
@@ -70,7 +70,7 @@ async def test_leader_ranks_that_agree_go_on(led: LeaderHarness, order: tuple[in
 async def test_leader_rank_that_computed_something_else_is_named(
     led: LeaderHarness, order: tuple[int, ...]
 ) -> None:
-    """Rank and step, however late; what is known to differ is not passed on."""
+    """The error names rank and step, however late; a result that is known to differ is not passed on."""
     led.leader.decide(GenerateDecision(1))
     for rank in order:
         led.hear(rank, said(rank, 1, b"\2\0\0\0" if rank == 2 else b"\1\0\0\0"))
@@ -79,7 +79,7 @@ async def test_leader_rank_that_computed_something_else_is_named(
 
 
 async def test_leader_ranks_may_be_steps_apart(led: LeaderHarness) -> None:
-    """The difference is found when the slow rank comes to that step."""
+    """The difference is found when the slow rank reaches that step."""
     for step in range(1, 5):
         led.leader.decide(GenerateDecision(step))
         led.hear(0, said(0, step))
@@ -92,7 +92,7 @@ async def test_leader_ranks_may_be_steps_apart(led: LeaderHarness) -> None:
 
 
 async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch fails on all ranks or on none; what a peer knows of why may differ."""
+    """A batch fails on all ranks or on none; the reasons they know may differ."""
     led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS, name="encode-1")
     led.enter(0, 1)
     led.leader.decide(EncodeDecision(1, []))
@@ -123,14 +123,14 @@ async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.M
 async def test_leader_gives_up_a_rank_that_is_out_of_order(
     led: LeaderHarness, rank: int, report: GenerateResult, reason: str
 ) -> None:
-    """Each rank answers every step once, in order, with what is its to say."""
+    """Each rank reports every step once, in order, with the report of its role."""
     led.leader.decide(GenerateDecision(1))
     led.hear(rank, report)
     assert led.lost == [f"generate: {reason}"]
 
 
 async def test_leader_rank_that_stops_reporting_is_given_up(led: LeaderHarness) -> None:
-    """The first rank goes on and gets no slower; the deadline of a step is that of every rank."""
+    """The first rank continues at full speed; the step deadline applies to every rank."""
     step, waited_s = 0, 0
     while not led.lost:
         step, waited_s = step + 1, waited_s + 1
@@ -146,7 +146,7 @@ async def test_leader_rank_that_stops_reporting_is_given_up(led: LeaderHarness) 
 
 
 async def test_leader_rank_that_is_too_far_behind_is_deaf(led: LeaderHarness) -> None:
-    """What is kept of steps that a rank has not come to is bounded, whatever the deadline."""
+    """The number of steps kept for a slow rank is bounded, whatever the deadline."""
     for step in range(1, QUEUE_MAX + 1):
         led.leader.decide(GenerateDecision(step))
         for rank in (0, 1):
@@ -160,14 +160,14 @@ async def test_leader_rank_that_is_too_far_behind_is_deaf(led: LeaderHarness) ->
 async def test_leader_rank_that_is_stopped_in_a_step_is_found_by_its_pulse(
     led: LeaderHarness,
 ) -> None:
-    """Long before the step's deadline, which is 120 s as configured; the others are not blamed."""
+    """Long before the step deadline of 120 s; the other ranks are not blamed."""
     led.leader.decide(GenerateDecision(1))
     led.advance(LIMITS.rank_timeout_s + 2 * LIMITS.heartbeat_s, pulses=[0, 2])
     assert led.lost[0].startswith("generate: rank 1 was silent for 2")
 
 
 async def test_leader_pulse_does_not_stand_for_an_answer(led: LeaderHarness) -> None:
-    """A process that runs but follows its log no more is silent."""
+    """A process that runs but no longer follows its log is silent."""
     waited_s = 0
     while not led.lost:
         led.advance(1)
@@ -180,7 +180,7 @@ async def test_leader_pulse_does_not_stand_for_an_answer(led: LeaderHarness) -> 
 
 
 async def test_leader_hears_nothing_but_life_from_a_pulse(led: LeaderHarness) -> None:
-    """It proves that a process runs; reports come from what follows the log."""
+    """A pulse only proves that a process runs; reports must come from the log follower."""
     led.leader.decide(GenerateDecision(1))
     led.pulse(0, 1, 2)
     for report in (
@@ -194,7 +194,7 @@ async def test_leader_hears_nothing_but_life_from_a_pulse(led: LeaderHarness) ->
 
 
 async def test_leader_passes_the_threads_of_each_rank_on(led: LeaderHarness) -> None:
-    """Whatever else is due: a report of threads answers nothing."""
+    """Whatever else is due: a report of threads counts as no reply."""
     led.leader.decide(GenerateDecision(1))
     led.hear(0, Ready(10, {}, threads=ThreadsInUse(2, 2)))
     led.hear(1, ThreadsInUse(1, 2))
@@ -204,7 +204,7 @@ async def test_leader_passes_the_threads_of_each_rank_on(led: LeaderHarness) -> 
 
 
 async def test_leader_ignores_a_pulse_without_the_secret(led: LeaderHarness) -> None:
-    """A stranger cannot make a dead rank look alive, nor speak for it."""
+    """A stranger cannot make a dead rank look alive, nor report for it."""
     led.leader.decide(GenerateDecision(1))
     until_s = led.loop.now_s + LIMITS.rank_timeout_s + 2 * LIMITS.heartbeat_s
     while led.loop.now_s < until_s:
@@ -240,7 +240,7 @@ async def test_leader_ranks_must_be_ready_for_the_same(
 async def test_leader_asks_ranks_that_voted_differently_to_meet_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A retry is all ranks': where only some ran out of memory, the next order renews all."""
+    """All ranks retry together: if only some ran out of memory, the next order has all of them start over."""
     led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS)
     led.enter(0, 1)
     order = SizeKv(64, profile=True, headroom_bytes=0)
@@ -283,7 +283,7 @@ async def test_leaders_of_the_same_processes_share_one_order(
 
 
 def test_checks_are_forgotten_when_all_have_spoken() -> None:
-    """What is kept is what is still to be compared."""
+    """Only checks that are still to be compared are kept."""
     checks = ResultComparison(3)
     assert checks.add(1, 1, b"x") is None
     assert checks.add(2, 1, b"y") is None

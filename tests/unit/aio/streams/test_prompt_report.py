@@ -1,4 +1,4 @@
-"""What is told of a prompt, from pieces that come in order, again, or not at all."""
+"""Log-probabilities of a prompt, from pieces that arrive in order, repeatedly, or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOKENS = [7, 8, 9, 10, 11]
 
 
 def piece(start: int, count: int, *, top: int = 2, shift: float = 0.0) -> PromptPiece:
-    """Tell of `count` positions; what is told of one follows from it."""
+    """A report on `count` positions, whose values follow from the positions."""
     at = np.arange(start, start + count)
     best = at[:, None] + np.arange(top)
     return PromptPiece(
@@ -42,7 +42,7 @@ def test_prompt_report_joins_pieces(cuts: list[int], top: int) -> None:
 
 
 def test_prompt_report_keeps_what_it_knew_when_told_again() -> None:
-    """After a loss chunks begin at the front, and may be cut elsewhere."""
+    """After a loss, chunks begin at position 0 again and may be cut elsewhere."""
     report = PromptReport(TOKENS, 2)
     report.take(piece(1, 2))
     report.take(piece(1, 1, shift=0.5))

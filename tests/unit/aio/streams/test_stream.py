@@ -51,7 +51,7 @@ def test_stop_matcher_finds_stop_strings_across_pieces(
     "stops", [("STOP",), ("\n\n", "###"), ("aba", "bab"), ("tw", "e\n two"), ("n", "one")]
 )
 def test_stop_matcher_gives_the_same_however_the_text_is_cut(stops: tuple[str, ...]) -> None:
-    """The stop string that is complete first counts, also where several overlap."""
+    """The stop string that is complete first counts, even if several overlap."""
     text = "one\n two ## aab STO ab STOP three ### abab \n\n four"
     ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     expected = text[: min(ends)[1]]
@@ -70,8 +70,8 @@ def test_stop_matcher_gives_the_same_however_the_text_is_cut(stops: tuple[str, .
     ("stops", "exempt", "rest", "out"),
     [
         (("b",), "ab", "cbd", "abc"),
-        (("bc",), "ab", "cd", "a"),  # it ends behind them
-        (("b", "abx"), "ab", "cb", "abc"),  # one that is held back for another's sake
+        (("bc",), "ab", "cd", "a"),  # it ends after them
+        (("b", "abx"), "ab", "cb", "abc"),  # held back because of the longer one
         (("b",), "ab", "", "ab"),
     ],
 )
@@ -103,7 +103,7 @@ class Letters:
 
 
 class Ended:
-    """What a generation asks of its replica."""
+    """Calls of a generation to its replica."""
 
     def __init__(self) -> None:
         self.stops: list[tuple[str, FinishReason]] = []
@@ -167,7 +167,7 @@ async def test_generation_merges_what_comes_faster_than_it_is_read() -> None:
 async def test_generation_one_by_one_has_the_same_deltas_however_fast_they_come(
     at_once: int,
 ) -> None:
-    """Each has a token with its text and its log-probability; the last has what was held back, and the end."""
+    """Each delta has one token with its text and log-probability; the last has the held-back text, and the end."""
     made, _ = generation(stop=("ex",), logprobs=True, stop_token_ids=frozenset({9}))
     made.one_by_one()
     found: list[OutputDelta] = []
@@ -210,7 +210,7 @@ async def test_generation_waits_for_a_token() -> None:
 
 
 async def test_generation_may_include_what_stopped_it() -> None:
-    """The stop string, of which the text ends with the last letter, or the text of the stop token."""
+    """The stop string, which the text then ends with, or the text of the stop token."""
     made, _ = generation(stop=("bc",), include_stop=True)
     for token in (0, 1, 2, 3):
         made.push(token, None)
@@ -225,7 +225,7 @@ async def test_generation_may_include_what_stopped_it() -> None:
 
 
 async def test_generation_stop_string_across_tokens_ends_it() -> None:
-    """The text ends before the stop string, the replica is told, and nothing after it counts."""
+    """The text ends before the stop string, the replica is informed, and later tokens are dropped."""
     made, ended = generation(stop=("bc",))
     for token in (0, 1, 2, 3):
         made.push(token, None)
@@ -237,7 +237,7 @@ async def test_generation_stop_string_across_tokens_ends_it() -> None:
 
 
 async def test_generation_stop_string_in_the_last_token_is_a_stop() -> None:
-    """A stop string that the last allowed token completes ends the answer as a stop, not for its length."""
+    """The finish reason is `stop`, not `length`, if the last allowed token completes a stop string."""
     made, _ = generation(stop=("bc",))
     for token in (0, 1, 2):
         made.push(token, None)
@@ -293,7 +293,7 @@ async def test_generation_finds_a_stop_string_in_what_the_detokenizer_held_back(
 
 
 async def test_generation_held_text_goes_out_at_the_end() -> None:
-    """The beginning of a stop string that never came, and half a character, are not lost."""
+    """The beginning of a stop string that was never completed, and half a character."""
     made, _ = generation(stop=("bcd",))
     for token in (0, 1, 2):
         made.push(token, None)
@@ -335,7 +335,7 @@ async def test_generation_logprobs_go_with_their_tokens() -> None:
 async def test_generation_error_reaches_the_reader(
     reason: FinishReason, code: str, status: int
 ) -> None:
-    """The failure travels to the caller, once."""
+    """The failure reaches the caller, once."""
     made, ended = generation()
     made.push(0, None)
     made.finish(finish(reason, message="why", code=code))
@@ -347,7 +347,7 @@ async def test_generation_error_reaches_the_reader(
 
 
 async def test_generation_abort_asks_once_it_matters() -> None:
-    """Leaving frees what the request holds; after its end there is nothing to free."""
+    """Leaving frees the resources of the request; after its end there is nothing to free."""
     made, ended = generation()
     made.push(0, None)
     made.abort()
@@ -372,7 +372,7 @@ async def test_generation_has_exactly_one_end() -> None:
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
 async def test_generation_of_a_prompt_alone_has_no_output(reason: FinishReason) -> None:
-    """The token that is sampled at the end of every prompt is for nobody, be it a stop token."""
+    """The token sampled at the end of every prompt is dropped, even if it is a stop token."""
     ended = Ended()
     made = TokenStream(
         "r",

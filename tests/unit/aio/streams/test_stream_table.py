@@ -80,7 +80,7 @@ class Table:
 async def test_stream_table_gives_each_stream_its_token(
     pairs: Pairs, first: list[int], second: list[int]
 ) -> None:
-    """By the number of the request; what is nobody's any more is dropped."""
+    """By the number of the request; tokens without a stream are dropped."""
     table = Table(Text(), Text())
     table.emit(pairs)
     for number in (1, 2):
@@ -136,7 +136,7 @@ async def test_stream_table_gives_logprobs_by_slot() -> None:
 
 
 async def test_stream_table_gives_the_tokens_of_drafts_one_by_one_with_their_logprobs() -> None:
-    """Clients count tokens by events; what a broken stream gets, and whoever iterates, is whole as well."""
+    """Clients count tokens by events. Broken streams, and readers that iterate, get complete deltas as well."""
     table = Table(Text(), Text(), logprobs=True)
     taken: list[OutputDelta | None] = []
     table.generations[1].subscribe(lambda: taken.append(table.generations[1].take()))
@@ -177,7 +177,7 @@ async def test_stream_table_stream_that_breaks_is_told_once_and_takes_nothing_mo
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
 async def test_stream_table_end_that_cannot_be_told_is_an_error(reason: FinishReason) -> None:
-    """A reader must not take what came so far for the whole answer."""
+    """A reader must not take partial output for the complete answer."""
     table = Table(Text(flush=ValueError("half a character")))
     table.emit([(1, 7)])
     table.finish(1, reason)
@@ -189,7 +189,7 @@ async def test_stream_table_end_that_cannot_be_told_is_an_error(reason: FinishRe
 
 @pytest.mark.parametrize("texts", [0, 1, 3])
 async def test_stream_table_fail_all_ends_every_stream(texts: int) -> None:
-    """Each once, with the same error, also where giving back what they hold raises."""
+    """Each once, with the same error, even if freeing their resources raises."""
     table = Table(*(Text(flush=ValueError("half a character")) for _ in range(texts)))
     table.end_error = RuntimeError("a lease")
     table.streams.fail_all("the scheduler failed", code="given_up")
@@ -204,7 +204,7 @@ async def test_stream_table_fail_all_ends_every_stream(texts: int) -> None:
 
 
 async def test_stream_table_is_idle_when_the_last_has_ended() -> None:
-    """Who drains waits for exactly that, also past an end that raises."""
+    """A drain waits for exactly that, also past an end that raises."""
     table = Table(Text(), Text())
     table.end_error = RuntimeError("a lease")
     idle = asyncio.ensure_future(table.streams.wait_idle())
@@ -228,7 +228,7 @@ def test_int32_array_refuses_what_is_no_whole_number_of_values() -> None:
 
 
 async def test_stream_table_gives_each_prompt_what_is_told_of_it() -> None:
-    """A gap ends the request; what is nobody's any more is dropped."""
+    """A gap ends the request; reports without a request are dropped."""
     table = Table(Text(), Text(), Text())
     reports = [PromptReport([7, 8], 0), PromptReport([7, 8, 9], 0)]
     for number, report in enumerate(reports, 1):
