@@ -27,11 +27,11 @@ from vsched.types import ModelInfo, SamplingParams
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
 IMAGE_TOKENS = 16
-"""Tokens of every image, where its size matters to nothing."""
+"""Tokens of every image in tests that do not depend on its size."""
 
 
 class FakeGeneration:
-    """Yields what it was given; an Exception is raised, an Event is waited for."""
+    """Yields the given items; an Exception is raised, an Event is waited for."""
 
     def __init__(
         self, script: Sequence[OutputDelta | Exception | asyncio.Event], request_id: str
@@ -93,9 +93,9 @@ class FakeGeneration:
 
 
 class FakeEngine:
-    """Answers every request with `script`, or with that of `scripts` by the index of an answer.
+    """Serves every request with `script`, or with that of `scripts` by the index of a choice.
 
-    `refusal` refuses, `entering` holds `generate_answers` itself up.
+    `refusal` refuses requests, `entering` blocks `generate_answers` itself.
     """
 
     def __init__(self, *script: OutputDelta | Exception | asyncio.Event) -> None:
@@ -227,7 +227,7 @@ class Reply:
 
 
 class Client:
-    """One HTTP exchange with an ASGI application; `leave` disconnects, `cancel` is what a server does that stops."""
+    """One HTTP exchange with an ASGI application; `leave` disconnects, `cancel` acts as a server that stops."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._client = AsgiClient(app)

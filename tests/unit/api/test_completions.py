@@ -68,7 +68,7 @@ async def test_stream_ends_with_usage_when_asked(path: str) -> None:
 
 
 async def test_stream_sends_one_piece_a_delta() -> None:
-    """One encode and one write for however many tokens a delta has."""
+    """One encode and one write, whatever the number of tokens in a delta."""
     engine = FakeEngine(
         OutputDelta("ab", [1, 2]), OutputDelta("", [3]), OutputDelta("c", [4], None, "length")
     )
@@ -142,7 +142,7 @@ async def test_images_may_have_names_and_be_sent_by_them_alone() -> None:
 
 
 async def test_images_may_have_bounds_of_their_pixels() -> None:
-    """A part's own go before those of the request, as vLLM sends them, by either name."""
+    """Bounds of a content part override those of the request, as in vLLM, under either name."""
     engine = FakeEngine()
     content = [
         {"type": "image_url", "image_url": "data:one", "max_pixels": 900},
@@ -251,7 +251,7 @@ async def test_refusal_carries_status_and_retry_after() -> None:
 
 @pytest.mark.parametrize("code", ["context_exceeded", "kv_exceeded"])
 async def test_prompt_that_is_too_long_is_told_as_clients_know_it(code: str) -> None:
-    """OpenAI's code, and the words by which litellm finds its ContextWindowExceededError."""
+    """OpenAI's code, and the words by which litellm recognizes its ContextWindowExceededError."""
     engine = FakeEngine()
     engine.refusal = RequestRefused("too long: value 9, limit 8. Remedy: less.", code=code)
     for path, body in ((CHAT, chat()), (PLAIN, {"prompt": "x"})):
@@ -272,7 +272,6 @@ async def test_failure_is_an_error_response() -> None:
 
 
 async def test_failure_in_a_stream_is_its_last_event() -> None:
-    """The stream says so and ends."""
     engine = FakeEngine(
         OutputDelta("Hel", [1]), RequestFailed("the encoder failed", code="encoder")
     )

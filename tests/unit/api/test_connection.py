@@ -1,4 +1,4 @@
-"""What a client can hold up, over real sockets: nothing for long, whatever it leaves undone."""
+"""Clients that stall, over real sockets: every phase of a connection is bounded."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ REQUEST = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 
 
 class RawClient:
-    """A connection that sends what it is told, and reads when it is told."""
+    """A connection that sends and reads only when a test says so."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     async def send(self, data: bytes) -> None:
         self._writer.write(data)
-        with contextlib.suppress(ConnectionError):  # what was refused may be closed already
+        with contextlib.suppress(ConnectionError):  # a refused connection may be closed already
             await self._writer.drain()
 
     async def answer(self) -> bytes:
-        """Return all that comes until the server closes, as it must."""
+        """Return all bytes until the server closes, as it must."""
         received = b""
         async with patience():
             with contextlib.suppress(ConnectionError):
@@ -48,7 +48,7 @@ class RawClient:
         return received
 
     async def response(self) -> bytes:
-        """Return the head of the next answer, and take its body."""
+        """Return the head of the next response, and consume its body."""
         async with patience():
             head = await self._reader.readuntil(b"\r\n\r\n")
             size = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
@@ -76,7 +76,7 @@ async def connected(port: int, receive_bytes: int = 0) -> AsyncIterator[RawClien
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     opened.setblocking(False)
     await asyncio.get_running_loop().sock_connect(opened, ("127.0.0.1", port))
-    # No more is read ahead of the test than this, or nothing would ever be left unread.
+    # Limits read-ahead, or no bytes would ever be left unread.
     reader, writer = await asyncio.open_connection(sock=opened, limit=1024)
     client = RawClient(reader, writer)
     try:
@@ -97,7 +97,7 @@ async def connected(port: int, receive_bytes: int = 0) -> AsyncIterator[RawClien
     ids=["first byte", "head", "body", "chunk", "continue"],
 )
 async def test_connection_request_that_does_not_arrive_is_answered(sent: bytes) -> None:
-    """Wherever it stops; the deadline is one for all of it, so that a byte now and then does not help."""
+    """Wherever it stops; one deadline covers the whole request, so a byte now and then does not help."""
     engine = FakeEngine()
     async with served(engine, receive_s=SOON_S) as port, connected(port) as client:
         await client.send(sent)
@@ -111,7 +111,7 @@ async def test_connection_request_that_does_not_arrive_is_answered(sent: bytes) 
 
 
 async def test_connection_trickling_body_is_answered() -> None:
-    """Every byte is in time, and the whole is not."""
+    """Every byte is in time; the whole body is not."""
     async with served(FakeEngine(), receive_s=4 * SOON_S) as port, connected(port) as client:
         await client.send(HEAD + b"Content-Length: 100000\r\n\r\n")
         answer = asyncio.create_task(client.answer())
@@ -122,7 +122,7 @@ async def test_connection_trickling_body_is_answered() -> None:
 
 
 async def test_connection_that_sends_nothing_is_closed() -> None:
-    """Without a word: a client that connects early may just not need it."""
+    """Without a response: a client that connects early may not need the connection."""
     async with served(FakeEngine(), receive_s=SOON_S) as port, connected(port) as client:
         assert await client.answer() == b""
 
@@ -145,7 +145,7 @@ async def test_connection_deadline_is_of_each_request_and_not_of_the_answer() ->
 
 
 async def test_connection_rest_of_a_refused_body_is_not_waited_for() -> None:
-    """What was answered without being read ends too."""
+    """The deadline also covers the unread rest of a request that was refused early."""
     async with served(FakeEngine(), receive_s=SOON_S) as port, connected(port) as client:
         await client.send(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n")
         await client.send(b"Content-Type: application/json\r\n\r\n{")
@@ -189,7 +189,7 @@ async def test_connection_head_that_comes_at_once_is_measured(sent: bytes) -> No
 
 
 async def test_connection_pipelined_request_waits_for_the_answer_before_it() -> None:
-    """Half of one does not end what is being answered; it is late once that is done."""
+    """Half a request does not end the response in progress; its deadline starts after that."""
     released = asyncio.Event()
     engine = FakeEngine(released, OutputDelta("x", [1], finish_reason="stop"))
     async with served(engine, receive_s=SOON_S) as port, connected(port) as client:
@@ -210,13 +210,13 @@ async def test_connection_pipelined_request_waits_for_the_answer_before_it() -> 
 async def test_connection_head_within_its_limits_is_served() -> None:
     headers = b"".join(b"X-%d: %s\r\n" % (index, b"y" * 300) for index in range(97))
     async with served(FakeEngine()) as port, connected(port) as client:
-        for _ in range(3):  # counted anew for each request of a connection
+        for _ in range(3):  # counted again for each request of a connection
             await client.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n")
             assert (await client.response()).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_connection_body_is_no_part_of_the_head() -> None:
-    """Not where both come at once, nor beside half of the next head."""
+    """Not if both come at once, nor with half of the next head."""
     body = BODY + b" " * 5000
     whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
     async with served(FakeEngine(), header_bytes_max=1024) as port, connected(port) as client:
@@ -237,7 +237,7 @@ async def test_connection_what_is_not_http_is_told_so() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_connection_client_that_stops_reading_is_cut_off(stream: bool) -> None:
-    """Its request is aborted, and nothing of it is left; one that reads gets everything, however much that is."""
+    """Its request is aborted and leaves nothing; a client that reads gets everything, however much that is."""
     text = "x" * (1 << 20)
     last = OutputDelta("x", [1], finish_reason="stop")
     never = [asyncio.Event()] if stream else []
@@ -286,7 +286,7 @@ STREAM = msgspec.json.encode(chat(stream=True))
     ids=["h2c", "websocket", "tls"],
 )
 async def test_connection_offer_of_another_protocol_is_ignored(offer: bytes, body: bytes) -> None:
-    """On one connection, twice at once, and in pieces: the body is the request's."""
+    """On one connection, twice at once, and in pieces: the body belongs to the request."""
     request = HEAD + offer + body
     async with served(FakeEngine()) as port, connected(port) as client:
         await client.send(request + request)
@@ -301,7 +301,7 @@ async def test_connection_offer_of_another_protocol_is_ignored(offer: bytes, bod
 @pytest.mark.parametrize("asked", [b"", b"Connection: keep-alive\r\n", b"Expect: 100-continue\r\n"])
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["whole", "stream"])
 async def test_connection_answer_to_old_http_ends_with_it(asked: bytes, body: bytes) -> None:
-    """HTTP/1.0 knows neither chunks nor 100 Continue, and needs no Host."""
+    """HTTP/1.0 has neither chunks nor 100 Continue, and needs no Host."""
     request = LINE + b"1.0\r\n" + JSON + asked + b"Content-Length: %d\r\n\r\n" % len(body) + body
     async with served(FakeEngine()) as port, connected(port) as client:
         await client.send(request)
@@ -410,7 +410,7 @@ async def test_connection_request_that_ends_too_soon_is_told_so(sent: bytes) -> 
 
 
 class FullTransport(asyncio.Transport):
-    """A connection whose client reads nothing: what was written never leaves, and closing does not end."""
+    """A connection whose client reads nothing: written bytes never leave, and closing does not end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -457,7 +457,7 @@ def read_a_part(protocol: BoundedProtocol) -> None:
 async def test_connection_that_closes_is_cut_off_when_its_rest_is_not_read(
     close: Callable[[BoundedProtocol], None],
 ) -> None:
-    """Whatever closed it: a transport waits for ever for what was written to leave."""
+    """Whatever closed it: a transport waits for ever for its buffered bytes to leave."""
     app = create_app(FakeEngine(), ApiSettings())
     config = uvicorn.Config(app, lifespan="off", log_config=None)
     config.load()

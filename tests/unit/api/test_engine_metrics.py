@@ -1,4 +1,4 @@
-"""What the engine counts, as Prometheus reads it: of a whole engine with simulated ranks."""
+"""Metrics of a complete engine with simulated ranks, as Prometheus reads them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_metrics_count_with_labels() -> None:
 
 
 async def observed_threads(numbers: list[int]) -> list[Any]:
-    """Return what metrics, statistics and groups show of a rank at each number of threads, with a request between."""
+    """Values of metrics, statistics and groups for a rank at each number of threads, with a request in between."""
     small = small_config()
     config = small_config(generate=msgspec.structs.replace(small.generate, threads=2))
     seen: list[Any] = []

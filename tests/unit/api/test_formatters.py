@@ -1,4 +1,4 @@
-"""What answers carry besides their text, whole and as streams, from both endpoints."""
+"""Fields of responses other than text, streaming and not, of both endpoints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_token_ids_come_with_every_event_and_those_of_the_prompt_with_the_
 @PATHS
 @pytest.mark.parametrize("stream", [False, True])
 async def test_token_ids_are_null_or_left_out_unless_asked_for(path: str, stream: bool) -> None:
-    """A whole answer has the fields of vLLM's, which its clients read; events are short."""
+    """A non-streaming response has the fields of vLLM's, which its clients read; events are short."""
     reply = await post(FakeEngine(), path, body_of(path, stream=stream))
     if stream:
         assert b"token_ids" not in reply.body
@@ -78,7 +78,7 @@ async def test_tokens_of_logprobs_as_ids(path: str, stream: bool) -> None:
 
 
 async def test_alternatives_of_a_completion_begin_with_its_token() -> None:
-    """As vLLM has them: whoever reads the first finds the token, also where another was more likely."""
+    """As in vLLM: the first entry is the sampled token, even if another was more likely."""
     token = TokenLogprob(65, -2.0, [(66, -0.1), (67, -1.0)])
     reply = await post(
         FakeEngine(OutputDelta("A", [65], [token], "stop")), PLAIN, {"prompt": "x", "logprobs": 2}
@@ -110,7 +110,7 @@ TEXT = "a\u2019b\U0001f600c"
 
 
 def engine_of_halves(token_ids: Sequence[int], *, size: int = 1) -> FakeEngine:
-    """Return an engine whose tokens are the bytes of a text."""
+    """An engine whose tokens are the bytes of a text."""
     detokenizer = Halves()
     deltas: list[OutputDelta | Exception | asyncio.Event] = []
     for start in range(0, len(token_ids), size):
@@ -173,7 +173,7 @@ def test_offsets_in_a_known_text_are_those_of_the_text(
 
 
 async def test_alternatives_that_read_alike_are_all_told() -> None:
-    """Incomplete characters by their bytes, as in OpenAI's API, and duplicates by their ids."""
+    """Incomplete characters as bytes, as in OpenAI's API, and duplicates as ids."""
     top = [(0xE2, -1.0), (0xC3, -2.0), (ord("a"), -3.0), (301, -4.0), (300, -5.0)]
     token = TokenLogprob(ord("a"), -3.0, top)
     engine = FakeEngine(OutputDelta("a", [ord("a")], [token], "stop"))
@@ -192,7 +192,7 @@ async def test_alternatives_that_read_alike_are_all_told() -> None:
 
 @PATHS
 async def test_usage_with_every_event(path: str) -> None:
-    """Only with `include_usage`, as in vLLM; the last event has it alone."""
+    """Only with `include_usage`, as in vLLM; the last event has only the usage."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = (
         await post(FakeEngine(), path, body_of(path, stream=True, stream_options=options))

@@ -35,7 +35,7 @@ async def test_text_only_request_has_no_images() -> None:
 
 @pytest.mark.parametrize("value", [None, "data", [], {}, {"data": 5}, {"data": ["A" * 5000]}])
 async def test_misshapen_part_is_refused_without_quoting_it(value: object) -> None:
-    """A 400 that says where."""
+    """A 400 that names the position."""
     engine = FakeEngine()
     reply = await post(engine, CHAT, user({"type": "image_embeds", "image_embeds": value}))
     assert reply.status == 400

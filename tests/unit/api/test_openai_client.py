@@ -1,4 +1,4 @@
-"""The bodies as the openai client sees them."""
+"""Response bodies as parsed by the openai client."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_chat_stream_parses(client: Any) -> None:
 
 
 async def test_responses_parse(client: Any) -> None:
-    """Streamed and whole, and the output goes back as input."""
+    """Streaming and not, and the output is valid input."""
     async with client.responses.stream(model="demo", input="hi") as stream:
         deltas = [event.delta async for event in stream if event.type.endswith("text.delta")]
         final = await stream.get_final_response()
@@ -116,7 +116,7 @@ async def test_extra_body_reaches_the_engine(client: Any, engine: FakeEngine) ->
 
 
 async def test_driver_refuses_two_responses() -> None:
-    """The driver itself can fail: it is what the other tests lean on."""
+    """The driver itself can fail: other tests rely on it."""
 
     async def app(scope: object, receive: object, send: object) -> None:
         del scope, receive

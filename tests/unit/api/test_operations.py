@@ -30,7 +30,7 @@ async def call(
     headers: dict[str, str] | None = None,
     front: bool = False,
 ) -> Reply:
-    """Return the reply to one request; `front` asks a process without an engine of its own."""
+    """Reply to one request; with `front`, of a process without an engine of its own."""
     settings = ApiSettings(api_key=api_key)
     app = create_app(engine, settings)
     if front:
@@ -135,7 +135,7 @@ async def test_tokenize_prompt_and_messages() -> None:
 async def test_tokenize_adds_special_tokens_as_asked(
     body: dict[str, Any], tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt begins with them by itself, messages do not: their template writes its own."""
+    """For prompts by default, for messages not: their template writes its own."""
     engine = FakeEngine()
     plain = engine.preprocessor.tokenize
 
@@ -170,7 +170,7 @@ async def test_detokenize_returns_the_text() -> None:
 
 
 async def test_detokenize_takes_the_blank_away_that_the_tokenizer_adds() -> None:
-    """Where a tokenizer begins every text with a blank; special tokens stay."""
+    """For tokenizers that begin every text with a space; special tokens stay."""
     engine = FakeEngine()
     texts = {1: b"<s>", 2: b" Hi"}
     engine.preprocessor.token_bytes = texts.__getitem__  # type: ignore[assignment]
@@ -199,7 +199,7 @@ async def test_detokenize_refuses(body: object, message: str) -> None:
 
 
 async def test_tokenize_while_it_loads_is_refused() -> None:
-    """A model of which nothing is known yet cannot be asked for a limit."""
+    """A model that has not loaded yet has no known limit."""
 
     class LoadingEngine(FakeEngine):
         @property
@@ -233,7 +233,7 @@ async def test_tokenize_refuses(body: object) -> None:
 
 
 async def test_tokenize_answers_what_the_engine_refuses() -> None:
-    """A text goes the way of a prompt, with its limits and its deadline."""
+    """A text is prepared like a prompt, with its limits and its deadline."""
     engine = FakeEngine()
     engine.refusal = RequestRefused("too long", code="context_exceeded")
     reply = await call(engine, "POST", "/tokenize", {"prompt": "x"})
@@ -241,7 +241,7 @@ async def test_tokenize_answers_what_the_engine_refuses() -> None:
 
 
 async def test_version_load_and_ping() -> None:
-    """What gateways and balancers of vLLM servers ask for."""
+    """Paths that gateways and load balancers of vLLM servers request."""
     assert (await call(FakeEngine(), "GET", "/version")).json == {"version": version("vsched")}
     for method in ("GET", "POST"):
         assert (await call(FakeEngine(), method, "/ping", api_key="secret")).status == 200
@@ -256,7 +256,7 @@ async def test_version_load_and_ping() -> None:
 
 
 async def test_statistics_and_clear() -> None:
-    """One call, and what is left is reported."""
+    """Both in one call; the remaining requests are reported."""
     engine = FakeEngine()
     engine.numbers["since"] = dt.date(2024, 1, 2)
     reply = await call(engine, "GET", "/admin/statistics")
@@ -357,7 +357,7 @@ async def test_wrong_paths_and_methods_of_messages_have_anthropics_errors(
 async def test_wrong_methods_are_told_all_that_a_path_takes(
     path: str, methods: str, method: str
 ) -> None:
-    """Whatever process has the engine, and before anything else is asked of the request."""
+    """In any process, and before any other check of the request."""
     form = {"content-type": "multipart/form-data"}
     for front in (False, True):
         reply = await call(FakeEngine(), method, path, b"x", api_key="k", headers=form, front=front)
@@ -394,7 +394,7 @@ async def test_wrong_methods_are_told_all_that_a_path_takes(
 async def test_paths_that_clients_know_are_told_what_to_do_without(
     method: str, path: str, remedy: str
 ) -> None:
-    """Files are sent as forms: it is not the form that is wrong."""
+    """Files are sent as forms: the error is not about the form."""
     form = {"content-type": "multipart/form-data; boundary=x"}
     reply = await call(FakeEngine(), method, path, b"--x", api_key="k", headers=form)
     assert (reply.status, reply.error["code"]) == (404, "not_found")
@@ -470,7 +470,7 @@ async def test_without_a_key_everything_is_open() -> None:
 async def test_key_is_needed_everywhere_but_for_probes(
     method: str, path: str, authorization: str | None
 ) -> None:
-    """Default deny, for every path that is there."""
+    """Default deny, for every existing path."""
     headers = {} if authorization is None else {"authorization": authorization}
     reply = await call(FakeEngine(), method, path, CHAT, api_key="right", headers=headers)
     assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
@@ -478,7 +478,7 @@ async def test_key_is_needed_everywhere_but_for_probes(
 
 
 def test_key_is_asked_for_by_every_route() -> None:
-    """Whatever is added."""
+    """Routes added later included."""
     app = create_app(FakeEngine(), ApiSettings(api_key="right"))
     assert all(isinstance(cast("Route", route).app, RequireKey) for route in app.routes)
 
@@ -494,7 +494,7 @@ async def test_right_key_opens() -> None:
 
 
 async def test_key_guards_websockets_and_lets_lifespan_pass() -> None:
-    """Default deny holds for what is not HTTP."""
+    """Default deny also holds for other protocols than HTTP."""
     app = create_app(FakeEngine(), ApiSettings(api_key="right"))
     sent: list[dict[str, object]] = []
     incoming = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]

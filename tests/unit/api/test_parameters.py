@@ -91,7 +91,7 @@ async def test_absent_sampling_fields_take_defaults() -> None:
 
 
 async def test_absent_sampling_fields_are_as_the_checkpoint_states() -> None:
-    """What a request gives wins, also where it switches something off."""
+    """A field of the request wins, even if it disables something."""
     engine = FakeEngine()
     stated: dict[str, Any] = {
         "temperature": 0.6,
@@ -156,7 +156,7 @@ async def test_absent_sampling_fields_are_as_the_checkpoint_states() -> None:
     ],
 )
 async def test_parameters_out_of_bounds_are_refused(field: str, value: object) -> None:
-    """A 400 in OpenAI's form that names the parameter, before the engine hears of it."""
+    """A 400 in OpenAI's form that names the parameter, before the request reaches the engine."""
     engine = FakeEngine()
     reply = await post(engine, CHAT, chat(**{field: value}))
     assert reply.status == 400
@@ -168,7 +168,7 @@ async def test_parameters_out_of_bounds_are_refused(field: str, value: object) -
 
 
 async def test_keys_that_are_no_tokens_are_named_together() -> None:
-    """All of them, as far as they are few."""
+    """All of them, if they are few."""
     reply = await post(FakeEngine(), CHAT, chat(logit_bias={"5": 1, "twelve": 1, "two": 1}))
     assert reply.status == 400
     assert 'value the keys "twelve", "two", limit' in reply.error["message"]
@@ -184,7 +184,7 @@ async def test_token_out_of_vocabulary_is_named_with_its_size() -> None:
 
 @pytest.mark.parametrize("path", [CHAT, PLAIN])
 async def test_stream_options_without_a_stream_are_refused(path: str) -> None:
-    """As OpenAI does: whoever waits for the usage of a stream has forgotten to ask for one."""
+    """As in OpenAI's API: a client that waits for usage in a stream has forgotten `stream`."""
     fields = {"stream_options": {"include_usage": True}}
     body = chat(**fields) if path == CHAT else {"prompt": "x", **fields}
     reply = await post(FakeEngine(), path, body)
@@ -208,7 +208,7 @@ async def test_too_many_logprobs_are_refused() -> None:
 
 @pytest.mark.parametrize("path", [CHAT, PLAIN])
 async def test_logprobs_of_the_whole_vocabulary_need_the_setting(path: str) -> None:
-    """-1 is as many as the model has tokens."""
+    """-1 means the size of the vocabulary."""
     engine = FakeEngine()
     whole = (
         chat(logprobs=True, top_logprobs=-1) if path == CHAT else {"prompt": "x", "logprobs": -1}
@@ -249,7 +249,7 @@ async def test_unsupported_meaning_is_refused(field: str, value: object) -> None
 async def test_plain_completions_have_16_tokens_by_default(
     fields: dict[str, Any], tokens: int
 ) -> None:
-    """As OpenAI's and vLLM's; chats have no such default."""
+    """As in OpenAI's and vLLM's; chats have no such default."""
     engine = FakeEngine()
     assert (await post(engine, PLAIN, {"prompt": "x", **fields})).status == 200
     assert engine.sampling.max_tokens == tokens
@@ -288,7 +288,7 @@ async def test_unsupported_meaning_is_refused_in_plain_completions(fields: dict[
 
 
 async def test_biases_and_bad_words_reach_the_engine() -> None:
-    """A bad word is forbidden at the start of a text and behind a blank."""
+    """A bad word is forbidden at the start of a text and after a space."""
     engine = FakeEngine()
     reply = await post(engine, CHAT, chat(logit_bias={"5": -100, "3": 1.5}, bad_words=["no"]))
     assert reply.status == 200
@@ -408,14 +408,14 @@ async def test_wrong_values_get_a_sentence(fields: dict[str, Any], message: str)
 
 @pytest.mark.parametrize("path", [CHAT, PLAIN, "/tokenize"])
 async def test_wrong_value_beside_what_is_no_text_is_refused(path: str) -> None:
-    """What msgspec skips on its way to a value is not looked at by it; it is when the value is to be shown."""
+    """Parts that msgspec skips are not checked until the value appears in an error."""
     name = "prompt" if path == PLAIN else "messages"
     reply = await post(FakeEngine(), path, b'{"%s":0,"\xff":1}' % name.encode())
     assert (reply.status, reply.error["param"]) == (400, name)
 
 
 async def test_error_texts_do_not_quote_long_content() -> None:
-    """A data URL in the wrong place does not come back."""
+    """A data URL in the wrong field is not repeated in the error."""
     url = "data:image/png;base64," + "A" * 10_000
     content = [{"type": url}]
     reply = await post(FakeEngine(), CHAT, chat(messages=[{"role": "user", "content": content}]))

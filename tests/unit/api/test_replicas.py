@@ -1,4 +1,4 @@
-"""`/admin/replicas`: what operators see of groups and do with one of them."""
+"""`/admin/replicas`: state of groups, and operations on one of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_replicas_action_is_done_and_told(action: str) -> None:
 
 
 async def test_replicas_tells_when_the_deadline_passed_before() -> None:
-    """A drain that takes too long is answered all the same."""
+    """A drain that takes too long still gets a response."""
     engine = FakeEngine()
     engine.in_time = False
     reply = await post(engine, {"group": "generate-1", "action": "drain"})
@@ -46,7 +46,7 @@ async def test_replicas_refuses_an_unknown_action_and_names_the_known_ones() -> 
 
 
 async def test_replicas_passes_a_refusal_on() -> None:
-    """With the status that the engine gave it."""
+    """With the engine's status."""
     engine = FakeEngine()
     engine.refusal = RequestRefused("it is down. Remedy: wait.", code="wrong_state", status=409)
     reply = await post(engine, {"group": "generate-1", "action": "restart"})

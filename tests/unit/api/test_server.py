@@ -26,7 +26,7 @@ from vsched.errors import CheckpointError, ConfigError, GroupLostError
 
 
 class Acted:
-    """What happens to an engine that does nothing; `loading`, `draining` hold it up, `errors` are raised."""
+    """Calls to an engine that does nothing; `loading`, `draining` block it, `errors` are raised."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
@@ -64,7 +64,7 @@ class Acted:
 
 
 class QuietServer:
-    """Stands for uvicorn, which looks only now and then whether it should exit."""
+    """Stands for uvicorn, which checks only now and then whether it should exit."""
 
     made: list[QuietServer]
 
@@ -103,7 +103,7 @@ async def acted(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Acted]:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port that somebody listens on."""
+    """A port in use."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 
@@ -113,7 +113,7 @@ def config(**server: object) -> Config:
 
 
 def is_free(url: str) -> bool:
-    """Return whether the address of a server could be taken again."""
+    """Return True if the address of a server can be bound again."""
     host, port = url.removeprefix("http://").rsplit(":", 1)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -132,7 +132,7 @@ async def enter(settings: Config) -> None:
 async def test_server_busy_port_is_told_before_anything_is_loaded(
     acted: Acted, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One error with the key, the address and the remedy; no engine is even made."""
+    """One error with the key, the address and the remedy, before an engine is constructed."""
 
     def make(*_: object, **__: object) -> None:
         raise AssertionError("an engine for a server that cannot listen")
@@ -163,7 +163,7 @@ async def test_server_busy_port_is_told_before_anything_is_loaded(
 async def test_server_that_cannot_be_made_leaves_no_socket(
     acted: Acted, monkeypatch: pytest.MonkeyPatch, settings: Config, message: str
 ) -> None:
-    """And tells so before anything is loaded."""
+    """The error comes before anything is loaded."""
     listeners: list[socket.socket] = []
     real = socket.create_server
 
@@ -191,7 +191,7 @@ async def test_server_that_cannot_be_made_leaves_no_socket(
     ],
 )
 async def test_server_url_can_be_reached(acted: Acted, host: str, url: str) -> None:
-    """Whatever is listened on, clients of this machine find it; `::` is for those of IPv4, too."""
+    """A loopback address for any bind address; `::` is reachable over IPv4, too."""
     if ":" in host and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     async with running_server(config(host=host)) as running:
@@ -222,7 +222,7 @@ async def test_server_address_that_cannot_be_had_is_told_with_its_remedy(
 
 
 def test_server_leaves_the_layout_of_logs_alone() -> None:
-    """Uvicorn brings handlers of its own unless it is told not to."""
+    """Uvicorn installs handlers of its own by default."""
     settings = config()
     http_server(create_app(Engine(settings), ApiSettings()), settings)
     assert logging.getLogger("uvicorn").handlers == []
@@ -233,7 +233,7 @@ def test_server_leaves_the_layout_of_logs_alone() -> None:
     "error", [CheckpointError("corrupt"), GroupLostError("gone"), OSError("odd")]
 )
 async def test_server_whose_engine_cannot_start_ends(acted: Acted, error: Exception) -> None:
-    """The failure travels to the caller, and the address is free again."""
+    """The failure reaches the caller, and the address is free again."""
     acted.errors["start"] = error
     with pytest.raises(type(error), match=str(error)):
         await enter(config())
@@ -251,7 +251,7 @@ async def test_server_left_drains_and_stops(acted: Acted) -> None:
 
 
 async def test_server_body_that_raises_does_not_drain(acted: Acted) -> None:
-    """Nobody waits for requests when something is wrong."""
+    """After an error, requests are not waited for."""
     with pytest.raises(KeyError):
         async with running_server(config()):
             raise KeyError
@@ -262,7 +262,7 @@ async def test_server_body_that_raises_does_not_drain(acted: Acted) -> None:
 async def test_server_whose_engine_fails_at_the_end_ends_all_the_same(
     acted: Acted, name: str
 ) -> None:
-    """What draining or stopping raises reaches the caller, and nothing listens on."""
+    """Errors of draining or stopping reach the caller, and no socket stays open."""
     acted.errors[name] = RuntimeError(name)
     with pytest.raises(RuntimeError, match=name):
         async with running_server(config()) as running:
@@ -295,7 +295,7 @@ class Served:
 
 
 async def test_server_favours_the_event_loop(acted: Acted) -> None:
-    """No collection looks at all modules, what requests leave is collected as ever; threads take short turns."""
+    """Modules are frozen for the garbage collector, garbage of requests is still collected; threads switch often."""
     gc.unfreeze()
     served = Served(acted)
     await served.ready.wait()
@@ -324,7 +324,7 @@ async def test_server_first_signal_drains(acted: Acted, number: signal.Signals) 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 async def test_server_second_signal_stops_at_once(acted: Acted, second: signal.Signals) -> None:
-    """Whoever presses Ctrl-C twice does not wait for a request, nor for the grace of a rank."""
+    """After a second Ctrl-C, neither requests nor the grace of ranks are waited for."""
     acted.draining = asyncio.Event()
     served = Served(acted)
     await served.ready.wait()
@@ -339,7 +339,7 @@ async def test_server_second_signal_stops_at_once(acted: Acted, second: signal.S
 
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_server_signal_while_it_loads_stops_it(acted: Acted, signals: int) -> None:
-    """There is nothing to drain; a second one does not keep the ranks from being stopped."""
+    """There is nothing to drain; a second signal does not keep the ranks from being stopped."""
     acted.loading = asyncio.Event()
     served = Served(acted)
     await until(lambda: acted.calls)
@@ -351,7 +351,7 @@ async def test_server_signal_while_it_loads_stops_it(acted: Acted, signals: int)
 
 
 async def get(url: str, path: str) -> bytes:
-    """Return the first line of the answer to a GET."""
+    """Return the status line of the response to a GET."""
     host, port = url.removeprefix("http://").rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
@@ -365,7 +365,7 @@ async def get(url: str, path: str) -> bytes:
 async def test_server_answers_while_it_loads(
     monkeypatch: pytest.MonkeyPatch, unused_port: int
 ) -> None:
-    """503 until the engine is ready, over a real socket; then nothing listens any more."""
+    """503 until the engine is ready, over a real socket; afterwards the port is closed."""
     acted = Acted(monkeypatch)
     acted.loading = asyncio.Event()
     url = f"http://127.0.0.1:{unused_port}"

@@ -1,4 +1,4 @@
-"""Deltas on their way onto a connection: at once while it takes them, grown together while it does not."""
+"""Writing deltas to a connection: at once while it accepts them, merged while it does not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vsched.types import FinishReason
 
 
 class Connection:
-    """Takes what is sent; waits first while it is full."""
+    """Accepts data; waits first while it is full."""
 
     def __init__(self, *, full: bool = False) -> None:
         self.room = asyncio.Event()
@@ -141,7 +141,7 @@ async def test_sse_writer_raises_what_the_generation_ended_with() -> None:
 
 @pytest.mark.parametrize("text", ["plain", 'a "quote"', "ümlaut\n", "\x00", "\u2028", "}\\"])
 def test_writer_text_alone_is_encoded_as_ever(text: str) -> None:
-    """A chunk of text and nothing else is put together from parts that were encoded before."""
+    """A chunk of text and nothing else is assembled from parts that were encoded before."""
     encode = msgspec.json.Encoder().encode
     delta = OutputDelta(text, [1])
     generation = FakeGeneration([], "id")

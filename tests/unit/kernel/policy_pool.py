@@ -78,7 +78,7 @@ class Reversed(AdmissionPolicy, frozen=True, kw_only=True):
 
 
 class LastAlone(AdmissionPolicy, frozen=True, kw_only=True):
-    """Only ever the last of the line; nobody while anything runs."""
+    """Only the last of the queue, and none while any request runs."""
 
     patient: bool = False
 
@@ -89,7 +89,7 @@ class LastAlone(AdmissionPolicy, frozen=True, kw_only=True):
 
 
 class Holding(AdmissionPolicy, frozen=True, kw_only=True):
-    """Refuses everything, as often as it is asked, until the oldest has waited long enough."""
+    """Refuses everything, however often it is called, until the oldest has waited long enough."""
 
     for_ns: int = 1_000_000
     step_ns: int = 50_000
@@ -102,14 +102,14 @@ class Holding(AdmissionPolicy, frozen=True, kw_only=True):
 
 
 class HoldingForEver(AdmissionPolicy, frozen=True, kw_only=True):
-    """Never admits anybody: it is overruled when something has waited for a minute."""
+    """Never admits a request: it is overruled when an entry has waited for a minute."""
 
     def admit(self, view: AdmissionView) -> Admission:
         return Admission(hold_until_ns=view.now_ns + 1_000_000_000)
 
 
 class HoldingBack(AdmissionPolicy, frozen=True, kw_only=True):
-    """Holds all in every other while, and else admits only the last; or does both at once, which is not legal."""
+    """Alternates between holding all and admitting only the last; or does both at once, which is not legal."""
 
     both: bool = False
 
@@ -123,7 +123,7 @@ class HoldingBack(AdmissionPolicy, frozen=True, kw_only=True):
 
 
 class Shuffling(AdmissionPolicy, frozen=True, kw_only=True):
-    """Any order, now and then nobody, an index out of range, one twice, or an error."""
+    """Any order, sometimes none, an index out of range, a duplicate, or an error."""
 
     wrong: int = 0
 
@@ -141,7 +141,7 @@ class Shuffling(AdmissionPolicy, frozen=True, kw_only=True):
 
 
 class Scattered(EncodingPolicy, frozen=True, kw_only=True):
-    """Any items, ready or not, and now and then nonsense."""
+    """Any items, ready or not, sometimes invalid ones."""
 
     wrong: int = 0
 
@@ -160,7 +160,7 @@ class FromTheEnd(EncodingPolicy, frozen=True, kw_only=True):
 
 
 class Stubborn(EvictionPolicy, frozen=True, kw_only=True):
-    """Evicts the newest, keeps some, and breaks after so many calls."""
+    """Evicts the newest, keeps some, and fails after a number of calls."""
 
     calls: int = 1 << 30
     keeps: int = 100
@@ -213,14 +213,14 @@ class StubbornOrder:
 
 
 class Oldest(PreemptionPolicy, frozen=True, kw_only=True):
-    """The one that must go on."""
+    """Always the oldest, which must go on."""
 
     def victim(self, view: PreemptionView) -> int:
         return 0
 
 
 class AnyVictim(PreemptionPolicy, frozen=True, kw_only=True):
-    """Any of them, in any manner, or one too far."""
+    """Any victim, in any mode, or an index out of range."""
 
     wrong: int = 0
 
@@ -327,7 +327,7 @@ def random_routing(rng: random.Random) -> RoutingPolicy:
 
 
 class AnyGrant(DraftingPolicy, frozen=True, kw_only=True):
-    """Any number of tokens for any number of steps; sometimes a grant that cannot be."""
+    """Any number of tokens for any number of steps; sometimes an invalid grant."""
 
     tokens: int = 8
     steps: int = 3
@@ -356,7 +356,7 @@ def random_drafting(rng: random.Random) -> DraftingPolicy:
 
 
 class AnyShares(StepPolicy, frozen=True, kw_only=True):
-    """Any order of some, by any number of tokens, in any time; or nobody, or what is not legal."""
+    """Any order of some requests, by any number of tokens, in any time; or none, or an illegal decision."""
 
     wrong: int = 0
 
@@ -371,7 +371,7 @@ class AnyShares(StepPolicy, frozen=True, kw_only=True):
 
 
 class TalliedShares(StepPolicy, frozen=True, kw_only=True):
-    """Who advances follows from the calls before."""
+    """The order follows from the calls before."""
 
     state_type = Tally
     fails: int = 0
@@ -397,7 +397,7 @@ def random_step(rng: random.Random) -> StepPolicy:
 
 
 class AnyDoor(FrontDoorPolicy, frozen=True, kw_only=True):
-    """Any answer, by the time; or one that is not legal."""
+    """Any decision, by the time; or an illegal one."""
 
     wrong: int = 0
 
@@ -413,7 +413,7 @@ class AnyDoor(FrontDoorPolicy, frozen=True, kw_only=True):
 
 
 class TalliedDoor(FrontDoorPolicy, frozen=True, kw_only=True):
-    """Who is held follows from the calls before."""
+    """Holds follow from the calls before."""
 
     state_type = Tally
     fails: int = 0
@@ -442,7 +442,7 @@ def random_front_door(rng: random.Random) -> FrontDoorPolicy:
 
 
 class AnyDispatch(DispatchPolicy, frozen=True, kw_only=True):
-    """Any free group and any images of those that wait, or none while others are encoded; or what is not legal."""
+    """Any free group and any waiting images, or none while others are encoded; or an illegal decision."""
 
     wrong: int = 0
 
@@ -485,7 +485,7 @@ def random_dispatch(rng: random.Random) -> DispatchPolicy:
 
 
 class AnyEmbeddings(ReclaimPolicy, frozen=True, kw_only=True):
-    """Any of them, or none, or one too far, or one twice."""
+    """Any of them, or none, or an index out of range, or a duplicate."""
 
     wrong: int = 0
 
@@ -498,7 +498,7 @@ class AnyEmbeddings(ReclaimPolicy, frozen=True, kw_only=True):
 
 
 class TalliedReclaim(ReclaimPolicy, frozen=True, kw_only=True):
-    """Who gives way follows from the calls before."""
+    """The evicted embedding follows from the calls before."""
 
     state_type = Tally
     fails: int = 0
@@ -533,7 +533,7 @@ class AnyBlocks(InsertionPolicy, frozen=True, kw_only=True):
 
 
 class TalliedInsertion(InsertionPolicy, frozen=True, kw_only=True):
-    """What is kept follows from the calls before."""
+    """The number of blocks follows from the calls before."""
 
     state_type = Tally
     fails: int = 0

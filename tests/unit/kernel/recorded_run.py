@@ -17,7 +17,7 @@ COUNTED: dict[str, int] = {}
 
 
 class RecordingCluster(ModelCluster):
-    """Adds every command to the digest, byte for byte as it would travel."""
+    """Adds every command to the digest, as it would be encoded for the wire."""
 
     def carry_out(self, command: Command) -> None:
         name = type(command).__name__

@@ -1,4 +1,4 @@
-"""Policies with a state, on which every answer depends; some break off with their state half changed."""
+"""Policies with a state that every decision depends on; some fail with their state half changed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from vsched.policy import (
 
 
 class Recent(msgspec.Struct):
-    """What the last calls were about."""
+    """Subjects of the last calls."""
 
     sizes: list[int] = []
     place: tuple[int, str] = (0, "")
 
 
 class Tally(msgspec.Struct):
-    """What the policies here remember: something of every kind that can be kept."""
+    """State of these policies: a field of every kind that can be kept."""
 
     calls: int = 0
     share: float = 0.0
@@ -38,7 +38,7 @@ class Tally(msgspec.Struct):
     recent: Recent = msgspec.field(default_factory=Recent)
 
     def count(self, what: str, size: int) -> int:
-        """Remember a call; return a number that depends on all that came before."""
+        """Count a call; return a number that depends on all calls before."""
         self.calls += 1
         self.share += (size - self.share) / 4
         self.note = what if self.calls % 2 else None
@@ -49,13 +49,13 @@ class Tally(msgspec.Struct):
         return self.calls + int(self.share) + next(iter(self.seen.values()))
 
     def fail_at(self, every: int) -> None:
-        """Break off in every so many calls, 0 for never."""
+        """Fail in every n-th call, 0 for never."""
         if every and self.calls % every == 0:
             raise RuntimeError("a bug in the policy")
 
 
 def digest(measured: Measured) -> int:
-    """Return a small number to which everything that was measured contributes."""
+    """Return a small number to which all measurements contribute."""
     told = [
         list(map(msgspec.structs.astuple, window))
         for window in (measured.steps, measured.encodes, measured.first_tokens, measured.ends)
@@ -74,7 +74,7 @@ def digest(measured: Measured) -> int:
 
 
 class TalliedAdmission(AdmissionPolicy, frozen=True, kw_only=True):
-    """Admits as many as its state says, from the front or from the back."""
+    """Admits a number that depends on its state, from the front or from the back."""
 
     state_type = Tally
     fails: int = 0
@@ -89,7 +89,7 @@ class TalliedAdmission(AdmissionPolicy, frozen=True, kw_only=True):
 
 
 class TalliedEncoding(EncodingPolicy, frozen=True, kw_only=True):
-    """Encodes ahead as far as its state says."""
+    """Encodes ahead by a number that depends on its state."""
 
     state_type = Tally
     fails: int = 0

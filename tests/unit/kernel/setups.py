@@ -1,4 +1,4 @@
-"""Small schedulers and requests for tests that look at one behaviour."""
+"""Small schedulers and requests for tests of one behaviour."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ ROOMY = SchedulerLimits(
     encode_items=8,
     waiting=100,
 )
-"""Room enough for anything; tests make tight what they are about."""
+"""Ample for everything; tests reduce the limits they are about."""
 
 
 def make_limits(**changes: Any) -> SchedulerLimits:
-    """Return roomy limits with changes."""
+    """Return ample limits with changes."""
     return msgspec.structs.replace(ROOMY, **changes)
 
 
 def words(count: int, *, start: int = 10) -> list[int]:
-    """Return a text of so many tokens; another `start`, another text."""
+    """Return a text of `count` tokens; another `start` gives another text."""
     return [start + index for index in range(count)]
 
 
@@ -44,30 +44,30 @@ ViewStruct = TypeVar("ViewStruct", bound=msgspec.Struct)
 
 
 def as_shown(live: object, kind: type[ViewStruct]) -> ViewStruct:
-    """Return what a policy is shown of a group now, in plain values."""
+    """A policy's view of a group, as plain values."""
     return kind(**{name: getattr(live, name) for name in kind.__struct_fields__})
 
 
 def encode_statistics(cluster: ModelCluster) -> dict[str, int]:
-    """Return the counters of the encode stage."""
+    """Counters of the encode stage."""
     statistics = cluster.kernel.statistics()["encode"]
     assert isinstance(statistics, dict)
     return statistics
 
 
 def generate_statistics(cluster: ModelCluster) -> dict[str, int]:
-    """Return the counters of the generate stage, over all its groups."""
+    """Counters of the generate stage, over all its groups."""
     statistics = cluster.kernel.statistics()["generate"]
     return {name: value for name, value in statistics.items() if name != "groups"}
 
 
 def joined(cluster: ModelCluster) -> list[str]:
-    """Return the names of the requests that joined, in order; one that was preempted comes again."""
+    """Names of the requests that joined, in order; a preempted one is repeated."""
     return [cluster.names[join.number] for step in cluster.decisions for join in step.joined]
 
 
 def assert_served(cluster: ModelCluster, *names: str) -> None:
-    """Assert that requests ended at their length limit with the outputs that they must have."""
+    """Assert that requests ended at their length limit with the right outputs."""
     for name in names:
         assert cluster.ended[name].reason == "length", cluster.ended[name]
         assert cluster.outputs[name] == cluster.expected_outputs(cluster.requests[name])

@@ -1,4 +1,4 @@
-"""Several answers to one request share its prompt: blocks, embeddings, admission and the ends that they must share."""
+"""Several choices of one request share its prompt: blocks, embeddings, admission, and ends that concern all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def prefilled(cluster: ModelCluster) -> int:
 def test_answers_compute_the_prompt_once(
     prefix_cache: bool, chunk_tokens: int, generators: int
 ) -> None:
-    """Each answer after the first computes the part of the last block: 2 of 42 tokens."""
+    """Each choice after the first computes its part of the last block: 2 of 42 tokens."""
     limits = make_limits(
         prefix_cache=prefix_cache, chunk_tokens=chunk_tokens, generators=generators
     )
@@ -59,7 +59,7 @@ def test_answers_to_a_prompt_of_whole_blocks_compute_its_last_one() -> None:
 
 
 def test_answers_share_an_image_at_the_end_of_the_prompt() -> None:
-    """Also where the last block, which each answer computes, holds rows of it."""
+    """Also if the last block, which each choice computes, contains part of it."""
     cluster = ModelCluster(make_limits(chunk_tokens=6))
     cluster.submit(image_request("a", (b"one", 9), (b"two", 12)), answers=4)
     cluster.drain()
@@ -157,7 +157,7 @@ def test_answers_that_a_group_cannot_take_go_where_the_first_is() -> None:
 
 
 def test_poison_takes_the_other_answers_with_it() -> None:
-    """They would bring the group down as often again, one after the other."""
+    """One after the other, they would crash the group again."""
     cluster = ModelCluster(make_limits(slots=8))
     cluster.submit(make_request("a", words(6), max_tokens=50), answers=4)
     losses = 0
@@ -187,7 +187,7 @@ def test_an_answer_waits_for_no_slot_while_the_prompt_is_computed() -> None:
 
 
 def test_the_first_answer_tells_of_a_cached_prompt_and_further_ones_share_it() -> None:
-    """It is computed from its first token on, once."""
+    """The first choice computes it from its first token on, once."""
     cluster = ModelCluster(make_limits())
     cluster.submit(make_request("before", words(42)))
     cluster.drain()
@@ -218,7 +218,7 @@ def test_a_prompt_that_was_told_of_is_cached_when_its_request_comes_again() -> N
 
 @pytest.mark.parametrize("seed", range(12))
 def test_runs_of_answers_alone_lose_nothing(seed: int) -> None:
-    """Preemptions, losses, cancellations and moves, where every request has several answers."""
+    """Preemptions, losses, cancellations and moves, if every request has several choices."""
 
     class Several(ModelCluster):
         def submit(self, request: Request, *, answers: int = 1) -> list[Command]:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def run_in_process(hash_seed: str) -> tuple[str, str]:
-    """Return what a run printed (digest and counts), and its process's hash of a string."""
+    """Run in a process; return its output (digest and counts) and its hash of a string."""
     path = os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.kernel.recorded_run", "12"],
@@ -32,7 +32,7 @@ def run_in_process(hash_seed: str) -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_scheduler_decides_the_same_under_any_hash_seed() -> None:
-    """Faults, preemptions and evictions included, two processes decide byte for byte alike."""
+    """With faults, preemptions and evictions, two processes decide byte for byte alike."""
     first, first_hash = run_in_process("1")
     second, second_hash = run_in_process("2")
     assert first_hash != second_hash, "the two processes do hash differently"

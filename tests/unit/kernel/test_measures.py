@@ -1,4 +1,4 @@
-"""What policies can know of time: what events told, in nanoseconds, of the latest steps and requests."""
+"""Measurements in views of policies: times of recent steps and requests, in nanoseconds, as events reported them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIMITS = msgspec.structs.replace(make_limits(), generate_depth=1)
 
 
 class Told:
-    """A scheduler that hears events at given times."""
+    """A scheduler that gets events at given times."""
 
     def __init__(self, **changes: Any) -> None:
         limits = msgspec.structs.replace(LIMITS, **changes)
@@ -88,7 +88,7 @@ def test_steps_are_told_with_their_composition() -> None:
 
 
 def test_gap_of_a_step_begins_with_its_decision_after_idleness() -> None:
-    """Nobody waited for a token while nothing ran."""
+    """No request waited for a token while nothing ran."""
     told = Told()
     told.submit(0, text("a", 4))
     told.step(100, 1, 1)
@@ -215,7 +215,7 @@ def test_times_survive_a_snapshot_and_the_loss_of_the_group() -> None:
 
 
 class Looks(AdmissionPolicy, frozen=True, kw_only=True):
-    """Notes what it was shown."""
+    """Records its views."""
 
     def admit(self, view: AdmissionView) -> Admission:
         SHOWN.append((view.stage, view.measured))
@@ -244,7 +244,7 @@ def test_views_have_what_was_measured_and_plain_values_stand_for_it() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_time_is_never_that_of_the_future(depth: int) -> None:
-    """Every entry is from an event that was heard, and the latest is the last."""
+    """Every entry is from a past event, and the latest is the last."""
     told = Told(generate_depth=depth)
     told.submit(0, text("a", 4))
     for step in range(1, 5):
@@ -253,7 +253,7 @@ def test_time_is_never_that_of_the_future(depth: int) -> None:
 
 
 def test_tenants_are_told_in_views_and_measurements() -> None:
-    """What is told of an image is the tenant that needed it first."""
+    """An image has the tenant of the request that needed it first."""
     SHOWN.clear()
     waiting: list[list[str]] = []
 
@@ -280,7 +280,7 @@ def test_tenants_are_told_in_views_and_measurements() -> None:
 
 
 def test_swaps_are_told_and_are_no_part_of_the_steps() -> None:
-    """What copies took does not count as computing: neither for policies nor for the model of step times."""
+    """Copy times do not count as computing, neither for policies nor for the model of step times."""
     told = Told(swap_blocks=4, step_target_ns=1_000_000)
     plain = Told(swap_blocks=4, step_target_ns=1_000_000)
     for one, extra_ns in ((told, 700), (plain, 0)):

@@ -1,4 +1,4 @@
-"""A policy that raises or answers nonsense is counted, and the kernel's own default decides."""
+"""A policy that raises or returns invalid decisions is counted, and the kernel's own default decides."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from vsched_policies.eviction import Lru
 
 
 class Answers:
-    """Gives answers in turn, the last for ever; raises those that are exceptions."""
+    """Returns its decisions in turn, the last for ever; raises those that are exceptions."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -71,7 +71,7 @@ class Answers:
 
 
 class Said:
-    """What stands for an admission."""
+    """Looks like an admission."""
 
     def __init__(self, indices: Any = (), hold_until_ns: Any = None) -> None:
         self.indices = indices
@@ -120,7 +120,7 @@ BROKEN: dict[str, Answers] = {}
 
 
 class BadOrder:
-    """An eviction order of which one method does not work."""
+    """An eviction order with one broken method."""
 
     def __init__(self, broken: str, answer: Any) -> None:
         self._broken = broken
@@ -191,7 +191,7 @@ def serve_all(policies: dict[str, Policy]) -> ModelCluster:
     ids=repr,
 )
 def test_guard_admission_default_decides(stage: str, answer: Any) -> None:
-    """Everybody is served in order of arrival; the failures are counted and told."""
+    """Requests are served in order of arrival; the failures are counted and logged."""
     BROKEN["admission"] = Answers(answer)
     cluster = serve_all({stage: BadAdmission()})
     faults = cluster.kernel.statistics()["policy_faults"]
@@ -202,7 +202,7 @@ def test_guard_admission_default_decides(stage: str, answer: Any) -> None:
 
 
 def test_guard_admission_that_admits_nobody_is_overruled_when_nothing_runs() -> None:
-    """With nothing running and no time to hold until, somebody must join."""
+    """With nothing running and no time to hold until, some request must join."""
     BROKEN["admission"] = Answers(Said())
     cluster = serve_all({"generate_admission": BadAdmission()})
     assert any("nothing is admitted" in notice for notice in cluster.notices)
@@ -211,7 +211,7 @@ def test_guard_admission_that_admits_nobody_is_overruled_when_nothing_runs() -> 
 
 @pytest.mark.parametrize("answer", [BOOM, None, [99], [-1], ["first"], [0.5], 3], ids=repr)
 def test_guard_encoding_default_decides(answer: Any) -> None:
-    """The items that a chunk needs are encoded, whatever the policy says."""
+    """The items that a chunk needs are encoded, whatever the policy returns."""
     BROKEN["encoding"] = Answers(answer)
     cluster = serve_all({"encoding": BadEncoding()})
     assert "policy BadEncoding failed" in cluster.notices[0]
@@ -219,7 +219,7 @@ def test_guard_encoding_default_decides(answer: Any) -> None:
 
 
 def test_guard_encoding_that_forgets_the_needed_items_is_completed() -> None:
-    """An empty answer is legal: what the chunk needs is always added."""
+    """An empty list is legal: items that the chunk needs are always added."""
     BROKEN["encoding"] = Answers([])
     cluster = serve_all({"encoding": BadEncoding()})
     assert cluster.notices == []
@@ -228,7 +228,7 @@ def test_guard_encoding_that_forgets_the_needed_items_is_completed() -> None:
 
 @pytest.mark.parametrize("answer", [BOOM, None, 99, -1, "youngest", 0.5], ids=repr)
 def test_guard_preemption_default_decides(answer: Any) -> None:
-    """The youngest goes."""
+    """The youngest is preempted."""
     BROKEN["preemption"] = Answers(answer)
     cluster = serve_all({"preemption": BadPreemption()})
     assert "policy BadPreemption failed" in cluster.notices[0]
@@ -254,7 +254,7 @@ def test_guard_preemption_default_decides(answer: Any) -> None:
     ids=repr,
 )
 def test_guard_dispatch_default_decides(answer: Any) -> None:
-    """The group that holds up the fewest encodes, in order of arrival."""
+    """The group that delays the fewest requests encodes, in order of arrival."""
     BROKEN["dispatch"] = Answers(answer)
     cluster = serve_all({"dispatch": BadDispatch()})
     assert "policy BadDispatch failed" in cluster.notices[0]
@@ -263,7 +263,7 @@ def test_guard_dispatch_default_decides(answer: Any) -> None:
 
 @pytest.mark.parametrize("answer", [BOOM, None, [99], [-1], [0, 0], ["a"], 0], ids=repr)
 def test_guard_reclaim_default_decides(answer: Any) -> None:
-    """The youngest gives way."""
+    """The youngest is evicted."""
     BROKEN["reclaim"] = Answers(answer)
     cluster = ModelCluster(
         make_limits(pages=8, slots=1, chunk_tokens=16), default_policies(reclaim=BadReclaim())
@@ -275,7 +275,7 @@ def test_guard_reclaim_default_decides(answer: Any) -> None:
 
 
 def claim_and_take(cluster: ModelCluster) -> None:
-    """Let an older request need pages that the embeddings of younger ones have, which wait for a slot."""
+    """Let an older request need the pages of embeddings of younger ones, which wait for a slot."""
     cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
     for name in ("young", "younger"):
         cluster.submit(image_request(name, (name.encode(), 8), max_tokens=2))
@@ -285,7 +285,7 @@ def claim_and_take(cluster: ModelCluster) -> None:
 
 @pytest.mark.parametrize("answer", [BOOM, None, 99, -1, "all", 0.5, [0]], ids=repr)
 def test_guard_insertion_default_decides(answer: Any) -> None:
-    """All is kept."""
+    """All blocks are kept."""
     BROKEN["insertion"] = Answers(answer)
     cluster = serve_all({"insertion": BadInsertion()})
     assert "policy BadInsertion failed" in cluster.notices[0]
@@ -306,7 +306,7 @@ def test_guard_insertion_default_decides(answer: Any) -> None:
     ids=lambda order: f"{getattr(order, '_broken', order)} {getattr(order, '_answer', '')}",
 )
 def test_guard_eviction_default_decides(cache: str, order: Any) -> None:
-    """A broken order is given up for the kernel's own, and nothing that is cached is lost by it."""
+    """A broken order is replaced by the kernel's own, without losing anything cached."""
     BROKEN["eviction"] = Answers(order)
     cluster = serve_all({cache: BadEviction()})
     assert "policy BadEviction failed" in cluster.notices[0]
@@ -315,7 +315,7 @@ def test_guard_eviction_default_decides(cache: str, order: Any) -> None:
 
 
 def test_guard_eviction_may_keep_nothing() -> None:
-    """`add` answering False is legal: the entry is dropped at once."""
+    """`add` may return False: the entry is dropped at once."""
     BROKEN["eviction"] = Answers(BadOrder("add", False))
     cluster = serve_all({"embedding_eviction": BadEviction()})
     assert cluster.notices == []
@@ -420,7 +420,7 @@ def test_guard_notice_says_whose_answer_is_invalid() -> None:
 
 
 def test_guard_notices_do_not_flood() -> None:
-    """A policy that fails in every step is told of a hundred times and counted on."""
+    """A policy that fails in every step is logged a hundred times; later failures are only counted."""
     BROKEN["encoding"] = Answers(BOOM)
     policies = default_policies(encoding=BadEncoding())
     cluster = ModelCluster(make_limits(), policies)

@@ -1,4 +1,4 @@
-"""What a policy remembers: kept when its answer is accepted, and else as it was; by place, in bytes, plain values."""
+"""State of a policy: kept if its decision is accepted, else unchanged; by place, in bytes, plain values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vsched.testing import ModelCluster, default_policies, make_request
 
 
 class Wish(msgspec.Struct):
-    """Says what the next call is to do."""
+    """Instructions for the next call."""
 
     calls: int = 0
     limits: tuple[int, ...] = ()
@@ -104,7 +104,7 @@ def calls_of(cluster: ModelCluster, seat: str = "generate.admission") -> int:
     ],
 )
 def test_state_is_as_it_was_after_a_call_that_failed(act: Any) -> None:
-    """And the next call finds it so: it is not only the record that is right."""
+    """The next call sees it so, not only the record."""
     seen: list[int] = []
 
     def look(view: AdmissionView) -> Admission:
@@ -130,7 +130,7 @@ def test_state_that_is_too_large_is_told_with_the_limit() -> None:
 
 
 def test_state_is_another_object_in_every_call() -> None:
-    """Who keeps a hold of it cannot change what the next call finds."""
+    """Keeping a reference to it cannot change the state of the next call."""
     held: list[Any] = []
 
     def hold(view: AdmissionView) -> Admission:
@@ -148,7 +148,7 @@ def test_state_is_another_object_in_every_call() -> None:
 
 
 def test_state_has_the_declared_types_in_the_next_call() -> None:
-    """As it will have after a restart: a list that was left for a tuple is a tuple."""
+    """As after a restart: a list stored in a tuple field is a tuple."""
 
     def leave_list(view: AdmissionView) -> Admission:
         view.state.sizes = [1, 2]
@@ -217,7 +217,7 @@ class Colour(enum.Enum):
 
 
 class Node(msgspec.Struct):
-    """A struct of structs of its own kind."""
+    """A recursive struct."""
 
     children: list[Node] = []
     colour: Colour = Colour.RED
@@ -249,7 +249,7 @@ class Mistyped(msgspec.Struct):
 
 
 def admission_with(state_type: Any) -> type[Policy]:
-    """Return a policy class with such a state."""
+    """Return a policy class with this type of state."""
 
     class Made(AdmissionPolicy, frozen=True, kw_only=True):
         def admit(self, view: AdmissionView) -> Admission:

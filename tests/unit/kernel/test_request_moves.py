@@ -1,4 +1,4 @@
-"""What requests keep and give up on their way between queues, groups and slots."""
+"""Resources of requests as they move between queues, groups and slots."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SECOND_NS = 1_000_000_000
 
 
 class First(RoutingPolicy, frozen=True, kw_only=True):
-    """Always the first replica; counts how often it is asked."""
+    """Always the first replica; counts its calls."""
 
     asked: ClassVar[list[RoutingView]] = []
 
@@ -47,7 +47,7 @@ class First(RoutingPolicy, frozen=True, kw_only=True):
 
 
 class Watching(EncodingPolicy, frozen=True, kw_only=True):
-    """Proposes everything, and notes what it is shown."""
+    """Proposes everything, and records its views."""
 
     views: ClassVar[list[EncodingView]] = []
 
@@ -57,7 +57,7 @@ class Watching(EncodingPolicy, frozen=True, kw_only=True):
 
 
 class Asked(AdmissionPolicy, frozen=True, kw_only=True):
-    """Holds everything until a time, then takes the first; notes what it is shown."""
+    """Holds everything until a time, then admits the first; records its views."""
 
     until_ns: int = 0
     tokens: ClassVar[list[list[int | None]]] = []
@@ -70,15 +70,15 @@ class Asked(AdmissionPolicy, frozen=True, kw_only=True):
 
 
 def claims(cluster: ModelCluster, key: bytes) -> int:
-    """Return how many requests claim an item; none where it is not known."""
+    """Number of requests that claim an item; 0 for an unknown item."""
     return sum(len(one.claims) for one in cluster.kernel.embeddings if one.item.key == key)
 
 
-# --- what is claimed ---
+# --- claims ---
 
 
 def preempted_prefill(limits: SchedulerLimits, *items: tuple[int, int, bytes]) -> ModelCluster:
-    """Return a cluster in which a prefill was preempted while the step was out that read its first image."""
+    """A cluster in which a prefill was preempted while the step that read its first image was in flight."""
     cluster = ModelCluster(limits, default_policies(embedding_eviction=KeepNothing()))
     cluster.submit(make_request("old", words(2), max_tokens=30))
     length = sum(tokens for _, tokens, _ in items)
@@ -92,7 +92,7 @@ def preempted_prefill(limits: SchedulerLimits, *items: tuple[int, int, bytes]) -
 
 
 def test_claim_on_an_image_that_lies_in_the_cached_prefix_is_dropped() -> None:
-    """Else it would keep its request's next image out for ever: nobody takes pages from an older claim."""
+    """Otherwise it would block its request's next image for ever: pages are never taken from an older claim."""
     limits = make_limits(blocks=10, chunk_tokens=16, pages=4)
     cluster = preempted_prefill(limits, (0, 16, b"a"), (0, 16, b"b"))
     cluster.run_generate()
@@ -104,7 +104,7 @@ def test_claim_on_an_image_that_lies_in_the_cached_prefix_is_dropped() -> None:
 
 
 def test_embedding_of_a_preempted_prefill_stays_until_it_joins_again() -> None:
-    """The step that read it is over by then, but what came of it is gone."""
+    """The step that read it is over by then, but its result is gone."""
     limits = make_limits(blocks=10, chunk_tokens=16, prefix_cache=False)
     cluster = preempted_prefill(limits, (0, 16, b"a"))
     cluster.drain()
@@ -115,7 +115,7 @@ def test_embedding_of_a_preempted_prefill_stays_until_it_joins_again() -> None:
 
 
 def test_image_that_was_consumed_is_not_claimed_again() -> None:
-    """Whatever the policy proposes: its content lies in the KV cache."""
+    """Whatever the policy proposes: its content is in the KV cache."""
     limits = make_limits(chunk_tokens=16, batch_tokens=16, generate_depth=1, encode_items=1)
     Watching.views.clear()
     cluster = ModelCluster(limits, default_policies(encoding=Watching()))
@@ -164,7 +164,7 @@ def test_policy_is_told_once_that_a_request_is_new_and_not_asked_once_its_images
 
 
 def test_request_that_moves_has_its_image_encoded_once() -> None:
-    """The pixels are its own, whichever group it belongs to."""
+    """The request keeps its pixels, whichever group it belongs to."""
     cluster = ModelCluster(make_limits(generators=2), default_policies(routing=First()))
     cluster.submit(image_request("r", (b"a", 16)))
     cluster.lose("generate-0")
@@ -193,7 +193,7 @@ def test_request_suspended_by_a_draining_group_claims_nothing() -> None:
 
 
 def test_times_of_a_request_are_those_of_the_first_time() -> None:
-    """A loss later on does not change when its images were ready, when it was admitted, or when its answer began."""
+    """A later loss does not change the times of ready images, admission or the first token."""
     cluster = ModelCluster(make_limits(generate_depth=1))
     cluster.submit(image_request("r", (b"a", 16), max_tokens=6))
     cluster.wait(SECOND_NS)
@@ -215,7 +215,7 @@ def test_times_of_a_request_are_those_of_the_first_time() -> None:
 
 @pytest.mark.parametrize("how", ["lost", "preempted"])
 def test_load_of_a_group_counts_the_tokens_of_what_left_its_slot(how: str) -> None:
-    """Prompts and outputs, waiting or running, else the router would send too much there."""
+    """Prompts and outputs, waiting or running; otherwise the router would send too much there."""
     cluster = ModelCluster(make_limits(blocks=10, prefix_cache=False))
     names = ("r0", "r1", "r2", "r3")
     for index, name in enumerate(names):
@@ -238,7 +238,7 @@ def test_load_of_a_group_counts_the_tokens_of_what_left_its_slot(how: str) -> No
 
 
 def test_group_learns_how_long_its_steps_take() -> None:
-    """What others may keep it from follows from that."""
+    """The delay that others may impose follows from it."""
     cluster = ModelCluster(make_limits(step_target_ns=50_000_000))
     cluster.submit(make_request("r", words(5), max_tokens=60))
     group = cluster.kernel.generators[0]
@@ -261,7 +261,7 @@ def test_steps_that_were_out_when_a_group_was_lost_are_forgotten() -> None:
     assert not times._planned
 
 
-# --- what policies are asked, and when ---
+# --- policy calls ---
 
 
 def test_waiting_request_is_shown_with_the_tokens_that_its_cached_prefix_leaves() -> None:
@@ -306,7 +306,7 @@ def test_those_behind_a_front_without_room_join_when_it_leaves() -> None:
 
 
 def test_policy_sees_what_arrives_behind_a_front_without_room() -> None:
-    """It may find that it fits."""
+    """The new request may fit."""
     limits = make_limits(blocks=8, prefix_cache=False, generate_depth=1)
     cluster = ModelCluster(limits, default_policies(generate_admission=Reversed()))
     cluster.submit(make_request("runs", words(12), max_tokens=12))
@@ -320,7 +320,7 @@ def test_policy_sees_what_arrives_behind_a_front_without_room() -> None:
 
 
 def test_policy_decides_who_joins_first_after_a_restart() -> None:
-    """While nothing could run, nothing was stuck that the front would have to be favoured for."""
+    """Nothing could run, so nothing was stuck, and the front needs no precedence."""
     cluster = ModelCluster(make_limits(slots=1), default_policies(generate_admission=Reversed()))
     cluster.lose("generate")
     for index in range(3):
@@ -333,7 +333,7 @@ def test_policy_decides_who_joins_first_after_a_restart() -> None:
 
 
 def test_group_that_lost_its_poison_lets_the_others_join_as_the_policy_says() -> None:
-    """What had no room beside it has room now."""
+    """Requests that did not fit with it fit now."""
     limits = make_limits(blocks=8, prefix_cache=False, slots=4)
     cluster = ModelCluster(limits)
     cluster.submit(make_request("poison", words(12), max_tokens=12))
@@ -353,7 +353,7 @@ def test_group_that_lost_its_poison_lets_the_others_join_as_the_policy_says() ->
 
 
 def test_drain_of_a_lost_group_changes_nothing() -> None:
-    """It comes back with all that it is given then."""
+    """It comes back with all requests that it gets then."""
     cluster = ModelCluster(make_limits(generators=2), default_policies(routing=First()))
     cluster.lose("generate-0")
     cluster.send(Drain("generate-0"))
@@ -381,7 +381,7 @@ def test_group_that_was_lost_while_it_drained_tells_once_that_it_is_drained_agai
 
 
 def test_draining_group_waits_for_the_image_of_what_ran_when_it_was_lost() -> None:
-    """No other group takes it in, though it holds no slot and its image is yet to be encoded."""
+    """No other group accepts it, though it holds no slot and its image is yet to be encoded."""
     limits = make_limits(generators=2, prefix_cache=False)
     policies = default_policies(routing=First(), embedding_eviction=KeepNothing())
     cluster = ModelCluster(limits, policies)
@@ -441,7 +441,7 @@ def test_router_is_not_asked_while_there_is_nowhere_to_go() -> None:
 
 
 def test_suspect_comes_back_after_a_restart_that_an_operator_asked_for() -> None:
-    """It was in quarantine, and nobody is to blame for the restart."""
+    """It was in quarantine, and no request is to blame for the restart."""
     cluster = ModelCluster(make_limits())
     for index in range(2):
         cluster.submit(make_request(f"r{index}", words(5, start=50 * index), max_tokens=20))

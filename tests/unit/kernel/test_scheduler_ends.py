@@ -102,7 +102,7 @@ PHASES: list[Callable[[ModelCluster], None]] = [
 def test_scheduler_abort_frees_everything_in_every_phase(
     enter: Callable[[ModelCluster], None],
 ) -> None:
-    """Queued encodes go at once; what a step in flight uses goes with that step."""
+    """Queued encodes are dropped at once; resources of a step in flight are freed with that step."""
     cluster = ModelCluster(make_limits(blocks=50, chunk_tokens=24, pages=40, prefix_cache=False))
     enter(cluster)
     number = next(number for number, name in cluster.names.items() if name == "r")
@@ -113,7 +113,7 @@ def test_scheduler_abort_frees_everything_in_every_phase(
     for name in cluster.requests:
         if name != "r" and name not in cluster.ended:
             cluster.abort(name)
-    # Nothing is left but what the steps in flight use, and no new step begins.
+    # Only resources of steps in flight are left, and no new step begins.
     assert encode_statistics(cluster)["waiting_items"] == 0
     assert generate_statistics(cluster)["blocks_held"] == 0
     steps = len(cluster.decisions), len(cluster.encoded)
@@ -135,7 +135,7 @@ def test_scheduler_abort_frees_everything_in_every_phase(
 
 
 def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
-    """A request that ended by itself meanwhile gets no second reply."""
+    """A request that has ended by itself gets no second reply."""
     cluster = ModelCluster(make_limits())
     cluster.submit(make_request("r", words(5), max_tokens=2))
     cluster.drain()
@@ -150,7 +150,7 @@ def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
 
 
 def test_scheduler_abort_gives_the_slot_to_the_next() -> None:
-    """The next in the queue joins in the very decision after."""
+    """The next in the queue joins in the very next decision."""
     cluster = ModelCluster(make_limits(slots=1, generate_depth=1))
     cluster.submit(make_request("r1", words(5), max_tokens=50))
     cluster.submit(make_request("r2", words(5, start=50)))
@@ -163,7 +163,7 @@ def test_scheduler_abort_gives_the_slot_to_the_next() -> None:
 
 
 def test_scheduler_stop_string_ends_with_its_reason() -> None:
-    """An end that the engine asks for carries the reason it gives."""
+    """An end requested by the engine carries its reason."""
     cluster = ModelCluster(make_limits())
     cluster.submit(make_request("r", words(5), max_tokens=50))
     cluster.run_generate()
@@ -198,7 +198,7 @@ def test_scheduler_clear_ends_everything() -> None:
 @pytest.mark.parametrize("steps", range(12))
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache: bool) -> None:
-    """Whenever the group goes, its requests return in their original order and end with the right tokens."""
+    """Whenever the group is lost, its requests return in their original order and end with the right tokens."""
     limits = make_limits(slots=3, chunk_tokens=10, blocks=40, prefix_cache=prefix_cache)
     cluster = ModelCluster(limits)
     cluster.submit(make_request("r1", words(20), max_tokens=12))
@@ -215,7 +215,9 @@ def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache:
     assert cluster.restarts == ["generate"]
     alive = [name for name in cluster.requests if name not in cluster.ended]
     before = len(joined(cluster))
-    while cluster.encode_log:  # whose image is not ready would be passed, loss or no loss
+    while (
+        cluster.encode_log
+    ):  # a request whose image is not ready would be overtaken, loss or no loss
         cluster.run_encode()
     cluster.restore("generate")
     cluster.drain()
@@ -226,7 +228,7 @@ def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache:
 
 
 def test_scheduler_data_is_sent_again_after_a_loss() -> None:
-    """New ranks know nothing: prompt and earlier outputs go with the first join."""
+    """New ranks have no state: prompt and earlier outputs are sent with the first join."""
     cluster = ModelCluster(make_limits())
     cluster.submit(make_request("r", words(6), max_tokens=9))
     for _ in range(4):
@@ -241,7 +243,7 @@ def test_scheduler_data_is_sent_again_after_a_loss() -> None:
 
 
 def test_scheduler_request_that_is_always_there_when_the_group_goes_is_ended() -> None:
-    """What was in flight in two losses is taken for their cause; others are served."""
+    """The request in flight in two losses is taken for their cause; others are served."""
     cluster = ModelCluster(make_limits(slots=1, generate_depth=1))
     cluster.submit(make_request("poison", words(6), max_tokens=9))
     cluster.submit(make_request("other", words(6, start=50), max_tokens=9))
@@ -257,7 +259,7 @@ def test_scheduler_request_that_is_always_there_when_the_group_goes_is_ended() -
 
 @pytest.mark.parametrize("losses", [1, 2])
 def test_scheduler_resumes_after_a_lost_encode_group(losses: int) -> None:
-    """The batch in flight is encoded again one by one; what is there twice when it goes is ended."""
+    """The batch in flight is encoded again one by one; an item in flight in two losses is ended."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("busy", (b"other", 4)))
     for name in ("r1", "r2"):
@@ -280,7 +282,7 @@ def test_scheduler_resumes_after_a_lost_encode_group(losses: int) -> None:
 
 
 def test_scheduler_fails_what_a_rank_could_not_hold_to_its_grammar() -> None:
-    """It ends with a sentence and frees everything; the request beside it goes on."""
+    """It ends with an error and frees everything; other requests go on."""
     cluster = ModelCluster(make_limits(prefix_cache=False))
     cluster.submit(make_request("r", words(5), max_tokens=20))
     cluster.submit(make_request("other", words(5, start=50), max_tokens=20))

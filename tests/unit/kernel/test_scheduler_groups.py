@@ -1,4 +1,4 @@
-"""Several groups: one line for all encoders, a router for the generators, and groups that come and go."""
+"""Several groups: one queue for all encoders, a router for the generators, and groups that come and go."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEEN: list[RoutingView] = []
 
 
 class Fixed(RoutingPolicy, frozen=True, kw_only=True):
-    """Always the same replica; remembers what it was shown."""
+    """Always the same replica; records its views."""
 
     index: int = 0
 
@@ -45,7 +45,7 @@ def text(name: str, *, start: int = 10, length: int = 6, max_tokens: int = 9) ->
 
 
 def homes(cluster: ModelCluster) -> dict[str, str]:
-    """Return the group that each request joined last."""
+    """The group that each request joined last."""
     found = {}
     for group in cluster.generators.values():
         for number in group.sequences:
@@ -74,7 +74,7 @@ def test_encoders_share_one_line() -> None:
 
 
 def test_encoders_lose_one_and_go_on_with_the_other() -> None:
-    """What the lost group was encoding goes to the other, one by one."""
+    """Items in flight in the lost group go to the other, one by one."""
     cluster = ModelCluster(make_limits(encoders=2))
     cluster.submit(image_request("r", (b"a", 4), (b"b", 4)))
     assert list(cluster.encode_logs["encode-0"])
@@ -90,7 +90,7 @@ def test_encoders_lose_one_and_go_on_with_the_other() -> None:
 
 
 def test_router_shows_loads_in_tokens() -> None:
-    """The load of a replica is what is not pulled, waiting and running there, prompts and outputs, in tokens."""
+    """The load of a replica: tokens of prompts and outputs that are not pulled, waiting or running there."""
     SEEN.clear()
     limits = make_limits(generators=2, slots=1, generate_depth=1)
     cluster = ModelCluster(limits, default_policies(routing=Fixed(index=1)))
@@ -154,7 +154,7 @@ def test_router_overrules_a_wrong_choice(index: int, faults: int) -> None:
 
 
 def test_lost_generator_keeps_what_ran_and_gives_away_what_waited() -> None:
-    """Streams go on after the restart; whoever only waited is served elsewhere at once."""
+    """Streams resume after the restart; requests that only waited are served elsewhere at once."""
     limits = make_limits(generators=2, slots=1)
     cluster = ModelCluster(limits, default_policies(routing=Fixed(index=0)))
     cluster.submit(text("ran"))
@@ -190,7 +190,7 @@ def test_lost_generator_does_not_keep_embeddings_from_others() -> None:
 
 
 def test_retired_generator_gives_everything_away() -> None:
-    """A group that cannot be brought back: its requests go on elsewhere, in their order."""
+    """A group that cannot be brought back: its requests resume elsewhere, in their order."""
     cluster = ModelCluster(make_limits(generators=2), default_policies(routing=Fixed(index=0)))
     for number in range(3):
         cluster.submit(text(f"r{number}", start=40 * number))
@@ -207,7 +207,7 @@ def test_retired_generator_gives_everything_away() -> None:
 
 @pytest.mark.parametrize("stage", ["encode", "generate"])
 def test_last_retired_group_ends_everything(stage: str) -> None:
-    """With nobody left to serve, every request gets its end, and new ones are refused."""
+    """With no group left, every request gets its end, and new ones are refused."""
     cluster = ModelCluster(make_limits(encoders=2, generators=2))
     for index in range(2):
         cluster.lose(f"{stage}-{index}")
@@ -224,7 +224,7 @@ def test_last_retired_group_ends_everything(stage: str) -> None:
 
 
 def test_planned_loss_blames_nobody_and_gives_everything_away() -> None:
-    """What ran in a group that is restarted on purpose goes on elsewhere, and is no suspect for it."""
+    """Requests of a group that is restarted on purpose resume elsewhere, and do not become suspects."""
     cluster = ModelCluster(
         make_limits(generators=2, slots=1), default_policies(routing=Fixed(index=0))
     )
@@ -247,7 +247,7 @@ def test_planned_loss_blames_nobody_and_gives_everything_away() -> None:
 
 
 def pages_out(cluster: ModelCluster, group: str) -> set[int]:
-    """Return the pages of the encode step that is out at a group."""
+    """Return the pages of the encode step in flight at a group."""
     return {page for task in cluster.encode_logs[group][0].tasks for page in task.pages}
 
 
@@ -293,7 +293,7 @@ def test_draining_generator_finishes_what_runs_and_takes_nothing_new() -> None:
 
 
 def test_draining_the_only_generator_holds_requests_until_it_is_back() -> None:
-    """Nothing is refused for it; who waits, waits a little longer."""
+    """No request is refused for it; waiting ones wait a little longer."""
     cluster = ModelCluster(make_limits(slots=1))
     cluster.submit(image_request("runs", (b"a", 8), max_tokens=5))
     cluster.run_encode()
@@ -339,7 +339,7 @@ def test_draining_encoder_finishes_its_batch() -> None:
 
 
 def test_waiting_requests_expire_by_number_wherever_they_stand() -> None:
-    """Each at its own time, though others before and behind it have left; whoever started is let be."""
+    """Each at its own time, though others ahead and behind have left; started requests do not expire."""
     cluster = ModelCluster(make_limits(slots=1, waiting_ns=1_000_000_000))
     cluster.submit(text("runs", max_tokens=200))
     for number in range(4):

@@ -1,4 +1,4 @@
-"""What can never fit, or cannot wait: refused at once, with the reason, and in nobody's way."""
+"""Requests that can never fit, or cannot wait, are refused at once with the reason, without affecting others."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ LIMITS: dict[str, Any] = {"context_tokens": 100, "blocks": 20, "pages": 8}
 def test_scheduler_refuses_the_impossible(
     request_: Request, code: str, status: int, said: list[str]
 ) -> None:
-    """Refused at once with value, limit and remedy; who came before and after is served."""
+    """Refused at once with value, limit and remedy; earlier and later requests are served."""
     cluster = ModelCluster(make_limits(**LIMITS))
     first = make_request("first", words(30))
     cluster.submit(first)
@@ -144,7 +144,7 @@ def test_scheduler_refuses_the_impossible(
 def test_scheduler_refuses_what_no_step_can_hold_whole(
     fact: str, fits: Request, exceeds: Request, code: str, said: list[str]
 ) -> None:
-    """Where positions see each other, one step holds them, and with a prompt the embeddings of all its images."""
+    """One step must hold bidirectional spans, and bidirectional prompts with the embeddings of all their images."""
     limits = make_limits(batch_tokens=20, slots=4, chunk_tokens=5, pages=2, page_rows=8)
     cluster = ModelCluster(msgspec.structs.replace(limits, **{fact: True}))
     cluster.submit(fits)
@@ -179,7 +179,7 @@ def test_scheduler_serves_what_just_fits(request_: Request) -> None:
 
 
 def test_scheduler_refuses_when_too_many_wait() -> None:
-    """The waiting line is bounded; 429 says when to try again, and a free place is given again."""
+    """The queue is bounded; 429 has a time to retry, and a free place is given again."""
     cluster = ModelCluster(make_limits(slots=1, waiting=2, generate_depth=1))
     for index in range(4):
         cluster.submit(make_request(f"r{index}", words(3, start=20 * index)))
@@ -195,14 +195,14 @@ def test_scheduler_refuses_when_too_many_wait() -> None:
 
 
 def heavy(name: str, size: int) -> Request:
-    """Return a request whose pixels are so large; its three tokens take 12 bytes."""
+    """Return a request with pixels of this size; its three tokens take 12 bytes."""
     request = image_request(name, (name.encode(), 2))
     item = msgspec.structs.replace(request.items[0], extent=Extent(0, size - 12))
     return msgspec.structs.replace(request, items=(item,))
 
 
 def test_scheduler_refuses_when_too_many_bytes_wait() -> None:
-    """Tokens and pixels count while a request waits; one alone may hold more than the limit."""
+    """Tokens and pixels count while a request waits; a single one may exceed the limit."""
     cluster = ModelCluster(make_limits(slots=1, waiting_bytes=1000, generate_depth=1))
     cluster.submit(heavy("running", 5000))
     cluster.run_encode()
@@ -248,7 +248,7 @@ def test_sizes_need_room_for_prefill() -> None:
 
 
 def test_scheduler_stuck_state_is_an_assertion() -> None:
-    """A state from which no step can progress is an assertion failure that says who is stuck."""
+    """If no step can progress, an assertion fails and names the stuck requests."""
     cluster = ModelCluster(make_limits())
     cluster.kernel.encode.plan = lambda now_ns: None  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="stuck in generate: .*waiting for embeddings"):

@@ -53,7 +53,7 @@ def run_seed(seed: int) -> ModelCluster:
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, SEEDS, BATCH))
 def test_kernel_survives_random_policies(start: int) -> None:
-    """Whatever is legal to configure, all is served or refused, and then nothing is held."""
+    """Whatever is legal to configure: every request is served or refused, and then nothing is held."""
     ended = refused = 0
     for seed in range(start, min(start + BATCH, SEEDS)):
         cluster = run_seed(seed)
@@ -110,7 +110,7 @@ def test_kernel_overrules_a_policy_that_never_admits() -> None:
 
 
 def test_kernel_keeps_an_embedding_that_the_first_chunk_reads() -> None:
-    """Found with seed 256041. The cached prefix ends between two places of one image that nobody keeps."""
+    """Found with seed 256041. The cached prefix ends between two occurrences of one image that is not retained."""
     limits = make_limits(slots=1, chunk_tokens=8, block_size=4)
     cluster = ModelCluster(limits, default_policies(embedding_eviction=KeepNothing()))
     image = b"image"

@@ -1,4 +1,4 @@
-"""A small preprocessor and images to feed it."""
+"""A small preprocessor, and images for it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def model_info(
 
 
 def plan_of(grid: Sequence[int]) -> ImagePlan:
-    """Return the plan of an image by its grid: two by two patches a token."""
+    """Plan of an image by its grid: two by two patches per token."""
     patches = math.prod(grid)
     spec = ArraySpec("pixels", "float32", (patches, PATCH_VALUES))
     return ImagePlan((spec,), patches // 4, metadata=repr(tuple(grid)).encode())
@@ -67,9 +67,9 @@ class FakeDetokenizer:
 
 
 class FakePreprocessor:
-    """One character a token, 8x8 pixels a token; pixels are the image's first value repeated.
+    """One character per token, 8x8 pixels per token; pixels are the image's first value repeated.
 
-    `gate` holds processing up, `entered` tells that it began, `error` makes it fail.
+    `gate` blocks processing, `entered` is set when it has begun, `error` makes it fail.
     """
 
     settings_digest = b"fake settings"
@@ -163,7 +163,7 @@ def faulty(_: bytes) -> FaultyPreprocessor:
 
 
 class BoundedPreprocessor(FaultyPreprocessor):
-    """Has images of no more tokens than their bounds say, in one row."""
+    """Limits the tokens of an image by its pixel bounds, in one row."""
 
     def __init__(self, tokens_max: int = 64) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def data_url(content: bytes, mime: str = "image/png") -> str:
 
 
 TensorParts = tuple[str, Sequence[int], bytes]
-"""A tensor as a safetensors file has it: dtype, shape, bytes."""
+"""A tensor as in a safetensors file: dtype, shape, bytes."""
 
 
 def tensor_of(array: npt.NDArray[Any], dtype: str = "") -> TensorParts:

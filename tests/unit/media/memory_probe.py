@@ -1,6 +1,6 @@
-"""Measure what decoding and processing takes: run in a process of its own, whose memory nothing else moves.
+"""Measure the memory of decoding and processing images, in a process of its own for exact numbers.
 
-Prints a line of JSON for each case: what was measured, and what was estimated.
+Prints a line of JSON for each case: the measured and the estimated bytes.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def encoded_image(name: str, width: int, height: int) -> bytes:
 
 
 def preprocessor(tokens_max: int) -> QwenPreprocessor:
-    """Return the image half of the real one: its tokenizer would need a checkpoint."""
+    """Return the image half of the real preprocessor: its tokenizer would need a checkpoint."""
     made = QwenPreprocessor.__new__(QwenPreprocessor)
     made.info = model_info(item_tokens_max=tokens_max)
     made._patch, made._merge, made._channels = 14, 2, 3
@@ -110,7 +110,7 @@ def _status(field: str) -> int:
 
 
 def growth(work: Callable[[], object]) -> int:
-    """Return how far the process grows while this runs; bytes."""
+    """Growth of the process while this runs; bytes."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")

@@ -1,4 +1,4 @@
-"""Large images are freed block by block, so that nobody waits long for the interpreter's lock."""
+"""Large images are freed block by block, so that the GIL is never held for long."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK_PIXELS = 4 << 20
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return, for each call that frees blocks, how many of Pillow's it kept."""
+    """For each call that frees blocks, the number of blocks that Pillow's pool kept."""
     calls: list[int] = []
     clear = CORE.clear_cache
 
@@ -38,7 +38,7 @@ def png(mode: str) -> bytes:
 
 
 def test_a_large_image_is_freed_block_by_block(kept: list[int]) -> None:
-    """Three blocks take three calls, the pool is empty afterwards, and keeps nothing of the next image."""
+    """Three blocks take three calls; the pool is empty afterwards, and keeps nothing of the next image."""
     image = decode(png("RGB"), LIMITS)
     assert kept == []
     free_image(image)
@@ -56,6 +56,6 @@ def test_an_image_that_is_converted_is_freed_so_as_well(kept: list[int]) -> None
 
 
 def test_a_small_image_is_freed_at_once(kept: list[int]) -> None:
-    """The pool would have every image after it take a block that is cut to its size."""
+    """With the pool, every later image would get a block cut to its size."""
     free_image(Image.new("RGB", (400, 400)))
     assert kept == []

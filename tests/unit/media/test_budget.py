@@ -1,4 +1,4 @@
-"""The budget that decoding takes its memory from."""
+"""The memory budget of decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vsched.media.budget import ByteBudget, Grant
 
 
 class Bench:
-    """A budget, and the order in which it granted."""
+    """A budget, and the order of its grants."""
 
     def __init__(self, size: int = 100) -> None:
         self.budget = ByteBudget(size)
@@ -61,7 +61,7 @@ def test_budget_leaving_the_queue_lets_the_next_one_in() -> None:
 
 
 def test_budget_release_while_beginning_does_not_nest() -> None:
-    """A pool that is gone gives every grant back at once, however many wait."""
+    """A pool that is gone returns every grant at once, however many requests wait."""
     bench = Bench()
     first = bench.ask(100)
     for _ in range(5000):
@@ -94,7 +94,7 @@ def test_budget_rejects_what_never_fits() -> None:
 )
 @settings(derandomize=True, database=None, deadline=None, max_examples=200)
 def test_budget_under_any_schedule(steps: list[tuple[str, int]]) -> None:
-    """Never over its size, in the order of arrival, never idle with room for the first, all back at the end."""
+    """Never over its size, in the order of arrival, never idle with space for the first, empty at the end."""
     bench = Bench(10)
     asked: list[Grant] = []
     released: set[int] = set()

@@ -48,14 +48,13 @@ def test_decode_reads_the_formats(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["TIFF", "ICO", "PPM", "DIB"])
 def test_decode_refuses_other_formats(kind: str) -> None:
-    """Formats that nobody measured."""
+    """Their memory needs were not measured."""
     with pytest.raises(RequestRefused, match="not a PNG, JPEG, WEBP, GIF or BMP"):
         inspect(image_bytes(16, 16, kind=kind), LIMITS)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16"])
 def test_decode_turns_odd_modes_into_rgb(mode: str) -> None:
-    """Odd modes are served."""
     buffer = io.BytesIO()
     Image.new(mode, (9, 5)).save(buffer, "PNG")
     image = decode(buffer.getvalue(), LIMITS)
@@ -156,7 +155,7 @@ def jpeg(height: int = 200, **options: Any) -> bytes:
     ],
 )
 def test_a_jpeg_that_lacks_its_end_is_decoded(missing: int, options: dict[str, Any]) -> None:
-    """Its end marker, or a few bytes more: the rows above are as they were."""
+    """Without its end marker, or some bytes before it: the rows above are unchanged."""
     encoded = jpeg(**options)
     whole = np.asarray(decode(encoded, LIMITS), np.int16)
     cut = np.asarray(decode(encoded[:-missing], LIMITS), np.int16)
@@ -201,7 +200,7 @@ def test_an_animated_png_whose_later_frames_are_damaged_is_read() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(1000, 1001), (20_000, 10_000), (60_000, 60_000)])
 def test_inspect_refuses_bombs_by_their_header(width: int, height: int) -> None:
-    """The size is judged before any pixel; the decoder's own warning is an error too."""
+    """The size is checked before any pixel is decoded; the decoder's own warning is an error too."""
     with pytest.raises(RequestRefused, match=r"limit 1000000 pixels.*image_pixels_max") as caught:
         inspect(png_with_size(width, height), LIMITS)
     assert caught.value.status == 413
@@ -260,7 +259,7 @@ def test_decode_in_strips_equals_decode_at_once(monkeypatch: pytest.MonkeyPatch)
 def test_decode_converts_a_strip_at_a_time(
     monkeypatch: pytest.MonkeyPatch, kind: str, mode: str
 ) -> None:
-    """Pillow keeps the interpreter's lock while it converts: never for more pixels than a strip has."""
+    """Pillow holds the GIL while it converts, so it converts at most a strip at a time."""
     pixels: list[int] = []
     convert = Image.Image.convert
 
@@ -278,7 +277,7 @@ def test_decode_converts_a_strip_at_a_time(
 
 
 def test_decode_does_what_the_header_said() -> None:
-    """Transparency that comes after the pixels would cost memory that nobody estimated."""
+    """Transparency that is found after the pixels would cost memory outside of the estimate."""
     plain = image_bytes(8, 8, value=0)
     late = plain.replace(chunk(b"IEND", b""), chunk(b"tRNS", bytes(6)) + chunk(b"IEND", b""))
     assert late != plain
@@ -292,7 +291,7 @@ def test_decoded_webp_lets_go_of_its_decoder() -> None:
 
 
 def test_inspect_refuses_a_jpeg_without_a_scan() -> None:
-    """What libjpeg would decode must be what was judged."""
+    """libjpeg must decode exactly the image that was checked."""
     encoded = image_bytes(16, 8, kind="JPEG")
     assert inspect(encoded, LIMITS).storage.kind == "JPEG"
     with pytest.raises(RequestRefused, match="cannot be decoded"):
@@ -307,7 +306,7 @@ def gif_of(*colours: int, size: tuple[int, int] = (8, 6)) -> bytes:
 
 
 def test_the_first_frame_of_a_gif_is_the_image() -> None:
-    """Later frames are not read: that they are damaged does not matter."""
+    """Later frames are not read, even if they are damaged."""
     encoded = gif_of(200, 90, 10)
     for one in (encoded, encoded[:-20]):
         pixels = np.asarray(decode(one, LIMITS))

@@ -30,7 +30,7 @@ from vsched.media.pictures.filling import process
 SMALL = (16, 8)
 LARGE = (1000, 8)
 SLACK = 1000
-"""The same size in another colour is some bytes more or less of a file."""
+"""Files of the same size in another colour differ by some bytes."""
 
 
 def image_url(size: tuple[int, int] = SMALL, value: int = 0) -> str:
@@ -38,7 +38,7 @@ def image_url(size: tuple[int, int] = SMALL, value: int = 0) -> str:
 
 
 def work_bytes(size: tuple[int, int] = SMALL, value: int = 0) -> int:
-    """What an image is estimated to take."""
+    """Estimated bytes of an image."""
     preprocessor = FakePreprocessor()
     header = inspect(image_bytes(*size, value=value), DecodeLimits(10**9, 10**9))
     plan = preprocessor.plan_image(*size)
@@ -54,7 +54,7 @@ def bench_with(decode_bytes: int, *, threads: int = 2, items: int = 512, **limit
 
 
 class Seam:
-    """Stands between the pipeline and the work: counts the bytes of what runs, and keeps the order."""
+    """Wraps the work of the pipeline: counts the bytes of running work, and keeps the order."""
 
     def __init__(self) -> None:
         self.order: list[int] = []
@@ -91,7 +91,7 @@ def closing(bench: Bench) -> Iterator[Bench]:
 
 
 def decoding(bench: Bench) -> tuple[int, int]:
-    """Return the bytes taken, and how many images wait."""
+    """Return the bytes taken, and the number of waiting images."""
     statistics = bench.pipeline.statistics().decode
     return statistics.bytes_used, statistics.waiting
 
@@ -102,7 +102,7 @@ def truncated() -> str:
 
 
 async def all_back(bench: Bench) -> None:
-    """Wait for threads, then see that nothing is held, counted or queued."""
+    """Wait for threads, then assert that nothing is held, counted or queued."""
     await until(lambda: not bench.pipeline._fills._fills)
     await until(lambda: bench.pipeline.statistics().preparing_bytes == 0)
     statistics = bench.pipeline.statistics()
@@ -152,7 +152,7 @@ async def test_images_are_served_in_order(seam: Seam) -> None:
 
 
 async def test_request_of_many_images_needs_the_memory_of_one(seam: Seam) -> None:
-    """The grant is the image's; a request never holds a part while it waits for the rest."""
+    """Grants are per image: a request never holds a part while it waits for the rest."""
     with closing(bench_with(work_bytes() + SLACK)) as bench:
         images = [image_url(value=value) for value in range(6)]
         (await bench.pipeline.prepare("\x01" * 6, images)).lease.release()
@@ -210,7 +210,7 @@ async def test_pixels_that_are_there_take_nothing(seam: Seam) -> None:
 
 
 async def test_evicted_image_takes_its_estimate_again(seam: Seam) -> None:
-    """The plan is remembered, and with it what processing takes."""
+    """The plan is remembered, including the estimate of processing."""
     with closing(bench_with(10**9)) as bench:
         for _ in range(2):
             (await bench.pipeline.prepare("\x01", [image_url()])).lease.release()
@@ -238,7 +238,7 @@ async def give_up(task: asyncio.Task[Any]) -> None:
 
 
 async def test_cancelling_while_waiting_leaves_the_queue(seam: Seam) -> None:
-    """The next one takes the place at once, though the first is still at work."""
+    """The next one takes its place at once, though the first is still being processed."""
     small, size = work_bytes(), (300, 100)
     with closing(bench_with(2 * small + SLACK, items=2000)) as bench:
         bench.preprocessor.gate.clear()

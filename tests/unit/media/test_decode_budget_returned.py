@@ -1,4 +1,4 @@
-"""Whatever becomes of an image, its bytes of the budget come back, once, and not before they are free."""
+"""Every image returns its bytes to the budget, once, and not before they are free."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_cancelling_at_work_keeps_the_bytes_until_the_thread_is_done() -> 
 
 
 async def test_deadline_while_waiting_gives_everything_back() -> None:
-    """The one that waits is told to come back; the one at work is not disturbed."""
+    """The waiting request gets a 503 with Retry-After; the one being processed is not disturbed."""
     with closing(bench_with(work_bytes() + SLACK, prepare_s=0.02)) as bench:
         bench.preprocessor.gate.clear()
         urls = [image_url(), image_url(value=1)]
@@ -85,7 +85,7 @@ async def test_failing_image_gives_its_bytes_back(
 
 
 async def test_failing_image_is_not_kept_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that were given back are free: no traceback holds the pixels that were being made."""
+    """Returned bytes are free: no traceback keeps half-processed pixels alive."""
     seen: list[weakref.ref[Image.Image]] = []
 
     def refuse(image: Image.Image) -> npt.NDArray[np.float32]:
@@ -109,7 +109,7 @@ async def test_failing_image_is_not_kept_by_its_error(monkeypatch: pytest.Monkey
 
 
 async def test_closing_fails_what_waits_for_memory() -> None:
-    """Nobody waits for a pool that is gone, nor keeps its bytes."""
+    """After the pool is closed, no request waits for it or keeps its bytes."""
     with closing(bench_with(work_bytes() + SLACK)) as bench:
         bench.preprocessor.gate.clear()
         tasks = []

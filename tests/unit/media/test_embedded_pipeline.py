@@ -35,7 +35,7 @@ ALLOWED = MediaSettings(allow_embeddings=True)
 
 
 class Bench:
-    """A pipeline with its parts at hand."""
+    """A pipeline and its parts."""
 
     def __init__(self, settings: MediaSettings = ALLOWED, **info: object) -> None:
         self.preprocessor = FakePreprocessor(model_info(**info))  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def bench() -> Iterator[Bench]:
 
 
 async def refusal(bench: Bench, prompt: str, *images: str | EmbeddedImage) -> RequestRefused:
-    """Return how a request is refused; nothing may be left of it."""
+    """Return the error of a refused request, which must leave nothing behind."""
     with pytest.raises(RequestRefused) as caught:
         await bench.pipeline.prepare(prompt, images)
     await until(lambda: not bench.store.statistics().bytes_held)
@@ -146,7 +146,7 @@ async def test_switch_refuses_with_its_name() -> None:
 async def test_bad_embedding_fails_its_request_alone(
     bench: Bench, brought: EmbeddedImage, code: str, text: str
 ) -> None:
-    """Index and code; the request beside it does not notice."""
+    """The error has index and code; the other request is not affected."""
     beside = asyncio.ensure_future(bench.pipeline.prepare("\x01", [data_url(image_bytes())]))
     await asyncio.sleep(0)
     with pytest.raises(RequestRefused, match=text) as caught:
@@ -158,7 +158,7 @@ async def test_bad_embedding_fails_its_request_alone(
 
 
 async def test_embeddings_count_towards_every_bound() -> None:
-    """Images a request, bytes a request, bytes in preparation."""
+    """Images per request, bytes per request, bytes in preparation."""
     file = embedding_file()
     bench = Bench(MediaSettings(allow_embeddings=True, images_max=1))
     assert (await refusal(bench, "\x01", *[embedded(file)] * 2)).code == "too_many_images"
@@ -254,7 +254,7 @@ class Stopping:
 
 
 async def test_engine_stops_without_holding_the_loop_up() -> None:
-    """An image that is still being decoded keeps `stop` waiting, and nobody else."""
+    """Only `stop` waits for an image that is still being decoded."""
     engine = Engine(Config())
     bench = Bench()
     rest = cast("Any", Stopping())

@@ -1,4 +1,4 @@
-"""The safetensors reader and every reason to refuse an embedding."""
+"""The safetensors reader, and all errors of embeddings."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ MALFORMED: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_read_tensors_refuses_what_is_malformed(name: str) -> None:
-    """A strict reader; the refusal quotes nothing of the file."""
+    """A strict reader; the error quotes nothing of the file."""
     with pytest.raises(RequestRefused, match="the embeddings are malformed: .*Remedy: ") as caught:
         read_tensors(MALFORMED[name], NAMES)
     assert (caught.value.code, caught.value.status) == ("embeddings_invalid", 400)
@@ -127,7 +127,7 @@ def test_read_tensors_bounds_the_header_before_parsing() -> None:
 @given(st.binary(max_size=200), st.integers(0, 90))
 @settings(max_examples=50)
 def test_read_tensors_survives_any_bytes(noise: bytes, place: int) -> None:
-    """Whatever is sent ends in a result or a refusal."""
+    """Any input ends in a result or a refusal."""
     file = bytearray(embedding_file())
     file[8 + place : 8 + place + len(noise)] = noise
     for hostile in (bytes(file), noise, framed(noise, b"")):

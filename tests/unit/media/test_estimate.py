@@ -1,4 +1,4 @@
-"""What an image takes is bounded from above before it is decoded, and not by far."""
+"""Estimates of an image's memory before decoding are close upper bounds."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ MEBIBYTE = 1 << 20
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [("1600", "1200"), ("400", "3000")])
 def test_estimate_bounds_what_is_measured(size: tuple[str, str]) -> None:
-    """Every format and mode, decoded alone and processed; the memory is that of a process of its own."""
-    # What is freed goes back to the system at once, or the next case would grow into it unseen.
+    """Every format and mode, decoded alone and processed; memory is measured in a process of its own."""
+    # Freed memory returns to the system at once, or the next case would grow into it unseen.
     returned = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.unit.media.memory_probe", *size, "0", "1024"],
@@ -117,7 +117,7 @@ def test_coefficients_follow_the_markers(rest: bytes, coefficients: int) -> None
     ],
 )
 def test_coefficients_refuse_another_size_or_none(rest: bytes) -> None:
-    """What libjpeg would allocate for is what was judged, or the image is refused."""
+    """libjpeg must allocate for the size that was checked, or the image is refused."""
     with pytest.raises(ValueError, match="no "):
         coefficient_bytes(b"\xff\xd8" + rest, 16, 8)
 
@@ -155,7 +155,7 @@ def test_needed_budget_admits_every_legal_image(
     turned: bool,
     pixels_max: int,
 ) -> None:
-    """Whatever the limits let through, the smallest budget that the configuration accepts can decode."""
+    """The smallest budget that the configuration accepts can decode any image within the limits."""
     media = msgspec.structs.replace(LEGAL, image_pixels_max=pixels_max)
     limit = min(media.webp_pixels_max, pixels_max) if kind == "WEBP" else pixels_max
     width = min(width, limit)

@@ -18,7 +18,7 @@ OPEN = MediaSettings(hosts=("ok.example", "ports.example:8080", "[2606:4700::1]"
 
 @contextlib.asynccontextmanager
 async def server(*pieces: bytes, pause: bool = False) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """Answer every connection with these bytes; `pause` keeps it open after them."""
+    """Reply to every connection with these bytes; `pause` keeps it open after them."""
     requests: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -106,7 +106,7 @@ def test_unlisted_and_malformed_urls_are_refused(url: str) -> None:
     ],
 )
 def test_a_port_that_is_not_listed_is_named(url: str) -> None:
-    """The host is right: that the port is not would be a riddle otherwise."""
+    """The error names the port, because the host is listed."""
     with pytest.raises(
         RequestRefused, match=r"port is not allowed.*value \d+.*host:port to"
     ) as caught:
@@ -156,14 +156,14 @@ def test_public_addresses_are_told_from_all_others(address: str, public: bool) -
     "host", ["127.0.0.1", "0x7f000001", "2130706433", "[::ffff:127.0.0.1]", "[::1]", "localhost"]
 )
 async def test_listed_host_with_private_address_is_refused(host: str) -> None:
-    """What counts is where the name leads."""
+    """The resolved address counts."""
     with pytest.raises(RequestRefused, match="not allowed"):
         await resolve(Target("http", host, 80, "/"), private=False)
 
 
 @pytest.mark.parametrize("host", ["169.254.169.254", "[::ffff:169.254.169.254]", "[fe80::1]"])
 async def test_link_local_is_refused_even_for_private_hosts(host: str) -> None:
-    """No configuration opens metadata services."""
+    """No configuration allows metadata services."""
     with pytest.raises(RequestRefused, match="not allowed"):
         await resolve(Target("http", host, 80, "/"), private=True)
 
@@ -171,7 +171,7 @@ async def test_link_local_is_refused_even_for_private_hosts(host: str) -> None:
 async def test_name_is_resolved_once_and_one_bad_address_refuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """DNS rebinding finds no second look-up to answer differently."""
+    """DNS rebinding needs a second look-up, and there is none."""
     answers = [["93.184.216.34"], ["93.184.216.34", "10.0.0.1"]]
     loop = asyncio.get_running_loop()
 
@@ -203,7 +203,7 @@ async def test_fetch_returns_the_body() -> None:
 async def test_fetch_connects_to_the_address_that_was_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The name is not looked up again: it leads nowhere, and only the judged address answers."""
+    """The name is not resolved again: only the checked address replies."""
 
     async def resolve_once(_target: Target, *, private: bool) -> str:
         assert private
@@ -236,7 +236,7 @@ async def test_fetch_understands_chunks_and_closing() -> None:
     ],
 )
 async def test_fetch_bounds_the_bytes_while_they_stream(pieces: list[bytes]) -> None:
-    """Announced or not."""
+    """With and without Content-Length."""
     async with server(*pieces, pause=True) as (host, _):
         with pytest.raises(RequestRefused, match="limit 10 bytes") as caught:
             await fetch(f"http://{host}/", private(host, image_bytes_max=10))
@@ -267,7 +267,7 @@ async def test_fetch_bounds_the_total_time(pieces: list[bytes]) -> None:
     ],
 )
 async def test_fetch_refuses_other_answers(answer: bytes, text: str) -> None:
-    """A redirect to loopback leads nowhere; no address in the text."""
+    """A redirect to loopback is not followed; no address in the text."""
     async with server(answer) as (host, _):
         with pytest.raises(RequestRefused, match=text) as caught:
             await fetch(f"http://{host}/", private(host))

@@ -1,4 +1,4 @@
-"""Encoded bytes that the requests in preparation hold."""
+"""Encoded bytes that requests in preparation hold."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_fetched_image_counts_its_bytes() -> None:
 
 
 async def test_fetch_stops_where_the_bytes_end() -> None:
-    """What streams in is counted as it comes: the body here never ends by itself."""
+    """Streamed bytes are counted as they arrive: the body here never ends by itself."""
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
     async with server(head, bytes(5000), pause=True) as (host, _):
         settings = MediaSettings(

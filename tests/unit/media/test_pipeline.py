@@ -22,7 +22,7 @@ ITEM_BYTES = 8 * 48 * 4  # a 16x8 image: 2 tokens, 8 patches
 
 
 class Bench:
-    """A pipeline with its parts at hand."""
+    """A pipeline and its parts."""
 
     def __init__(self, preprocessor: FakePreprocessor, settings: MediaSettings, items: int) -> None:
         self.preprocessor = preprocessor
@@ -180,7 +180,7 @@ async def test_prepare_refuses_and_keeps_nothing(
 
 
 async def test_truncated_image_fails_its_request_alone(bench: Bench) -> None:
-    """The request beside it does not notice, and space is returned."""
+    """Other requests are not affected, and space is returned."""
     content = image_bytes(64, 64, kind="JPEG")
     broken = data_url(content[: len(content) - 200], "image/jpeg")
     fine = bench.pipeline.prepare("\x01", [data_url(image_bytes())])
@@ -199,7 +199,7 @@ async def test_truncated_image_fails_its_request_alone(bench: Bench) -> None:
 async def test_processor_failure_fails_the_request(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client learns no more than that; the pool goes on."""
+    """The client gets no details; the pool goes on."""
     bench.preprocessor.error = OSError("/secret/path")
     with pytest.raises(RequestFailed) as caught:
         await bench.pipeline.prepare("\x01", [data_url(image_bytes())])
@@ -220,7 +220,7 @@ async def test_wrong_shape_fails_and_is_never_trimmed(bench: Bench) -> None:
 
 
 async def test_cancelling_while_processing_returns_everything(bench: Bench) -> None:
-    """The request's hold goes at once, the thread's when it is done."""
+    """The request's hold ends at once, the thread's when it is done."""
     bench.preprocessor.gate.clear()
     task = asyncio.ensure_future(bench.pipeline.prepare("\x01", [data_url(image_bytes())]))
     await entered(bench)
@@ -230,7 +230,7 @@ async def test_cancelling_while_processing_returns_everything(bench: Bench) -> N
     assert bench.pipeline.statistics().preparing == 0
     bench.preprocessor.gate.set()
     await settled(bench)
-    # What the thread finished is kept for the next one.
+    # The thread's result is kept for the next request.
     (await bench.pipeline.prepare("\x01", [data_url(image_bytes())])).lease.release()
     assert bench.preprocessor.processed == 1
 
@@ -326,7 +326,7 @@ async def test_deadline_holds_for_the_text_as_well(
 async def test_long_texts_take_one_core_and_nothing_waits_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are tokenized one after the other, in a thread that gives way, while images and short texts go on."""
+    """They are tokenized one after the other, in a thread that yields, while images and short texts go on."""
     gate, inside, most = threading.Event(), [0], [0]
     nice: list[int] = []
 
@@ -396,7 +396,7 @@ async def test_memo_of_plans_is_bounded() -> None:
 
 
 async def test_close_fails_what_still_waits() -> None:
-    """Nobody waits for a pool that is gone."""
+    """No request waits for a pool that is gone."""
     bench = Bench(FakePreprocessor(), MediaSettings(threads=1), items=8)
     bench.preprocessor.gate.clear()
     images = [data_url(image_bytes(value=1)), data_url(image_bytes(value=2))]
@@ -418,7 +418,7 @@ async def test_close_fails_what_still_waits() -> None:
 async def test_event_loop_turns_during_a_bomb(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: str, mode: str, side: int
 ) -> None:
-    """Decoding is off the loop, and lets go of the interpreter by itself: here, no thread is ever made to."""
+    """Decoding is off the loop and releases the GIL by itself: here, the interpreter never forces a switch."""
     bench.preprocessor.info = model_info(item_tokens_max=10**9, context_tokens=10**9)
     bench.preprocessor.plan_image = lambda width, height: plan_of((1, 2, 4))  # type: ignore[method-assign]
     turns, turns_during = 0, [0]
@@ -433,7 +433,7 @@ async def test_event_loop_turns_during_a_bomb(
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(NEVER_S)
     try:
-        # Who is let in decides the system: a loop that finds no core in time has another image to do it.
+        # The system schedules threads: if the loop gets no core during one image, it has another one.
         async with patience():
             while not any(turns_during):
                 content = image_bytes(side, side, mode=mode, value=len(turns_during), kind=kind)
@@ -469,7 +469,7 @@ async def test_image_is_found_by_its_name_once_it_was_sent(bench: Bench) -> None
 
 
 async def test_image_by_a_name_that_stands_for_none_is_refused(bench: Bench) -> None:
-    """Never sent, sent by another tenant, or dropped; the message names the image and the way out."""
+    """Never sent, sent by another tenant, or dropped; the message names the image and the remedy."""
     url = data_url(image_bytes())
     (await bench.pipeline.prepare("\x01", [NamedImage("cat", url)], "one")).lease.release()
 

@@ -107,7 +107,7 @@ def test_impossible_now_evicts_nothing() -> None:
 
 
 async def test_acquire_waits_in_order_and_holds_nothing_meanwhile() -> None:
-    """All in one go; a small waiter does not overtake a large one."""
+    """All at once; a small waiter does not overtake a large one."""
     store = store_of(4)
     first, second = take(store, a=2), take(store, b=2)
     order: list[str] = []
@@ -150,7 +150,7 @@ async def test_cancelled_waiter_leaves_nothing_and_lets_the_next_in() -> None:
 
 
 async def test_cancelled_just_after_the_grant_gives_it_back() -> None:
-    """The grant and the cancellation meet."""
+    """The grant and the cancellation coincide."""
     store = store_of(1)
     held = take(store, a=1)
     waiter = asyncio.ensure_future(store.acquire({b"b": UNIT}))
@@ -188,7 +188,7 @@ def test_fragmentation_rolls_back() -> None:
 
 
 def test_own_pixels_in_the_way_give_way() -> None:
-    """A request never waits for space that only its own kept image divides, for nobody would release it."""
+    """Pixels kept by the request itself, which fragment the space, are evicted: a wait for them would not end."""
     store = store_of(5)
     lease = take(store, a=2, b=1, c=2)
     store.mark_filled(b"b")
@@ -212,7 +212,7 @@ def test_own_pixels_stay_while_somebody_else_will_release() -> None:
 
 
 def test_space_in_pieces_leaves_a_request_with_nothing() -> None:
-    """Where the second image finds no room, neither the first nor one that was there stays held."""
+    """If the second image finds no space, neither the first nor one that was there before stays held."""
     store = store_of(6)
     leases = {name: take(store, **{name: 1}) for name in "abcdef"}
     fill(store, leases["b"])

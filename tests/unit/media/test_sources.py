@@ -93,7 +93,7 @@ LINES = pybase64.encodebytes(CONTENT).decode()
 def test_data_url_is_read_as_browsers_do(
     reference: str, piece_bytes: int, is_beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RFC 2397, and the data: URL processor and forgiving-base64 of WHATWG; wherever the pieces end."""
+    """RFC 2397, and the data: URL processor and forgiving-base64 of WHATWG, at any piece boundaries."""
     monkeypatch.setattr(base64_text, "_PIECE_BYTES", piece_bytes)
     if is_beside:
         head, _, body = reference.partition(",")
@@ -112,7 +112,7 @@ def test_data_url_line_breaks_do_not_count_as_size(encode: Callable[[str], str])
 
 @pytest.mark.parametrize("size", [5, 6, 7, 12, 13])
 def test_data_url_is_decoded_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the pieces end, all of it is decoded; a piece that is padded in the middle is noticed."""
+    """At any piece boundaries all of it is decoded; padding in the middle is detected."""
     pieces: list[bytes] = []
 
     def decode(text: bytes, *, validate: bool) -> bytes:
@@ -131,7 +131,7 @@ def test_data_url_is_decoded_in_pieces(size: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_data_url_needs_no_media_type() -> None:
-    """The decoder looks at the bytes anyway."""
+    """The decoder examines the bytes anyway."""
     content = image_bytes()
     assert read_local(data_url(content, ""), SETTINGS) == content
 
@@ -232,7 +232,7 @@ def test_file_under_the_directory_is_read(tree: Path, path: str) -> None:
     ],
 )
 def test_file_escapes_and_absences_read_alike(tree: Path, reference: str) -> None:
-    """The answer tells nothing of the file system."""
+    """The error reveals nothing of the file system."""
     with pytest.raises(RequestRefused) as caught:
         read_local(reference.format(tree=tree), file_settings(tree))
     assert caught.value.code == "image_file_refused"

@@ -1,4 +1,4 @@
-"""Ranks are processes: they need a place, and to find the fake plug-in."""
+"""Fixtures for rank processes: their place, and an import path with the fake plug-in."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A worker plug-in without a model: its tokens follow from the tokens before, its embeddings from the metadata.
+"""A worker plug-in without a model: tokens follow from earlier tokens, embeddings from the metadata.
 
-What it should do beyond that stands, as JSON, where the path of a checkpoint would.
+Further behaviour is given as JSON in place of the path of a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ LAYOUT = ArenaLayout(pixel_bytes=4096, pages=8, page_rows=4, row_bytes=16)
 
 
 class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plug-in does beyond its work.
+    """Behaviour of the plug-in beyond its results.
 
     Attributes:
         load_s: Time to load.
         load_error: An error to fail with while loading: `CheckpointError`, `DeviceOutOfMemory` or another.
-        load_signal: A signal that kills the process while it loads, as one that gets no memory; 0 for none.
+        load_signal: A signal that kills the process while it loads, as if out of memory; 0 for none.
         meet: A directory in which this many ranks must meet while they load.
-        step_s: Time of a generate step; of those alone that see a sequence of `slow_at` tokens, if that is given.
+        step_s: Time of a generate step; if `slow_at` is given, only of steps with a sequence of that many tokens.
         exit_at: Exit with code 7 in the step that sees a sequence of this length, once; needs `meet`.
         encode_error: Fail items of this many tokens.
-        differ_rank: This rank yields other tokens from the step on that sees a sequence of `differ_at` tokens.
-        hook_s: Interval of the hook `balance`, None for no hooks; it is asked for in the step that sees a sequence of
-            `hook_at` tokens. Each run notes in the file `hooks-<rank>` of `notes` how many steps were before it.
-        notes: A directory for what ranks note; in `heard-<rank>`, each entry of the log that they heard.
-        forkable: The modules that a fork server imports for its ranks; none, and ranks are new processes.
+        differ_rank: This rank yields other tokens, starting with the step with a sequence of `differ_at` tokens.
+        hook_s: Interval of the hook `balance`, None for no hooks; a rank asks for it in the step with a sequence of
+      `hook_at` tokens. Each run appends the number of earlier steps to the file `hooks-<rank>` of `notes`.
+        notes: A directory for notes of ranks; `heard-<rank>` has the log entries that they received.
+        forkable: The modules that a fork server imports for its ranks; with none, ranks are new processes.
     """
 
     load_s: float = 0.0
@@ -71,7 +71,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_info(behaviour: Behaviour | None = None) -> ModelInfo:
-    """Return the facts of a model that behaves so."""
+    """Return the facts of a model with this behaviour."""
     return stand_in_info(
         path=msgspec.json.encode(behaviour or Behaviour()).decode(),
         kv_bytes_per_token=KV_BYTES,
@@ -84,7 +84,7 @@ def next_token(tokens: Sequence[int]) -> int:
 
 
 def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
-    """Return what follows a prompt, however it was scheduled."""
+    """Tokens that follow a prompt, however it is scheduled."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -119,7 +119,7 @@ class FakeEncoder(StandInEncoder):
 
 
 class FakeGenerator(StandInGenerator):
-    """Checks the embeddings that it is handed, and yields `next_token` of each sequence."""
+    """Checks its embeddings, and yields `next_token` of each sequence."""
 
     def __init__(self, behaviour: Behaviour, rank: int = 0) -> None:
         super().__init__(_device(), kv_bytes_per_token=KV_BYTES, weights_bytes=1 << 10)
@@ -179,7 +179,7 @@ def exit_once(directory: str) -> None:
 
 
 def note_entries(path: Path) -> None:
-    """From now on, note what this process hears of the log."""
+    """From now on, note the log entries that this process receives."""
     accept = FollowerLog.accept
     notes = path.open("a", buffering=1)
 
@@ -192,13 +192,13 @@ def note_entries(path: Path) -> None:
 
 
 class FakePlugin:
-    """What `load_worker` finds."""
+    """The plug-in that `load_worker` finds."""
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
         return model_info(msgspec.json.decode(path, type=Behaviour))
 
     def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
-        """Every number of ranks will do."""
+        """Any number of ranks is valid."""
 
     def forkable_modules(self, info: ModelInfo, device: str) -> Sequence[str]:
         return msgspec.json.decode(info.path, type=Behaviour).forkable

@@ -23,7 +23,7 @@ PATIENT = Patience(alive_s=0.1, silence_s=60, open_s=60)
 
 
 class RunningHost:
-    """What `vsched host` runs, on this event loop."""
+    """A host as in `vsched host`, on this event loop."""
 
     def __init__(self, address: str, shared: bytes, name: str, *, cores: int | None = None) -> None:
         self._context: Context = zmq.Context()

@@ -1,4 +1,4 @@
-"""Pages of native code that only the imports of a rank needed."""
+"""Pages of native code that only the imports of a rank need are released."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vsched.fork_server import drop_code_pages
 
 
 def code_kib() -> int:
-    """Return the resident size of this process's native code, in KiB."""
+    """Resident size of this process's native code, in KiB."""
     total, is_code = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, _, rest = line.partition(" ")

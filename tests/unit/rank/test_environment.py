@@ -1,4 +1,4 @@
-"""What a rank process finds in its environment."""
+"""The environment of a rank process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from vsched.aio.replicas.rank_environment import rank_environment
 
 
 def test_threads_of_openmp_spin_shortly_and_then_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default policy would spin for ever beside our own threads; without spinning each wait needs a waker."""
+    """By default OpenMP would spin for ever and take cores from our threads.
+
+    Without spinning each wait needs a wake-up.
+    """
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     found = rank_environment(threads=2)

@@ -28,7 +28,7 @@ Done = list[tuple[str, int]]
 
 
 class Link:
-    """A rank's link whose frames come when the test lets them."""
+    """A rank's link whose frames arrive when the test lets them."""
 
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
@@ -41,11 +41,11 @@ class Link:
         return self.frames.popleft() if self.frames else None
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op."""
 
 
 class Noting:
-    """A side that notes what it is told to do."""
+    """The rank of one log, which records its steps."""
 
     def __init__(self, name: str, done: Done) -> None:
         self._name = name
@@ -60,7 +60,7 @@ class Noting:
         return EncodeResult(entry.step, None, 0)
 
     def look_ahead(self) -> None:
-        """Nothing is known of a next step."""
+        """The next step is unknown."""
 
     def kernels_late(self) -> int:
         return 0
@@ -70,7 +70,7 @@ class Noting:
 
 
 class Following:
-    """Two members of one process; `late` holds what the links have not delivered yet."""
+    """Two members of one process; `late` holds frames that the links have not delivered yet."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rank_module, "wait_readable", self._wait)
@@ -113,7 +113,7 @@ class Following:
 
 
 def shuffled(late: list[tuple[str, bytes]], seed: int) -> list[tuple[str, bytes]]:
-    """Return frames in another order that each link by itself may have."""
+    """Return the frames in an order that keeps the order of each link."""
     rng = random.Random(seed)
     by_name: dict[str, list[tuple[str, bytes]]] = {"encode": [], "generate": []}
     for name, frame in late:
@@ -127,7 +127,7 @@ def shuffled(late: list[tuple[str, bytes]], seed: int) -> list[tuple[str, bytes]
 
 @pytest.mark.parametrize("seed", range(8))
 def test_follow_keeps_the_order_of_turns(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """However the two links deliver, all ranks do the same one after the other; none waits for a peer elsewhere."""
+    """Whatever the links' delays, all ranks run the same steps in order; none waits for a peer in another step."""
     following = Following(monkeypatch)
     rng = random.Random(seed)
     expected: Done = []
@@ -174,7 +174,7 @@ def test_follow_ends_when_a_leader_is_silent(monkeypatch: pytest.MonkeyPatch) ->
 def test_follow_listens_once_more_after_the_timeout(
     monkeypatch: pytest.MonkeyPatch, logs: int
 ) -> None:
-    """The whole machine stood still: the time is over before an engine that lives could speak."""
+    """After a stop of the whole machine, the timeout has passed before a live engine could send anything."""
     following = Following(monkeypatch)
     following.decide("generate", GenerateDecision(1))
     following.decide("generate", Heartbeat())

@@ -1,4 +1,4 @@
-"""Ranks that a fork server forks: as new processes are, and there whatever becomes of the server."""
+"""Ranks forked by a fork server: equivalent to new processes, and independent of the server's fate."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def parent_of(pid: int) -> int:
 
 
 def children() -> set[str]:
-    """Return the ids of this process's children, those that nobody has waited for included."""
+    """Ids of this process's children, including those not yet reaped."""
     threads = Path("/proc/self/task").iterdir()
     return {pid for thread in threads for pid in (thread / "children").read_text().split()}
 
 
 @pytest.fixture(autouse=True)
 def no_child_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever a test does, every rank is waited for, and this process adopts no orphan any more.
+    """Assert that every rank is reaped; this process adopts orphans during a test only.
 
     End-to-end tests in the same process share one fork server and keep engines; neither is meant here.
     """
@@ -58,7 +58,7 @@ def no_child_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 async def test_forked_ranks_are_as_new_processes_are(place: Place) -> None:
-    """Children of the engine in sessions of their own, known by name; one that is killed is told of and replaced."""
+    """Children of the engine in sessions of their own, with process names; a killed one is reported and replaced."""
     heard = Heard()
     worker_group = place.worker_group(heard.events, ranks=2, behaviour=FORKED)
     await worker_group.start()
@@ -116,7 +116,7 @@ async def test_fork_server_that_was_begun_early_is_taken_over(tmp_path: Path) ->
     ],
 )
 def test_fork_server_is_not_begun_where_ranks_cannot_be_forked(sets: list[str]) -> None:
-    """Without a checkpoint, on a GPU, or where a plug-in does not allow it; the engine tells what is wrong."""
+    """Without a checkpoint, on a GPU, or if a plug-in does not allow it; the engine reports the error."""
     sets = [*sets, f"generate.plugin={NAME if '{' in str(sets) else 'transformers'}"]
     with early_fork_servers(load_config(None, sets=sets, environ={}).config) as begun:
         assert begun == {}
@@ -142,7 +142,7 @@ async def test_fork_server_that_dies_is_replaced_and_takes_no_rank_along(place: 
 async def test_fork_server_that_hangs_costs_a_deadline(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The rank is a new process then, and the server makes way for another one."""
+    """The rank becomes a new process, and the server is replaced."""
     worker_group = place.worker_group(Heard().events, behaviour=FORKED)
     await worker_group.start()
     await worker_group.stop()
@@ -159,7 +159,7 @@ async def test_fork_server_that_hangs_costs_a_deadline(
 async def test_fork_server_is_waited_for_while_it_works(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not to be heard is no reason to begin anew: on a busy machine its imports take minutes."""
+    """Silence alone is no reason to start again: on a busy machine its imports take minutes."""
     monkeypatch.setattr(fork_server, "IMPORT_S", 0.001)
     monkeypatch.setattr(fork_server, "FORK_S", 0.001)
     worked = itertools.count()
@@ -216,7 +216,7 @@ async def test_ranks_are_new_processes_where_nothing_can_be_forked(
 
 
 async def test_start_that_is_given_up_waits_for_no_imports(place: Place) -> None:
-    """Nothing was forked yet, and nothing will be."""
+    """No rank was forked yet, and none will be."""
     worker_group = place.worker_group(Heard().events, behaviour=FORKED)
     starting = asyncio.ensure_future(worker_group.start())
     await until(lambda: isinstance(place.launcher, LocalLauncher) and place.launcher._fork_servers)

@@ -1,4 +1,4 @@
-"""Several real rank processes as one group: they agree, they are noticed when they do not, and they idle."""
+"""Several real rank processes as one group: they agree, divergence is detected, and they idle."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def limits(**changes: float) -> Deadlines:
 
 
 def first_step() -> GenerateDecision:
-    """A request of three tokens that may run on for long; it decodes in every later step."""
+    """A request of three tokens with a high limit; it decodes in every later step."""
     data = RequestData(PROMPT, 3, [], SamplingParams(temperature=0.0, max_tokens=390), ())
     blocks = list(range(100))
     return GenerateDecision(
@@ -41,14 +41,14 @@ def first_step() -> GenerateDecision:
 
 
 async def answered(heard: Heard, count: int) -> None:
-    """Wait for so many results, or until something is lost."""
+    """Wait for this number of results, or until something is lost."""
     await heard.wait_until(lambda: len(heard.results) >= count or heard.lost)
 
 
 async def steps(
     worker_group: WorkerGroup, heard: Heard, count: int, *, group: str = "generate"
 ) -> None:
-    """Let a group that is fresh run so many steps, or until something is lost."""
+    """Run steps in a new group, or until something is lost."""
     for step in range(1, count + 1):
         worker_group.leader(group).decide(first_step() if step == 1 else GenerateDecision(step))
         await answered(heard, step)
@@ -66,7 +66,7 @@ async def started(*worker_groups: WorkerGroup) -> AsyncIterator[None]:
 
 
 async def test_group_of_ranks_agrees(place: Place) -> None:
-    """Every rank reports every step; rank 0 speaks for the group."""
+    """Every rank reports every step; rank 0's result is the group's."""
     heard = Heard()
     worker_group = place.worker_group(heard.events, ranks=2)
     async with started(worker_group):
@@ -79,7 +79,7 @@ async def test_group_of_ranks_agrees(place: Place) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_group_of_ranks_that_differ_is_lost(place: Place, rank: int) -> None:
-    """One token of one rank differs: the rank and the step are named, and nothing goes on."""
+    """One token of one rank differs: the error names rank and step, and the group stops."""
     heard = Heard()
     worker_group = place.worker_group(
         heard.events, ranks=2, behaviour=Behaviour(differ_rank=rank, differ_at=5)
@@ -101,7 +101,7 @@ async def test_group_of_ranks_runs_hooks_at_one_place(place: Place, tmp_path: Pa
     async with started(worker_group):
         await steps(worker_group, heard, 30)
         assert heard.lost == []
-        await worker_group.stop()  # nobody waits for the second rank before
+        await worker_group.stop()  # until then, the second rank is not waited for
     noted = [(tmp_path / f"hooks-{rank}").read_text() for rank in (0, 1)]
     assert noted[0] == noted[1]
     (line,) = noted[0].splitlines()
@@ -130,7 +130,7 @@ async def test_group_rank_that_is_stopped_in_a_step_is_found(place: Place, rank:
 
 
 async def test_group_that_is_stopped_stalls_no_other(place: Place, tmp_path: Path) -> None:
-    """One rank of a group reads nothing: sending to it never waits for it, and another group goes on."""
+    """One rank of a group does not read: sending to it never blocks, and another group goes on."""
     deaf_heard, heard = Heard(), Heard()
     patient = limits(rank_timeout_s=NEVER_S)
     run_dir = tmp_path / "other"
@@ -147,7 +147,7 @@ async def test_group_that_is_stopped_stalls_no_other(place: Place, tmp_path: Pat
                 worker_group.leader("generate").decide(
                     first_step() if step == 1 else GenerateDecision(step)
                 )
-                for _ in range(25):  # far more than a kernel would have out
+                for _ in range(25):  # far more than a kernel would have in flight
                     sent += 1
                     backlogged.leader("generate").decide(GenerateDecision(sent))
                 await answered(heard, step)

@@ -42,7 +42,7 @@ PLACES = {
     ("where", "ranks"), [*((where, 1) for where in PLACES), ("together there", 2)]
 )
 async def test_hosts_yield_the_tokens_of_one_host(place: Place, where: str, ranks: int) -> None:
-    """Embeddings are where a step looks for them, wherever they were computed."""
+    """A step finds its embeddings, on whichever host they were computed."""
     groups, encode, generators = PLACES[where]
     async with hosts_of("far", "farther") as hosts:
         hosts.launcher(place, encode=encode, generate=generators)
@@ -61,7 +61,6 @@ async def test_hosts_yield_the_tokens_of_one_host(place: Place, where: str, rank
 
 
 async def test_hosts_rank_that_is_killed_there_comes_back(place: Place) -> None:
-    """As one here."""
     async with hosts_of("far") as hosts:
         hosts.launcher(place, encode=["far"], generate=["far"])
         async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:
@@ -75,13 +74,13 @@ async def test_hosts_rank_that_is_killed_there_comes_back(place: Place) -> None:
 
 
 QUICK = msgspec.structs.replace(PATIENT, silence_s=2.0)
-"""Finds a host that is silent within the patience of a test, and one beside other work alive."""
+"""Detects a silent host within the patience of a test, but not a live one on a busy machine."""
 
 
 async def check_stream_goes_on(
     shell: Shell, strike: Callable[[], object], mend: Callable[[], object]
 ) -> None:
-    """Strike in mid-stream, mend what was struck once it was noticed, and read the rest."""
+    """Cause a fault in mid-stream, repair it once it was noticed, and read the rest."""
     request = make_request("image", [14, 15], [(1, 6, b"image1")])
     stream = generate(shell, request, max_tokens=200)
     before = await read(stream, at_least=20)
@@ -112,7 +111,7 @@ async def test_hosts_stream_goes_on_when_a_host_is_killed_and_comes_back(
 
 
 async def test_hosts_stream_goes_on_when_a_host_stands_still(place: Place) -> None:
-    """SIGSTOP: no connection breaks, so the deadline finds it; what it ran is replaced when it goes on."""
+    """SIGSTOP: no connection breaks, so the deadline finds it; its ranks are replaced when it continues."""
     async with hosts_of() as hosts:
         with host_process(hosts) as process:
             hosts.launcher(place, encode=["far"], generate=["far"], patience=QUICK)
@@ -121,7 +120,7 @@ async def test_hosts_stream_goes_on_when_a_host_stands_still(place: Place) -> No
 
 
 async def test_hosts_stream_goes_on_when_a_cable_is_pulled(place: Place) -> None:
-    """A half-open connection: both sides find out, and the host's ranks end without the engine."""
+    """A half-open connection: both sides detect it, and the host's ranks end without the engine."""
     async with hosts_of("far") as hosts, cable_to(hosts, "far") as cable:
         hosts.launcher(place, encode=["far"], generate=["far"], patience=QUICK)
         host = hosts.running["far"]
@@ -154,7 +153,7 @@ async def test_hosts_next_host_takes_over(place: Place) -> None:
 async def test_hosts_first_start_fails_without_its_host(
     place: Place, shared: bytes, said: str
 ) -> None:
-    """A host that is not there, or has another key: nobody waits for a mistake."""
+    """A missing host or another key is an error at once, without waiting."""
     async with hosts_of("far") as hosts:
         if not shared:
             await hosts.running.pop("far").close()
@@ -168,7 +167,7 @@ async def test_hosts_first_start_fails_without_its_host(
 async def test_hosts_say_what_a_rank_may_take_of_them(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the configuration leaves open follows from the host that starts a rank, and not from the engine's."""
+    """Defaults come from the host that starts a rank, not from the engine's host."""
     launched: list[tuple[int, int]] = []
     launch = LocalLauncher.launch
 

@@ -1,4 +1,4 @@
-"""Rows that go from the encoder's host to the reader's: the same tokens, whatever befalls the way between them."""
+"""Embeddings sent directly from the encoder's host to the reader's: the same tokens under any fault in between."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ THREE = (("encode",), ("generate-0",), ("generate-1",))
 
 
 async def ask(shell: Shell, name: str, key: bytes) -> None:
-    """Have an image described, and see that every row was right."""
+    """Have an image described, and check that every row was right."""
     request = make_request(name, [14, 15], [(1, 6, key)])
     assert await read(generate(shell, request, max_tokens=10)) == expected_tokens(
         request.prompt_token_ids, 10
@@ -44,7 +44,7 @@ async def reach(shell: Shell, exchange: Exchange) -> None:
 
 
 async def test_direct_rows_do_not_pass_the_engine(place: Place) -> None:
-    """Not one byte of them: they are on the reader's host before its chunk is decided."""
+    """All bytes are on the reader's host before its chunk is decided."""
     async with hosts_of("far", "farther") as hosts:
         exchange = hosts.launcher(place, encode=["far"], generate=["farther"]).exchange
         async with shell_of(place) as shell:
@@ -60,7 +60,7 @@ async def test_direct_rows_do_not_pass_the_engine(place: Place) -> None:
 async def test_direct_rows_can_be_read_on_their_way_where_that_was_asked_for(
     place: Place, encrypted: bool
 ) -> None:
-    """Between the hosts, and nowhere else: the engine's stream to either is encrypted."""
+    """Only between the hosts: the engine's stream to either is encrypted."""
     async with (
         hosts_of("far", "farther") as hosts,
         Cable(hosts.running["far"].link.address) as to_far,
@@ -106,7 +106,7 @@ def lead_through(cable: Cable, link: HostSocket, *, at: str) -> None:
 async def test_direct_is_given_up_where_a_host_has_no_port_without_encryption(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are not read by anybody for that: they go through the engine, encrypted."""
+    """Rows are not exposed for that: they go through the engine, encrypted."""
     async with hosts_of("far", "farther") as hosts:
         asked: list[str] = []
 
@@ -143,7 +143,7 @@ def exchange_used(exchange: Exchange) -> bool:
 
 
 async def test_direct_rows_need_not_leave_a_process_with_both_stages(place: Place) -> None:
-    """They are read where they were written, and the engine never has them."""
+    """They are read in the memory they were written to, and never sent to the engine."""
     async with hosts_of("far") as hosts:
         launcher = hosts.launcher(place, encode=["far"], generate=["far"])
         async with shell_of(place, groups=(("encode", "generate"),)) as shell:
@@ -153,7 +153,7 @@ async def test_direct_rows_need_not_leave_a_process_with_both_stages(place: Plac
 
 
 def cut_at_source(exchange: Exchange, hosts: Hosts) -> None:
-    """The encoder's host lets the reader go, and does not know it any more."""
+    """The encoder's host drops the reader and forgets it."""
     del exchange
     start = next(one for one in hosts.running["far"].server._starts.values() if one._takers)
     for key in [*start._takers]:
@@ -161,7 +161,7 @@ def cut_at_source(exchange: Exchange, hosts: Hosts) -> None:
 
 
 def silence_source(exchange: Exchange, hosts: Hosts) -> None:
-    """The encoder's host hears the reader, and says nothing: only time tells."""
+    """The encoder's host receives the reader's request and sends nothing: only a deadline detects it."""
     for start in hosts.running["far"].server._starts.values():
         for taker in start._takers.values():
             taker._send = lambda _peer, _frame: True
@@ -169,7 +169,7 @@ def silence_source(exchange: Exchange, hosts: Hosts) -> None:
 
 
 def hurry(exchange: Exchange) -> None:
-    """Wait for rows a moment only."""
+    """Wait only briefly for rows."""
     for way in exchange._ways.values():
         assert isinstance(way.source, RemoteHost)
         way.source._patience = msgspec.structs.replace(way.source._patience, silence_s=1.0)
@@ -201,7 +201,7 @@ def cut_half_way(exchange: Exchange, hosts: Hosts) -> None:
 
 
 def silence_half_way(exchange: Exchange, hosts: Hosts) -> None:
-    """A third of the rows comes, and then nothing, though the connection stands."""
+    """A third of the rows arrives, and then nothing, though the connection stands."""
     source, _ = ends_of_way(hosts)
     send = source._send
 
@@ -218,7 +218,7 @@ def silence_half_way(exchange: Exchange, hosts: Hosts) -> None:
 async def test_direct_way_that_breaks_costs_no_group_and_no_token(
     place: Place, strike: Callable[[Exchange, Hosts], None]
 ) -> None:
-    """Both streams to the engine live on, and rows go that way."""
+    """Both streams to the engine live on, and rows are sent through it."""
     async with hosts_of("far", "farther") as hosts:
         exchange = hosts.launcher(place, encode=["far"], generate=["farther"]).exchange
         async with shell_of(place) as shell:
@@ -231,7 +231,7 @@ async def test_direct_way_that_breaks_costs_no_group_and_no_token(
 
 
 async def test_direct_rows_may_come_for_a_request_that_was_aborted(place: Place) -> None:
-    """In the middle of the transfer: it goes on, and others are asked for the same image, and for another one."""
+    """In the middle of the transfer: it continues, and other requests use the same image, and another one."""
     async with hosts_of("far", "farther") as hosts:
         exchange = hosts.launcher(place, encode=["far"], generate=["farther"]).exchange
         async with shell_of(place) as shell:
@@ -276,7 +276,7 @@ async def test_direct_rows_are_fetched_for_a_replica_that_comes_later(place: Pla
 async def test_direct_rows_that_went_with_hosts_are_made_again(
     place: Place, lost: list[str]
 ) -> None:
-    """The host of the encoder, or of the reader, in the middle of a stream: it goes on with its tokens."""
+    """The host of the encoder, or of the reader, is lost in mid-stream: the stream resumes with its tokens."""
     async with hosts_of("far", "farther") as hosts:
         exchange = hosts.launcher(place, encode=["far"], generate=["farther"]).exchange
         async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:

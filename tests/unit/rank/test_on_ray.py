@@ -1,4 +1,4 @@
-"""Ray is asked for bundles and actors, and replicas run where it says; without its extra nothing imports it."""
+"""Bundles and actors are requested from Ray, and replicas run on them; nothing imports Ray without its extra."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ON_RAY = ("cluster.ray=auto", f"deadlines.rank_timeout_s={NEVER_S}")
 
 
 class FakeActor:
-    """An actor that may run, be started again, or be dead."""
+    """An actor that may run, be restarted, or be dead."""
 
     def __init__(self, bundle: int, secret: bytes, cores: int) -> None:
         self.bundle, self.secret, self.cores = bundle, secret, cores
@@ -132,7 +132,7 @@ async def test_ray_hosts_run_replicas_and_are_found_where_they_went(place: Place
 async def test_ray_ranks_share_the_cpus_of_their_bundle(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not the cores of the node, which others have bundles on."""
+    """Not the cores of the node, which other bundles use too."""
     launched: list[int] = []
     launch = LocalLauncher.launch
 
@@ -171,7 +171,7 @@ async def test_ray_ranks_share_the_cpus_of_their_bundle(
     ],
 )
 def test_ray_has_a_bundle_for_each_replica(sets: list[str], bundles: list[Any]) -> None:
-    """With what its ranks compute with, or what the configuration says."""
+    """With the resources its ranks compute on, or those of the configuration."""
     assert [*config_of(*sets).on_ray.values()] == bundles
 
 
@@ -198,7 +198,7 @@ def test_ray_group_that_is_there_is_used_and_left() -> None:
 
 
 def test_ray_group_with_too_few_bundles_is_refused() -> None:
-    """And the cluster is left."""
+    """And the connection to the cluster is closed."""
     ray = FakeRay([{"CPU": 3.0}])
     with pytest.raises(ConfigError, match=r"cluster.ray_group: too few bundles.*value 1.*2"):
         hosts(ray, ray_group="mine")
@@ -206,7 +206,7 @@ def test_ray_group_with_too_few_bundles_is_refused() -> None:
 
 
 async def test_ray_actor_that_died_is_started_again_when_it_is_looked_for() -> None:
-    """Ray does not do it: somebody killed it."""
+    """Ray itself does not restart an actor that was killed on purpose."""
     ray = FakeRay()
     found = hosts(ray)
     ray.actors[1].dead = True
@@ -228,7 +228,7 @@ def test_ray_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class InstalledStandIn(ModuleType):
-    """What `ray.init` does to a process that matters here."""
+    """The side effects of `ray.init` on a process."""
 
     def __init__(self, failure: Exception | None = None, *, initialized: bool = False) -> None:
         super().__init__("ray")
@@ -251,7 +251,7 @@ class InstalledStandIn(ModuleType):
 
 
 def test_ray_leaves_signals_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes them for itself as it connects; SIGTERM is to drain."""
+    """Ray installs its own handlers when it connects; SIGTERM must drain."""
     module = InstalledStandIn()
     monkeypatch.setitem(sys.modules, "ray", module)
     before = signal.getsignal(signal.SIGTERM)
@@ -284,7 +284,7 @@ def test_ray_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 
 def imports_of_ray(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    """Return where a file imports Ray."""
+    """Return the imports of Ray in a file."""
     text = path.read_text()
     if "import ray" not in text and "from ray" not in text:
         return []  # parsing all takes seconds
@@ -309,7 +309,7 @@ def test_ray_is_imported_by_its_calls_alone() -> None:
 
 
 def test_ray_is_not_needed_without_it() -> None:
-    """Every module of vsched is imported, and a launcher made, where Ray cannot be."""
+    """Every module of vsched can be imported, and a launcher created, without Ray."""
     program = """
 import importlib, pkgutil, sys
 sys.modules["ray"] = None

@@ -47,7 +47,7 @@ def head() -> Iterator[str]:
 
 @pytest.fixture
 def calls(head: str) -> Iterator[InstalledRay]:
-    """Yield calls that are connected, and leave the cluster afterwards."""
+    """Yield connected calls, and leave the cluster afterwards."""
     calls = InstalledRay()
     calls.connect(head)
     yield calls
@@ -56,7 +56,7 @@ def calls(head: str) -> Iterator[InstalledRay]:
 
 
 async def check_listened_to(address: str) -> None:
-    """Fail unless somebody listens there."""
+    """Fail unless the address accepts connections."""
     ip, _, port = address.removeprefix("tcp://").rpartition(":")
     async with patience():
         _, writer = await asyncio.open_connection(ip, int(port))
@@ -64,7 +64,7 @@ async def check_listened_to(address: str) -> None:
 
 
 async def another_address(calls: InstalledRay, actor: Any, before: str) -> str:
-    """Return where an actor listens once it listens elsewhere than before."""
+    """Return the address of an actor once it has changed."""
     while True:
         now = await calls.address_of(actor)
         if now != before:
@@ -72,7 +72,7 @@ async def another_address(calls: InstalledRay, actor: Any, before: str) -> str:
 
 
 async def ask_for_ever(calls: InstalledRay, actor: Any) -> None:
-    """Ask where an actor is until that cannot be said."""
+    """Look an actor up until that fails."""
     while True:
         await calls.address_of(actor)
 
@@ -80,7 +80,7 @@ async def ask_for_ever(calls: InstalledRay, actor: Any) -> None:
 async def test_calls_start_a_host_that_is_listened_to_until_all_is_given_back(
     calls: InstalledRay,
 ) -> None:
-    """With all that its bundle has, which is free again at the end."""
+    """It gets all resources of its bundle, which are free again at the end."""
     free = ray.available_resources()["encoders"]
     group = calls.make_group([BUNDLE], "strict-pack")
     actor = calls.start_host(group, 0, BUNDLE, SECRET, 1)

@@ -1,4 +1,4 @@
-"""Faults under a shell: requests go on where they were, and nothing outlives its engine."""
+"""Faults under a shell: requests resume where they were, and nothing outlives its engine."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_shell_image_that_cannot_be_encoded_fails_alone(place: Place) -> N
 
 
 async def test_shell_start_fails_with_what_a_rank_says(place: Place) -> None:
-    """And nothing keeps running."""
+    """And no process keeps running."""
     with pytest.raises(CheckpointError, match="weights.safetensors"):
         async with shell_of(place, behaviour=Behaviour(load_error="CheckpointError")):
             pass
@@ -111,7 +111,7 @@ async def test_shell_start_fails_with_what_a_rank_says(place: Place) -> None:
 async def test_shell_stop_in_the_middle_of_a_restart_leaves_no_process(
     place: Place, turns: int
 ) -> None:
-    """Stopping cancels a restart that is under way, at whatever point it is."""
+    """Stopping cancels a restart at any point."""
     before = place_children()
     async with shell_of(place) as shell:
         pids = shell.pids
@@ -136,7 +136,7 @@ def place_children() -> set[int]:
 async def test_shell_that_cannot_restart_ends_and_refuses_requests(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the last attempt everybody gets an answer, and nobody waits for what will not come."""
+    """After the last attempt every request ends with an error, and none waits for ever."""
     monkeypatch.setattr(revival_module, "RESTART_DELAYS_S", (0.0, 0.0))
     async with shell_of(place, behaviour=Behaviour(step_s=0.005)) as shell:
         stream = generate(shell, make_request("r", [11, 12]), max_tokens=300)
@@ -153,7 +153,7 @@ async def test_shell_that_cannot_restart_ends_and_refuses_requests(
 
 
 async def test_shell_refused_request_leaves_the_one_of_its_id_alone(place: Place) -> None:
-    """An id that is in use is refused; whose it is gets its tokens and its one end."""
+    """An id that is in use is refused; the first request of that id gets its tokens and its one end."""
     async with shell_of(place, behaviour=Behaviour(step_s=0.002)) as shell:
         stream = generate(shell, make_request("same", [11, 12]), max_tokens=20)
         with pytest.raises(RequestRefused) as caught:
@@ -229,7 +229,7 @@ def test_rank_ends_with_its_engine(tmp_path: Path) -> None:
 
 
 def test_rank_without_a_specification_exits(tmp_path: Path) -> None:
-    """An engine that dies before it said anything leaves no rank waiting."""
+    """An engine that dies before it sends anything leaves no rank waiting."""
     done = subprocess.run(
         [sys.executable, "-m", "vsched.rank"],
         stdin=subprocess.DEVNULL,

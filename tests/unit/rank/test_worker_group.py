@@ -1,4 +1,4 @@
-"""Real rank processes behind a worker group: they start together, say why they fail, and leave nothing behind."""
+"""Real rank processes behind a worker group: parallel start, reasons of failures, and clean ends."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_worker_group_rank_says_its_name_in_its_log(place: Place) -> None:
 async def test_worker_group_rank_that_dies_while_it_loads_names_phase_limit_and_setting(
     place: Place, tmp_path: Path, groups: list[str], keys: str
 ) -> None:
-    """`std::bad_alloc` ends a process before it can say a word; here, when its progress was heard."""
+    """`std::bad_alloc` ends a process before it can report anything; here, after its progress was reported."""
     heard, meet = Heard(), tmp_path / "meet"
     meet.mkdir()
     worker_group = place.worker_group(
@@ -135,7 +135,7 @@ async def test_worker_group_rank_that_dies_while_it_loads_names_phase_limit_and_
 async def test_worker_group_rank_that_gets_no_memory_anywhere_while_it_starts_names_its_setting(
     place: Place,
 ) -> None:
-    """Also where no worker has turned the error into one of ours."""
+    """Even if no worker has turned the error into one of vsched's."""
     behaviour = Behaviour(load_error="MemoryError")
     worker_group = place.worker_group(Heard().events, groups=["encode"], behaviour=behaviour)
     with pytest.raises(DeviceOutOfMemory, match=r"starting\. Remedy: raise encode\.memory_limit\."):
@@ -153,7 +153,7 @@ async def test_worker_group_rank_that_gets_no_memory_anywhere_while_it_starts_na
 async def test_worker_group_that_has_both_stages_names_both_limits(
     place: Place, groups: list[str], limit_bytes: int, named: bool
 ) -> None:
-    """The worker that ran out of memory names that of its own stage, and raising the other helps, too."""
+    """The worker that ran out of memory names the limit of its own stage; raising the other one helps, too."""
     worker_group = place.worker_group(
         Heard().events,
         groups=groups,
@@ -167,7 +167,7 @@ async def test_worker_group_that_has_both_stages_names_both_limits(
 
 
 async def test_worker_group_rank_that_is_never_ready_is_given_up(place: Place) -> None:
-    """The deadline for readiness passes, and the message names the knob; nothing is left running."""
+    """The deadline for readiness passes, and the message names its setting; nothing is left running."""
     heard = Heard()
     worker_group = place.worker_group(
         heard.events, behaviour=Behaviour(load_s=60), limits=limits(ready_s=0.6)
@@ -187,7 +187,7 @@ async def test_worker_group_rank_that_is_never_ready_is_given_up(place: Place) -
 async def test_worker_group_names_the_encoder_that_never_tells_what_it_reserves(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The KV cache is not sized on a guess; the deadline passes, and the message says who was waited for."""
+    """The KV cache is not sized on a guess; the deadline passes, and the message names the missing group."""
     deadlines: list[asyncio.Timeout] = []
     timeout = asyncio.timeout
 
@@ -211,7 +211,7 @@ async def test_worker_group_names_the_encoder_that_never_tells_what_it_reserves(
 
 
 async def test_worker_group_starts_an_encoder_again_with_its_share(place: Place) -> None:
-    """Only the first start measures what the worst batch needs."""
+    """Only the first start measures the needs of the worst batch."""
     sizing = kv_sizing([["encode"]])
     worker_group = place.worker_group(Heard().events, groups=["encode"], sizing=sizing)
     first = worker_group._spec(0, "secret").encode
@@ -239,7 +239,7 @@ async def test_worker_group_starts_an_encoder_again_with_its_share(place: Place)
 async def test_worker_group_tells_why_a_rank_cannot_load(
     place: Place, name: str, error: type[Exception], message: str
 ) -> None:
-    """What the rank says reaches the caller as the same error, and does not wait for the deadline."""
+    """The rank's report reaches the caller as the same error, without waiting for the deadline."""
     heard = Heard()
     worker_group = place.worker_group(heard.events, behaviour=Behaviour(load_error=name))
     async with patience():
@@ -262,7 +262,7 @@ async def test_worker_group_one_failing_rank_stops_the_others(place: Place, tmp_
 
 
 async def test_worker_group_tells_of_a_killed_rank_and_starts_again(place: Place) -> None:
-    """The loss is told once, with the reason; the next start is a fresh group under a new address."""
+    """The loss is reported once, with the reason; the next start is a new group under a new address."""
     heard = Heard()
     worker_group = place.worker_group(heard.events)
     await worker_group.start()
@@ -286,7 +286,7 @@ async def test_worker_group_tells_of_a_killed_rank_and_starts_again(place: Place
 
 
 async def test_worker_group_stop_lets_ranks_end_by_themselves(place: Place) -> None:
-    """`Stop` in the log ends every rank with code 0, and nobody waits for the grace to be over."""
+    """`Stop` in the log ends every rank with code 0, without waiting for the grace period."""
     codes: list[int] = []
     worker_group = place.worker_group(Heard().events, ranks=2)
     await worker_group.start()
@@ -299,7 +299,7 @@ async def test_worker_group_stop_lets_ranks_end_by_themselves(place: Place) -> N
 
 
 async def test_worker_group_rank_that_diverges_stops(place: Place) -> None:
-    """A decision that does not fit what the rank holds ends the group; it is not computed on."""
+    """A decision that contradicts the rank's state ends the group instead of being computed."""
     heard = Heard()
     worker_group = place.worker_group(heard.events)
     await worker_group.start()
@@ -315,7 +315,7 @@ async def test_worker_group_rank_that_diverges_stops(place: Place) -> None:
 async def test_worker_group_hears_the_last_word_of_a_rank_whose_exit_comes_first(
     place: Place,
 ) -> None:
-    """Where the machine is busy, the word is still on its way when the process has ended."""
+    """On a busy machine, the last report is still in flight when the process has ended."""
     heard = Heard()
     worker_group = place.worker_group(heard.events)
     await worker_group.start()
@@ -345,7 +345,7 @@ async def test_worker_group_rank_refuses_decisions_of_another_stage(place: Place
 
 
 async def test_worker_group_rank_that_loads_longer_than_its_timeout_is_served(place: Place) -> None:
-    """The timeout runs from the first entry on; until all are ready the leader says nothing."""
+    """The timeout runs from the first entry on; until all are ready the leader sends nothing."""
     heard = Heard()
     worker_group = place.worker_group(
         heard.events,
@@ -361,7 +361,7 @@ async def test_worker_group_rank_that_loads_longer_than_its_timeout_is_served(pl
 
 
 async def test_worker_group_rank_stops_when_the_leader_falls_silent(place: Place) -> None:
-    """A rank that hears nothing for its timeout stops with a clear error."""
+    """A rank that receives nothing for its timeout stops with a clear error."""
     heard = Heard()
     worker_group = place.worker_group(
         heard.events, limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1)
@@ -405,7 +405,7 @@ async def test_worker_group_together_serves_both_groups_in_one_process(place: Pl
 async def test_worker_group_together_long_step_of_one_group_is_not_silence_in_the_other(
     place: Place,
 ) -> None:
-    """One process answers both leaders, and a step may take up to `deadlines.step_s`."""
+    """One process reports to both leaders, and a step may take up to `deadlines.step_s`."""
     heard = Heard()
     worker_group = place.worker_group(
         heard.events,

@@ -1,4 +1,4 @@
-"""Starts a thread when it is imported, as a library might that must not be forked."""
+"""Starts a thread when it is imported, like a library that must not be forked."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""WorkerGroups and shells of ranks that run the fake plug-in."""
+"""Worker groups and shells of ranks that run the fake plug-in."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from vsched_policies.memory import Pinned
 
 ROOT = Path(__file__).parents[3]
 LIMITS = Deadlines(ready_s=NEVER_S, step_s=NEVER_S, heartbeat_s=0.2, rank_timeout_s=60)
-"""A test in which a deadline passes has one of its own."""
+"""Tests of a deadline set their own."""
 KV_TOKENS = 512
 
 
 class Heard:
-    """What a worker group tells."""
+    """Events of a worker group."""
 
     def __init__(self) -> None:
         self.results: list[tuple[str, GenerateResult | EncodeResult]] = []
@@ -74,7 +74,7 @@ def kv_sizing(
     ranks: int = 1,
     pausing: bool = True,
 ) -> Sizing:
-    """Return what sizes the KV caches for worker groups of these groups, each of so many ranks."""
+    """Return the KV cache sizing for worker groups of these groups, each with this number of ranks."""
     encoders = [
         group for groups in worker_groups for group in groups if stage_of(group) == "encode"
     ]
@@ -99,7 +99,7 @@ def kv_sizing(
 
 
 class Place:
-    """Where ranks run: an arena, a directory for sockets, somebody who starts them."""
+    """The place of ranks: an arena, a directory for sockets, a launcher."""
 
     def __init__(self, run_dir: Path, launcher: Launcher | None = None) -> None:
         self.run_dir = run_dir
@@ -151,12 +151,12 @@ class Place:
 
 
 def python_path() -> str:
-    """Return where a child finds the packages and the tests."""
+    """Import path of a child process, with the packages and the tests."""
     return os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
 
 
 def limits_for(worker_groups: Sequence[Sequence[str]]) -> Callable[[int], SchedulerLimits]:
-    """Return what gives the kernel's limits for worker groups of these groups."""
+    """Return a function from a number of blocks to the kernel's limits for worker groups of these groups."""
     stages = [stage_of(group) for groups in worker_groups for group in groups]
 
     def limits(blocks: int) -> SchedulerLimits:
@@ -216,7 +216,7 @@ async def shell_of(
 
 
 class NoText:
-    """A detokenizer for those who read tokens."""
+    """A detokenizer for tests that read tokens only."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         return ""
@@ -244,7 +244,7 @@ def generate(shell: Shell, request: Request, *, max_tokens: int) -> TokenStream:
 
 
 async def read(generation: TokenStream, *, at_least: int | None = None) -> list[int]:
-    """Return the tokens of a stream, all of them or at least so many."""
+    """Read the tokens of a stream, all of them or at least this number."""
     tokens: list[int] = []
     async with patience():
         async for delta in generation:
@@ -255,7 +255,7 @@ async def read(generation: TokenStream, *, at_least: int | None = None) -> list[
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process computes still; one that nobody has waited for does not."""
+    """Return True if a process still runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Bodies with long base64: what is decoded is what a plain decoder would have found."""
+"""Bodies with long base64 decode to the same values as with a plain decoder."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def sent_texts(request: ChatRequest) -> Iterator[str]:
 
 
 def whole(sent: str) -> str:
-    """Return a text as the client sent it."""
+    """The text as the client sent it."""
     if not isinstance(sent, TextWithBase64):
         return sent
     return sent[: sent.start] + base64_of(sent, sent.start).decode()
@@ -87,7 +87,7 @@ def test_long_base64_is_kept_beside_its_text() -> None:
 
 
 def test_equal_images_stay_equal() -> None:
-    """So that each is looked at once, without comparing megabytes."""
+    """So that identical images are recognized without comparing megabytes."""
     one, same, other = sent_texts(read(body_of(image(URL), image(URL), image(URL[:-400] + OTHER))))
     assert one == same
     assert one != other
@@ -96,7 +96,7 @@ def test_equal_images_stay_equal() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50, 10_000])
 def test_escaped_slashes_are_slashes(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As PHP writes them, wherever the pieces end."""
+    """As PHP writes them, at any piece boundary."""
     monkeypatch.setattr(long_base64, "_PIECE_BYTES", size)
     url = "data:image/png;base64," + "ab/+//cd" * 20
     body = json.dumps(body_of(image(url))).encode().replace(b"/", b"\\/")
@@ -183,7 +183,7 @@ def test_reading_changes_nothing(parts: list[dict[str, Any]], escaped: dict[byte
     piece=st.sampled_from([b'"', b"\\", b"[", b"", b"A", b'""', b",", b"\n"]),
 )
 def test_a_broken_body_stays_broken(at: int, piece: bytes) -> None:
-    """Nothing is accepted that a plain decoder refuses, and nothing refused that it accepts."""
+    """Bodies are accepted if and only if a plain decoder accepts them."""
     body = json.dumps(body_of(image(URL), image(URL))).encode()
     at %= len(body)
     body = body[:at] + piece + body[at + 1 :]
@@ -202,14 +202,14 @@ def test_a_broken_body_stays_broken(at: int, piece: bytes) -> None:
 
 
 def test_what_stands_before_base64_is_seen() -> None:
-    """It is no part of the text that is kept beside."""
+    """It is not part of the base64 text that is kept apart."""
     [sent] = sent_texts(read(body_of(image(f'data:image/png;base64,"{BASE64}'))))
     with pytest.raises(RequestRefused, match="base64 is not valid"):
         read_local(sent, MediaSettings())
 
 
 def test_a_stand_in_cannot_be_sent() -> None:
-    """It is drawn anew for each request."""
+    """It is random for each request."""
     first, second = (take_base64(json.dumps(body_of(image(URL))).encode()) for _ in range(2))
     assert not first.base64.keys() & second.base64.keys()
 

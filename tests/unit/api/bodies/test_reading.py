@@ -28,7 +28,7 @@ VALUES = st.recursive(
 
 
 def marks(value: Any) -> int:
-    """The brackets and braces that open, and the commas, of a value."""
+    """Number of opening brackets and braces, and of commas, in a value."""
     if isinstance(value, dict):
         return 1 + max(len(value) - 1, 0) + sum(map(marks, value.values()))
     if isinstance(value, list):
@@ -38,7 +38,7 @@ def marks(value: Any) -> int:
 
 @given(value=VALUES, size=st.integers(1, 9))
 def test_count_sees_no_text(value: Any, size: int) -> None:
-    """Whatever stands in strings, and wherever the slices lie."""
+    """Whatever the strings contain, and wherever the slices end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "_SLICE_BYTES", size)
         assert count_values(json.dumps(value).encode(), 10**9) == marks(value)
@@ -55,7 +55,6 @@ BODIES = {
 
 @pytest.mark.parametrize("size", [0, reading.SMALL_BYTES, reading._THREAD_BYTES])
 async def test_a_byte_order_mark_is_left_out(size: int) -> None:
-    """Before short and long bodies."""
     body = codecs.BOM_UTF8 + msgspec.json.encode(chat()) + b" " * size
     settings = ApiSettings(strict_fields=True)
     assert (await post(FakeEngine(), CHAT, body, settings)).status == 200
@@ -100,11 +99,11 @@ async def test_a_text_full_of_commas_is_no_list() -> None:
 
 LARGE = msgspec.json.encode(chat(metadata={"note": "x " * 50_000}))
 ONE = ApiSettings(bodies_bytes_max=len(LARGE) + 1000, body_wait_s=0.02)
-"""Room for one of them."""
+"""Space for one large body."""
 
 
 async def test_large_bodies_wait_for_room_and_are_told_to_come_back() -> None:
-    """A small one needs none, and one that is larger than all the room is served alone."""
+    """A small body needs no space, and one larger than all the space is served alone."""
     engine = FakeEngine()
     engine.entering = asyncio.Event()
     app = create_app(engine, ONE)
@@ -115,20 +114,20 @@ async def test_large_bodies_wait_for_room_and_are_told_to_come_back() -> None:
     assert refused.headers["retry-after"] == "5"
     assert f"limit {ONE.bodies_bytes_max} bytes" in refused.error["message"]
     chunked = await Client(app).send("POST", CHAT, pieces=[LARGE[:70_000], LARGE[70_000:]])
-    assert chunked.error["code"] == "bodies_full"  # what does not say its size may be the largest
+    assert chunked.error["code"] == "bodies_full"  # a body without a size may be the largest
     small = asyncio.create_task(Client(app).send("POST", CHAT, chat()))
     await until(lambda: len(engine.calls) == 2)
     engine.entering.set()
     assert [(await one).status for one in (first, small)] == [200, 200]
     assert (
         await Client(app).send("POST", CHAT, LARGE)
-    ).status == 200  # who left the line is out of it
+    ).status == 200  # a client that left the queue no longer counts
     alone = create_app(FakeEngine(), msgspec.structs.replace(ONE, bodies_bytes_max=1))
     assert (await Client(alone).send("POST", CHAT, LARGE)).status == 200
 
 
 async def test_a_body_keeps_its_room_until_its_request_is_prepared() -> None:
-    """Not until it is answered; and who waits is served in order."""
+    """Until the request is prepared; waiting bodies are served in order."""
     written = asyncio.Event()
     engine = FakeEngine(written, OutputDelta("x", [1], finish_reason="stop"))
     engine.entering = asyncio.Event()
@@ -148,7 +147,7 @@ async def test_a_body_keeps_its_room_until_its_request_is_prepared() -> None:
 
 @pytest.mark.parametrize("ending", ["invalid", "refused", "too large", "left"])
 async def test_room_is_given_back_however_a_request_ends(ending: str) -> None:
-    """Also by one that leaves while it waits for room."""
+    """Also by a client that leaves while it waits for space."""
     engine = FakeEngine()
     app = create_app(engine, msgspec.structs.replace(ONE, body_bytes_max=len(LARGE)))
     client = Client(app)
@@ -180,7 +179,7 @@ async def test_room_is_given_back_however_a_request_ends(ending: str) -> None:
 async def test_large_bodies_are_read_one_by_one_off_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decoding holds the GIL: several at a time would keep it from the event loop in turns."""
+    """Decoding holds the GIL: several at a time would block the event loop in turns."""
     decode, readers, most = parameters.decode_body, [], []
 
     def decode_body(body: bytes, kind: type[Any]) -> Any:

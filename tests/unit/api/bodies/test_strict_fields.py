@@ -24,7 +24,7 @@ HISTORY: list[dict[str, Any]] = [
 
 
 async def test_unknown_fields_of_messages_are_ignored() -> None:
-    """Histories come back with what other servers wrote into them."""
+    """Clients send back histories with fields that other servers added."""
     engine = FakeEngine()
     reply = await post(engine, CHAT, chat(messages=HISTORY))
     assert reply.status == 200

@@ -1,4 +1,4 @@
-"""Several answers in one reply: to several prompts, several to each, the best of some, and how they end together."""
+"""Several choices in one reply: for several prompts, several for each, the best of some, and how they end together."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ async def test_best_of_tells_the_likeliest_and_hides_what_it_asked_for() -> None
 
 
 async def test_best_of_goes_by_the_mean_of_all_tokens() -> None:
-    """Else short answers would win."""
+    """Otherwise short choices would win."""
     likely = [TokenLogprob(1, -1.0, [])]
     engine = FakeEngine(OutputDelta("a", [1], likely), OutputDelta("A", [1], likely, "stop"))
     engine.scripts = {"1": said("b", -1.5)}

@@ -1,4 +1,4 @@
-"""What answers tell of their prompts: echoed texts and log-probabilities, and those of vLLM's form."""
+"""Reports on prompts in responses: echoed text, log-probabilities, and vLLM's `prompt_logprobs`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = [72, 105, 33]
 
 
 class TellingEngine(FakeEngine):
-    """Tells of every prompt, which is always the same, two alternatives a token."""
+    """Reports every prompt, always the same, with two alternatives per token."""
 
     async def generate_answers(self, **call: Any) -> list[FakeGeneration]:
         generations = await super().generate_answers(**call)
@@ -70,7 +70,7 @@ IN_VLLMS_FORM = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["Hi there", PROMPT], ids=["text", "tokens"])
 async def test_echo_tells_the_prompt_and_its_log_probabilities(prompt: Any, stream: bool) -> None:
-    """A text as it was sent, which tokens need not spell."""
+    """The text as it was sent, even if the tokens spell it differently."""
     engine = telling()
     body = {"prompt": prompt, "echo": True, "logprobs": 1, "stream": stream}
     reply = await post(engine, PLAIN, body)
@@ -105,7 +105,7 @@ async def test_echo_without_logprobs_asks_for_none(stream: bool) -> None:
 
 
 async def test_echo_of_tokens_shows_special_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the offsets of the tokens would not be those of the text."""
+    """Otherwise the offsets of the tokens would not match the text."""
     engine = FakeEngine(OutputDelta("a", [97], None, "stop"))
     monkeypatch.setattr(engine.preprocessor, "detokenize", lambda _: "Hi")
     monkeypatch.setattr(engine.preprocessor, "token_bytes", lambda one: f"<{one}>".encode())
@@ -196,7 +196,7 @@ async def test_long_reports_are_worded_off_the_loop(monkeypatch: pytest.MonkeyPa
 async def test_echo_of_a_chat_tells_the_message_that_goes_on(
     last: dict[str, Any], echoed: str, stream: bool
 ) -> None:
-    """Once, before the answer; what the user said is not repeated."""
+    """Once, before the choice; the user's message is not repeated."""
     engine = FakeEngine(OutputDelta(" a", [97]), OutputDelta(" day", [98], None, "stop"))
     body = chat(echo=True, stream=stream)
     reply = await post(engine, CHAT, {**body, "messages": [*body["messages"], last]})

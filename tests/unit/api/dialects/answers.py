@@ -1,4 +1,4 @@
-"""Scripts of answers, and the events that a dialect made of them."""
+"""Scripts of responses, and the events that a compatibility layer makes from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def saying(
 
 
 def named_events(reply: Reply) -> list[Any]:
-    """Return the events of a stream whose names are their types, and which nothing ends."""
+    """Return the events of a stream whose names are their types, and which has no end marker."""
     found: list[Any] = []
     *events, rest = reply.body.decode().split("\n\n")
     assert rest == ""

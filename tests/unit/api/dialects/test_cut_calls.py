@@ -1,4 +1,4 @@
-"""Forced calls that max_tokens cuts: partial arguments and no markup, the same streamed and whole in every dialect."""
+"""Forced tool calls cut by max_tokens: partial arguments, no markup, the same streaming or not in every API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AT = ANSWER.index(ARGUMENTS)
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 SAID = [{"role": "user", "content": "hi"}]
 Answer = tuple[str, list[str], str]
-"""The content, the arguments of calls, and why it ended."""
+"""Content, arguments of calls, finish reason."""
 
 
 def chat_answer(reply: Reply, *, stream: bool) -> Answer:
@@ -113,7 +113,7 @@ async def test_a_forced_call_that_is_whole_ends_with_tool_calls(path: str, strea
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_half_an_object_is_no_call_that_ended(stream: bool) -> None:
-    """A stop token within arguments, or a model that gives up."""
+    """A stop token within the arguments, or a model that gives up."""
     read, body = DIALECTS[CHAT]
     engine = saying(ANSWER[: AT + 5], "stop")
     reply = await post(engine, CHAT, {**body, "stream": stream})
@@ -121,7 +121,7 @@ async def test_half_an_object_is_no_call_that_ended(stream: bool) -> None:
 
 
 async def test_streams_of_calls_have_no_event_for_markup() -> None:
-    """The role, then the call: clients draw nothing for a dozen empty contents."""
+    """The role, then the call: clients show nothing for a dozen events with empty content."""
     _, body = DIALECTS[CHAT]
     reply = await post(saying(ANSWER, size=1), CHAT, {**body, "stream": True})
     deltas = [event["choices"][0]["delta"] for event in reply.events]

@@ -1,4 +1,4 @@
-"""Objects have the properties that are listed, unless their schema says more of them, or several parts do."""
+"""Objects have only the listed properties, unless their schema allows others or has several parts."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ async def test_fields_of_other_servers_are_accepted_where_they_change_nothing(pa
 async def test_fields_of_other_servers_are_refused_where_they_would_change_something(
     path: str, fields: dict[str, Any], limit: str
 ) -> None:
-    """With value, limit and remedy, before the engine hears of it."""
+    """With value, limit and remedy, before the request reaches the engine."""
     engine = FakeEngine()
     body = chat(**fields) if path == CHAT else {"prompt": "x", **fields}
     reply = await post(engine, path, body)

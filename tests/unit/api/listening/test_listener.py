@@ -18,7 +18,7 @@ def config(**server: object) -> Config:
 
 
 def test_listener_of_several_processes_only_keeps_the_address() -> None:
-    """Without a process nobody answers; each has a socket of its own on the same port."""
+    """It accepts no connections itself; each process has its own socket on the same port."""
     with listen(config()) as kept:
         address = kept.getsockname()
         with pytest.raises(ConnectionRefusedError):
@@ -45,7 +45,7 @@ def test_listener_of_several_processes_only_keeps_the_address() -> None:
 
 
 def test_listener_of_several_processes_tells_of_a_port_in_use() -> None:
-    """Also where the other server has several processes, which would share it."""
+    """Even if the other server has several processes, which could share the port."""
     with listen(config()) as kept, another(kept) as listening:
         listening.listen()
         with pytest.raises(ConfigError, match=r"server\.port: .*already in use"):

@@ -1,4 +1,4 @@
-"""What several processes have counted is told as if one had."""
+"""Metrics of several processes are reported as if of one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vsched.api.metrics.reports import Report, added
 
 
 def counted(*outcomes: str, tenant: str = "") -> ApiMetrics:
-    """Metrics that have counted requests with these outcomes; an empty one is under way."""
+    """Metrics with requests of these outcomes; an empty outcome is a request in flight."""
     metrics = ApiMetrics()
     for outcome in outcomes:
         record = metrics.begin("chat", tenant=tenant)
@@ -25,7 +25,7 @@ def lines(metrics: ApiMetrics) -> set[str]:
 
 
 def test_reports_add_to_the_counters_and_histograms_of_a_process() -> None:
-    """Also samples that only one of them has."""
+    """Also samples that only one of the processes has."""
     own = counted("stop", "length", tenant="a")
     other = counted("stop", "", tenant="b")
     frame = msgspec.msgpack.encode(other.report())
@@ -49,7 +49,7 @@ def test_reports_change_nothing_where_there_is_one_process() -> None:
 
 
 def test_reports_tell_the_first_beginning() -> None:
-    """When a counter was made is a time; times are not added."""
+    """The creation time of a counter is a time; times are not added."""
     first, second = counted("stop"), counted("stop")
 
     def made(families: list[object]) -> list[float]:
@@ -65,7 +65,7 @@ def test_reports_tell_the_first_beginning() -> None:
 
 
 def test_reports_of_a_process_that_has_died_are_kept() -> None:
-    """Counters never go back: what it counted is added to what others had before it."""
+    """Counters never go back: its counts are added to those of the remaining processes."""
     gone = Report(0, added([counted("stop", "").report(), counted("stop").report()]))
     own = counted("stop")
     own.reports = lambda: [gone]

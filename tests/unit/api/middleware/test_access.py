@@ -1,4 +1,4 @@
-"""Who may call: by which name, with which key, from where, and with what kind of body."""
+"""Access control: host names, keys, origins, and content types of bodies."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_access_json_is_taken_however_it_is_written(sent: str) -> None:
 async def test_access_body_that_a_foreign_page_could_send_is_refused(
     path: str, sent: str | None
 ) -> None:
-    """A browser asks before it sends JSON to another origin; these it sends without asking."""
+    """Browsers send a preflight before JSON to another origin; they send these without one."""
     body = json.dumps(chat()).encode()
     lines = [] if sent is None else [("content-type", sent)]
     app = create_app(FakeEngine(), ApiSettings())
@@ -123,7 +123,7 @@ async def test_access_body_that_is_said_to_be_as_it_is_is_taken(coding: str) -> 
     ],
 )
 async def test_access_own_names_are_taken(host: str) -> None:
-    """Addresses are all taken: no page can have one of its own name resolve."""
+    """All addresses are accepted: no page can make a name of its own resolve to one."""
     hosts = ("api.example.com", "*.example.net")
     reply = await ask("GET", "/v1/models", headers={"host": host}, allowed_hosts=hosts)
     assert reply.status == 200
@@ -134,7 +134,7 @@ async def test_access_own_names_are_taken(host: str) -> None:
     "host", ["evil.example", "localhost.evil.example:8000", "evillocalhost", "example.net", "1.2.3"]
 )
 async def test_access_foreign_name_is_refused(host: str, path: str) -> None:
-    """A page whose name was made to resolve to this machine reads nothing."""
+    """DNS rebinding: a page whose name resolves to this machine reads nothing."""
     reply = await ask("GET", path, headers={"host": host}, allowed_hosts=("*.example.net",))
     assert (reply.status, reply.error["code"]) == (421, "host_not_allowed")
     assert f"value {host.partition(':')[0]}, limit localhost, addresses" in reply.error["message"]
@@ -166,7 +166,7 @@ def test_access_names_follow_the_address(
     wanted: tuple[str, ...] | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A server for a network is called by names that it cannot know; without key and names it says how open it is."""
+    """A server on a network has names that it cannot know; without a key and names it logs that it is open."""
     config = Config(server=ServerConfig(**server))
     with caplog.at_level(logging.WARNING):
         assert server_module._allowed_hosts(config, address) == wanted
@@ -184,7 +184,7 @@ def test_access_names_follow_the_address(
     ],
 )
 def test_access_name_that_no_browser_sends_is_refused(setting: str) -> None:
-    """It would match nothing, and nobody would be told."""
+    """It would never match, without any error."""
     key = setting.partition("=")[0]
     with pytest.raises(ConfigError, match=f"server.{key}: no browser sends this: value '.*Remedy"):
         load_config(None, sets=[f"server.{setting}"], environ={})
@@ -213,7 +213,7 @@ def test_access_name_that_no_browser_sends_is_refused(setting: str) -> None:
 async def test_access_only_programs_of_this_machine_operate_without_a_key(
     headers: dict[str, str], allowed: tuple[str, ...] | None
 ) -> None:
-    """Neither pages nor what a proxy brings, whatever names and origins are allowed to others."""
+    """Neither pages nor proxied requests, whatever names and origins are allowed elsewhere."""
     engine = FakeEngine()
     for sent in ({"content-type": "text/plain"}, {}):
         reply = await ask(
@@ -247,7 +247,7 @@ async def test_access_only_programs_of_this_machine_operate_without_a_key(
 async def test_access_this_machine_is_known_by_its_connection(
     client: Any, server: Any, status: int
 ) -> None:
-    """On the address that it calls, or a loopback one; a Unix socket is here by nature."""
+    """On the address it connects to, or a loopback one; a Unix socket is always local."""
     app = create_app(FakeEngine(), ApiSettings())
 
     async def moved(scope: Any, receive: Any, send: Any) -> None:
@@ -258,7 +258,7 @@ async def test_access_this_machine_is_known_by_its_connection(
 
 @pytest.mark.parametrize("path", ["/admin/statistics", "/admin/replicas", "/admin/adapters"])
 async def test_access_admin_key_opens_what_the_api_key_does_not(path: str) -> None:
-    """From anywhere: that is what it is for."""
+    """From anywhere."""
     settings: dict[str, Any] = {"api_key": "user", "admin_key": "root", "allowed_hosts": None}
     for key, status in (("root", 200), ("user", 401), ("", 401)):
         headers = {"authorization": f"Bearer {key}", "x-forwarded-for": "192.0.2.1", "host": "a.b"}
@@ -283,7 +283,7 @@ async def test_access_metrics_are_open_by_a_setting_only() -> None:
 
 @pytest.mark.parametrize(("key", "status"), [("key", 200), ("other", 401)])
 async def test_access_with_what_a_proxy_leaves_before_paths(key: str, status: int) -> None:
-    """Keys are asked for by the path behind it, and both ways lead to the same."""
+    """Keys are checked by the path after the prefix; with and without it, a path leads to the same."""
     settings: dict[str, Any] = {"api_key": "key", "root_path": "/llm"}
     headers = {"authorization": f"Bearer {key}"}
     for before in ("", "/llm"):
@@ -322,7 +322,7 @@ async def test_access_pages_are_not_let_in_unless_configured() -> None:
 
 
 async def test_access_configured_page_may_call() -> None:
-    """The preflight carries no key and needs none; what follows does, and a refusal can be read."""
+    """The preflight needs no key; the request after it does, and the page can read a refusal."""
     settings: dict[str, Any] = {"api_key": "key", "cors_origins": (PAGE,)}
     reply = await ask("OPTIONS", CHAT, headers=preflight(), **settings)
     assert reply.status == 200
@@ -347,7 +347,7 @@ async def test_access_other_pages_stay_outside() -> None:
     assert "access-control-allow-origin" not in reply.headers
 
 
-# --- clients that are used ---
+# --- real clients ---
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ async def test_access_other_pages_stay_outside() -> None:
 async def test_access_clients_of_this_machine_work(
     bind: str, hosts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The openai client with its key, and what curl sends, over real sockets."""
+    """The openai client with its key, and curl's requests, over real sockets."""
     if ":" in bind and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     monkeypatch.setenv("THE_KEY", "key")

@@ -19,13 +19,13 @@ def digest(key: str) -> bytes:
 
 
 def alike(part: slice) -> str:
-    """Return a wrong key whose digest has this part in common with the right one's."""
+    """Return a wrong key whose digest shares this part with that of the right one."""
     keys = (f"wrong {number}" for number in itertools.count())
     return next(key for key in keys if digest(key)[part] == digest(KEY)[part])
 
 
 async def status_of(authorization: str | None) -> int:
-    """Return the status that a request with this header gets; None for a request without it."""
+    """Status of a request with this header; None for a request without it."""
 
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -69,7 +69,7 @@ async def test_request_without_a_key_is_refused() -> None:
     ],
 )
 async def test_key_that_is_right_in_part_is_wrong(wrong: str) -> None:
-    """Whichever bytes of key or digest a comparison were to leave out, one of these would pass."""
+    """If a comparison left out any bytes of key or digest, one of these would pass."""
     assert await status_of(f"Bearer {wrong}") == 401
 
 

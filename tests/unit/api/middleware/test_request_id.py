@@ -53,7 +53,7 @@ async def test_request_id_that_cannot_be_sent_back_is_replaced(sent: str) -> Non
 
 
 async def test_request_id_of_a_client_is_a_part_of_the_engines() -> None:
-    """Two requests may bear the same one; in statistics and records it is still found."""
+    """Two requests may send the same id; statistics and records still contain it."""
     engine = FakeEngine()
     replies = [await ask(CHAT, "mine", engine) for _ in range(2)]
     ids = [generation.request_id for generation in engine.generations]

@@ -1,4 +1,4 @@
-"""Whose a request is: by key or by header, on its way to the engine and in metrics with few labels."""
+"""The tenant of a request: from its key or header to the engine, and to metrics with few labels."""
 
 from __future__ import annotations
 

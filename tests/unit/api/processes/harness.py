@@ -30,7 +30,7 @@ PREPARING_MAX = 2
 
 
 class Wire:
-    """Stands for a link: what is sent is decoded and taken, unless the wire is held or cut."""
+    """Stands for a link: messages are decoded and delivered, unless the wire is held or cut."""
 
     def __init__(self, kind: Any, take: Any) -> None:
         self.sent: list[Any] = []
@@ -93,7 +93,7 @@ class Joined:
         self.remote = RemoteEngine("demo", UpBox(cast("Link", self.up)))
 
     async def load(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have the process load, with what the engine tells it."""
+        """Let the process load with the engine's facts."""
 
         def load(*_: object, **__: object) -> tuple[FakePreprocessor, bool]:
             return FakePreprocessor(self.engine.info), False
@@ -107,7 +107,7 @@ class Joined:
 
     @property
     def numbers(self) -> tuple[int, int, int]:
-        """Requests that are live for the kernel, known to the desk, and known to the process: all 0 in the end."""
+        """Number of live requests in the kernel, in the desk, and in the process: all 0 in the end."""
         told = self.played.shell.statistics()
         desk = len(self.desk._arriving) + len(self.desk._live)
         remote = self.remote
@@ -115,12 +115,12 @@ class Joined:
         return told["running"] + told["waiting"], desk, known
 
     async def turns(self, count: int = 12) -> None:
-        """Let the loop turn a few times: longer than any message takes, for nothing here waits for another process."""
+        """Let the loop turn a few times: long enough for any message, since all parts share this process."""
         for _ in range(count):
             await asyncio.sleep(0)
 
     async def read(self, stream: TokenStream) -> list[OutputDelta]:
-        """Have the ranks compute, and return what comes of one answer."""
+        """Let the ranks compute, and return the deltas of one choice."""
         reading = asyncio.ensure_future(_deltas(stream))
         for _ in range(1000):
             if reading.done():

@@ -1,4 +1,4 @@
-"""The link between an API process and the engine: whole frames, ends that are told, and bounded memory."""
+"""The link between an API process and the engine: complete frames, detected loss, and bounded memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT_BYTES = 1 << 20
 
 
 class Side:
-    """One end: what it heard, and why it was lost."""
+    """One end: the messages it received, and the reason for its loss."""
 
     def __init__(self, kind: object, **limits: int) -> None:
         self.heard: list[object] = []
@@ -33,7 +33,7 @@ class Side:
 
 
 class Pair:
-    """Two ends: `up` sends, `down` hears; `end` is a raw socket where `down` has not begun."""
+    """Two ends: `up` sends, `down` receives; `end` is a raw socket if `down` has not begun."""
 
     def __init__(self) -> None:
         self.up = Side(object, waiting_bytes_max=LIMIT_BYTES)
@@ -122,7 +122,7 @@ async def test_link_message_that_cannot_be_taken_ends_it(
 
 
 async def test_link_large_messages_go_one_after_the_other_as_they_are_read(pair: Pair) -> None:
-    """The next waits until the other side reads; small ones overtake none that were put before."""
+    """The next one waits until the other side reads; small ones do not overtake earlier messages."""
     box = UpBox(pair.up.link)
     await pair.open(both=False)
     box.put(GiveUp(0, 1))

@@ -1,4 +1,4 @@
-"""Messages say the same on both sides of a link."""
+"""Messages survive encoding and decoding."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_messages_bring_every_form_of_an_image(reference: ImageReference) -> Non
 
 @pytest.mark.parametrize("wrap", [str, EmbeddedImage, lambda url: NamedImage("name", url)])
 def test_messages_bring_long_base64_as_bytes(wrap: object) -> None:
-    """It stays beside its text: as a text it would be copied under the GIL."""
+    """It is kept apart from its text: as a text it would be copied under the GIL."""
     reference = LONG if wrap is str else wrap(LONG)  # type: ignore[operator]
     found = sent(reference)
     text = found if isinstance(found, str) else getattr(found, "data", None) or found.reference  # type: ignore[union-attr]

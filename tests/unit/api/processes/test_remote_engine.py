@@ -1,4 +1,4 @@
-"""Requests of an API process: the kernel hears of them as of others, and each has one end on both sides."""
+"""Requests of an API process reach the kernel like any others, and have one end on both sides."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def joined(played: ShellHarness, monkeypatch: pytest.MonkeyPatch) -> Async
 
 @pytest.fixture
 def events(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
-    """What the kernel hears of requests."""
+    """The kernel's events about requests."""
     heard: list[Event] = []
     handle = joined.played.shell._kernel.handle
     kinds = (Knocked, Submitted, Withdrawn, Aborted, Cleared)
@@ -75,7 +75,7 @@ def ask(
 
 
 async def test_remote_answer_is_that_of_the_engine(joined: Joined, events: list[Event]) -> None:
-    """Tokens, text, reason and usage; and the kernel hears the same."""
+    """Tokens, text, finish reason, usage, and the kernel's events."""
     (near,) = await ask(joined.engine)
     wanted = await joined.read(near)
     heard, events[:] = list(events), []
@@ -94,7 +94,7 @@ async def test_remote_answer_is_that_of_the_engine(joined: Joined, events: list[
 
 
 async def test_remote_answer_goes_on_where_a_dead_engine_left_it(joined: Joined) -> None:
-    """The process has the tokens that were there before those that are computed now."""
+    """The process gets the tokens of the record before newly computed ones."""
     (whole,) = await ask(joined.engine, max_tokens=5)
     wanted = [token for delta in await joined.read(whole) for token in delta.token_ids]
     prompt = [ord(one) for one in "hello"]
@@ -120,7 +120,7 @@ async def test_remote_answers_to_one_request_are_told_apart(joined: Joined) -> N
 async def test_remote_prompt_is_prepared_only_once_it_may_come_in(
     joined: Joined, events: list[Event]
 ) -> None:
-    """The door is asked first; who is turned away there is never tokenized, and leaves nothing."""
+    """The arrival policy decides first; a rejected request is never tokenized, and leaves nothing."""
 
     class Full(FrontDoorPolicy, frozen=True, kw_only=True):
         def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
@@ -142,7 +142,7 @@ async def test_remote_prompt_is_prepared_only_once_it_may_come_in(
 
 
 async def test_remote_refusals_of_both_sides_reach_the_client(joined: Joined) -> None:
-    """A prompt that is too long is refused in the engine, one that cannot be told of in the process."""
+    """A prompt that is too long is refused by the engine, unsupported prompt log-probabilities by the process."""
     with pytest.raises(RequestRefused) as late:
         await ask(joined.remote, [5] * 100)
     assert late.value.code == "context_exceeded"
@@ -154,12 +154,12 @@ async def test_remote_refusals_of_both_sides_reach_the_client(joined: Joined) ->
 
 
 async def test_remote_preparations_of_all_processes_have_one_limit(joined: Joined) -> None:
-    """The engine counts them, whoever tokenizes."""
+    """The engine counts them, whichever process tokenizes."""
     joined.up.held = True
     tasks = [asyncio.ensure_future(ask(joined.remote, names=(f"r{n}",))) for n in range(3)]
     await joined.turns()
     joined.up.let_go()
-    joined.up.held = True  # nobody submits any more
+    joined.up.held = True  # no request is submitted any more
     await joined.turns()
     assert joined.media.statistics().preparing == PREPARING_MAX
     (done,) = [task for task in tasks if task.done()]
@@ -178,7 +178,7 @@ async def test_remote_preparations_of_all_processes_have_one_limit(joined: Joine
 async def test_remote_client_that_leaves_early_leaves_nothing(
     joined: Joined, turns: int, events: list[Event]
 ) -> None:
-    """At whatever moment of its arrival: nothing is known of it any more, and the kernel hears of its end."""
+    """At any moment of its arrival: the desk forgets it, and the kernel gets its end."""
     task = asyncio.ensure_future(ask(joined.remote, max_tokens=50))
     await joined.turns(turns)
     task.cancel()
@@ -211,7 +211,7 @@ async def test_remote_client_that_leaves_ends_its_answer(
 async def test_remote_stop_string_ends_an_answer_where_it_is_found(
     joined: Joined, events: list[Event]
 ) -> None:
-    """The same text as in the engine's process, though the rank may be a token further by then."""
+    """The same text as in the engine's process, although the rank may be a token ahead by then."""
     (free,) = await ask(joined.engine, max_tokens=9)
     text = "".join(delta.text for delta in await joined.read(free))
     (near,) = await ask(joined.engine, max_tokens=9, stop=(text[4],))
@@ -237,7 +237,7 @@ class NowhereStops:
 
 
 async def test_remote_and_engine_keep_stop_strings_to_their_scope(joined: Joined) -> None:
-    """As for the calls of an answer."""
+    """For example, for the tool calls of a choice."""
     for engine in (joined.engine, joined.remote):
         (free,) = await ask(engine, max_tokens=9)
         text = "".join(delta.text for delta in await joined.read(free))
@@ -248,7 +248,7 @@ async def test_remote_and_engine_keep_stop_strings_to_their_scope(joined: Joined
 
 
 async def test_remote_clear_ends_what_is_being_prepared_in_the_process(joined: Joined) -> None:
-    """With the reply of one in the engine; its own work is interrupted, too."""
+    """As in the engine; the work of the process is interrupted, too."""
     begun, go_on = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -291,10 +291,10 @@ async def test_remote_engine_that_is_gone_ends_every_request_once(joined: Joined
 async def test_remote_process_that_is_gone_frees_all_that_it_held(
     joined: Joined, events: list[Event]
 ) -> None:
-    """Those that run and those on their way; what others asked for goes on."""
+    """Running requests and those in flight; requests of other processes continue."""
     (other,) = await ask(joined.engine, names=("other",), max_tokens=5)
     await ask(joined.remote, names=("running",), max_tokens=50)
-    joined.down.held = True  # it never hears that it may submit
+    joined.down.held = True  # it never learns that it may submit
     on_its_way = asyncio.ensure_future(ask(joined.remote, names=("on its way",)))
     await joined.turns()
     assert joined.media.statistics().preparing == 1

@@ -1,4 +1,4 @@
-"""What another engine left: it is accepted anew, and clients read it by its id, from any event on, and once more."""
+"""Requests of a dead engine are accepted again; clients read them by id, from any event on, and repeatedly."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Server:
     async def killed_in(
         self, path: str, body: object, *, tokens: int = 2, headers: dict[str, str] | None = None
     ) -> Reply:
-        """Ask, and be killed after some tokens; return what the client has by then."""
+        """Send a request and kill the server after some tokens; return the reply so far."""
         held = asyncio.Event()
         self.engine.script = (*DELTAS[:tokens], held, *DELTAS[tokens:])
         client, before = Client(self.app), len(self.engine.generations)
@@ -83,7 +83,7 @@ class Server:
 
 
 def record(monkeypatch: pytest.MonkeyPatch, left: Left) -> list[list[str]]:
-    """Let the record of the dead engine say this; return what it is asked about."""
+    """Replace the record of the dead engine; return the list of names it is queried with."""
     asked: list[list[str]] = []
 
     def read(_path: Path, names: list[str]) -> Left:
@@ -111,7 +111,7 @@ def events(reply: Reply) -> list[Any]:
 
 
 def answer_id(reply: Reply) -> str:
-    """Return the id of an answer as its first event tells it."""
+    """Id of a choice in its first event."""
     lines = blocks(reply)[0].splitlines()
     event = msgspec.json.decode(lines[-1].removeprefix(b"data: "))
     inner = event.get("response") or event.get("message") or event
@@ -122,7 +122,7 @@ def answer_id(reply: Reply) -> str:
 async def test_client_reads_the_rest_of_a_stream_after_its_last_event(
     tmp_path: Path, path: str
 ) -> None:
-    """What it has and what it gets are, together, an undisturbed stream."""
+    """Both parts together are an undisturbed stream."""
     body = body_for(path, stream=True)
     first = Server(tmp_path)
     begun = await first.killed_in(path, body, tokens=2)
@@ -144,7 +144,7 @@ async def test_client_reads_the_rest_of_a_stream_after_its_last_event(
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_client_reads_a_whole_answer(tmp_path: Path, path: str) -> None:
-    """With what the first engine drew and told of the time; the other form is there, too."""
+    """With the seed and the times of the first engine; the other form is available, too."""
     first = Server(tmp_path)
     await first.killed_in(path, body_for(path), headers={"x-request-id": "mine"})
     second = await Server(tmp_path).start()
@@ -161,7 +161,7 @@ async def test_client_reads_a_whole_answer(tmp_path: Path, path: str) -> None:
 async def test_answer_goes_on_behind_what_the_record_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That is kept with the request before another record begins, so it survives a start that fails."""
+    """The rest is kept with the request before another record begins, so it survives a start that fails."""
     first = Server(tmp_path)
     reply = await first.killed_in(CHAT, chat(stream=True))
     name = answer_id(reply)
@@ -190,7 +190,7 @@ async def test_what_is_in_no_record_is_computed_from_the_beginning(
 
 
 async def test_request_that_ended_is_not_kept(tmp_path: Path) -> None:
-    """Told, refused, failed, or left by its client: nobody asks for it again."""
+    """Delivered, refused, failed, or abandoned by its client: no client asks for it again."""
     server = Server(tmp_path)
     assert (await server.post(CHAT, chat())).status == 200
     assert (await server.post(CHAT, chat(stream=True))).status == 200
@@ -203,7 +203,7 @@ async def test_request_that_ended_is_not_kept(tmp_path: Path) -> None:
 
 
 async def test_refused_now_is_the_end_that_its_client_reads(tmp_path: Path) -> None:
-    """The error is a response of the form of its path, and the same for whoever asks; the next server does not try."""
+    """The error is a response in the form of its path, the same for every reader; the next server does not retry."""
     await Server(tmp_path).killed_in("/v1/messages", chat(), headers={"x-request-id": "mine"})
     second = Server(tmp_path)
     second.engine.refusal = RequestRefused(
@@ -219,7 +219,7 @@ async def test_refused_now_is_the_end_that_its_client_reads(tmp_path: Path) -> N
 
 
 async def test_request_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A queue that is full when everything comes at once is no reason to lose what was accepted before."""
+    """If the queue is full because all requests arrive at once, none that was accepted before is lost."""
     monkeypatch.setattr(resuming, "_AGAIN_S", 0)
     await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
     second = Server(tmp_path)
@@ -236,7 +236,7 @@ async def test_request_waits_for_room(tmp_path: Path, monkeypatch: pytest.Monkey
 async def test_request_that_had_ended_in_an_error_is_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str
 ) -> None:
-    """Its client reads that error; where its client had left, it is forgotten."""
+    """Its client reads that error; if the client had left, the request is forgotten."""
     first = Server(tmp_path)
     name = answer_id(await first.killed_in(CHAT, chat(stream=True)))
     record(monkeypatch, Left({}, {name: Ended(message, "encode_failed")}))
@@ -249,7 +249,7 @@ async def test_request_that_had_ended_in_an_error_is_not_tried_again(
 
 
 async def test_request_that_may_be_why_is_given_up(tmp_path: Path) -> None:
-    """Servers that die while they answer it resume it twice; starts that fail do not count."""
+    """A request is resumed after two servers died while serving it; starts that fail do not count."""
     await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
     for _ in range(resuming.RESUMED_MAX):
         for _ in range(3):
@@ -293,7 +293,7 @@ async def test_answer_is_forgotten_in_time(tmp_path: Path) -> None:
 
 
 async def test_answers_are_forgotten_where_they_are_too_large_together(tmp_path: Path) -> None:
-    """The oldest first, and none that is not done."""
+    """The oldest first, and none that is unfinished."""
     first = Server(tmp_path)
     for name in ("a", "b", "c"):
         await first.killed_in(CHAT, chat(), headers={"x-request-id": name})
@@ -334,7 +334,7 @@ async def test_reader_that_comes_early_gets_what_comes(tmp_path: Path) -> None:
 
 
 async def test_failure_in_mid_stream_is_told_behind_any_event(tmp_path: Path) -> None:
-    """Also to a client that has more events than there are."""
+    """Even if the client has more events than there are."""
     await Server(tmp_path).killed_in(CHAT, chat(stream=True), headers={"x-request-id": "mine"})
     second = await Server(tmp_path, DELTAS[0], RequestFailed("broken")).start()
     reply = await second.get(f"{CHAT}/mine?starting_after=5")
@@ -345,7 +345,7 @@ async def test_failure_in_mid_stream_is_told_behind_any_event(tmp_path: Path) ->
 async def test_what_is_not_accepted_when_the_server_stops_is_left_for_the_next(
     tmp_path: Path,
 ) -> None:
-    """Its client hears of that, and asks the next one."""
+    """Its client gets an error, and asks the next server."""
     await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
     second = Server(tmp_path)
     second.engine.entering = asyncio.Event()
@@ -364,7 +364,7 @@ async def test_what_is_not_accepted_when_the_server_stops_is_left_for_the_next(
 
 
 async def test_large_body_is_kept_as_it_came(tmp_path: Path) -> None:
-    """In pieces, with an image, and read in a thread: what is resumed is the same request."""
+    """In pieces, with an image, and read in a thread: the resumed request is the same."""
     image = "data:image/png;base64," + "iVBORw0KGgo" * (1 << 17)
     content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": "?"}]
     first = Server(tmp_path)
@@ -427,14 +427,14 @@ async def test_whole_answer_and_several_begin_at_the_beginning(tmp_path: Path) -
 
 
 async def test_what_is_left_is_not_known_before_it_is_read(tmp_path: Path) -> None:
-    """While the server loads, a client must not hear that there is nothing."""
+    """While the server loads, a client must not get the error of an unknown id."""
     await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
     reply = await Server(tmp_path).get(f"{CHAT}/mine")
     assert (reply.status, reply.headers["retry-after"]) == (503, "5")
 
 
 async def test_without_a_journal_streams_are_as_they_were() -> None:
-    """Events have no ids, and several tokens share one where they come together."""
+    """Events have no ids, and several tokens that come together share one event."""
     engine = FakeEngine(OutputDelta("ab", [1, 2]), OutputDelta("c", [3], finish_reason="stop"))
     app = create_app(engine, ApiSettings())
     reply = await Client(app).send("POST", CHAT, chat(stream=True))

@@ -53,7 +53,7 @@ def test_the_template_tells_the_form_of_reasoning() -> None:
 
 
 def test_settings_name_every_form() -> None:
-    """The configuration lies below the API and cannot read its table."""
+    """The configuration is a layer below the API and cannot read its table."""
     hints = get_type_hints(ModelConfig)
     assert set(get_args(hints["tool_format"])) == {"auto", *CALL_FORMATS}
     assert set(get_args(hints["reasoning_format"])) == {"auto", "none", *REASONING_FORMATS}

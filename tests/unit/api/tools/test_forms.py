@@ -1,4 +1,4 @@
-"""Calls in the forms of families, written and read: whatever the arguments, however the stream is cut."""
+"""Tool calls in the formats of model families, written and parsed: any arguments, cut anywhere in the stream."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CALLS = st.lists(
 
 
 def schemas(calls: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return functions that these calls fit."""
+    """Function schemas that these calls match."""
     found: dict[str, dict[str, Any]] = {"f": {}, "get_weather": {}}
     for name, arguments in calls:
         for key, value in arguments.items():
@@ -57,7 +57,7 @@ def pieces(text: str, cuts: Sequence[int]) -> Iterator[str]:
 
 
 def consistent(calls: Sequence[tuple[str, dict[str, Any]]]) -> bool:
-    """Return whether each argument of a function is always of one type: a text in tags else says nothing of its own."""
+    """Return True if each argument of a function is always of one type: a text in tags carries no type."""
     found = schemas(calls).values()
     kinds = [each["type"] for known in found for each in known.get("properties", {}).values()]
     return all(len(set(types)) == 1 for types in kinds)
@@ -88,7 +88,7 @@ CUT = [
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_calls_that_are_cut_say_what_there_was_and_no_markup(name: str, forced: bool) -> None:
-    """At every letter, whole and streamed; arguments are a beginning of the whole ones."""
+    """At every letter, streaming or not; partial arguments are a prefix of the complete ones."""
     known = CALL_FORMATS[name]
     calls = CUT[:1] if known.alone else CUT
     tools = schemas(calls)

@@ -27,7 +27,7 @@ ARGUMENTS = '{"a": "}\\"{", "b": [1, {}]}'
 
 
 def read(pieces: Iterable[str], name: str = "hermes", **options: Any) -> dict[str, Any]:
-    """Return the message that comes of an answer in pieces."""
+    """Message parsed from pieces of a response in a tool-call format."""
     return read_with(CALL_FORMATS[name], pieces, **{"tools": TOOLS, **options})
 
 
@@ -39,7 +39,7 @@ def read_with(
     cut: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return the message parsed from pieces of an answer: complete, truncated, or unfinished."""
+    """Message parsed from pieces of a response: complete, truncated, or unfinished."""
     reader = AnswerReader(known, **options)
     events = [event for piece in pieces for event in reader.push(piece)]
     message: dict[str, Any] = {"content": "", "calls": []}
@@ -64,14 +64,14 @@ def read_with(
         (f"\n{CALL}\n{CALL}\n", "", [["f", ARGUMENTS]] * 2),
         (f"Look.\n{CALL}", "Look.\n", [["f", ARGUMENTS]]),
         (f"{CALL}\n\nDone.", "Done.", [["f", ARGUMENTS]]),
-        # Keys in another order, or more of them, and arguments as a text.
+        # Keys in another order, additional keys, and arguments as a string.
         ('<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", [["f", '{"x":1}']]),
         ('<tool_call>{"name": "f", "arguments": {}, "id": 3}</tool_call>', "", [["f", "{}"]]),
         ('<tool_call>{"id": 1, "name": "f", "parameters": "{}"}', "", [["f", "{}"]]),
-        # Cut within the arguments, and within the mark that closes a call.
+        # Cut within the arguments, and within the tag that closes a call.
         ('<tool_call>{"name": "f", "arguments": {"x": "y', "", [["f", '{"x": "y']]),
         (CALL[:-3], "", [["f", ARGUMENTS]]),
-        # What is no call is content.
+        # Text that is no call is content.
         ("<tool_call>f(1)</tool_call> ok", "<tool_call>f(1)</tool_call> ok", []),
         ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
         ('<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', []),
@@ -141,7 +141,7 @@ def test_reader_hands_on_the_arguments_of_every_call(name: str, sent: list[dict[
 @REPEATABLE
 @given(st.data())
 def test_reader_finds_the_same_in_every_form_however_it_is_cut(name: str, data: Any) -> None:
-    """Damaged answers, too, of which nothing is lost that is no call."""
+    """Damaged responses, too: text outside of calls is kept."""
     known = CALL_FORMATS[name]
     marks = [known.opening, known.first, known.before, known.middle, known.after, known.closing]
     marks += [
@@ -295,7 +295,7 @@ def test_an_answer_in_json_is_not_held_back() -> None:
 def test_reader_shows_no_markup_of_a_call_that_is_cut_within_a_character(
     name: str, forced: bool
 ) -> None:
-    """A tokenizer without tokens for these marks writes their characters in parts."""
+    """A tokenizer without tokens for these tags writes their characters in parts."""
     answer = written_calls(CALL_FORMATS[name], [("f", {"a": "x"})])
     for end in (at for at, character in enumerate(answer) if not character.isascii()):
         for pieces in ([*answer[:end], "\ufffd"], [answer[:end] + "\ufffd"]):

@@ -1,4 +1,4 @@
-"""Stop strings apply to the text of an answer, not to its tool calls."""
+"""Stop strings apply to the text of a response, not to its tool calls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_scope_has_no_part_for_what_may_become_a_call() -> None:
         ("}", "Look.{CALL}", "length"),
         ("a", "Look.{CALL}", "length"),
         ("<", "Look.{CALL}", "length"),
-        (".<", "Look.{CALL}", "length"),  # one that goes from one into the other
+        (".<", "Look.{CALL}", "length"),  # one that spans text and call
         ("k", "Loo", "stop"),
         (".", "Look", "stop"),
         ("D", "Look.{CALL}\n", "stop"),

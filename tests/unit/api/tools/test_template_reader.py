@@ -1,4 +1,4 @@
-"""Where a checkpoint reads its own answers, chats have its reasoning and calls, and no call can be forced."""
+"""If a checkpoint parses its own responses, chats have its reasoning and calls, and no call can be forced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 
 
 class Reads(FakePreprocessor):
-    """A checkpoint whose answers are thoughts and calls, a word each."""
+    """A checkpoint whose responses are reasoning and calls, a word each."""
 
     parses_answers = True
     chat_template = "{{ tools }}"

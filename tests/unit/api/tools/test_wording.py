@@ -1,4 +1,4 @@
-"""Calls in OpenAI's shapes, streamed and whole, by the same requests."""
+"""Tool calls in OpenAI's format, streaming and not, for the same requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def engine(text: str, finish: str = "stop", *, size: int = 7) -> FakeEngine:
 
 
 def merged(events: list[Any]) -> dict[str, Any]:
-    """Return the message that a client makes of a stream."""
+    """Return the message that a client assembles from a stream."""
     message: dict[str, Any] = {"content": "", "tool_calls": []}
     for event in events:
         delta = event["choices"][0]["delta"]
@@ -140,7 +140,7 @@ async def test_reasoning_is_told_beside_the_content(stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_is_not_told_where_nobody_wants_it(stream: bool) -> None:
-    """Each of its tokens has its event all the same, by which clients count."""
+    """Each of its tokens still has an event, because clients count them."""
     asked = engine(THOUGHT)
     asked.preprocessor.chat_template = "{{ '<think>' }}"
     reply = await post(asked, CHAT, chat(stream=stream, include_reasoning=False))
@@ -165,7 +165,7 @@ async def test_reasoning_is_content_where_the_settings_say_so() -> None:
 async def test_reasoning_that_the_prompt_began_goes_on(
     monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """Also where the prompt is long, and rendered later; a grammar holds what follows."""
+    """Also for a long prompt, which is rendered later; a grammar constrains the text after the reasoning."""
     asked = engine("Let me see.</think>Yes.")
     front = asked.preprocessor
     front.chat_template = "{{ '<think>' }}"

@@ -1,4 +1,4 @@
-"""The front door: who comes in, who is held and asked about again, and that a record and a snapshot have it."""
+"""Arrival policies: admission, holds and repeated decisions, in records and snapshots too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SECOND_NS = 1_000_000_000
 
 
 class Told(FrontDoorPolicy, frozen=True, kw_only=True):
-    """Answers by tenant."""
+    """Decides by tenant."""
 
     def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
         match view.request.tenant:
@@ -70,7 +70,7 @@ def test_who_is_let_in_is_submitted_and_served() -> None:
 
 
 class Urgent(FrontDoorPolicy, frozen=True, kw_only=True):
-    """Lets everybody in who is served, and tells the others how many are as urgent."""
+    """Admits every request that can be served; rejections name the number of requests of the same urgency."""
 
     def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
         if view.request.tenant == "asks":
@@ -79,7 +79,7 @@ class Urgent(FrontDoorPolicy, frozen=True, kw_only=True):
 
 
 def test_policy_sees_how_many_before_the_slots_are_as_urgent() -> None:
-    """Those that run are in nobody's way to a slot: here two of priority 5 and 0."""
+    """Running requests do not compete for a slot: here two, of priority 5 and 0."""
     one = cluster(Urgent())
     for name, tenant, priority in (
         ("runs-5", "served", 5),
@@ -166,7 +166,7 @@ def test_a_bad_answer_lets_in() -> None:
 
 def test_requests_of_a_tenant_are_counted_wherever_they_are() -> None:
     one = cluster()
-    one.kernel.handle(Knocked(90, "shed-not"), 1)  # let in, and in preparation
+    one.kernel.handle(Knocked(90, "shed-not"), 1)  # admitted, and in preparation
     for index in range(3):  # two run, one waits
         request = make_request(f"r{index}", [1, 2, 3])
         one.submit(msgspec.structs.replace(request, tenant="t"))

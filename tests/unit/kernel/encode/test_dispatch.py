@@ -1,4 +1,4 @@
-"""Which encode group has which images: the dispatch policy says, and the kernel sees to it that all are encoded."""
+"""The dispatch policy assigns images to encode groups, and the kernel ensures that all are encoded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECOND_NS = 1_000_000_000
 
 
 class Watched(DispatchPolicy, frozen=True, kw_only=True):
-    """The last free group, and all images; notes what it is shown."""
+    """The last free group, and all images; records its views."""
 
     views: ClassVar[list[DispatchView]] = []
     waiting: ClassVar[list[list[int | None]]] = []
@@ -29,7 +29,7 @@ class Watched(DispatchPolicy, frozen=True, kw_only=True):
 
 
 class Behind(DispatchPolicy, frozen=True, kw_only=True):
-    """Never the front while there is another, and else nothing while something is encoded."""
+    """Never the front while there is another, otherwise nothing while something is encoded."""
 
     def dispatch(self, view: DispatchView) -> Dispatch:
         free = next(index for index, group in enumerate(view.groups) if group.free)
@@ -39,7 +39,7 @@ class Behind(DispatchPolicy, frozen=True, kw_only=True):
 
 
 def out(cluster: ModelCluster) -> dict[str, list[bytes]]:
-    """Return the keys of the images that each group encodes."""
+    """Keys of the images that each group encodes."""
     return {
         name: [task.key for decision in log for task in decision.tasks]
         for name, log in cluster.encode_logs.items()
@@ -94,7 +94,7 @@ def test_dispatch_policy_is_told_who_is_held_up_in_the_same_processes() -> None:
 
 
 def test_dispatch_of_some_images_leaves_the_others_in_place() -> None:
-    """The front waits while one is encoded, and then it is all that is left."""
+    """The front waits while one is encoded; afterwards it is the only image left."""
     cluster = two_groups(Behind())
     cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
     assert out(cluster) == {"encode-0": [b"b"], "encode-1": [b"c"]}

@@ -1,4 +1,4 @@
-"""What the embedding cache counts, what it takes for whom, and what its entries inherit."""
+"""The embedding cache: counters, reclaim order, and properties inherited from requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vsched_policies.reclaim import YoungestEmbedding
 
 
 class Noting(AdmissionPolicy, frozen=True, kw_only=True):
-    """Takes one after the other, and notes how urgent those are that wait."""
+    """Admits one after the other, and records the urgency of waiting images."""
 
     priorities: ClassVar[list[list[int]]] = []
 
@@ -62,7 +62,7 @@ def test_result_that_nobody_wants_any_more_is_not_counted() -> None:
 
 
 def test_images_of_a_failed_batch_are_like_others_once_they_are_encoded() -> None:
-    """Else a policy would never again be told how large they are."""
+    """Otherwise a policy would never see their sizes again."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("r", (b"a", 8), (b"b", 8)))
     cluster.run_encode(fail=EncodeErrorKind.FAILED)
@@ -73,7 +73,7 @@ def test_images_of_a_failed_batch_are_like_others_once_they_are_encoded() -> Non
 
 def test_policy_that_holds_keeps_images_of_a_failed_batch_back_as_well() -> None:
     class Once(AdmissionPolicy, frozen=True, kw_only=True):
-        """Takes all at first, and then holds for a while."""
+        """Admits all at first, and then holds for a while."""
 
         def admit(self, view: AdmissionView) -> Admission:
             if view.now_ns < 1_000_000_000 and view.waiting[0].tokens is None:
@@ -93,7 +93,7 @@ def arrived(number: int, *images: tuple[bytes, int]) -> RequestState:
 
 
 def cached(*claims: tuple[int, bytes], reclaim: ReclaimPolicy | None = None) -> EmbeddingCache:
-    """Return a full cache of ready images of four pages each, claimed by the requests of these numbers."""
+    """A full cache of ready images of four pages each, claimed by the requests of these numbers."""
     pages, faults = 4 * len({key for _, key in claims}), PolicyFaults()
     cache = EmbeddingCache(
         make_limits(pages=pages), Lru(), PolicySeat(reclaim or YoungestEmbedding(), faults), faults
@@ -107,7 +107,7 @@ def cached(*claims: tuple[int, bytes], reclaim: ReclaimPolicy | None = None) -> 
 
 
 def test_embeddings_are_taken_from_the_youngest_and_no_more_than_needed() -> None:
-    """One that several requests claim is as old as the oldest of them."""
+    """An image that several requests claim is as old as the oldest of them."""
     cache = cached((2, b"shared"), (5, b"shared"), (4, b"young"), (3, b"old"))
     assert not cache.claim(arrived(1, (b"wanted", 16)), 0, 0)
     wanted = cache.entries[b"wanted"]
@@ -118,7 +118,7 @@ def test_embeddings_are_taken_from_the_youngest_and_no_more_than_needed() -> Non
 
 
 def test_older_request_that_claims_a_ready_image_changes_nothing_of_its_place() -> None:
-    """It waits for nothing."""
+    """The request waits for nothing."""
     cache = cached((2, b"a"))
     assert cache.claim(arrived(1, (b"a", 16)), 0, 0)
     assert not cache.queue

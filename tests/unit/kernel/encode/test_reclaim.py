@@ -1,4 +1,4 @@
-"""Whose ready embedding gives way: the reclaim policy says, and the front of the queue gets its pages all the same."""
+"""The reclaim policy chooses the ready embeddings to evict; the front of the queue gets its pages in any case."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vsched.policy import ReclaimPolicy, ReclaimView
 
 
 class Chosen(ReclaimPolicy, frozen=True, kw_only=True):
-    """These, and notes what it is shown."""
+    """Chooses these indices, and records its views."""
 
     indices: tuple[int, ...]
     views: ClassVar[list[ReclaimView]] = []
@@ -26,7 +26,7 @@ NAMES = (b"old", b"middle", b"young")
 
 
 def taken(policy: ReclaimPolicy, tokens: int, *, front: bool = True) -> tuple[bool, list[bytes]]:
-    """Let the image of the oldest request need pages; return whether it got them, and whose are gone."""
+    """Let the image of the oldest request need pages; return whether it got them, and the keys of evicted images."""
     cache = cached((2, b"old"), (3, b"middle"), (4, b"young"), reclaim=policy)
     if not front:
         cache.claim(arrived(0, (b"front", 4)), 0, 0)
@@ -48,7 +48,7 @@ def taken(policy: ReclaimPolicy, tokens: int, *, front: bool = True) -> tuple[bo
 def test_front_takes_whom_the_policy_names_first_and_no_more(
     indices: tuple[int, ...], gone: list[bytes]
 ) -> None:
-    """Where it names nobody, the youngest goes: the oldest request is owed its next image."""
+    """If it names none, the youngest is evicted: the oldest request must get its next image."""
     assert taken(Chosen(indices=indices), 16) == (True, gone)
 
 

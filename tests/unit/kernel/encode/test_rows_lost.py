@@ -1,4 +1,4 @@
-"""Rows that are gone with the host that had them: encoded again for who needs them, forgotten otherwise."""
+"""Embeddings that are lost with their host are encoded again if a request needs them, and forgotten otherwise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_rows_that_nobody_needs_are_forgotten() -> None:
 
 
 def test_rows_that_a_step_reads_stay_until_it_is_over() -> None:
-    """The step has them; a request that comes meanwhile does not count on them."""
+    """The step has them; a request that arrives meanwhile does not count on them."""
     cluster = ModelCluster(make_limits(prefix_cache=False))
     cluster.submit(image_request("r1", A))
     cluster.run_encode()
@@ -68,7 +68,7 @@ def test_rows_of_other_pages_stay() -> None:
 
 
 def test_rows_are_wanted_where_requests_wait_for_them() -> None:
-    """Of two replicas, each image is for those that have a request with it."""
+    """Of two replicas, each gets the images of its own requests."""
     cluster = ModelCluster(make_limits(generators=2, encode_items=1))
     cluster.submit(image_request("r1", (b"busy", 8)))
     cluster.submit(image_request("r2", A))

@@ -1,4 +1,4 @@
-"""The embedding cache: what stays, what may go, and who is protected."""
+"""The embedding cache: retention, eviction, and protection by claims."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vsched.testing import ModelCluster, make_request
 
 
 def test_embedding_read_by_a_step_in_flight_stays() -> None:
-    """The only pages are those that a step reads; the next image waits for the step, whoever wants it."""
+    """All pages are read by a step in flight; the next image waits for it, whichever request needs the image."""
     cluster = ModelCluster(make_limits(pages=4))
     cluster.submit(image_request("r1", (b"a", 16)))
     cluster.run_encode()
@@ -33,7 +33,7 @@ def test_embedding_read_by_a_step_in_flight_stays() -> None:
 
 
 def test_embedding_that_a_step_reads_is_not_taken_for_an_older_request() -> None:
-    """The oldest may take what younger ones wait with, but never what a step in flight reads."""
+    """The oldest request may take embeddings of waiting younger ones, but none that a step in flight reads."""
     cluster = ModelCluster(make_limits(pages=4, chunk_tokens=16, generate_depth=1))
     cluster.submit(make_request("old", words(40), [(32, 16, b"late")]))
     cluster.submit(image_request("young", (b"early", 16)))
@@ -48,7 +48,7 @@ def test_embedding_that_a_step_reads_is_not_taken_for_an_older_request() -> None
 
 
 def test_embedding_of_an_older_waiting_request_stays() -> None:
-    """Claims protect; what is encoded for a request that waits for a slot is not taken for a younger one."""
+    """Claims protect: embeddings of a request that waits for a slot are not evicted for a younger one."""
     cluster = ModelCluster(make_limits(pages=4, slots=1, generate_depth=1))
     cluster.submit(make_request("running", words(3), max_tokens=6))
     cluster.submit(image_request("old", (b"a", 16)))
@@ -74,7 +74,7 @@ def test_embedding_of_a_younger_request_is_taken_for_an_older_one() -> None:
 
 
 def test_embedding_nothing_is_evicted_for_an_item_that_cannot_fit() -> None:
-    """An item that finds no room even with everything evictable gone evicts nothing."""
+    """If an item does not fit even with everything evictable gone, nothing is evicted."""
     cluster = ModelCluster(make_limits(pages=8, slots=1, generate_depth=1))
     cluster.submit(image_request("cached", (b"a", 16)))
     cluster.drain()
@@ -91,7 +91,7 @@ def test_embedding_nothing_is_evicted_for_an_item_that_cannot_fit() -> None:
 
 
 def test_embedding_of_an_item_that_waits_for_room_counts_only_as_waiting() -> None:
-    """Counters move when an item is encoded, not when it is looked at."""
+    """Counters change when an item is encoded, not when it is examined."""
     cluster = ModelCluster(make_limits(pages=4, slots=1, generate_depth=1))
     cluster.submit(make_request("running", words(3), max_tokens=6))
     cluster.submit(image_request("holder", (b"a", 16)))
@@ -107,7 +107,7 @@ def test_embedding_of_an_item_that_waits_for_room_counts_only_as_waiting() -> No
 
 
 def test_embedding_larger_than_the_cache_is_refused_before_anything_is_evicted() -> None:
-    """Such an item is refused at submission, and what is cached stays."""
+    """Such an item is refused at submission, and the cache stays as it is."""
     cluster = ModelCluster(make_limits(pages=8))
     cluster.submit(image_request("cached", (b"a", 16)))
     cluster.drain()
@@ -120,7 +120,7 @@ def test_embedding_larger_than_the_cache_is_refused_before_anything_is_evicted()
 
 
 def test_embedding_claims_end_with_the_forward() -> None:
-    """Once the chunk that read an image is done, its pages may go, while the request still decodes."""
+    """Once the chunk that read an image is done, its pages may be evicted, while the request still decodes."""
     cluster = ModelCluster(make_limits(pages=8))
     cluster.submit(image_request("r", (b"a", 16), max_tokens=20))
     cluster.run_encode()
@@ -135,7 +135,7 @@ def test_embedding_claims_end_with_the_forward() -> None:
 
 
 def test_embedding_of_an_image_that_chunks_split_stays_until_the_last() -> None:
-    """Pages are held from the first chunk that meets the image to the last."""
+    """Pages are held from the first chunk that overlaps the image to the last."""
     cluster = ModelCluster(make_limits(pages=8, chunk_tokens=8, generate_depth=1))
     cluster.submit(image_request("r", (b"a", 20)))
     cluster.run_encode()
@@ -173,7 +173,7 @@ def test_embedding_chunks_name_only_the_items_that_they_meet() -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_embedding_cached_from_an_earlier_request_is_not_encoded_again(keep: bool) -> None:
-    """The key is one item's content; with room it stays, without it goes and is encoded again."""
+    """The key is one item's content; with space it stays, without it is evicted and encoded again."""
     cluster = ModelCluster(make_limits(pages=8 if keep else 4, prefix_cache=False))
     cluster.submit(image_request("r1", (b"a", 16)))
     cluster.drain()

@@ -1,4 +1,4 @@
-"""The encode stage: which items are encoded when, in which order, and what happens to those that fail."""
+"""The encode stage: selection and order of items, and failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vsched_policies.admission import TokenBudget
 
 
 class Watching(TokenBudget, frozen=True, kw_only=True):
-    """A token budget that notes the queue it is shown."""
+    """A token budget that records the queues it sees."""
 
     queues: ClassVar[list[list[int | None]]] = []
 
@@ -48,7 +48,7 @@ class Watching(TokenBudget, frozen=True, kw_only=True):
 def test_encode_refused_items_keep_the_front(
     images: list[int], budget: int, permits: int, batches: list[list[int]]
 ) -> None:
-    """What a step refuses is the exact remaining order of the queue."""
+    """Items that do not fit a step stay queued in their exact order."""
     Watching.queues.clear()
     policies = default_policies(encode_admission=Watching(max_tokens=budget))
     cluster = ModelCluster(make_limits(encode_items=permits), policies)
@@ -66,7 +66,7 @@ def test_encode_refused_items_keep_the_front(
 
 
 class Everything(AdmissionPolicy, frozen=True, kw_only=True):
-    """Proposes all that waits, whatever is free."""
+    """Proposes all waiting items, whatever is free."""
 
     def admit(self, view: AdmissionView) -> Admission:
         return Admission(range(len(view.waiting)))
@@ -89,7 +89,7 @@ def test_encode_groups_share_processes_one_by_one() -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_encode_beside_decodes_may_keep_them_for_as_long_as_prefill_may(*, together: bool) -> None:
-    """The encode groups' own generate group counts, and only where the two share their processes."""
+    """Decodes of the encode group's own generate group count, and only if the two share their processes."""
     cluster = ModelCluster(
         make_limits(encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000)
     )
@@ -118,7 +118,7 @@ def test_encode_beside_decodes_may_keep_them_for_as_long_as_prefill_may(*, toget
 
 @pytest.mark.parametrize("together", [True, False])
 def test_encode_goes_to_the_group_that_holds_up_the_fewest(*, together: bool) -> None:
-    """Where two encode groups are free, the processes encode in which the fewest wait for tokens."""
+    """If two encode groups are free, the one whose processes have the fewest decoding requests encodes."""
     cluster = ModelCluster(
         make_limits(encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000)
     )
@@ -134,7 +134,7 @@ def test_encode_goes_to_the_group_that_holds_up_the_fewest(*, together: bool) ->
 
 
 def test_encode_default_budget_is_that_of_a_generate_step() -> None:
-    """Not that of a chunk, nor a number of its own."""
+    """Not the chunk size, nor a number of its own."""
     limits = make_limits(batch_tokens=30, chunk_tokens=30)
     policies = default_policies(encode_admission=TokenBudget())
     for budget, batches in ((30, [[b"a", b"b", b"c"]]), (29, [[b"a", b"b"], [b"c"]])):
@@ -149,7 +149,7 @@ def test_encode_default_budget_is_that_of_a_generate_step() -> None:
 
 
 def test_encode_newcomers_stand_behind_refused_items() -> None:
-    """A request that arrives while a batch is out does not pass what that batch refused."""
+    """A request that arrives while a batch is in flight does not overtake items that did not fit that batch."""
     policies = default_policies(encode_admission=TokenBudget(max_tokens=200))
     cluster = ModelCluster(make_limits(), policies)
     cluster.submit(image_request("old", (b"a", 100), (b"b", 500), (b"c", 100)))
@@ -169,7 +169,7 @@ def test_encode_newcomers_stand_behind_refused_items() -> None:
 def test_encode_chunk_encodes_only_items_that_it_meets(
     chunk_tokens: int, batches: list[list[bytes]]
 ) -> None:
-    """A prefill chunk encodes only items whose token span meets it."""
+    """A prefill chunk encodes only items that overlap it."""
     cluster = ModelCluster(make_limits(chunk_tokens=chunk_tokens))
     items = [(0, 20, b"a"), (30, 20, b"b"), (100, 20, b"c")]
     cluster.submit(make_request("r", words(150), items))
@@ -180,7 +180,7 @@ def test_encode_chunk_encodes_only_items_that_it_meets(
 
 
 def test_encode_only_misses_that_the_chunk_needs() -> None:
-    """What is cached, or what a later chunk reads, does not go to the encoder."""
+    """Items that are cached, or that only a later chunk reads, are not encoded."""
     cluster = ModelCluster(make_limits(chunk_tokens=40))
     cluster.submit(image_request("earlier", (b"cached", 10)))
     cluster.drain()
@@ -205,7 +205,7 @@ def test_encode_request_that_ends_early_encodes_no_later_item() -> None:
 
 
 def test_encode_same_image_of_many_requests_is_one_task() -> None:
-    """Misses are deduplicated by key and handed back to all, in request order."""
+    """Misses are deduplicated by key and returned to all, in request order."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("busy", (b"other", 8)))
     for name in ("r1", "r2", "r3"):
@@ -241,7 +241,7 @@ def test_encode_hit_of_another_length_is_encoded_again() -> None:
 
 @pytest.mark.parametrize("encoded", [False, True])
 def test_encode_length_mismatch_fails_that_request(encoded: bool) -> None:
-    """An entry in use is never trimmed into shape; the other length fails, the first goes on."""
+    """An entry in use is never trimmed; the request with the other length fails, the first goes on."""
     cluster = ModelCluster(make_limits(slots=1, generate_depth=1))
     cluster.submit(make_request("running", words(3), max_tokens=2))
     cluster.submit(image_request("right", (b"a", 10)))
@@ -266,7 +266,7 @@ def test_encode_length_mismatch_within_a_request_fails_it() -> None:
 
 
 def fail_when(cluster: ModelCluster, bad: bytes) -> None:
-    """Run everything that is out; encode batches with a bad item fail."""
+    """Run all steps in flight; encode batches with a bad item fail."""
     while cluster.encode_log or cluster.generate_log:
         if cluster.encode_log:
             poisoned = any(task.key == bad for task in cluster.encode_log[0].tasks)
@@ -276,7 +276,7 @@ def fail_when(cluster: ModelCluster, bad: bytes) -> None:
 
 
 def test_encode_brought_embeddings_cost_the_encoder_nothing() -> None:
-    """Copied beside the raw items of a step, outside of its budget, and cached like them."""
+    """Copied along with the raw items of a step, outside of its budget, and cached like them."""
     policies = default_policies(encode_admission=TokenBudget(max_tokens=20))
     cluster = ModelCluster(make_limits(), policies)
     items = [(0, 50, b"brought"), (1, 20, b"raw"), (2, 60, b"brought too")]
@@ -313,7 +313,7 @@ def test_encode_failing_item_is_isolated(broken: bytes) -> None:
 
 
 def test_encode_policy_chooses_which_suspect_is_next() -> None:
-    """The one that it names first, also when another stands before it in the queue."""
+    """The policy's first suspect is next, even if another is ahead of it in the queue."""
     cluster = ModelCluster(make_limits(), default_policies(encode_admission=Reversed()))
     cluster.submit(image_request("busy", (b"other", 4)))
     cluster.submit(image_request("r", (b"a", 4), (b"b", 4)))
@@ -325,7 +325,7 @@ def test_encode_policy_chooses_which_suspect_is_next() -> None:
 
 
 def test_encode_suspects_run_with_nobody_else() -> None:
-    """Whatever the policy says, what is suspected goes by itself, and what is not without it."""
+    """Whatever the policy chooses, suspected items run alone, and others without them."""
     limits = make_limits(chunk_tokens=8, block_size=4)
     cluster = ModelCluster(limits, default_policies(encode_admission=Everything()))
     cluster.submit(make_request("older", words(40), [(30, 4, b"late")]))
@@ -342,7 +342,7 @@ def test_encode_suspects_run_with_nobody_else() -> None:
 
 
 def test_encode_item_that_failed_once_is_encoded_after_all() -> None:
-    """A failure that passes fails nobody."""
+    """A transient failure ends no request."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("r", (b"a", 10), (b"b", 10)))
     cluster.run_encode(fail=EncodeErrorKind.OUT_OF_MEMORY)
@@ -352,7 +352,7 @@ def test_encode_item_that_failed_once_is_encoded_after_all() -> None:
 
 
 def test_encode_items_of_a_failed_batch_have_no_known_size() -> None:
-    """A policy is shown None for them, never a number, and they run alone."""
+    """A policy sees None for them, never a number, and they run alone."""
     Watching.queues.clear()
     cluster = ModelCluster(
         make_limits(), default_policies(encode_admission=Watching(max_tokens=200))
@@ -365,7 +365,6 @@ def test_encode_items_of_a_failed_batch_have_no_known_size() -> None:
 
 
 def test_encode_failed_image_may_be_sent_again() -> None:
-    """A failure leaves nothing behind that a later request would trip over."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("r1", (b"a", 10)))
     fail_when(cluster, b"a")
@@ -389,7 +388,7 @@ def test_encode_result_that_nobody_wants_any_more_is_thrown_away() -> None:
 
 
 def test_encode_task_carries_the_pixels_of_a_live_user() -> None:
-    """The pixels of a request that left are gone; the task names those of one that is still there."""
+    """The pixels of a request that left are gone; the task names those of a live one."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("busy", (b"other", 4)))
     first = image_request("r1", (b"a", 10))

@@ -34,7 +34,7 @@ def turns(cluster: Cluster) -> list[int]:
 
 
 def test_scope_request_shares_only_the_very_same_set() -> None:
-    """Items that are not to be split share one fate: an image more makes the whole set new."""
+    """Images of one scope are shared only together: an additional image makes the whole set new."""
     cluster = Cluster(LIMITS, default_policies(encoding=Combined()))
     assert turns(cluster) == [1, 2, 3]
     cluster.submit(make_request("again", list(range(10, 20)), [(2, 4, b"first")]))
@@ -48,7 +48,7 @@ def test_scope_item_encodes_only_what_is_new() -> None:
 
 
 def test_scope_request_refuses_a_set_that_never_fits_together() -> None:
-    """What is there as a whole or not at all must fit as a whole."""
+    """A set that is shared as a whole must fit as a whole."""
     images = [(index, 12, b"image%d" % index) for index in (1, 2, 3)]
     request = make_request("large", list(range(10, 20)), images)
     whole = Cluster(LIMITS, default_policies(encoding=Combined()))

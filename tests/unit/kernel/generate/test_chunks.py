@@ -1,4 +1,4 @@
-"""Where a chunk ends before an embedding that is not there."""
+"""The end of a chunk before a missing embedding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_chunk_before_a_missing_embedding_is_cut_back_to_a_block_boundary(
 
 
 def test_chunk_is_never_cut_back_across_rows_of_an_embedding() -> None:
-    """What is ready is consumed, or its pages could keep the missing one out."""
+    """Ready embeddings are consumed, or their pages could block the missing one."""
     cluster = ModelCluster(make_limits(block_size=BLOCK, encode_items=1))
     cluster.submit(image_request("r", (b"ready", 6), (b"missing", 8)))
     cluster.run_encode()
@@ -48,7 +48,7 @@ def _chunks(cluster: ModelCluster) -> list[tuple[int, int]]:
     ],
 )
 def test_what_sees_itself_is_one_chunk(fact: str, expected: list[tuple[int, int]]) -> None:
-    """A chunk ends before an image, or holds it whole, however small chunks should be."""
+    """A chunk ends before an image or contains it whole, even if chunks should be smaller."""
     limits = make_limits(chunk_tokens=4, **({fact: True} if fact else {}))
     cluster = ModelCluster(limits)
     cluster.submit(make_request("r", words(7), [(3, 9, b"first"), (5, 6, b"second")]))
@@ -58,7 +58,7 @@ def test_what_sees_itself_is_one_chunk(fact: str, expected: list[tuple[int, int]
 
 
 def test_of_an_image_in_several_runs_each_is_one_chunk() -> None:
-    """Tokens between them, of crops say, part what sees itself; so a run is never longer than an image may be."""
+    """Separator tokens, of crops for example, split a bidirectional span; so a run is never longer than an image."""
     cluster = ModelCluster(make_limits(chunk_tokens=4, batch_tokens=12, item_atomic=True))
     cluster.submit(make_request("r", words(5), [(3, 14, b"crops")], row_tokens={b"crops": 7}))
     cluster.drain()
@@ -67,7 +67,7 @@ def test_of_an_image_in_several_runs_each_is_one_chunk() -> None:
 
 
 def test_an_image_that_does_not_fit_a_step_any_more_waits_and_is_not_overtaken() -> None:
-    """The next step has room for it; short prompts behind it could take that again and again."""
+    """It fits the next step; otherwise short prompts behind it could take that space again and again."""
     limits = make_limits(batch_tokens=20, chunk_tokens=12, item_atomic=True)
     cluster = ModelCluster(limits)
     cluster.submit(make_request("first", words(30)))

@@ -1,4 +1,4 @@
-"""Grants: who may draft how much, the blocks that go with it, and what results make of bounds."""
+"""Grants of draft tokens: eligible requests, the blocks they need, and the checks of results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRAFTS = make_limits(drafts=True, slots=8)
 
 
 class Scripted(DraftingPolicy, frozen=True, kw_only=True):
-    """Grants so many tokens for so many steps at a time, from one list; notes what it was shown."""
+    """Grants a number of tokens for a number of steps, from one list; records its views."""
 
     grants: list[Draft]
     seen: list[DraftingView] = msgspec.field(default_factory=list)
@@ -52,7 +52,7 @@ def test_a_request_is_granted_drafts_with_its_first_token_and_until_they_are_ove
     first, second, third = policy.seen
     assert (first.outputs, first.outputs_max, first.last, first.rows_free) == (1, 60, None, 7)
     assert (second.last, second.running) == (Draft(3, 4, 2), 1)
-    # One step ahead, the results of the last step of the grant are not in: three of four.
+    # One step ahead, results of three of the four steps are known.
     assert second.drafted == 9
     assert 0 < second.accepted < 9
     assert (third.drafted, third.last) == (3, Draft(0, 5, 0))
@@ -60,12 +60,12 @@ def test_a_request_is_granted_drafts_with_its_first_token_and_until_they_are_ove
     assert_holds_nothing(cluster)
     counts = generate_statistics(cluster)
     assert counts["steps"] < 60
-    assert counts["tokens_decoded"] == 60  # that of a step ahead of the end included
+    assert counts["tokens_decoded"] == 60  # including the step ahead of the end
     assert 0 < counts["drafts_accepted"] < counts["tokens_drafted"]
 
 
 def test_a_step_without_grants_is_what_it_was() -> None:
-    """Its decisions, blocks and buckets: the policy is asked once a request."""
+    """The same decisions, blocks and buckets; the policy is called once per request."""
     plain = ModelCluster(msgspec.structs.replace(DRAFTS, drafts=False), default_policies())
     asked, policy = cluster_of(Draft())
     for cluster in (plain, asked):
@@ -81,7 +81,7 @@ def test_a_step_without_grants_is_what_it_was() -> None:
 
 
 def test_blocks_are_there_for_the_most_that_may_come() -> None:
-    """Before each step: what it may write, with the drafts in flight and its own; and never past the limit."""
+    """Before each step, for all tokens that it and the steps in flight may write; never past the limit."""
     cluster, _ = cluster_of(Draft(6, 0, 1))
     cluster.submit(make_request("a", words(8), max_tokens=40))
     cluster.run_generate()
@@ -96,7 +96,7 @@ def test_blocks_are_there_for_the_most_that_may_come() -> None:
 
 
 def test_drafts_take_no_block_that_another_may_need() -> None:
-    """Three requests in as many blocks as they need at their ends: none is preempted for drafts."""
+    """Three requests with exactly the blocks they need at their ends: none is preempted for draft tokens."""
     limits = msgspec.structs.replace(DRAFTS, blocks=3 * 4, context_tokens=64)
     cluster, _ = cluster_of(Draft(2, 0, 1), limits=limits)
     for name in "abc":
@@ -108,7 +108,7 @@ def test_drafts_take_no_block_that_another_may_need() -> None:
 
 
 def test_grants_go_when_requests_take_the_slots() -> None:
-    """No step has more rows to sample than slots; the model rank asserts it, too."""
+    """No step samples more rows than there are slots; the model rank asserts it, too."""
     limits = msgspec.structs.replace(DRAFTS, slots=4)
     cluster, policy = cluster_of(Draft(8, 0, 1), limits=limits)
     cluster.submit(make_request("a", words(5), max_tokens=200))
@@ -136,7 +136,7 @@ def test_a_grant_that_cannot_be_is_none(wrong: Draft) -> None:
 
 
 def test_a_preempted_request_takes_its_accepted_drafts_along() -> None:
-    """Its tokens are gathered from the log, and it is granted anew."""
+    """Its tokens are reconstructed from the log, and it gets grants again."""
     limits = msgspec.structs.replace(DRAFTS, blocks=10, context_tokens=40)
     cluster, policy = cluster_of(Draft(3, 0, 1), limits=limits)
     for name in "ab":

@@ -1,4 +1,4 @@
-"""Steps in flight when something else happens to the requests in them."""
+"""Steps in flight while their requests change state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = ("r0", "r1", "r2", "r3")
 
 
 def settling() -> ModelCluster:
-    """Return a cluster with a preempted request whose last step is in flight."""
+    """A cluster with a preempted request whose last step is in flight."""
     limits = make_limits(blocks=10, slots=4, generate_depth=2)
     cluster = ModelCluster(limits)
     for index, name in enumerate(NAMES):
@@ -64,7 +64,7 @@ def test_request_may_end_while_it_settles(all_of_them: bool) -> None:
 
 
 def test_request_that_waits_for_its_lost_group_claims_no_embedding() -> None:
-    """Older than others, it would keep embeddings from those that can go on elsewhere."""
+    """As an older request, it would keep embeddings from requests that can go on elsewhere."""
     limits = make_limits(generators=2, chunk_tokens=4, batch_tokens=8)
     cluster = ModelCluster(limits)
     cluster.submit(image_request("r", (b"first", 12), (b"second", 12)))
@@ -98,7 +98,7 @@ def test_tokens_are_kept_of_the_steps_that_a_running_request_took_part_in() -> N
 
 
 def _in_flight(first_steps: dict[int, int]) -> InFlightSteps:
-    """Return steps that are out, of requests by number and first step; a request's order is its number."""
+    """Steps in flight, of requests by number and first step; a request's order is its number."""
     requests: Any = {
         number: SimpleNamespace(number=number, order=(number, 0), first_step=first)
         for number, first in first_steps.items()
@@ -115,7 +115,7 @@ def test_oldest_of_several_preempted_requests_bounds_who_may_join() -> None:
 
 
 def test_tokens_are_forgotten_though_a_request_without_any_waits_for_its_last_step() -> None:
-    """It was preempted while its prompt was prefilled: no token of a step is its own."""
+    """It was preempted during its prefill: no step has a token of it."""
     steps = _in_flight({1: -1, 2: 3})
     for step in range(1, 5):
         steps.planned = step

@@ -1,4 +1,4 @@
-"""Only marked groups are asked for a step: that decides what asking all of them would, and no mark is missing."""
+"""Only marked groups are planned, with the same decisions as if all were, and no mark is missing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def run(seed: int) -> ModelCluster:
 
 
 def run_many() -> None:
-    """Run schedules until one fails."""
     for seed in range(100):
         run(seed)
 

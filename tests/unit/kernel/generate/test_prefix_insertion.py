@@ -1,4 +1,4 @@
-"""What of a request that ended stays in the prefix cache: the insertion policy says."""
+"""The insertion policy decides which blocks of a finished request stay in the prefix cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vsched_policies.insertion import Prompts, SecondTouch
 
 
 class Chosen(InsertionPolicy, frozen=True, kw_only=True):
-    """So many blocks; notes what it is shown."""
+    """Keeps this number of blocks; records its views."""
 
     blocks: int = 0
     views: ClassVar[list[InsertionView]] = []
@@ -22,7 +22,7 @@ class Chosen(InsertionPolicy, frozen=True, kw_only=True):
 
 
 def serve(cluster: ModelCluster, name: str, tokens: int, *, start: int = 10) -> int:
-    """Serve a request; return how many of its prompt's tokens were cached."""
+    """Serve a request; return the number of cached prompt tokens."""
     cluster.submit(make_request(name, words(tokens, start=start), max_tokens=6))
     cluster.drain()
     assert_served(cluster, name)
@@ -35,7 +35,7 @@ def cluster_with(policy: InsertionPolicy, **limits: Any) -> ModelCluster:
 
 
 def test_insertion_policy_says_how_many_blocks_stay() -> None:
-    """Blocks are of four tokens; of 12 + 5 tokens, four are full."""
+    """Blocks hold four tokens; of 12 + 5 tokens, four blocks are full."""
     cluster = cluster_with(Chosen(blocks=2))
     assert serve(cluster, "a", 12) == 0
     (view,) = Chosen.views
@@ -65,7 +65,7 @@ def test_insertion_policy_is_not_asked_about_nothing() -> None:
 
 
 def test_blocks_that_others_use_stay_until_they_end() -> None:
-    """What is not kept can be shared all the same, while the first is there."""
+    """Blocks that are not kept can still be shared while the first request is there."""
     cluster = cluster_with(Chosen(blocks=0))
     cluster.submit(make_request("long", words(12), max_tokens=40))
     cluster.run_generate()
@@ -77,7 +77,7 @@ def test_blocks_that_others_use_stay_until_they_end() -> None:
 
 
 def test_preempted_request_finds_what_it_computed() -> None:
-    """That is recomputation, no caching: the policy is asked at the end."""
+    """That is recomputation, not caching: the policy is called at the end."""
     cluster = cluster_with(Chosen(blocks=0), blocks=12, slots=2)
     for name, start in (("a", 10), ("b", 60)):
         cluster.submit(make_request(name, words(12, start=start), max_tokens=24))

@@ -1,4 +1,4 @@
-"""A request that takes its group down is found, and nobody else is ended for it."""
+"""A request that crashes its group is found, and no other request is ended for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def text(name: str, *, start: int = 10, max_tokens: int = 9) -> Any:
 
 
 def lose_while_running(cluster: ModelCluster, poison: str, group: str = "generate") -> int:
-    """Run a cluster in which a group is lost whenever a request is in it; return the losses."""
+    """Run a cluster in which a group is lost whenever it runs a given request; return the number of losses."""
     losses = 0
     for _ in range(500):
         if poison in cluster.ended:
@@ -49,7 +49,7 @@ def test_poison_alone_is_ended_at_its_second_loss() -> None:
 
 
 def test_poison_in_company_is_found_and_nobody_else_is_ended() -> None:
-    """Suspects come back one at a time; the one in quarantine when the group goes is the poison request."""
+    """Suspects come back one at a time; the one in quarantine when the group is lost is to blame."""
     cluster = ModelCluster(make_limits(slots=8))
     names = [f"r{number}" for number in range(7)]
     for number, name in enumerate(names):
@@ -64,7 +64,7 @@ def test_poison_in_company_is_found_and_nobody_else_is_ended() -> None:
 
 
 def test_suspects_of_two_losses_from_outside_are_cleared() -> None:
-    """A group that was killed from outside, however often, ends nobody as long as others run there."""
+    """A group that is killed from outside, however often, ends no request as long as others run there."""
     cluster = ModelCluster(make_limits(slots=4))
     names = [f"r{number}" for number in range(4)]
     for number, name in enumerate(names):
@@ -81,7 +81,7 @@ def test_suspects_of_two_losses_from_outside_are_cleared() -> None:
 
 
 def test_cleared_suspect_is_not_ended_for_one_more_loss() -> None:
-    """Whoever got past the place where it was starts over, even if it runs alone by then."""
+    """A request that got past the point of the loss starts over, even if it runs alone by then."""
     cluster = ModelCluster(make_limits(slots=2))
     cluster.submit(text("long", max_tokens=60))
     cluster.submit(text("short", start=40, max_tokens=15))
@@ -99,7 +99,7 @@ def test_cleared_suspect_is_not_ended_for_one_more_loss() -> None:
 
 
 def lose_repeatedly(cluster: ModelCluster, group: str, *, times: int) -> set[int]:
-    """Lose a group several times after a few steps each; return the numbers of those that ran there."""
+    """Lose a group several times after a few steps each; return the numbers of the requests that ran there."""
     running: set[int] = set()
     for _ in range(times):
         for _ in range(3):
@@ -112,7 +112,7 @@ def lose_repeatedly(cluster: ModelCluster, group: str, *, times: int) -> set[int
 
 @pytest.mark.parametrize("losses", [1, 2])
 def test_drain_finishes_what_ran_in_its_group_when_it_was_lost(losses: int) -> None:
-    """No other group takes such a request in, so a group that is drained must not leave it behind."""
+    """No other group accepts such a request, so draining must not leave it behind."""
     cluster = ModelCluster(make_limits(generators=2))
     names = [f"r{number}" for number in range(4)]
     for number, name in enumerate(names):

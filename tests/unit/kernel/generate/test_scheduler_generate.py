@@ -30,7 +30,7 @@ from vsched.testing import ModelCluster, default_policies, make_request
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_generate_decisions_go_out_ahead_of_results(depth: int) -> None:
-    """As many decisions are out as the depth allows before the first result is back, and never more."""
+    """The depth bounds the decisions in flight before the first result is back."""
     cluster = ModelCluster(make_limits(generate_depth=depth))
     cluster.submit(make_request("r", words(5), max_tokens=8))
     assert len(cluster.generate_log) == depth
@@ -43,7 +43,7 @@ def test_generate_decisions_go_out_ahead_of_results(depth: int) -> None:
 
 
 def test_generate_decision_after_a_finish_that_is_not_known_yet_is_harmless() -> None:
-    """One step ahead, a step may be out for a slot that has just finished: it yields nothing."""
+    """One step ahead, a step may be in flight for a slot that has just finished: it yields nothing."""
     cluster = ModelCluster(make_limits())
     cluster.submit(make_request("r", words(5), max_tokens=1))
     assert len(cluster.generate_log) == 2
@@ -106,7 +106,7 @@ def test_generate_tokens_are_emitted_before_the_end_they_belong_to() -> None:
 def test_generate_prefill_comes_in_chunks(
     prompt: int, chunk_tokens: int, batch_tokens: int, spans: list[tuple[int, int]]
 ) -> None:
-    """A chunk is bounded by the chunk size and by what the step has left."""
+    """A chunk is bounded by the chunk size and by the remaining tokens of the step."""
     cluster = ModelCluster(make_limits(chunk_tokens=chunk_tokens, batch_tokens=batch_tokens))
     cluster.submit(make_request("r", words(prompt)))
     cluster.drain()
@@ -134,12 +134,12 @@ def test_generate_step_never_exceeds_its_token_budget() -> None:
 
 
 def tight(**changes: object) -> SchedulerLimits:
-    """Return limits under which four requests start and not all can grow."""
+    """Limits under which four requests start and not all can grow."""
     return make_limits(**{"blocks": 14, "slots": 4, "prefix_cache": False, **changes})
 
 
 def run_preempted(policies: KernelPolicies | None = None) -> tuple[ModelCluster, list[list[str]]]:
-    """Run four growing requests and a late one; return who, older than a joining one, was left out."""
+    """Run four growing requests and a late one; return the states of older requests at each join."""
     cluster = ModelCluster(tight(), policies)
     for index in range(4):
         cluster.submit(make_request(f"r{index}", words(12, start=20 * index), max_tokens=24))
@@ -160,7 +160,7 @@ NAMES = ("r0", "r1", "r2", "r3", "r4")
 
 
 def test_generate_preempted_requests_return_in_their_order() -> None:
-    """Several preempted requests go to the front in their original order, before who came later."""
+    """Several preempted requests return to the front in their original order, before later arrivals."""
     cluster, passed = run_preempted()
     waited = [text for older in passed for text in older if "waiting for a slot" in text]
     assert waited == [], "a younger request took a slot while an older one waited"
@@ -168,34 +168,34 @@ def test_generate_preempted_requests_return_in_their_order() -> None:
     assert ["r1", "r2"] in joins, "two preempted requests return together, the older first"
     assert joined(cluster).index("r4") > max(joined(cluster).index(name) for name in NAMES[:4])
     assert [cluster.ended[name].times.preemptions > 0 for name in NAMES[:4]] == [
-        False,  # the oldest never gives way
+        False,  # the oldest is never preempted
         True,
         True,
         True,
     ]
     returns = len(joined(cluster)) - 5
-    ended_out = 1  # r4 was given up in the step that brought its last token: it need not return
+    ended_out = 1  # r4 was given up in the step with its last token: it need not return
     assert generate_statistics(cluster)["preemptions"] == returns + ended_out
     assert_served(cluster, *NAMES)
     assert_holds_nothing(cluster)
 
 
 def test_generate_younger_request_does_not_take_what_a_preempted_one_gave_up() -> None:
-    """The way to the front takes a step; nobody passes meanwhile, only to be preempted in turn."""
+    """Returning to the front takes a step; no request overtakes meanwhile, only to be preempted in turn."""
     _, passed = run_preempted()
     preempted = [text for older in passed for text in older if "preempted" in text]
     assert preempted == []
 
 
 class Oldest(PreemptionPolicy, frozen=True, kw_only=True):
-    """Names the worst victim there is."""
+    """Names the worst possible victim."""
 
     def victim(self, view: PreemptionView) -> int:
         return 0
 
 
 def test_generate_older_request_is_never_preempted_for_a_younger() -> None:
-    """Whatever the policy says, a request gives way to older ones only, which ensures progress."""
+    """Whatever the policy decides, a request is preempted for older ones only, which ensures progress."""
     cluster = ModelCluster(tight(blocks=6), default_policies(preemption=Oldest()))
     cluster.submit(make_request("old", words(9), max_tokens=4))  # never needs another block
     cluster.submit(make_request("young", words(12, start=50), max_tokens=8))
@@ -215,7 +215,7 @@ def test_generate_policy_that_names_the_oldest_still_lets_all_finish() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_generate_preempted_outputs_are_kept(depth: int, prefix_cache: bool) -> None:
-    """A preempted request goes on after its last token; ranks and kernel agree on what it has."""
+    """A preempted request resumes after its last token; ranks and kernel agree on its tokens."""
     cluster = ModelCluster(tight(generate_depth=depth, prefix_cache=prefix_cache, pages=8))
     for index in range(4):
         image = (b"image%d" % index, 10)
@@ -227,7 +227,7 @@ def test_generate_preempted_outputs_are_kept(depth: int, prefix_cache: bool) -> 
 
 
 def test_generate_request_waits_while_its_blocks_are_taken() -> None:
-    """What fits only later waits at its place; those behind it do not pass."""
+    """A request that does not fit yet waits at its place; those behind it do not overtake."""
     cluster = ModelCluster(make_limits(blocks=8, slots=4, prefix_cache=False, generate_depth=1))
     cluster.submit(make_request("first", words(20), max_tokens=4))
     cluster.submit(make_request("second", words(20, start=50), max_tokens=4))
@@ -252,7 +252,7 @@ class Held(AdmissionPolicy, frozen=True, kw_only=True):
 
 @pytest.mark.parametrize("stage", ["encode_admission", "generate_admission"])
 def test_scheduler_hold_sets_one_timer_and_its_time_ends_it(stage: str) -> None:
-    """Held entries are looked at again when the time has come, and nothing asks in between."""
+    """Held entries are examined again at that time; no call comes in between."""
     held = Held(until_ns=1_000_000)
     cluster = ModelCluster(make_limits(), default_policies(**{stage: held}))
     commands = cluster.submit(image_request("r1", (b"a", 8)))

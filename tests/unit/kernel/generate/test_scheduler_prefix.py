@@ -1,4 +1,4 @@
-"""The prefix cache: what a block's hash covers, and what a conversation's next turn still has to compute."""
+"""The prefix cache: contents of block hashes, and reuse across the turns of a conversation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vsched_policies.eviction import KeepNothing
 def next_turn(
     cluster: ModelCluster, request: Request, name: str, image: tuple[bytes, int]
 ) -> Request:
-    """Return the conversation so far, a new image and a new question."""
+    """The conversation so far, a new image and a new question."""
     history = [*request.prompt_token_ids, *cluster.outputs[request.request_id]]
     added = image_request(name, image, max_tokens=4)
     offset = len(history)
@@ -38,7 +38,7 @@ def next_turn(
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
-    """The next turn prefills the new tokens (and the rest of a block) and encodes the new image alone."""
+    """The next turn prefills the new tokens (and the rest of a block) and encodes only the new image."""
     cluster = ModelCluster(make_limits(block_size=block_size))
     request = image_request("turn1", (b"image1", 30), max_tokens=4)
     cluster.submit(request)
@@ -77,7 +77,7 @@ def test_prefix_second_turn_needs_no_embedding_of_the_turns_before() -> None:
 
 
 def test_prefix_second_turn_without_the_cache_computes_all_again() -> None:
-    """The counters of the test above do tell: without a prefix cache everything is prefilled twice."""
+    """A check of the test above: without a prefix cache everything is prefilled twice."""
     cluster = ModelCluster(make_limits(prefix_cache=False))
     request = image_request("turn1", (b"image1", 30))
     cluster.submit(request)
@@ -140,7 +140,7 @@ def test_prefix_hashes_cover_tokens_items_and_salt(
 
 
 def test_prefix_hashes_continue_where_they_stopped() -> None:
-    """Hashing in two goes gives what one go gives: outputs are hashed as they become known."""
+    """Hashing in two calls gives the same as one call: outputs are hashed as they become known."""
     items = (item(b"a", 2, 3), item(b"b", 6, 7))
     tokens = array("i", range(16))
     whole = chain_hashes(tokens, items, block_size=4, parent=b"")
@@ -163,7 +163,7 @@ def test_prefix_hashes_continue_where_they_stopped() -> None:
 def test_prefix_is_shared_only_with_equal_content_salt_and_adapter(
     image: bytes, salt: str, adapter: int, cached: int
 ) -> None:
-    """The same placeholders over another image, of another tenant or with another adapter find nothing."""
+    """The same placeholders for another image, of another tenant or with another adapter find nothing."""
     cluster = ModelCluster(make_limits())
     first = image_request("r1", (b"a", 14))
     cluster.submit(msgspec.structs.replace(first, adapter=7))
@@ -176,7 +176,7 @@ def test_prefix_is_shared_only_with_equal_content_salt_and_adapter(
 
 
 def test_prefix_of_a_running_request_is_shared() -> None:
-    """A block may be found as soon as the step that fills it is decided: ranks execute in order."""
+    """A block can be found as soon as the step that fills it is decided: ranks execute in order."""
     cluster = ModelCluster(make_limits(generate_depth=1))
     cluster.submit(make_request("r1", words(40), max_tokens=30))
     cluster.submit(make_request("r2", words(40), max_tokens=30))
@@ -199,7 +199,7 @@ def test_prefix_always_leaves_a_token_to_compute() -> None:
 
 
 def test_prefix_blocks_are_evicted_from_their_end() -> None:
-    """The end of a prefix goes before its beginning, so what stays can still be found."""
+    """The end of a prefix is evicted before its beginning, so the rest can still be found."""
     cluster = ModelCluster(make_limits(blocks=12))
     cluster.submit(make_request("long", words(39), max_tokens=1))
     cluster.drain()

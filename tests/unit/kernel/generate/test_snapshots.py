@@ -1,4 +1,4 @@
-"""Snapshots of states: where they are taken, who goes on from one, and which give way."""
+"""Snapshots of recurrent states: when they are taken, used and evicted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def writes(cluster: ModelCluster) -> list[tuple[int, int]]:
 
 
 def serve(cluster: ModelCluster, name: str, text: list[int]) -> int:
-    """Serve a request to its end; return how many of its tokens were cached."""
+    """Serve a request to its end; return the number of its cached tokens."""
     cluster.submit(make_request(name, text))
     cluster.drain()
     assert_served(cluster, name)
@@ -38,7 +38,7 @@ def cluster_of(places: int | None, **changes: object) -> ModelCluster:
 
 
 def test_next_turn_goes_on_from_the_last_end_of_a_block() -> None:
-    """Of the prompt before: the answer's blocks are cached, too, and of no use."""
+    """Of the last prompt: the blocks of the response are cached too, but without a state."""
     cluster = cluster_of(3)
     text = words(13)
     assert serve(cluster, "turn1", text) == 0
@@ -50,7 +50,7 @@ def test_next_turn_goes_on_from_the_last_end_of_a_block() -> None:
 
 
 def test_shared_beginning_is_kept_once_it_was_seen_twice() -> None:
-    """The second request computes it anew and leaves a snapshot where it ends; the third goes on there."""
+    """The second request computes it again and leaves a snapshot at its end; the third resumes there."""
     cluster = cluster_of(8)
     shared = words(20)
     assert serve(cluster, "one", [*shared, *words(7, start=100)]) == 0
@@ -72,7 +72,7 @@ def test_snapshots_give_way_in_the_order_of_the_policy() -> None:
 
 @pytest.mark.parametrize("places", [0, 1])
 def test_without_a_place_all_is_computed(places: int) -> None:
-    """No place at all, or a policy that keeps nothing."""
+    """No snapshots at all, or a policy that keeps nothing."""
     policies = default_policies(prefix_eviction=KeepNothing()) if places else None
     limits = make_limits(block_size=4, state_snapshots=places)
     cluster = ModelCluster(limits, policies)

@@ -1,4 +1,4 @@
-"""Nothing moves: a prefill in a slot waits for an embedding whose pages belong to an older request that waits."""
+"""Stalls: a prefill in a slot waits for an embedding whose pages belong to an older, waiting request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vsched.testing import ModelCluster, default_policies, make_request
 
 
 def stalling(limits: SchedulerLimits, *, prefills: int) -> ModelCluster:
-    """Return a cluster whose next event stalls: an image takes all pages, and its request waits behind prefills.
+    """A cluster whose next event stalls: an image takes all pages, and its request waits behind prefills.
 
     The oldest request waited for its image; younger ones joined with text, and wait for images behind it.
     """
@@ -38,7 +38,7 @@ def finish_prefills(cluster: ModelCluster) -> None:
 
 
 def test_youngest_stalled_prefill_gives_way_to_the_front() -> None:
-    """The one before it keeps its slot and what it has computed."""
+    """The older prefill keeps its slot and its computed tokens."""
     limits = make_limits(blocks=16, pages=4, chunk_tokens=8, prefix_cache=False)
     cluster = stalling(limits, prefills=2)
     with observed() as reached:
@@ -54,7 +54,7 @@ def test_youngest_stalled_prefill_gives_way_to_the_front() -> None:
 
 
 def test_front_that_fits_joins_before_any_prefill_gives_way() -> None:
-    """The policy chose another, without room; the front was not asked behind it."""
+    """The policy chose a request that did not fit; the front was not tried after it."""
     limits = make_limits(blocks=16, pages=4, chunk_tokens=8, prefix_cache=False)
     cluster = stalling(limits, prefills=1)
     while cluster.busy("generate"):

@@ -1,4 +1,4 @@
-"""Prefill beside decodes is cut to the time that a step has."""
+"""Prefill in steps with decodes is cut to the time budget of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DECODES, DECODE_NS, TOKEN_NS, PAIR_NS = 8, 5_000_000, 60_000, 40
 
 
 def decodes_ns(decodes: int) -> int:
-    """What so many decodes take: a part that all share, and as much as a token each."""
+    """Time of a number of decodes: a shared part, and the time of a token for each."""
     return DECODE_NS + (decodes - DECODES) * TOKEN_NS if decodes else 0
 
 
@@ -32,7 +32,7 @@ def tell(
     *,
     decodes: int = DECODES,
 ) -> None:
-    """Have a step take so long."""
+    """Report the time of a step to the model."""
     budget = model.start_step(1_000_000, decodes=decodes)
     budget.take(start, tokens)
     model.note(step, decodes, budget)
@@ -64,7 +64,7 @@ def test_model_fills_a_step_up_to_its_target_wherever_the_chunk_lies(start: int)
 
 
 def test_model_tells_how_long_decodes_may_wait_for_something_else() -> None:
-    """What a step's prefill may take, an encoder in the same process may; nothing binds it where none wait."""
+    """The budget of prefill in a step also applies to an encoder in the same process; without decodes there is none."""
     assert learned(25_000_000).left_ns(DECODES) == pytest.approx(20_000_000, rel=0.01)
     assert learned(6_000_000, ratio=4).left_ns(DECODES) == pytest.approx(15_000_000, rel=0.01)
     assert learned(DECODE_NS, ratio=1).left_ns(DECODES) >= 1
@@ -89,7 +89,7 @@ def test_model_allows_a_multiple_of_decoding_alone_when_the_target_is_below_it(
 
 @pytest.mark.parametrize("decodes", [1, 8, 32, 128])
 def test_model_knows_what_many_decode_cost_though_it_saw_only_few_alone(decodes: int) -> None:
-    """While requests wait, every step has prefill: decodes by themselves are never seen at that number."""
+    """While requests wait, every step has prefill: that number of decodes is never seen alone."""
     model = learned(1, 5.0)
     for step in range(100, 110):
         run_step(model, step, 0, 64 + step, decodes=decodes)
@@ -101,7 +101,7 @@ def test_model_knows_what_many_decode_cost_though_it_saw_only_few_alone(decodes:
 
 
 def test_model_takes_no_decode_for_dearer_than_the_mean_of_those_it_saw() -> None:
-    """On a GPU a prompt token can cost what a decode does, and reading the weights is shared by all."""
+    """On a GPU a prompt token can cost as much as a decode, and all share the reading of the weights."""
     model = StepTimeModel(1, 2.0, block_size=16)
     run_step(model, 0, 0, 0)
     for step in range(1, 10):
@@ -134,7 +134,7 @@ def test_model_shares_a_step_between_its_chunks() -> None:
 
 
 def test_model_begins_no_further_chunk_in_less_than_the_time_of_a_block() -> None:
-    """What is left when a chunk was cut to whole blocks would else go to a block of another prompt in every step."""
+    """Time left after a chunk is cut to whole blocks would otherwise go to another prompt in every step."""
     budget = learned(40_000_000).start_step(5_000, decodes=DECODES)
     budget.take(0, budget.tokens_at(0))
     assert budget.spent

@@ -1,4 +1,4 @@
-"""The kernel carries out what a step policy says, and sees to it that everybody advances in the end."""
+"""The kernel carries out the step policy's decisions, and ensures that every request advances in the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEEN: list[StepView] = []
 
 
 class Scripted(StepPolicy, frozen=True, kw_only=True):
-    """Gives the answers of a test, then advances all in order."""
+    """Returns the test's decisions, then advances all requests in order."""
 
     def share(self, view: StepView) -> Any:
         SEEN.append(view)
@@ -32,7 +32,7 @@ NOBODY = StepShares([])
 
 
 def cluster_of(*prompts: int, answers: list[Any], **limits: Any) -> ModelCluster:
-    """Return a cluster in which requests with such prompts have joined with a block each, and nothing is in flight."""
+    """A cluster in which requests with these prompts have joined with a block each, and no step is in flight."""
     SEEN.clear()
     ANSWERS.clear()
     made = make_limits(generate_depth=1, chunk_tokens=4, **limits)
@@ -47,7 +47,7 @@ def cluster_of(*prompts: int, answers: list[Any], **limits: Any) -> ModelCluster
 
 
 def chunks(cluster: ModelCluster) -> list[tuple[int, int]]:
-    """Return the slot and the tokens of each chunk of the next step."""
+    """Slot and tokens of each chunk of the next step."""
     cluster.run_generate()
     return [(chunk.slot, chunk.stop - chunk.start) for chunk in cluster.decisions[-1].chunks]
 
@@ -110,7 +110,7 @@ def test_step_default_is_all_in_order(answer: Any) -> None:
 
 
 def test_step_policy_is_asked_about_requests_that_can_go_on() -> None:
-    """Before its image is encoded, there is nothing to say of the rest of a prompt."""
+    """Until its image is encoded, a request cannot take more of its prompt."""
     SEEN.clear()
     ANSWERS.clear()
     limits = make_limits(chunk_tokens=4)
@@ -127,7 +127,7 @@ def test_step_policy_is_asked_about_requests_that_can_go_on() -> None:
 
 
 def test_request_that_waits_for_an_embedding_holds_up_nobody() -> None:
-    """The policy lets only that one go on."""
+    """The policy advances only that request."""
 
     class Last(StepPolicy, frozen=True, kw_only=True):
         def share(self, view: StepView) -> StepShares:

@@ -1,4 +1,4 @@
-"""The places of swapped requests, one call at a time: what is kept, how far it reaches, what is copied and let go."""
+"""Host memory of swapped requests, call by call: blocks kept, copied and freed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def space(places: int) -> SwapSpace:
 def running(
     number: int, pool: BlockPool, blocks: int, *, prompt_logprobs: int | None = None
 ) -> RequestState:
-    """Return a request of so many blocks, whose last token is not computed."""
+    """A request of this number of blocks, whose last token is not computed."""
     request = make_request(f"r{number}", words(BLOCK * blocks))
     sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
     request = msgspec.structs.replace(request, sampling=sampling)
@@ -47,7 +47,7 @@ def pairs(flat: list[int]) -> list[tuple[int, int]]:
 
 
 def waits(swap: SwapSpace) -> bool:
-    """Return whether there are copies for the next decision."""
+    """Return True if the next decision has copies."""
     return swap.pending
 
 

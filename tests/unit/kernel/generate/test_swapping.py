@@ -42,7 +42,7 @@ from vsched.types import FinishReason
 
 
 class Swapping(PreemptionPolicy, frozen=True, kw_only=True):
-    """The youngest, to host memory."""
+    """Swaps out the youngest."""
 
     def victim(self, view: PreemptionView) -> Preemption:
         return Preemption(len(view.running) - 1, "swap")
@@ -52,7 +52,7 @@ SWAPPING = default_policies(preemption=Swapping())
 
 
 def tight(**changes: object) -> SchedulerLimits:
-    """Return limits under which four requests start and not all can grow."""
+    """Limits under which four requests start and not all can grow."""
     base = {"blocks": 14, "slots": 4, "prefix_cache": False, "swap_blocks": 40}
     return make_limits(**{**base, **changes})
 
@@ -100,7 +100,7 @@ def test_swapped_request_goes_on_where_it_was(depth: int, prefix_cache: bool) ->
 
 
 def test_swap_without_room_recomputes() -> None:
-    """The kernel disposes: what has no room in host memory is computed again."""
+    """Without space in host memory, requests are recomputed."""
     cluster = run_growing(tight(swap_blocks=2))
     assert generate_statistics(cluster)["preemptions"] > 0
     assert generate_statistics(cluster)["swapped_out"] == 0
@@ -110,7 +110,7 @@ def test_swap_without_room_recomputes() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_swapped_request_with_drafts_in_flight_goes_on_where_it_was(depth: int) -> None:
-    """How much of it is computed is known when it has settled: what is kept is the most that it can be."""
+    """Its number of computed tokens is known when it has settled: until then, the maximum is kept."""
     policies = default_policies(preemption=Swapping(), drafting=Three())
     limits = tight(generate_depth=depth, drafts=True, slots=7)
     cluster = run_growing(limits, policies)
@@ -122,7 +122,7 @@ def test_swapped_request_with_drafts_in_flight_goes_on_where_it_was(depth: int) 
 
 
 def test_swapped_images_are_not_encoded_again() -> None:
-    """What was computed from an embedding is in the blocks: nothing of it is claimed to go on."""
+    """The KV blocks contain their results: no embedding is claimed to resume."""
     cluster = ModelCluster(tight(pages=8), SWAPPING)
     for index in range(4):
         cluster.submit(image_request(f"r{index}", (b"image%d" % index, 10), max_tokens=24))
@@ -134,7 +134,7 @@ def test_swapped_images_are_not_encoded_again() -> None:
 
 
 def test_swap_copies_only_what_others_do_not_hold() -> None:
-    """Blocks of a prefix that another request holds stay where they are, and both go on from them."""
+    """Blocks of a prefix that another request holds stay where they are, and both resume from them."""
     cluster = ModelCluster(
         make_limits(blocks=13, slots=2, swap_blocks=40, generate_depth=1), SWAPPING
     )
@@ -154,7 +154,7 @@ def test_swap_copies_only_what_others_do_not_hold() -> None:
 
 
 def test_swapped_request_whose_shared_prefix_is_gone_is_recomputed() -> None:
-    """What it left to others may be evicted once those end: what lies behind is of no use then."""
+    """Once its other holders end, the shared prefix may be evicted, and the blocks after it become useless."""
     cluster = ModelCluster(make_limits(blocks=13, slots=2, swap_blocks=40), SWAPPING)
     prefix = words(16)
     cluster.submit(make_request("r0", [*prefix, 1, 2], max_tokens=28))
@@ -211,13 +211,13 @@ def test_swapped_request_is_restored_from_a_snapshot() -> None:
 
 
 def test_swapping_models_with_a_state_is_refused() -> None:
-    """KV without the state is of no use, and a state has no place to go to."""
+    """KV without the state is useless, and states cannot be swapped."""
     with pytest.raises(ValueError, match="state"):
         make_limits(swap_blocks=4, state_snapshots=4)
 
 
 def swap_limits(rng: random.Random) -> SchedulerLimits:
-    """Return random limits with room for swapping, where the model can."""
+    """Return random limits with host memory for swapping, for models that allow it."""
     limits = random_limits(rng)
     while limits.state_snapshots is not None:
         limits = random_limits(rng)
@@ -225,7 +225,7 @@ def swap_limits(rng: random.Random) -> SchedulerLimits:
 
 
 def run_seed(seed: int) -> int:
-    """Run a random schedule in which all that can is swapped; return how many blocks came back."""
+    """Run a random schedule in which every preemption swaps if possible; return the number of blocks restored."""
     rng = random.Random(seed)
     limits = msgspec.structs.replace(swap_limits(rng), blocks=rng.randint(12, 40))
     policies = SWAPPING if seed % 3 else random_policies(rng)
@@ -238,12 +238,12 @@ def run_seed(seed: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 120, 40))
 def test_swapping_keeps_every_promise_under_random_schedules(first: int) -> None:
-    """With faults, aborts, drafts, shared prefixes and images, under any policy: nothing is lost, wrong or stuck."""
+    """With faults, aborts, draft tokens, shared prefixes and images, under any policy."""
     assert sum(map(run_seed, range(first, first + 40))) > 0
 
 
 class Mistake(NamedTuple):
-    """Texts of a method that are changed, each from what is right to what is wrong."""
+    """Replacements in the source of a method, from right to wrong."""
 
     kind: type
     name: str
@@ -284,7 +284,7 @@ MISTAKES = {
 
 
 def mistaken(mistake: Mistake) -> Callable[..., object]:
-    """Return a method with these texts changed."""
+    """Return the method with these replacements."""
     _, name, changes = mistake
     method = getattr(mistake.kind, name)
     source = textwrap.dedent(inspect.getsource(method))
@@ -297,7 +297,7 @@ def mistaken(mistake: Mistake) -> Callable[..., object]:
 
 
 def run_all() -> None:
-    """Run what a mistake has to be noticed by."""
+    """Run the tests that must notice a mistake."""
     for what in ("lose all", "drain"):
         test_swapped_request_that_ends_or_moves_holds_nothing(what)
     test_swapped_request_with_drafts_in_flight_goes_on_where_it_was(2)
@@ -311,7 +311,7 @@ def test_swapping_mistakes_are_noticed(mistake: str, monkeypatch: pytest.MonkeyP
     """A copy that is forgotten, made too late or to the wrong place fails some random run."""
 
     def late(self: SwapSpace) -> object:
-        """Return the copies that the decision before should have had."""
+        """Return the copies of the decision before."""
         kept = getattr(self, "kept_back", None)
         self.kept_back = SwapSpace.take_copies(self) if self.pending else None  # type: ignore[attr-defined]
         return kept
@@ -331,7 +331,7 @@ def running(*tokens: int) -> list[RunningView]:
 
 
 class Answers(PreemptionPolicy, frozen=True, kw_only=True):
-    """Answers what it is told to."""
+    """Returns the given decisions."""
 
     answer: object
 
@@ -351,7 +351,7 @@ class Answers(PreemptionPolicy, frozen=True, kw_only=True):
     ],
 )
 def test_preemption_answers_are_checked(answer: object, found: Preemption, faults: int) -> None:
-    """A number means recomputation; what names no victim or no manner is a fault, and the default decides."""
+    """A number means recomputation; without a victim or a valid mode it is a fault, and the default decides."""
     told = PolicyFaults()
     view = PreemptionView(now_ns=0, running=running(4, 8))
     assert ask_preemption(PolicySeat(Answers(answer=answer), told), view) == found

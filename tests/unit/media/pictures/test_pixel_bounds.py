@@ -1,4 +1,4 @@
-"""Requests say between how many pixels an image is resized."""
+"""Requests with bounds of the pixels to which an image is resized."""
 
 from __future__ import annotations
 

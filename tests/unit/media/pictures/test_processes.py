@@ -1,4 +1,4 @@
-"""Large images have processes of their own, and what happens to one of these is told to its request alone."""
+"""Large images are processed in separate processes, whose failures only affect their own request."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ArenaBench:
         return found
 
     async def all_back(self) -> None:
-        """Wait until nobody holds space or bytes."""
+        """Wait until all space and bytes have been returned."""
         await until(lambda: not self.pipeline.statistics().decode.bytes_used)
         assert self.store.statistics().bytes_held == 0
 
@@ -76,14 +76,14 @@ def make_bench(prepare_s: float) -> Iterator[ArenaBench]:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[ArenaBench]:
-    """Return a bench where every image is large."""
+    """A bench where every image is large."""
     monkeypatch.setattr(processes, "LARGE_BYTES", 0)
     yield from make_bench(30.0)
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[ArenaBench]:
-    """Return the same, where no image has much time."""
+    """The same with a short deadline per image."""
     monkeypatch.setattr(processes, "LARGE_BYTES", 0)
     yield from make_bench(0.2)
 
@@ -91,7 +91,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[ArenaBench]:
 async def test_large_images_are_not_processed_here(
     bench: ArenaBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process writes to the arena, where an extent need not begin at a page."""
+    """A process writes to the arena, where an extent may begin within a page."""
 
     def fail(*_: object) -> NoReturn:
         raise AssertionError("decoded in the engine")
@@ -135,7 +135,7 @@ async def test_headers_that_native_code_parses_are_read_in_a_process(
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP"])
 def test_what_is_decoded_has_a_bound_in_bytes(kind: str) -> None:
-    """Whatever the format and size: no image in a kept process may take more than `LARGE_BYTES`."""
+    """In any format and size, an image in a kept process may take at most `LARGE_BYTES`."""
     rng = random.Random(kind)
     settings = MediaSettings(decode_bytes=1 << 40)
     measurer = Measurer(FaultyPreprocessor(model_info(item_tokens_max=1 << 40)), settings, {}, {})
@@ -143,7 +143,7 @@ def test_what_is_decoded_has_a_bound_in_bytes(kind: str) -> None:
         high = rng.randint(wide // 2, wide)
         url = data_url(image_bytes(wide, high, kind=kind), f"image/{kind.lower()}")
         [image] = measurer.measure([url], {}, "", lambda _: None)
-        # What Pillow stores of it is part of what it may take.
+        # Pillow's storage is part of this bound.
         assert image.work_bytes >= 4 * wide * high
 
 
@@ -159,7 +159,7 @@ def test_what_is_decoded_has_a_bound_in_bytes(kind: str) -> None:
 async def test_what_cannot_be_decoded_is_refused(
     bench: ArenaBench, content: bytes, code: str
 ) -> None:
-    """By the process itself, which goes by the same limits, whatever was looked at before."""
+    """By the process itself, with the same limits as for the check of the header."""
     measurer = Measurer(FaultyPreprocessor(), MediaSettings(), {}, {})
     [image] = measurer.measure([data_url(image_bytes())], {}, "", lambda _: None)
     made = picture_processes(FaultyPreprocessor(), LIMITS, arena_fd=bench.arena.fd, deadline_s=30.0)
@@ -201,7 +201,7 @@ async def test_processor_that_raises_fails_its_image(bench: ArenaBench) -> None:
 
 
 async def test_process_that_hangs_is_killed(hasty: ArenaBench) -> None:
-    """The request is told in time, and space and bytes come back, which a thread would keep for ever."""
+    """The request fails in time, and its space and bytes return, which a thread would hold for ever."""
     with pytest.raises(RequestRefused, match=r"media\.prepare_s") as caught:
         await hasty.values(HANGS)
     assert caught.value.code == "prepare_timeout"
@@ -234,14 +234,14 @@ async def test_server_that_cannot_start_is_told(
 
 
 async def test_processes_end_with_their_server(bench: ArenaBench) -> None:
-    """As when the engine is gone, whatever they are at."""
+    """As after the engine's death, whatever they are doing."""
     task = asyncio.ensure_future(bench.values(HANGS))
     await until(lambda: bool(bench.pictures.pid and children(bench.pictures.pid)))
     server = bench.pictures.pid
     [child] = children(server)
     bench.pictures.close()
     async with patience():
-        # The latter where the process was forked, but had not been handed over.
+        # The latter if the process was forked, but not handed over yet.
         with pytest.raises(RequestFailed, match="its process died|is stopping"):
             await task
     await until(lambda: not os.path.exists(f"/proc/{child}"))

@@ -1,4 +1,4 @@
-"""Anthropic's answers: the same streamed and whole, and errors in its shape."""
+"""Responses of Anthropic's API: streaming and non-streaming ones agree, and errors have its shape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 def merged(events: list[Any]) -> dict[str, Any]:
-    """Return the message that a client makes of a stream, checking the order of its events."""
+    """Return the message that a client assembles from a stream, checking the order of its events."""
     assert events[0]["type"] == "message_start"
     assert events[-1] == {"type": "message_stop"}
     message: dict[str, Any] = events[0]["message"]

@@ -1,4 +1,4 @@
-"""What Anthropic's bodies mean as chats."""
+"""Requests of Anthropic's API as chats."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def image(data: str = "AAAA") -> dict[str, Any]:
 
 
 def plain(request: ChatRequest) -> list[dict[str, Any]]:
-    """Return messages as builtins, without what they leave open."""
+    """Return messages as builtins, without unset fields."""
     return [
         {key: value for key, value in message.items() if value is not None}
         for message in msgspec.to_builtins(request.messages)
@@ -294,7 +294,7 @@ async def test_another_model_and_a_missing_key_are_told_in_the_same_shape() -> N
 
 
 async def test_large_images_go_beside_the_body() -> None:
-    """As those of chats do: their base64 is never decoded as a text."""
+    """As in chats: their base64 is never decoded as a text."""
     large = base64.b64encode(bytes(range(256)) * (SMALL_BYTES // 256)).decode()
     assert len(large) > max(SMALL_BYTES, LONG_BYTES)
     result = {"type": "tool_result", "tool_use_id": "1", "content": [image(large)]}

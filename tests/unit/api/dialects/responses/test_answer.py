@@ -1,4 +1,4 @@
-"""OpenAI's responses: events in their order, the same streamed and whole."""
+"""OpenAI's responses: order of events; streaming and non-streaming ones agree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 def merged(events: list[Any]) -> dict[str, Any]:
-    """Return the response that a client makes of a stream, checking the order and the numbers of its events."""
+    """Return the response that a client assembles from a stream, checking the order and numbers of its events."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     created, in_progress, *inner, last = events
     assert (created["type"], in_progress["type"]) == ("response.created", "response.in_progress")
@@ -42,7 +42,7 @@ def merged(events: list[Any]) -> dict[str, Any]:
 
 
 def item_of(events: list[Any], index: int) -> Any:
-    """Take the events of one item, from its beginning to its end."""
+    """Return the events of one item, from its beginning to its end."""
     added = events.pop(0)
     assert (added["type"], added["output_index"]) == ("response.output_item.added", index)
     item = added["item"]
@@ -73,7 +73,7 @@ def item_of(events: list[Any], index: int) -> Any:
 
 
 def bare(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item without ids and what is always empty."""
+    """Return an item without ids and fields that are always empty."""
     names = {"type", "status", "name", "arguments"} & set(item)
     return {name: item[name] for name in names} | {
         "text": "".join(part["text"] for part in item.get("content", ()))
@@ -128,7 +128,7 @@ def told(*tokens: str) -> list[TokenLogprob]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_logprobs_are_those_of_the_texts(*, stream: bool) -> None:
-    """A thought's tokens are not told; half a character, and the token that ends it, are with the text."""
+    """Reasoning tokens are left out; half a character, and the token that completes it, come with the text."""
     engine = FakeEngine(
         OutputDelta("<think>", [60], told("<")),
         OutputDelta("h</think>", [104, 62], told("h", ">")),

@@ -1,4 +1,4 @@
-"""What OpenAI's bodies for responses mean as chats."""
+"""Requests of OpenAI's Responses API as chats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def meant(**fields: Any) -> ChatRequest:
 
 
 def plain(request: ChatRequest) -> list[dict[str, Any]]:
-    """Return messages as builtins, without what they leave open."""
+    """Return messages as builtins, without unset fields."""
     return [
         {key: value for key, value in message.items() if value is not None}
         for message in msgspec.to_builtins(request.messages)
@@ -41,7 +41,7 @@ def test_a_text_with_instructions() -> None:
 
 
 def test_a_history_of_items() -> None:
-    """What one turn of the model was made of is one message again."""
+    """Items of one turn of the model are merged into one message."""
     request = meant(
         input=[
             {"role": "user", "content": [TEXT, IMAGE]},
@@ -130,7 +130,7 @@ async def test_what_changes_nothing_is_taken() -> None:
 
 @pytest.mark.parametrize("store", [True, False, None])
 async def test_store_is_taken_as_in_chats(store: bool | None) -> None:
-    """It changes no answer; that nothing is stored stands in the one of responses."""
+    """It has no effect on a chat; responses report that nothing is stored."""
     reply = await post(FakeEngine(), RESPONSES, body(store=store))
     assert (reply.status, reply.json["store"]) == (200, False)
     assert (await post(FakeEngine(), CHAT, chat(store=store))).status == 200
@@ -220,7 +220,7 @@ async def test_what_is_no_request_is_refused(raw: bytes) -> None:
 
 
 async def test_large_images_go_beside_the_body() -> None:
-    """As those of chats do: their base64 is never decoded as a text."""
+    """As in chats: their base64 is never decoded as a text."""
     large = base64.b64encode(bytes(range(256)) * (SMALL_BYTES // 256)).decode()
     before = "data:image/png;base64,"
     image = {"type": "input_image", "image_url": before + large}
