@@ -1,4 +1,4 @@
-"""From a configuration to worker groups: who serves what, where, and what each rank is told of the model."""
+"""From a configuration to worker groups: groups, devices, and the facts of the model for each rank."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_batch_cap_of_encoders_is_shared_by_replicas() -> None:
 
 @pytest.mark.parametrize(("fact", "longest"), [("item_atomic", 900), ("prompt_atomic", 1000)])
 def test_a_step_holds_what_sees_itself(fact: str, longest: int) -> None:
-    """The kernel is told, ranks measure memory for chunks so long, and an image that fits no step is an error."""
+    """Kernel and profiling run use chunks of that length, and an image that fits no step is an error."""
     info = msgspec.structs.replace(INFO, item_tokens_max=900, **{fact: True})
     config = config_of(
         "generate.max_batch_tokens=1010", "generate.slots=10", "generate.chunk_tokens=64"
@@ -159,7 +159,7 @@ def test_kernel_is_told_how_long_a_request_may_wait() -> None:
     ("set_", "hooks_s"), [("generate.slots=1", None), ("generate.hooks_s=0", 0.0), ("generate.hooks_s=9", 9.0)]
 )  # fmt: skip
 def test_leaders_are_told_when_periodic_work_is_due(set_: str, hooks_s: float | None) -> None:
-    """The worker's own interval unless the operator says another."""
+    """The worker's own interval unless the operator sets another."""
     assert leader_deadlines(config_of(set_)).hooks_s == hooks_s
 
 
@@ -170,7 +170,7 @@ def test_ranks_without_heads_of_their_own_keep_the_whole_kv_cache() -> None:
 
 
 def test_rank_is_told_its_share_of_the_kv_cache() -> None:
-    """What a token takes on one rank; statistics speak of all ranks together."""
+    """Bytes of a token on one rank; statistics sum over all ranks."""
     config = config_of(*TWO_BY_TWO)
     policies = resolve_policies(config)
     arena = Arena.create(LAYOUT)
@@ -247,7 +247,7 @@ class OddPlugin:
 
 
 def test_parallel_sizes_are_checked_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not divide is told by the plug-in; one rank needs no check."""
+    """The plug-in refuses sizes that do not divide; one rank needs no check."""
     plugin: Any = OddPlugin()
     plugin.asked = []
     monkeypatch.setattr("vsched.assembly.load_worker", lambda name, path: plugin)
@@ -304,7 +304,7 @@ def test_swap_memory_that_is_of_no_use_is_refused(
 
 
 def test_kv_cache_in_8_bits_is_what_everybody_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte for a value and two for the scale of a head; a plug-in that tells no heads is refused."""
+    """A byte for a value and two for the scale of a head; a plug-in without the number of heads is refused."""
     plugin = FakePlugin()
     found = msgspec.structs.replace(INFO, dtype="bfloat16", kv_bytes_per_token=256)
     monkeypatch.setattr("vsched.assembly.load_worker", lambda *_, **__: plugin)
@@ -322,7 +322,7 @@ def test_kv_cache_in_8_bits_is_what_everybody_is_told_of(monkeypatch: pytest.Mon
 def test_swap_memory_of_a_plugin_that_cannot_swap_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is never asked to; where nothing is set aside, it is served."""
+    """Without swap memory it is served: it never has to swap."""
     plugin = FakePlugin()
     monkeypatch.setattr("vsched.assembly.load_worker", lambda *_, **__: plugin)
     monkeypatch.setattr(plugin, "inspect", lambda *_, **__: INFO, raising=False)

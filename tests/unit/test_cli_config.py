@@ -36,7 +36,7 @@ def test_cli_config_check_accepts_a_file(tmp_path: Path) -> None:
 
 
 def test_cli_config_check_looks_at_the_checkpoint(tmp_path: Path) -> None:
-    """What `vsched serve` would say of it at once, `config check` says, too."""
+    """`config check` reports the same errors as the start of `vsched serve`."""
     with pytest.raises(CheckpointError, match="checkpoint 'nowhere' does not exist. Remedy: "):
         run("config", "check", "--set", f"model.path={tmp_path / 'nowhere'}")
     there = ["config", "check", "--set", f"model.path={ROOT / 'workers/demo-model'}"]
@@ -120,7 +120,7 @@ def test_cli_refusal_is_a_line_for_each_problem(
 
 
 def test_cli_knows_all_commands_by_name() -> None:
-    """What a name stands for is imported alone, and adds the command of that name."""
+    """Only the module of a command is imported, and adds the command of that name."""
     import_commands()
     command: Any = typer.main.get_command(app)
     assert sorted(command.commands) == sorted(COMMANDS)
@@ -130,7 +130,7 @@ def test_cli_knows_all_commands_by_name() -> None:
 
 
 def _defined_near(function: Any, module: str) -> bool:
-    """Whether a command is defined in a module, or in one of those that it takes commands from."""
+    """Return True if a command is defined in a module, or in one that the module takes commands from."""
     found = inspect.unwrap(function)
     return found.__module__ == module or found in vars(importlib.import_module(module)).values()
 

@@ -1,4 +1,4 @@
-"""The pure parts of what runs clients against vsched: checks, their results, the table."""
+"""The pure parts of the runner of client checks: checks, their results, the table."""
 
 from __future__ import annotations
 

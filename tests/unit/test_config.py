@@ -1,4 +1,4 @@
-"""The configuration: bounds, precedence, origins, and what each refusal says."""
+"""The configuration: bounds, precedence, origins, and errors."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_config_key_of_another_section_is_found() -> None:
 def test_config_warns_of_a_variable_with_single_underscores(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is not refused: a Kubernetes service of a fitting name sets such variables, too."""
+    """It is not refused: a Kubernetes service of a matching name sets such variables, too."""
     environ = {"VSCHED_GENERATE__SLOTS": "2", "VSCHED_SERVER_PORT": "1", "VSCHED_API_KEY": "x"}
     assert load_config(None, environ=environ).config == Config()
     assert caplog.messages == [
@@ -377,12 +377,12 @@ def test_config_memory_size_in_bytes_replaces_the_one_in_tokens() -> None:
     ],
 )
 def test_config_item_limit_is_the_encode_budget(sets: list[str], expected: int | None) -> None:
-    """One knob; its default derives from the batch budget; 0 is nothing anyone reads."""
+    """One setting; its default derives from the batch budget; 0 means no limit."""
     assert load_config(None, sets=sets, environ={}).policies.item_tokens_max == expected
 
 
 def test_config_default_item_limit_is_the_one_that_is_told() -> None:
-    """Help, schema and docs name the key that the default comes from, and 0 as the way out."""
+    """Help, schema and docs name the key that the default comes from, and 0 as the remedy."""
     told = keys_table().split("| `encode.admission` |")[1].split("\n")[0]
     assert "by default it is `generate.max_batch_tokens`, and 0 switches both limits off" in told
     fields = load_policy_class("admission", "token-budget").__doc__

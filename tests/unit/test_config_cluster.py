@@ -1,4 +1,4 @@
-"""Hosts in a configuration: what nothing can be started on is refused, with what to do."""
+"""Hosts in a configuration: impossible ones are refused, with a remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_cluster_that_nothing_starts_on_needs_no_key(sets: list[str]) -> None:
 
 @pytest.mark.parametrize("address", ["auto", "head:6379", "10.0.0.1:6379", "[fd00::1]:6379"])
 def test_cluster_on_ray_needs_no_key(address: str) -> None:
-    """And a stage whose list is empty starts there."""
+    """A stage whose list is empty starts there."""
     sets = [f'cluster.ray="{address}"', 'cluster.encode=["local"]']
     cluster = load_config(None, sets=sets, environ={}).config.cluster
     assert cluster.elsewhere

@@ -1,4 +1,4 @@
-"""What the configuration makes of several ranks: how they share caps and cores, and what cannot be."""
+"""Several ranks in a configuration: shares of caps and cores, and impossible combinations."""
 
 from __future__ import annotations
 

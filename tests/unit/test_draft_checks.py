@@ -1,4 +1,4 @@
-"""What is said before anything starts of drafts that cannot be had as they are configured, or that nobody asks for."""
+"""Checks at start of speculative decoding that is impossible as configured, or unused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_drafts_are_refused_without_what_they_need() -> None:
 
 
 def test_a_draft_model_is_told_of_a_prompt_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one whose prompts see all of themselves: it takes them as other tokens."""
+    """Even for a model whose prompts are bidirectional: to the draft model they are ordinary tokens."""
     whole = msgspec.structs.replace(INFO, prompt_atomic=True, item_atomic=True)
     monkeypatch.setattr(type(plugin), "inspect", lambda *_, **_given: whole)
     sets = [f"generate.plugin={NAME}", "generate.draft_model=small"]

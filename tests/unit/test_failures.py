@@ -1,4 +1,4 @@
-"""Failures in words: what a process that ended while it started is said to have ended of."""
+"""Messages for processes that ended while they started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_process_exited_while_starting_without_a_limit_blames_no_setting() -> No
 
 
 def test_process_killed_while_starting_is_not_told_to_take_more_memory() -> None:
-    """SIGKILL comes of the host: a higher limit would make that worse."""
+    """SIGKILL is the host's: a higher limit would make that worse."""
     failure = ProcessExited(("encode",), 0, -signal.SIGKILL, doing="loading", memory_limit=LIMIT)
     assert "raise" not in failure.words
     assert "Remedy: free memory there, or lower" in failure.words

@@ -1,4 +1,4 @@
-"""Sizes as operators write them, and the limit that a rank gets."""
+"""Sizes as operators write them, and the limit of a rank."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_size_bytes_reads_numbers_and_units(written: int | str, expected: int) -
 @pytest.mark.parametrize("written", ["4GB", "-1", "", "GiB", "1e3", "4 G iB", "nan"])
 @pytest.mark.parametrize("key", ["encode.memory_limit", "generate.memory_limit", "encode.reserved"])
 def test_config_refuses_a_size_that_cannot_be_read(key: str, written: str) -> None:
-    """A wrong setting is found at load, with its path, the value and what is right."""
+    """Found at load, with its path, the value and valid values."""
     if key == "encode.reserved" and not written:
         return  # empty: measure
     with pytest.raises(ConfigError, match=rf"{key}: not a size: value .* limit .* Remedy: "):
@@ -93,7 +93,7 @@ def test_memory_limit_is_per_process_and_adds_up_where_one_process_does_both(
 
 
 def test_memory_limit_of_a_gpu_rank_is_none_by_default() -> None:
-    """A GPU rank's private memory holds what the driver maps, of whatever size."""
+    """A GPU rank's private memory includes mappings of the driver, of whatever size."""
     config = config_of()
     gpu = msgspec.structs.replace(
         config, generate=msgspec.structs.replace(config.generate, device="cuda:0")
@@ -115,7 +115,7 @@ def test_reserved_size_goes_to_the_encode_rank() -> None:
 
 
 def shared(*sets: str, cores: int = 16, available_bytes: int = 32 * GIB) -> list[tuple[int, int]]:
-    """Return threads and memory of the process of each plan, on a host with so much of both."""
+    """Threads and memory of the process of each plan, on a host of this size."""
     config = config_of(*sets)
     layout = assembly.arena_layout(config, INFO)
     specs = [assembly.rank_spec(config, INFO, plan, layout) for plan in plans(config)]

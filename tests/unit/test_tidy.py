@@ -1,4 +1,4 @@
-"""Rules of the house that no linter knows: dead modules, order in the kernel, no unsafe deserialisation."""
+"""Rules that no linter checks: dead modules, order in the kernel, no unsafe deserialisation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def module_name(path: Path) -> str:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Yield what a file imports; `from a import b` may name a module `a.b` as well as something in `a`."""
+    """Yield the imported names of a file; `from a import b` may name a module `a.b` or an object in `a`."""
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -58,7 +58,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 
 def test_tidy_no_module_is_dead() -> None:
-    """A module that no other shipped module imports and no entry point names is dead."""
+    """A module is alive if another shipped module imports it or an entry point names it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = [project["scripts"], *project["entry-points"].values()]
     alive = {target.partition(":")[0] for group in groups for target in group.values()}
@@ -106,7 +106,7 @@ def is_set(node: ast.expr, names: set[str]) -> bool:
 
 
 def iterated(tree: ast.AST) -> Iterator[ast.expr]:
-    """Yield every expression whose order of iteration can be seen."""
+    """Yield every expression whose order of iteration is observable."""
     for node in ast.walk(tree):
         if isinstance(node, ast.For | ast.AsyncFor):
             yield node.iter
@@ -130,7 +130,7 @@ def iterated(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 def unordered_iterations(tree: ast.Module) -> list[int]:
-    """Return the lines on which a set is iterated; a set comprehension over one is a set again, and fine."""
+    """Return the lines that iterate over a set; a set comprehension over one is a set again, and fine."""
     attributes = {name for name in set_names(tree) if "." in name}
     lines = []
     for scope in [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))]:
@@ -151,7 +151,7 @@ def unordered_iterations(tree: ast.Module) -> list[int]:
 
 
 def test_tidy_kernel_iterates_over_no_set() -> None:
-    """The order of a set differs between processes; where it can be seen, two runs differ."""
+    """The order of a set differs between processes; if it is observable, two runs differ."""
     found = [
         f"{shown(path)}:{line}"
         for path in sorted((ROOT / "vsched/kernel").rglob("*.py"))
@@ -230,12 +230,11 @@ def test_tidy_nothing_is_unpickled() -> None:
     ],
 )
 def test_tidy_unpickling_check_finds_calls(code: str, expected: list[str]) -> None:
-    """The check itself can fail."""
     assert unsafe(ast.parse(code)) == expected
 
 
 def test_tidy_no_assertion_is_commented_out() -> None:
-    """A test that is in the way is mended or deleted, never silenced."""
+    """A failing test is fixed or deleted, never silenced."""
     silenced = [
         f"{shown(path)}:{number}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
@@ -250,7 +249,7 @@ WAITS = ("timeout", "wait_for", "patience")
 
 
 def hurried(tree: ast.Module) -> list[int]:
-    """Return the lines that read a clock, or that wait for a number of seconds written there."""
+    """Return the lines that read a clock, or that wait for a literal number of seconds."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "time":
@@ -269,8 +268,8 @@ def hurried(tree: ast.Module) -> list[int]:
 
 
 def test_tidy_tests_measure_no_time() -> None:
-    """How fast a machine is says nothing of the code; `tests/patience.py` says how a test waits instead."""
-    virtual = ROOT / "tests" / "unit" / "sim"  # there, seconds are those of a simulation
+    """The speed of a machine proves nothing about the code; `tests/patience.py` has the waits for tests."""
+    virtual = ROOT / "tests" / "unit" / "sim"  # seconds of simulations are virtual
     names = ("bench", "mutants", "vllm_suite")  # they are commands, not tests
     commands = [ROOT / "tests" / name for name in names]
     measuring = (path for folder in commands for path in folder.rglob("*.py"))
@@ -302,7 +301,7 @@ def test_tidy_time_check_finds_clocks(code: str, lines: list[int]) -> None:
 
 
 def test_tidy_default_run_needs_no_gpu_and_no_download() -> None:
-    """Models are made on the spot, hubs are switched off, and no test asks for CUDA without a guard."""
+    """Models are generated, hubs are switched off, and no test uses CUDA without a guard."""
     conftest = (ROOT / "tests" / "conftest.py").read_text()
     assert "HF_HUB_OFFLINE" in conftest
     asking = [

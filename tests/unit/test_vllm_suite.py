@@ -1,4 +1,4 @@
-"""The pure parts of what runs vLLM's tests against vsched: reports, reasons, tables, and settings from arguments."""
+"""The pure parts of the runner of vLLM's tests: reports, reasons, tables, and settings from arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def outcomes() -> list[table.Outcome]:
 
 
 def test_judge_tells_what_became_of_each_test_of_the_last_run() -> None:
-    """Failures have their first line; what needs a download or was skipped has its reason."""
+    """Failures have their first line; tests that need a download or were skipped have their reason."""
     assert [(o.test, o.kind, o.why) for o in outcomes()] == [
         ("test_good", "passed", ""),
         ("test_bad", "failed", "AssertionError: 400 | is"),
@@ -48,7 +48,7 @@ def test_answers_of_a_larger_model_are_excused_by_name_and_error(
 
 
 def test_write_counts_by_file_and_reason_and_names_what_failed() -> None:
-    """A file of which nothing applies is in the total alone; bars in errors do not break the table."""
+    """A file without applicable tests is in the total alone; bars in errors do not break the table."""
     skipped = [table.Outcome("all", "not served", "audio")]
     lines = table.write({"a.py": outcomes(), "b.py": skipped}).splitlines()
     assert "| a.py | 1 | 1 | 1 | 2 |" in lines
@@ -69,12 +69,12 @@ def test_write_counts_by_file_and_reason_and_names_what_failed() -> None:
 def test_servers_with_what_vsched_lacks_are_not_started(
     model: str, arguments: list[str], reason: str | None
 ) -> None:
-    """A flag counts where it changes the interface; those that are vLLM's own affair are ignored."""
+    """A flag counts if it changes the interface; flags of vLLM's internals are ignored."""
     assert reasons.by_server(model, shim.flags(arguments)) == reason
 
 
 def test_flags_are_read_in_all_their_forms() -> None:
-    """With a blank, with an equals sign, with underscores, and as a switch."""
+    """With a space, with an equals sign, with underscores, and as a switch."""
     assert shim.flags(["--a-b", "1", "--c=2", "--d_e", "3", "--switch", "--last"]) == {
         "--a-b": "1",
         "--c": "2",
@@ -94,7 +94,7 @@ def test_files_without_a_server_test_vllm_itself() -> None:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """What the runner hands to the shim."""
+    """The runner's settings for the shim."""
     found: dict[str, Any] = {"context": 2048, "vocabulary": 99}
     found |= {"text": str(tmp_path / "text"), "vision": str(tmp_path / "vision")}
     monkeypatch.setattr(shim, "SETTINGS", found)
@@ -102,7 +102,7 @@ def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 
 def test_arguments_become_settings(given: dict[str, Any]) -> None:
-    """The context goes no further than the checkpoint's, and -1 log-probabilities are the whole vocabulary."""
+    """The context is at most the checkpoint's, and -1 log-probabilities are the whole vocabulary."""
     arguments = ["--max-model-len=8192", "--max-num-seqs", "4", "--max-logprobs", "-1"]
     assert set(shim.settings("some/model", arguments, {})[1::2]) == {
         "model.name=some/model",
@@ -114,7 +114,7 @@ def test_arguments_become_settings(given: dict[str, Any]) -> None:
 
 
 def test_keys_and_names_become_settings(given: dict[str, Any]) -> None:
-    """A checkpoint with eyes fetches the pictures that the tests serve."""
+    """A vision checkpoint fetches the pictures that the tests serve."""
     arguments = ["--no-enable-prefix-caching", "--served-model-name", "mine"]
     words = shim.settings("Qwen/Qwen2.5-VL-3B", arguments, {"VLLM_API_KEY": "secret"})
     assert {
@@ -146,7 +146,7 @@ def test_adapters_prefixes_and_limits_become_settings(given: dict[str, Any], mod
 
 
 def test_an_adapter_is_made_of_the_language_model_at_hand(tmp_path: Path) -> None:
-    """Files as PEFT writes them, of the projections of a checkpoint's heads; a tower is left alone."""
+    """Files as PEFT writes them, for the projections of the checkpoint's heads; a vision tower is left alone."""
     from safetensors.numpy import load_file, save_file
 
     shapes = {"model.layers.0.self_attn.q_proj": (6, 4), "visual.blocks.0.q_proj": (2, 2)}
@@ -166,7 +166,7 @@ def test_an_adapter_is_made_of_the_language_model_at_hand(tmp_path: Path) -> Non
 
 
 def test_template_shows_tools_calls_and_reasoning_in_known_forms() -> None:
-    """The server recognises its forms, and a conversation with a call is rendered whole."""
+    """The server recognises its formats, and a conversation with a call is rendered completely."""
     import jinja2
 
     from vsched.api.tools.formats import (
@@ -194,7 +194,7 @@ def test_template_shows_tools_calls_and_reasoning_in_known_forms() -> None:
 
 
 def test_reasons_of_what_is_not_served_are_given_somewhere() -> None:
-    """A reason that no table gives is a slip of the pen."""
+    """A reason that no table gives is a typo."""
     tables = (*reasons.FLAGS.items(), *reasons.TESTS, *reasons.MODELS)
     given = {reason for _, reason in tables}
     assert given >= reasons.UNSERVED

@@ -1,4 +1,4 @@
-"""`vsched calibrate`, and how its file is heeded."""
+"""`vsched calibrate`, and the use of its file."""
 
 from __future__ import annotations
 

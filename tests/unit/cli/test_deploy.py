@@ -1,4 +1,4 @@
-"""What `deploy/` says: its files are read, and what they name is there. Nothing is built, which needs a daemon."""
+"""The files in `deploy/` parse, and the paths and keys in them exist. Nothing is built, which needs a daemon."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def of(instruction: str) -> list[str]:
 
 
 def dict_of_arguments() -> dict[str, str]:
-    """Return what `--build-arg` can change, with its defaults."""
+    """Build arguments and their defaults."""
     return dict(argument.split("=", 1) for argument in of("ARG"))
 
 
@@ -80,7 +80,7 @@ def test_dockerfile_serves_as_nobody_in_particular() -> None:
 
 
 def entrypoint() -> list[str]:
-    """Return the command of Ray's job, without the program and with a configuration that is here."""
+    """Return the command of Ray's job, without the program and with a local configuration."""
     words = shlex.split(on_kubernetes()["RayJob"]["spec"]["entrypoint"])
     assert words.pop(0) == "vsched"
     at = words.index("--config")
@@ -91,7 +91,7 @@ def entrypoint() -> list[str]:
 def test_command_of_the_image_is_understood(
     words: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its options are those of `vsched serve`: it goes on until it looks for the checkpoint."""
+    """Its options are those of `vsched serve`: it gets as far as looking for the checkpoint."""
     main.import_commands()
     assert json.loads(of("ENTRYPOINT")[0]) == ["vsched"]
     CliRunner().invoke(app, words)
@@ -99,7 +99,7 @@ def test_command_of_the_image_is_understood(
 
 
 def test_compose_sets_what_the_configuration_knows_and_mounts_the_model() -> None:
-    """A key that was renamed is found here, and not by whoever starts the container."""
+    """A renamed key fails this test, not the start of a container."""
     found = service()
     environment = {name: str(value) for name, value in found["environment"].items()}
     config = load_config(None, sets=[], environ=environment).config
@@ -113,7 +113,7 @@ def test_compose_sets_what_the_configuration_knows_and_mounts_the_model() -> Non
 
 
 def test_kubernetes_has_nodes_for_the_replicas_that_its_configuration_wants(tmp_path: Path) -> None:
-    """Each replica's bundle fits a node of its own, which has the resource that only its stage asks for."""
+    """Each replica's bundle fits a node of its own, which has the resource that only its stage requests."""
     written = tmp_path / "vsched.toml"
     written.write_text(on_kubernetes()["ConfigMap"]["data"]["vsched.toml"])
     config = load_config(written, sets=[], environ={}).config
@@ -147,7 +147,7 @@ def test_kubernetes_engine_has_its_key_its_model_and_its_port() -> None:
 
 
 def test_kubernetes_names_the_ray_that_is_installed() -> None:
-    """All nodes have one image, and it has the version that the constraints give it."""
+    """All nodes have one image, with the version of the constraints file."""
     cluster = on_kubernetes()["RayJob"]["spec"]["rayClusterSpec"]
     assert f"ray=={cluster['rayVersion']}\n" in (ROOT / "constraints.txt").read_text()
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]

@@ -1,4 +1,4 @@
-"""`vsched host` without what it needs, and its key."""
+"""`vsched host` without required options, and its key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vsched.errors import ConfigError
 
 
 def run(*words: str) -> str:
-    """Return what the command says."""
+    """Return the output of the command."""
     import_commands(["host"])
     result = CliRunner().invoke(app, ["host", *words], catch_exceptions=False)
     assert result.exit_code == 0

@@ -20,7 +20,7 @@ DEMO = "workers/demo-model"
 def test_profile_tells_the_threads_of_each_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those in use once everything is loaded, which are fewer beside another program."""
+    """Threads in use once everything is loaded, which are fewer on a busy machine."""
     view = msgspec.structs.replace(memory_view(), attempts=[attempted("build", 1_000)])
     ledger = group_ledger(view, view.attempts[-1])
     threads = {"generate": {"0": {"active": 1, "total": 2}}}

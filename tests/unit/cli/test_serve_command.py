@@ -1,4 +1,4 @@
-"""The command line of `vsched serve`, and what it says."""
+"""The command line of `vsched serve`, and its output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vsched.errors import GroupLostError
 
 
 class Served:
-    """Stands for the server: notes its configuration, is ready at once, drains, and ends as it is told to."""
+    """Stands for the server: records its configuration, is ready at once, drains, and ends as the test demands."""
 
     def __init__(self) -> None:
         self.config = Config()
@@ -70,7 +70,7 @@ def serve(*arguments: str) -> Any:
 
 
 def test_serve_takes_host_and_port_as_everywhere(served: Served) -> None:
-    """They win over the file, the environment and --set."""
+    """They override the file, the environment and --set."""
     done = serve("checkpoint", "--set", "server.port=1", "--host", "127.0.0.2", "--port", "0")
     assert done.exit_code == 0
     assert (served.config.server.host, served.config.server.port) == ("127.0.0.2", 0)
@@ -94,7 +94,7 @@ def test_serve_without_a_terminal_tells_its_life_in_log_lines(
 def test_serve_on_all_addresses_says_where_to_reach_it(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing can be reached at 0.0.0.0."""
+    """0.0.0.0 is no address to connect to."""
     serve("checkpoint", "--host", "0.0.0.0", "--port", "0")
     (ready,) = [text for text in caplog.messages if "is served at" in text]
     assert "http://127.0.0.1:" in ready

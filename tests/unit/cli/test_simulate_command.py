@@ -1,4 +1,4 @@
-"""`vsched simulate`: configurations side by side, and the files that it writes."""
+"""`vsched simulate`: comparison of configurations, and the files that it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`placement = "auto"`: the rule over many machines, and where it is used."""
+"""`placement = "auto"`: the rule over many machines, and its use."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_placement_follows_machine_checkpoint_and_settings(
 def test_placement_advises_replicas_only_where_they_were_worth_it(
     sets: tuple[str, ...], weights_bytes: int, cores: int
 ) -> None:
-    """What it names are settings, and with them it has nothing more to say."""
+    """The advice names settings; once they are set, there is none."""
     told = str(choose_placement(config_of(), weights_bytes=TINY, cores=2))
     named = re.findall(r"--set (\S+)", told)
     assert config_of(*named).generate.replicas == config_of(*named).encode.replicas == 2

@@ -1,4 +1,4 @@
-"""A server whose calls answer, die, hang, or exceed a limit, as their content says."""
+"""A server whose calls reply, die, hang, or exceed a limit, depending on their content."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def act(setup: bytes, channel: Channel) -> bytes:
 
 
 def main() -> None:
-    """Serve."""
     orders, setup_file = map(int, sys.argv[1:])
     setup = read_setup(setup_file)
     serve(socket.socket(fileno=orders), lambda channel: act(setup, channel))

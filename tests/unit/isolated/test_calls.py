@@ -1,4 +1,4 @@
-"""Isolated calls: if the process of one call dies, the others are still answered."""
+"""Isolated calls: if the process of one call dies, the others still get their replies."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_calls_end_with_an_error_when_the_process_raises(calls: IsolatedCalls) -
 
 
 def test_calls_end_a_process_whose_answer_is_garbled(calls: IsolatedCalls) -> None:
-    """A crash may have corrupted its memory: it answers no further call."""
+    """A crash may have corrupted its memory: it serves no further call."""
     first = call(calls, "pid", keep=True)
     with pytest.raises(CallFailedError, match="died"):
         call(calls, "garble", keep=True)
@@ -89,7 +89,7 @@ def test_calls_are_limited_in_time_and_memory(calls: IsolatedCalls) -> None:
 
 
 def test_calls_that_fail_do_not_disturb_others(calls: IsolatedCalls) -> None:
-    """Processes are forked while others run, and inherit nothing of them that would hide their end."""
+    """Processes are forked while others run, and inherit no descriptors that would hide the end of those."""
     orders = ["die 11", "raise", "hang", *map(str, range(8))] * 2
 
     def outcome(order: str) -> str:
@@ -113,7 +113,7 @@ def test_calls_replace_a_server_that_died(calls: IsolatedCalls) -> None:
 
 
 def test_kept_processes_answer_further_calls(calls: IsolatedCalls) -> None:
-    """One that dies is not kept; one that the server takes along is replaced, and the call is answered."""
+    """A dead one is not kept; one that dies with the server is replaced, and the call gets its reply."""
 
     def pid() -> int:
         return int(call(calls, "pid", keep=True))

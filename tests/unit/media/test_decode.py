@@ -291,7 +291,7 @@ def test_decoded_webp_lets_go_of_its_decoder() -> None:
 
 
 def test_inspect_refuses_a_jpeg_without_a_scan() -> None:
-    """libjpeg must decode exactly the image that was checked."""
+    """The image that was checked must be the one that libjpeg decodes."""
     encoded = image_bytes(16, 8, kind="JPEG")
     assert inspect(encoded, LIMITS).storage.kind == "JPEG"
     with pytest.raises(RequestRefused, match="cannot be decoded"):

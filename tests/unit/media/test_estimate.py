@@ -117,7 +117,7 @@ def test_coefficients_follow_the_markers(rest: bytes, coefficients: int) -> None
     ],
 )
 def test_coefficients_refuse_another_size_or_none(rest: bytes) -> None:
-    """libjpeg must allocate for the size that was checked, or the image is refused."""
+    """The decoder must allocate for the size that was checked, or the image is refused."""
     with pytest.raises(ValueError, match="no "):
         coefficient_bytes(b"\xff\xd8" + rest, 16, 8)
 

@@ -1,4 +1,4 @@
-"""The ledger: every byte once, unclaimed the rest, a table and a line to read."""
+"""The ledger: every byte once, the rest unclaimed, as a table and as a line."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_group_ledger_adds_up(
     headroom_bytes: int,
     together: bool,
 ) -> None:
-    """No line but unclaimed is negative, and every reservation is there, one of 0 bytes included."""
+    """No line but unclaimed is negative, and every reservation is listed, even one of 0 bytes."""
     attempt = Attempt(
         action="build",
         tokens=1,
@@ -130,7 +130,7 @@ def test_group_ledger_has_a_line_for_states() -> None:
 
 
 def test_group_ledger_counts_an_encoder_once() -> None:
-    """What an encoder holds is no longer among the peers, where it is a process of its own."""
+    """Memory of an encoder in a process of its own is no longer counted among the peers."""
     view = memory_view(reservations=[reserved(30_000, held=True)])
     encoder = rank_memory(weights_bytes=45_000)
     apart = lines_of(group_ledger(view, encoders=[encoder]))
@@ -194,7 +194,7 @@ def test_ledger_renders_a_table() -> None:
 
 
 def test_ledger_says_it_in_a_line() -> None:
-    """What is quoted in errors: a reservation of 0 bytes too, but not what nobody uses."""
+    """Errors quote it: a reservation of 0 bytes is included, unclaimed memory is not."""
     assert example().summary() == (
         "cuda:GPU-1: 80.00 GiB = generate rank 0 weights 15.00 GiB + generate rank 0 kv 60.00 GiB + "
         "encode rank 0 encoder activations 0 bytes + unclaimed 5.00 GiB; "

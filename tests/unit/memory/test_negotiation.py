@@ -1,4 +1,4 @@
-"""The state machine between policy and ranks: votes, whole blocks, and answers that cannot be meant."""
+"""The state machine between policy and ranks: votes, whole blocks, and invalid decisions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TWO_RANKS = [rank_memory(rank=rank, pool=f"device {rank}") for rank in range(2)]
 
 
 class Scripted(MemoryPolicy, frozen=True, kw_only=True):
-    """Answers what the test says."""
+    """Returns scripted decisions."""
 
     script: ClassVar[Callable[[MemoryView], Any]]
 
@@ -77,7 +77,7 @@ def test_negotiation_hands_out_orders_until_it_is_over() -> None:
 def test_negotiation_is_a_vote_of_all_ranks(
     votes: list[AttemptOutcome], outcome: AttemptOutcome
 ) -> None:
-    """What does not fit in one fits in none; all get the one next order."""
+    """If one rank fails, the attempt fails on all; all get the same next order."""
     negotiation = two(following(Build(1000), Fail("no")))
     negotiation.start()
     reports = [report(rank, vote, f"because {rank}") for rank, vote in enumerate(votes)]
@@ -145,7 +145,7 @@ def test_negotiation_ledger_knows_the_encoders_and_more() -> None:
 
 @pytest.mark.parametrize("answer", [Fail("it leaked", leak=True), Fail("it leaked"), Build(16)])
 def test_negotiation_ends_with_a_leak(answer: Fail | Build) -> None:
-    """Whatever the policy makes of it, a leak is an error of its own and nothing is tried again."""
+    """Whatever the policy decides, a leak is an error of its own and nothing is tried again."""
     negotiation = KvNegotiation(following(Probe(100), answer), memory_view())
     negotiation.start()
     with pytest.raises(MemoryLeak, match="leak"):
@@ -169,7 +169,7 @@ def test_negotiation_ends_with_a_leak(answer: Fail | Build) -> None:
     ],
 )
 def test_negotiation_refuses_nonsense(answer: Any, words: str) -> None:
-    """The class is named; there is no default that would know the device better."""
+    """The error names the class; no default would know the device better."""
     with pytest.raises(PolicyError, match=r"generate\.memory: Scripted\.plan") as caught:
         KvNegotiation(following(answer), memory_view()).start()
     assert words in str(caught.value)
@@ -200,7 +200,7 @@ def test_negotiation_names_a_policy_that_raises() -> None:
 
 
 def test_negotiation_comes_to_an_end() -> None:
-    """Sixteen attempts are enough for anybody."""
+    """After sixteen attempts."""
     negotiation = KvNegotiation(scripted(lambda _: Probe(16)), memory_view())
     negotiation.start()
     for _ in range(15):

@@ -44,7 +44,7 @@ def test_phases_are_the_reservations_and_then_every_attempt_with_its_retries() -
 
 
 def test_phases_are_drawn_with_what_ranks_said() -> None:
-    """A size that was given is told from one that was measured."""
+    """Configured sizes differ from measured ones."""
     given = msgspec.structs.replace(reserved(0), measured=False)
     view = msgspec.structs.replace(retried(), reservations=[given])
     table = group_ledger(view, view.attempts[-1], encoders=[ENCODER]).render_phases()
@@ -69,7 +69,7 @@ def test_phases_are_in_the_json_of_the_ledger() -> None:
 
 
 def fit_after(failures: int, negotiation: KvNegotiation) -> None:
-    """Answer each order; the first `failures` builds do not fit."""
+    """Reply to each order; the first `failures` builds do not fit."""
     order, left = negotiation.start(), failures
     while not hasattr(order, "blocks"):
         fails = isinstance(order, Build) and left > 0
@@ -92,7 +92,7 @@ def test_phases_of_a_negotiation_tell_headroom_and_retries(failures: int) -> Non
 
 
 def test_phases_of_a_negotiation_that_failed_are_kept() -> None:
-    """A start that fails has its ledger to look at, with every retry."""
+    """A start that fails has its ledger, with every retry."""
     negotiation = KvNegotiation(AutoProfile(headroom_bytes=5_000), memory_view())
     with pytest.raises(DeviceOutOfMemory):
         fit_after(99, negotiation)

@@ -1,4 +1,4 @@
-"""What encode ranks publish: complete, or not read at all."""
+"""Reservations of encode ranks are complete, or not read at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares in the memory of a host: together no more than is free, and nothing taken from those that need less."""
+"""Shares in the memory of a host: their sum is at most the free memory, and no rank gets more than it needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vsched.policy import RankMemory
 
 
 def limited(pid: int, limit_bytes: int, *, reserved_bytes: int = 100_000) -> RankMemory:
-    """A rank under a limit of its own, as it sees itself."""
+    """A rank under a limit of its own, from its own point of view."""
     return rank_memory(
         rank=pid,
         pool=f"cpu limit of {pid}",
@@ -23,7 +23,7 @@ def limited(pid: int, limit_bytes: int, *, reserved_bytes: int = 100_000) -> Ran
 
 
 def test_shares_bound_limits_that_are_together_more_than_the_host_has() -> None:
-    """What is free, less what is kept for others, in equal parts on top of what each holds."""
+    """Free memory, less that kept for others, in equal parts on top of the memory that each holds."""
     ranks = [limited(1, 900_000), limited(2, 800_000, reserved_bytes=200_000)]
     shares = HostShares(ranks, 700_000, kept_bytes=100_000)
     first, second = shares.within(ranks)
@@ -35,7 +35,7 @@ def test_shares_bound_limits_that_are_together_more_than_the_host_has() -> None:
 
 
 def test_shares_leave_limits_that_fit() -> None:
-    """No rank hears of a share that is more than its limit."""
+    """No share exceeds the rank's limit."""
     ranks = [limited(1, 300_000), limited(2, 900_000)]
     shares = HostShares(ranks, 1_000_000)
     first, second = shares.within(ranks)
@@ -46,7 +46,7 @@ def test_shares_leave_limits_that_fit() -> None:
 
 
 def test_shares_of_a_pool_are_those_of_its_ranks() -> None:
-    """Without limits, ranks see one memory; what they hold of it counts once."""
+    """Without limits, ranks see one memory; memory they hold in it counts once."""
     ranks = [rank_memory(rank=number, pool="cpu", available_bytes=600_000) for number in (0, 1)]
     shares = HostShares(ranks, 600_000, kept_bytes=200_000)
     for rank in shares.within(ranks):
@@ -56,7 +56,7 @@ def test_shares_of_a_pool_are_those_of_its_ranks() -> None:
 
 
 def test_shares_see_what_strangers_take_later() -> None:
-    """A share is an upper bound: what is free now counts where that is less."""
+    """A share is an upper bound: the minimum of it and the free memory counts."""
     rank = limited(1, 900_000)
     shares = HostShares([rank], 500_000)
     (bound,) = shares.within([msgspec.structs.replace(rank, available_bytes=10_000)])

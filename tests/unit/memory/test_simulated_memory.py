@@ -119,7 +119,7 @@ def test_simulated_memory_has_peers() -> None:
 
 
 def test_simulated_memory_fails_on_demand() -> None:
-    """The one type, from the allocation that was named and from no other."""
+    """The error comes from the named allocation and from no other."""
     memory = SimulatedMemory(64 * MIB)
     memory.allocate(1)
     memory.fail_at(2)
@@ -144,7 +144,7 @@ def test_simulated_memory_fails_on_demand() -> None:
     )
 )
 def test_simulated_memory_keeps_its_books(actions: list[tuple[str, int]]) -> None:
-    """Whatever is done: nothing overlaps, nothing is lost, and the device is never overdrawn by an allocation."""
+    """After any actions nothing overlaps or is lost, and allocations never exceed the device."""
 
     def run() -> list[tuple[int, int, int]]:
         memory = SimulatedMemory(96 * MIB)

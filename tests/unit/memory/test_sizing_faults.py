@@ -21,7 +21,7 @@ HEADROOM = 16 * MIB
 AUTO = AutoProfile(headroom_bytes=HEADROOM)
 PINNED = Pinned(tokens=20_000, headroom_bytes=HEADROOM)
 WITHOUT_FAILURE = 53_504
-"""Tokens that `AUTO` finds on ranks as they are here."""
+"""Tokens that `AUTO` finds on these ranks."""
 ORDERS_MAX = {"AutoProfile": 6, "Pinned": 1, "Fraction": 1}
 KNOBS = ("generate.max_batch_tokens", "generate.slots", "encode.admission.max_tokens")
 
@@ -34,7 +34,7 @@ def group(count: int = 2, total_mib: int = 512) -> list[KvSizingRank]:
 
 
 class Ended:
-    """How a negotiation ended, with what every ending has to keep."""
+    """End of a negotiation, with the invariants of every end."""
 
     def __init__(
         self, policy: MemoryPolicy, ranks: list[KvSizingRank], newcomer_bytes: int = 0
@@ -61,7 +61,7 @@ class Ended:
     def _check_rank(self, rank: KvSizingRank) -> None:
         weights = sum(-(-size // 512) * 512 for size in rank.weights)
         if self.accepted is not None:
-            # What was accepted holds again, headroom and all, and only weights and KV stay behind.
+            # The accepted size fits again with its headroom, and only weights and KV stay allocated.
             rank.memory.reset_peak()
             with rank.memory.hold(HEADROOM):
                 rank.profile()
@@ -73,7 +73,7 @@ class Ended:
 
 
 def allocations_after_load(policy: MemoryPolicy, count: int) -> int:
-    """Count what one rank allocates in a negotiation in which nothing fails."""
+    """Number of allocations of one rank in a negotiation without failures."""
     ranks = group(count)
     loaded = len(ranks[0].weights)
     assert negotiate(KvNegotiation(policy, load_view(ranks)), ranks)
@@ -81,7 +81,7 @@ def allocations_after_load(policy: MemoryPolicy, count: int) -> int:
 
 
 def phases(policy: MemoryPolicy, ranks: Sequence[KvSizingRank], number: int) -> list[str]:
-    """Let an allocation after loading fail in each of these ranks, and return how those said so."""
+    """Let an allocation after loading fail in each of these ranks, and return the phases they reported."""
     everybody = group()
     for rank in ranks:
         everybody[rank.rank] = rank
@@ -100,7 +100,7 @@ def phases(policy: MemoryPolicy, ranks: Sequence[KvSizingRank], number: int) -> 
 @pytest.mark.parametrize("policy", [AUTO, PINNED], ids=["auto-profile", "pinned"])
 @pytest.mark.parametrize("failing", [[0], [1], [0, 1]], ids=["first", "second", "all"])
 def test_sizing_survives_each_allocation_failing(policy: MemoryPolicy, failing: list[int]) -> None:
-    """Whatever allocation of whatever phase fails, in one rank or all: an end, and no leftovers."""
+    """If any allocation fails in any phase, in one rank or all, sizing ends without leftovers."""
     told = []
     for number in range(1, allocations_after_load(policy, 2) + 1):
         chosen = [rank for rank in group() if rank.rank in failing]
@@ -133,7 +133,7 @@ def test_sizing_survives_many_failures(failures: list[tuple[int, int]], total_mi
 
 
 def test_sizing_gives_up_after_four_attempts() -> None:
-    """The last error has the sizes of the first and the last attempt, the knobs and the ledger."""
+    """The last error has the sizes of the first and the last attempt, the settings and the ledger."""
     ranks = group(1)
     probe_allocations = 4 + 2
     for number in range(50):
@@ -153,7 +153,7 @@ def test_sizing_gives_up_after_four_attempts() -> None:
     ("newcomer_mib", "fits"), [(8, True), (96, True), (300, True), (480, False)]
 )
 def test_sizing_makes_room_for_a_peer(newcomer_mib: int, fits: bool) -> None:
-    """A process that comes between probe and build is seen by the build that fails, and room is made for it."""
+    """A process that comes between probe and build is seen by the build that fails, and memory is left for it."""
     ended = Ended(AUTO, group(), newcomer_bytes=newcomer_mib * MIB)
     assert ended.attempts[0].outcome == "fits"
     if not fits:
@@ -166,7 +166,7 @@ def test_sizing_makes_room_for_a_peer(newcomer_mib: int, fits: bool) -> None:
 
 @pytest.mark.parametrize("leaking", [[0], [1], [0, 1]])
 def test_sizing_stops_at_a_leak(leaking: list[int]) -> None:
-    """A view of the KV cache that somebody keeps ends it at the first teardown, with its own error."""
+    """A reference to the KV cache ends sizing at the first teardown, with an error of its own."""
     ranks = group()
     for rank in leaking:
         ranks[rank].leaks = True
@@ -193,7 +193,7 @@ def test_sizing_finds_a_leak_on_a_later_attempt() -> None:
 
 
 def test_sizing_the_old_way_runs_out_where_the_new_does_not() -> None:
-    """A share of what is free is accepted without a profiling run, and the first full step runs out of memory."""
+    """A share of the free memory is accepted without a profiling run, and the first full step runs out of memory."""
     old, new = group(1), group(1)
     accepted = negotiate(KvNegotiation(Fraction(mem_fraction=0.97), load_view(old)), old)
     assert accepted.tokens > 0
@@ -211,7 +211,7 @@ def test_sizing_the_old_way_runs_out_where_the_new_does_not() -> None:
 def test_sizing_comes_near_the_largest(
     total_mib: int, weights: list[int], activations: list[int]
 ) -> None:
-    """With the whole budget and no headroom, no more is lost than retries and the allocator's rounding explain."""
+    """With the whole budget and no headroom, only retries and the allocator's rounding cost memory."""
     rank = KvSizingRank(SimulatedMemory(total_mib * MIB), weights=weights, activations=activations)
     policy = AutoProfile(mem_fraction=1.0, headroom_bytes=0)
     accepted = negotiate(KvNegotiation(policy, load_view([rank])), [rank])

@@ -25,7 +25,7 @@ def rank_memory(**changes: Any) -> RankMemory:
 
 
 def attempted(action: Any, tokens: int, outcome: Any = "fits", **changes: Any) -> Attempt:
-    """Tried on one rank, with a peak of 250,000 bytes beside 10 bytes of KV a token, and 100,000 of peers."""
+    """An attempt on one rank, with a peak of 250,000 bytes plus 10 bytes of KV per token, and 100,000 of peers."""
     kv_bytes = 10 * tokens
     measured: dict[str, Any] = {
         "kv_bytes": kv_bytes,

@@ -1,4 +1,4 @@
-"""Eviction policies of a user's, with orders that can be recorded, and that cannot."""
+"""User-defined eviction policies, with orders that can be recorded, and that cannot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Link:
 
 
 class RingOrder:
-    """The key in the middle goes first, one that is new before one that was here already."""
+    """Evicts the middle key first, new keys before existing ones."""
 
     def __init__(self) -> None:
         self.head = Link(None)
@@ -79,7 +79,7 @@ class Ring(EvictionPolicy, frozen=True, kw_only=True):
 
 
 class LockedOrder(RingOrder):
-    """Holds what cannot be recorded, from the first addition on."""
+    """Holds a lock, which cannot be recorded, from the first addition on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class LockedOrder(RingOrder):
 
 
 class Locked(EvictionPolicy, frozen=True, kw_only=True):
-    """Evicts from the middle, behind a lock; with `early`, from the start."""
+    """Evicts from the middle, with a lock; with `early`, from the start."""
 
     early: bool = False
 
@@ -109,7 +109,7 @@ class Locked(EvictionPolicy, frozen=True, kw_only=True):
 
 
 class SilentOrder(RingOrder):
-    """Tells nothing of its state."""
+    """Has no snapshot of its state."""
 
     state = None  # type: ignore[assignment]
 

@@ -32,7 +32,7 @@ TABLES = {
     "drafting": ("generate", "drafting"),
     "step": ("generate", "step"),
 }
-"""Where the configuration names what the kernel consults in each place."""
+"""Configuration tables of the kernel's policies, by field."""
 
 
 def table(policy: Policy) -> dict[str, object]:
@@ -70,10 +70,10 @@ def config_for(
 
 
 class RecordedCluster(ModelCluster):
-    """Records what it does from the first event on.
+    """Records its run from the first event on.
 
     Attributes:
-        seen: After each event: how many outputs each request had that was accepted, and which had ended.
+        seen: After each event: the number of outputs of each accepted request, and the requests that had ended.
     """
 
     def __init__(

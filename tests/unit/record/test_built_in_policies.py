@@ -1,6 +1,6 @@
-"""Every built-in policy: replayed byte for byte, and restored from a snapshot before every event, it decides the same.
+"""Every built-in policy is replayed byte for byte, and decides the same when restored before every event.
 
-They are found by their entry points, so a new one is covered by itself.
+They are found by their entry points, so new ones are covered automatically.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ TIGHT = SchedulerLimits(
     generators=2,
     drafts=True,
 )
-"""Two groups of each stage, that have to do without what they would like to have."""
+"""Two groups of each stage, with less of everything than they need."""
 SEED = 20
-"""A schedule in which every kind is asked."""
+"""A schedule that calls every kind of policy."""
 built_in = pytest.mark.parametrize(
     "registered", IN_KERNEL, ids=lambda policy: f"{policy.kind}-{policy.name}"
 )
@@ -54,7 +54,7 @@ def test_every_kind_that_the_kernel_asks_has_a_built_in() -> None:
 
 
 def test_schedule_asks_every_kind() -> None:
-    """The others of each request are asked about any; these only where something is short."""
+    """The other kinds are called for each request; these only if a resource is short."""
     cluster = run_random(random.Random(SEED), limits=TIGHT)
     statistics = cluster.kernel.statistics()
     assert statistics["generate"]["preemptions"] > 0
@@ -66,7 +66,7 @@ def test_schedule_asks_every_kind() -> None:
 def test_built_in_policy_is_replayed_byte_for_byte(
     tmp_path: Path, registered: RegisteredPolicy
 ) -> None:
-    """From the first event, and from a segment in the middle, with what it remembered there."""
+    """From the first event, and from a segment in the middle, with its state there."""
     path = tmp_path / "record"
     policies = everywhere(registered)
     record_run(path, SEED, policies=policies, limits=TIGHT, segment_bytes=16384, segments=99)
@@ -81,7 +81,7 @@ def test_built_in_policy_is_replayed_byte_for_byte(
 
 @built_in
 def test_built_in_policy_goes_on_alike_after_a_restart(registered: RegisteredPolicy) -> None:
-    """A run that is restored from a snapshot before every event decides as one that lives on."""
+    """A run that is restored from a snapshot before every event decides as one without restarts."""
     decided: list[list[str]] = []
     for make in (ModelCluster, RestoredCluster):
         commands: list[str] = []

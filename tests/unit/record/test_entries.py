@@ -1,4 +1,4 @@
-"""Events and commands are written as they are, and read as they were."""
+"""Events and commands survive encoding and decoding."""
 
 from __future__ import annotations
 

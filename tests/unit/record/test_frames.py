@@ -1,4 +1,4 @@
-"""What a crash or damage does to a file of framed records."""
+"""Crashes and damage in a file of framed records."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_frames_of_another_format_are_refused(path: Path, start: bytes, message:
 
 
 def test_frames_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A length is believed only below the limit, which holds for the writer too."""
+    """A length counts only below the limit, which applies to the writer too."""
     monkeypatch.setattr(frames, "FRAME_BYTES_MAX", 20)
     with pytest.raises(RecordError, match="value 21, limit 20 bytes"):
         frame(b"x" * 21)

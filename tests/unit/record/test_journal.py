@@ -1,4 +1,4 @@
-"""The requests that are being answered: kept until their ends, within a bound, and read whatever came of the files."""
+"""Requests in progress are kept until their ends, within a bound, and read whatever happened to the files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_known_of_an_answer_is_kept_with_its_request(tmp_path: Path) -> 
 
 
 def test_requests_beyond_the_bound_are_not_kept(tmp_path: Path) -> None:
-    """What was kept goes on to be, and its room is given back at its end."""
+    """Kept requests stay kept, and their space is free again at their ends."""
     one = journal(tmp_path, bytes_max=300)
     assert one.keep(ONE)
     assert not one.keep(TWO)
@@ -91,7 +91,7 @@ def test_request_whose_client_leaves_while_it_is_written_leaves_nothing(
 def test_file_that_was_being_written_is_no_request(
     tmp_path: Path, cut: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody waits for it: it was accepted after it was written."""
+    """No client waits for it: a request is accepted after it was written."""
     one = journal(tmp_path)
     one.keep(ONE)
     one.keep(TWO)

@@ -1,4 +1,4 @@
-"""What a dead engine left: the very tokens that were told, and another engine that goes on behind them."""
+"""After an engine's death: exactly the tokens that were sent, and another engine that continues after them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vsched.types import FinishReason
 
 
 def cut(path: Path, share: float) -> tuple[int, int]:
-    """Leave a share of the newest segment, as if the engine had been killed there; return the events that it is of."""
+    """Cut the newest segment, as if the engine had been killed there; return the range of its remaining events."""
     bodies = [body for _, body in FrameReader(path, newest=True).bodies()]
     kept = max(2, int(len(bodies) * share))
     path.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies[:kept])) + b"\xb5\x1e half")
@@ -34,7 +34,7 @@ def cut(path: Path, share: float) -> tuple[int, int]:
 def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_told(
     tmp_path: Path, seed: int, share: float
 ) -> None:
-    """Also with drafts, swaps and whatever policies do, and where earlier segments are not read."""
+    """Also with speculative decoding, swaps and any policies, and if earlier segments are not read."""
     path = tmp_path / "run.vlog"
     policies = random_policies(random.Random(seed)) if seed % 2 else None
     segment_bytes = 4096 if seed % 3 else 64 << 20
@@ -43,7 +43,7 @@ def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_told(
     told, ended = first.seen[events - 1]
     left = read_left(path, told.keys())
     assert not left.trouble
-    if begin:  # what had ended by then is in earlier segments
+    if begin:  # requests that had ended by then are in earlier segments
         before = first.seen[begin - 1][1]
         ended = ended - before
         told = {name: count for name, count in told.items() if name not in before}
@@ -58,7 +58,7 @@ def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_told(
     for name, begun in left.begun.items():
         request = first.requests[name]
         expected = first.expected_outputs(request)
-        known = told[name] - (name in ended)  # its last token brings the end once more
+        known = told[name] - (name in ended)  # its last token leads to the end again
         assert begun.token_ids == tuple(expected[: max(known, 0)])
         assert begun.prompt == prompt_digest(request)
         second.hand_in(Submitted(request, emitted=begun.continued(request)))
@@ -94,7 +94,7 @@ def test_another_prompt_or_image_is_refused(tmp_path: Path) -> None:
 
 
 def test_damaged_record_tells_what_stands_before_the_damage(tmp_path: Path) -> None:
-    """Tokens are a prefix of those that were told, and the trouble names the place."""
+    """Tokens are a prefix of those that were sent, and the error names the place."""
     path = tmp_path / "run.vlog"
     first = record_run(path, 3)
     names = list(first.requests)

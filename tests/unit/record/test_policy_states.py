@@ -1,4 +1,4 @@
-"""Records of policies that remember: replayed byte for byte, from any segment on, and told where they do not agree."""
+"""Records of stateful policies: replayed byte for byte, from any segment on, with differences reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def remembering(fails: int) -> KernelPolicies:
 
 @pytest.mark.parametrize("fails", [0, 3])
 def test_replay_lends_policies_what_they_were_lent(tmp_path: Path, fails: int) -> None:
-    """Also where a part of the record is gone, and it begins with what they remembered there."""
+    """Even if a part of the record is gone, so that it begins with their state."""
     path = tmp_path / "record"
     record_run(path, 3, policies=remembering(fails), events=200, segment_bytes=16384, segments=99)
     segments = find_segments(path)
@@ -50,7 +50,7 @@ def test_replay_lends_policies_what_they_were_lent(tmp_path: Path, fails: int) -
 
 
 def test_replay_finds_a_state_that_differs(tmp_path: Path) -> None:
-    """One state is spoilt in the record, in a way that the decisions need not show."""
+    """One state is changed in the record, which need not change any decision."""
     path = tmp_path / "record"
     record_run(path, 3, policies=remembering(0), events=200, segment_bytes=16384, segments=99)
     second = find_segments(path)[1]
@@ -73,7 +73,7 @@ def test_replay_finds_a_state_that_differs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_snapshot_and_restart_go_on_alike(seed: int) -> None:
-    """A run that is restored before every event decides as one that lives on, failing calls included."""
+    """A run that is restored before every event decides as one without restarts, failing calls included."""
     decided: list[list[str]] = []
     for make in (ModelCluster, RestoredCluster):
         commands: list[str] = []

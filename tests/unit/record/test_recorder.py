@@ -1,4 +1,4 @@
-"""What is kept of a record, and that recording never stops serving."""
+"""Retention of records; recording never stops serving."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_recorder_is_none_where_no_path_is_given() -> None:
 
 
 def test_recorder_writes_for_its_owner_only(tmp_path: Path) -> None:
-    """A record holds what clients asked."""
+    """A record holds the clients' prompts."""
     _, recorder = begin(tmp_path / "run.vlog")
     recorder.close()
     assert (tmp_path / "run.vlog").stat().st_mode & 0o777 == 0o600
 
 
 def test_recorder_writes_each_event_at_once(tmp_path: Path) -> None:
-    """A killed process loses nothing that was noted."""
+    """A killed process loses no entry."""
     path = tmp_path / "run.vlog"
     kernel, recorder = begin(path)
     for number in range(1, 4):
@@ -85,7 +85,7 @@ def test_recorder_does_not_write_a_large_state_after_every_event(tmp_path: Path)
 
 
 def test_recorder_sets_an_earlier_record_aside(tmp_path: Path) -> None:
-    """A restart after a crash must not destroy what tells of it; the record before that goes."""
+    """A restart after a crash must not destroy its record; the record before it is deleted."""
     path = tmp_path / "run.vlog"
     runs = []
     for seed in range(3):

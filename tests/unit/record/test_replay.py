@@ -1,4 +1,4 @@
-"""A record replays to the same decisions, and a record of others is found out."""
+"""A record replays to the same decisions, and a wrong record is detected."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_replay_takes_up_policies_with_a_state_of_their_own(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_replay_decides_the_same_under_any_hash_seed(tmp_path: Path) -> None:
-    """Recorded by one process, replayed by another that hashes differently."""
+    """Recorded by one process, replayed by another with another hash seed."""
 
     def run(hash_seed: str, *words: str) -> str:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -79,11 +79,11 @@ def test_replay_decides_the_same_under_any_hash_seed(tmp_path: Path) -> None:
     assert "Everything was decided the same again." in said
 
 
-# --- what is wrong with a record ---
+# --- damaged records ---
 
 
 def rewrite(path: Path, change: Callable[[int, list[Any]], Any]) -> None:
-    """Let `change` edit each entry in place, before it is framed anew."""
+    """Let `change` edit each entry in place, before it is framed again."""
     bodies = [body for _, body in FrameReader(path, newest=True).bodies()]
     for index, body in enumerate(bodies[1:], start=1):
         entry = msgspec.msgpack.decode(body)
@@ -270,7 +270,7 @@ def test_replay_command_prints_counts_and_writes_figures(path: Path, tmp_path: P
 
 
 def test_replay_command_lists_what_had_no_end_when_the_engine_was_killed(path: Path) -> None:
-    """What was accepted less what was finished: that is known up to the last event."""
+    """Accepted requests without an end, up to the last event."""
     assert replay(path).unfinished == []
     reader = FrameReader(path, newest=True)
     bodies = [body for _, body in reader.bodies()]

@@ -1,5 +1,3 @@
-"""The trace that Perfetto opens."""
-
 from __future__ import annotations
 
 import io

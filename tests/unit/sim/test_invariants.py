@@ -1,6 +1,6 @@
-"""The oracles notice a kernel that is broken: each fails when what it guards is broken.
+"""The oracles detect a broken kernel: each fails when its own property is broken.
 
-The kernel's own checks are switched off here, so that it is the oracles that notice.
+The kernel's own checks are switched off here, so that the oracles have to detect the error.
 """
 
 from __future__ import annotations

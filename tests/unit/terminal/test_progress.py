@@ -1,4 +1,4 @@
-"""What is said while a model loads where there is no terminal."""
+"""Progress lines while a model loads without a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`check_policy` passes what keeps its contract, and names seed and fault of what does not."""
+"""`check_policy` accepts policies that keep their contract, and names seed and fault of others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from vsched_policies.routing import RoundRobin
 
 
 class Shortest(AdmissionPolicy, frozen=True, kw_only=True):
-    """A user's policy as it should be."""
+    """A correct policy of a user's."""
 
     most: int = 4
 
@@ -67,7 +67,7 @@ class HoldsForEver(AdmissionPolicy, frozen=True, kw_only=True):
 
 
 class Remembers(AdmissionPolicy, frozen=True, kw_only=True):
-    """Remembers beside its state, which no policy may."""
+    """Keeps values outside of its state, which is forbidden."""
 
     calls: ClassVar[list[int]] = []
 
@@ -78,7 +78,7 @@ class Remembers(AdmissionPolicy, frozen=True, kw_only=True):
 
 
 class Rates(msgspec.Struct):
-    """What the policies below remember."""
+    """State of the policies below."""
 
     calls: int = 0
     sizes: list[int] = []
@@ -86,7 +86,7 @@ class Rates(msgspec.Struct):
 
 
 class Learns(AdmissionPolicy, frozen=True, kw_only=True):
-    """Remembers as it should."""
+    """Uses its state correctly."""
 
     state_type = Rates
 
@@ -106,7 +106,7 @@ class Hoards(Learns, frozen=True, kw_only=True):
 
 
 class Overflows(Learns, frozen=True, kw_only=True):
-    """Remembers more than can be kept."""
+    """Its state grows beyond the limit."""
 
     def admit(self, view: AdmissionView) -> Admission:
         view.state.text = "x" * (1 << 15)
@@ -114,7 +114,7 @@ class Overflows(Learns, frozen=True, kw_only=True):
 
 
 class LeavesOther(Learns, frozen=True, kw_only=True):
-    """Answers the same, and leaves something else in its state each time."""
+    """Decides the same, but leaves another state each time."""
 
     calls: ClassVar[list[int]] = []
 
@@ -150,7 +150,7 @@ class PastTheLast(RoutingPolicy, frozen=True, kw_only=True):
 
 
 class Sorts(RoutingPolicy, frozen=True, kw_only=True):
-    """Changes what it was only shown."""
+    """Changes its view."""
 
     def choose(self, view: RoutingView) -> int:
         assert isinstance(view.replicas, list)
@@ -160,7 +160,7 @@ class Sorts(RoutingPolicy, frozen=True, kw_only=True):
 
 
 class Counts(RoutingPolicy, frozen=True, kw_only=True):
-    """Keeps state, though the view says how many requests were routed before."""
+    """Keeps state, although its view has the number of routed requests."""
 
     calls: ClassVar[list[int]] = []
 
@@ -249,7 +249,7 @@ def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
     ],
 )
 def test_check_policy_names_seed_and_fault(policy: type[Policy], words: str) -> None:
-    """Also a policy that would stop the server is found."""
+    """Including policies that would stop the server."""
     with pytest.raises(PolicyError, match=re.escape(words)) as caught:
         check_policy(policy)
     assert f"{policy.__module__}.{policy.__qualname__}: seed " in str(caught.value)

@@ -1,4 +1,4 @@
-"""The model ranks notice a kernel that is broken: each oracle fails when what it guards is broken."""
+"""The model ranks detect a broken kernel: each oracle fails when its own property is broken."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_seen():
 
 
 def test_plugin_leaves_other_tests_alone(project: pytest.Pytester) -> None:
-    """With nobody else who says which loop to use, and with a conftest that does."""
+    """Without any other loop factory, and with one in a conftest."""
     source = """
 @pytest.mark.asyncio
 async def test_plain(request):
@@ -131,7 +131,7 @@ async def test_plan(sim):
 
 
 def test_plugin_prints_what_repeats_a_failure(project: pytest.Pytester) -> None:
-    """And the printed command does."""
+    """The printed command does."""
     result = run(project, FAILING)
     result.assert_outcomes(passed=9, failed=1)
     result.stdout.fnmatch_lines(
@@ -188,7 +188,7 @@ async def test_plan(sim, draws):
 
 
 def test_plugin_fails_a_test_whose_loop_has_seen_an_error(project: pytest.Pytester) -> None:
-    """An exception in a callback is logged by asyncio, and nobody would know."""
+    """Exceptions in callbacks are only logged by asyncio."""
     source = """
 @pytest.mark.sim
 async def test_callback():
@@ -283,7 +283,7 @@ async def test_allowed(sim_engine, workload):
 
 
 def test_plugin_fails_a_test_in_which_a_policy_failed(project: pytest.Pytester) -> None:
-    """Unless it is about that: the default has decided in its place, so the policy was not tried."""
+    """Unless the test is about that: the default has decided in its place, so the policy was not tested."""
     project.syspathinsert()
     result = run(project, FAILING_POLICY)
     result.assert_outcomes(passed=1, failed=1)
@@ -293,7 +293,7 @@ def test_plugin_fails_a_test_in_which_a_policy_failed(project: pytest.Pytester) 
 
 
 def test_plugin_lets_hypothesis_draw_fault_plans(project: pytest.Pytester) -> None:
-    """Each engine of a test is struck as long after its start as the first."""
+    """Faults of each engine of a test are timed from its own start."""
     source = """
 from hypothesis import HealthCheck, given, settings
 from vsched.sim import FaultPlan, OutOfMemory

@@ -1,4 +1,4 @@
-"""The shared-memory arena: seen by every process that is given it, and by no other."""
+"""The shared-memory arena: visible to every process that is given it, and to no other."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_arena_is_shared_with_a_child(arena: Arena) -> None:
 
 
 def test_arena_has_no_name() -> None:
-    """Nothing to be left behind: no file in /dev/shm, and the descriptor is not inherited by accident."""
+    """Nothing can be left behind: no file in /dev/shm, and the descriptor is not inherited by accident."""
     before = sorted(os.listdir("/dev/shm"))
     arena = Arena.create(LAYOUT)
     assert sorted(os.listdir("/dev/shm")) == before
@@ -85,7 +85,7 @@ def test_arena_has_no_name() -> None:
 
 
 def test_arena_views_outlive_the_descriptor() -> None:
-    """A view that somebody still reads keeps the memory, not the descriptor."""
+    """A view in use keeps the memory, not the descriptor."""
     arena = Arena.create(LAYOUT)
     rows = arena.embeddings
     rows[0] = 3
@@ -94,7 +94,7 @@ def test_arena_views_outlive_the_descriptor() -> None:
 
 
 def test_arena_larger_than_the_host_is_refused() -> None:
-    """Value, limit and remedy, before anything is taken from the host."""
+    """Value, limit and remedy, before anything is allocated on the host."""
     layout = ArenaLayout(pixel_bytes=1 << 60, pages=1, page_rows=1, row_bytes=1)
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match=r"value \d+, limit \d+ bytes\. Remedy: lower arena\."):

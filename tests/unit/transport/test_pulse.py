@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_pulse_proves_itself_and_beats(tmp_path: Path) -> None:
-    """The secret first, then one beat after the other while its rank does not come to speak."""
+    """The secret first, then beats, even while its rank is too busy to report."""
     address = f"ipc://{tmp_path}/group"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     leader = context.socket(zmq.ROUTER)
@@ -37,7 +37,7 @@ def test_pulse_proves_itself_and_beats(tmp_path: Path) -> None:
 
 
 def test_pulse_without_a_leader_ends_at_once(tmp_path: Path) -> None:
-    """Nobody listens and nothing is queued without bound; closing waits for nothing."""
+    """Nothing is queued without bound, and closing does not wait."""
     link = RankLink(f"ipc://{tmp_path}/nobody", 0)
     usual = threading.stack_size()
     pulse = PulseThread(link, 0, "sesame", every_s=60)

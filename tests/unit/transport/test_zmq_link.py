@@ -1,4 +1,4 @@
-"""The control plane: nothing is lost behind an edge, and a deaf rank holds up nobody."""
+"""The control plane: no message is lost after an edge, and a rank that does not read delays no other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def context() -> AsyncIterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 class Leading:
-    """A leader's link that keeps what it hears."""
+    """A leader's link that keeps received messages."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self.heard: list[Frame] = []
@@ -66,7 +66,7 @@ def connect(leading: Leading) -> Iterator[Callable[[int], RankLink]]:
 
 
 def receive(link: RankLink, count: int) -> list[bytes]:
-    """Receive so many messages, blocking."""
+    """Receive this number of messages, blocking."""
     messages: list[bytes] = []
     while len(messages) < count:
         message = link.receive(10)
@@ -79,7 +79,7 @@ def receive(link: RankLink, count: int) -> list[bytes]:
 async def test_link_drains_everything_behind_one_edge(
     leading: Leading, connect: Callable[[int], RankLink]
 ) -> None:
-    """The descriptor tells only that something changed: all that came is read, in order."""
+    """The descriptor only signals a change: all messages are read, in order."""
     link = connect(0)
     frames = [b"%d" % index for index in range(900)]  # fewer than make a sender wait
     for frame in frames:
@@ -91,7 +91,7 @@ async def test_link_drains_everything_behind_one_edge(
 async def test_link_hears_reports_whose_edge_a_send_has_swallowed(
     leading: Leading, connect: Callable[[int], RankLink]
 ) -> None:
-    """Sending processes the socket's commands, and with them the edge of what has come meanwhile."""
+    """Sending processes the socket's commands, and with them the edge of messages that arrived meanwhile."""
     link = connect(0)
     link.send(b"hello")
     await leading.hear(1)
@@ -121,14 +121,14 @@ async def test_link_keeps_order_in_both_directions(
 
 
 async def test_link_tells_that_a_rank_was_never_there(leading: Leading) -> None:
-    """An unknown peer gets nothing, and sending to it tells so."""
+    """Sending to an unknown peer fails."""
     assert not leading.link.send(7, b"decision")
 
 
 async def test_link_tells_that_a_rank_is_gone(
     leading: Leading, connect: Callable[[int], RankLink]
 ) -> None:
-    """A rank that went is noticed by sending, at the latest when its queue is full."""
+    """A missing rank is detected by sending, at the latest when its queue is full."""
     link = RankLink(leading.link.address, 0)
     link.send(b"hello")
     await leading.hear(1)
@@ -141,7 +141,7 @@ async def test_link_tells_that_a_rank_is_gone(
 async def test_link_never_waits_for_a_peer_that_never_reads(
     leading: Leading, connect: Callable[[int], RankLink]
 ) -> None:
-    """A deaf rank is reported once its queue is full; the others do not notice."""
+    """A rank that does not read is reported once its queue is full; the others are not affected."""
     deaf, good = RankLinkThatNeverReads(leading.link.address, 0), connect(1)
     deaf.send(b"hello")
     good.send(b"hello")
@@ -158,7 +158,7 @@ async def test_link_never_waits_for_a_peer_that_never_reads(
 
 
 class RankLinkThatNeverReads(RankLink):
-    """A rank with a bounded queue of its own, as a stuck process is."""
+    """A rank with a bounded queue of its own, like a stuck process."""
 
     def __init__(self, address: str, rank: int) -> None:
         self.address = address
@@ -184,7 +184,7 @@ async def test_link_drops_messages_of_another_shape(
 async def test_link_second_peer_with_a_rank_identity_is_not_heard(
     leading: Leading, connect: Callable[[int], RankLink]
 ) -> None:
-    """Nobody takes over the place of a rank that is connected."""
+    """The place of a connected rank cannot be taken over."""
     link = connect(0)
     link.send(b"hello")
     await leading.hear(1)
@@ -209,7 +209,7 @@ async def test_link_close_may_be_called_twice(leading: Leading) -> None:
 async def test_link_rank_hears_nothing_for_the_timeout(
     leading: Leading, connect: Callable[[int], RankLink]
 ) -> None:
-    """A rank waits no longer than it is told."""
+    """The wait ends after its timeout."""
     link = connect(0)
     assert not wait_readable([link], 0.001)
     assert link.receive() is None

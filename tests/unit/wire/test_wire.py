@@ -1,4 +1,4 @@
-"""The decision log on the wire: round trips, and a follower that notices every difference."""
+"""The decision log on the wire: round trips, and a follower that detects every difference."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ REPORTS: list[RankReport] = [
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: type(entry).__name__)
 def test_wire_entries_round_trip(entry: LogEntry) -> None:
-    """What a rank hears is what was decided, type and all."""
+    """A rank receives the decision unchanged, type included."""
     heard = FollowerLog().accept(LeaderLog().append(entry))
     assert heard == entry
     assert type(heard) is type(entry)
@@ -147,7 +147,7 @@ def test_wire_garbage_is_no_report(frame: bytes) -> None:
 
 
 def test_wire_damaged_report_is_no_report() -> None:
-    """A flipped bit would else be another token, or give a token to another request."""
+    """Otherwise a flipped bit would be another token, or give a token to another request."""
     tokens = (7).to_bytes(4, "little") * 3
     frame = encode_report(GenerateResult(3, tokens, tokens, [], [], 5))
     for bit in range(8 * len(frame)):
@@ -249,7 +249,7 @@ def no_body(log: Log) -> Log:
     ],
 )
 def test_wire_follower_stops_at_any_difference(spoil: Callable[[Log], Log], message: str) -> None:
-    """Gap, duplicate, reorder, another digest, another shape: detected, never computed on."""
+    """Gap, duplicate, reorder, another digest, another shape: detected, and not computed."""
     leader, follower = LeaderLog(), FollowerLog()
     log = spoil([leader.append(GenerateDecision(step)) for step in (1, 2, 3)])
     heard = []
@@ -272,7 +272,7 @@ def test_wire_follower_refuses_a_body_that_is_no_decision(body: bytes) -> None:
 
 
 def test_wire_steps_of_all_logs_have_turns() -> None:
-    """Whoever follows two logs knows the one order in which their steps were decided."""
+    """A follower of two logs knows the one order in which their steps were decided."""
     turns = Turns()
     encode, generate = LeaderLog(turns), LeaderLog(turns)
     heard = {"encode": FollowerLog(), "generate": FollowerLog()}
@@ -291,7 +291,7 @@ def test_wire_steps_of_all_logs_have_turns() -> None:
 
 
 def test_wire_checks_tell_results_apart() -> None:
-    """Another token or another request is another check; times and who asks for hooks are not."""
+    """Another token or another request changes the check; times and requested hooks do not."""
     result = GenerateResult(3, b"\1\2", b"\3\4", [], [], 8)
     replaced = [
         msgspec.structs.replace(result, **change)

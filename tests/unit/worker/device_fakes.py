@@ -1,4 +1,4 @@
-"""A generate and an encode worker that compute nothing and allocate on simulated memory what a model would."""
+"""Generate and encode workers that compute nothing, but allocate simulated memory like a model."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class MeasuredGenerator(StandInGenerator):
     """Allocates its KV cache and, in a step, `row_bytes` for each row.
 
     Attributes:
-        batches: What each step saw, in numbers: (decode rows, longest decode context, (start, stop, image rows) of
-            each chunk, rows with more than argmax).
-        events: What was called, in order.
+        batches: Sizes of each step: (decode rows, longest decode context, (start, stop, image rows) of each chunk, rows
+      with more than argmax).
+        events: Calls, in order.
         leaks: Whether the cache stays referenced when it is dropped.
     """
 
@@ -93,7 +93,7 @@ class MeasuredGenerator(StandInGenerator):
 
 
 class FrugalGenerator(MeasuredGenerator):
-    """One that can be shallow."""
+    """A generator that can be shallow."""
 
     frugal = True
 
@@ -104,13 +104,13 @@ class FrugalGenerator(MeasuredGenerator):
 
 
 def plan_of(tokens: int) -> ImagePlan:
-    """Return the plan of an image of so many tokens."""
+    """Plan of an image with this number of tokens."""
     spec = ArraySpec("pixels", "float32", (4 * tokens, 4))
     return ImagePlan((spec,), tokens, metadata=b"%d" % tokens)
 
 
 class MeasuredEncoder(StandInEncoder):
-    """Allocates `token_bytes` for each token of a batch, and checks what it is handed."""
+    """Allocates `token_bytes` for each token of a batch, and checks its arrays."""
 
     def __init__(self, memory: SimulatedMemory, *, token_bytes: int = 1 << 20) -> None:
         super().__init__(memory, weights_bytes=4 * MIB)

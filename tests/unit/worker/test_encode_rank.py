@@ -21,7 +21,7 @@ from vsched.worker.encode_rank import EncodeRank
 
 
 class Encoder:
-    """Keeps the jobs it gets; writes the sum of the pixels, or raises."""
+    """Keeps its jobs; writes the sum of the pixels, or raises."""
 
     weights_bytes = 0
 
@@ -79,7 +79,7 @@ def test_encode_rank_hands_over_one_batch() -> None:
 def test_encode_rank_survives_its_worker(
     error: Exception, failure: EncodeErrorKind, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An error becomes a result that names no path, address or repr; the log has the rest."""
+    """An error becomes a result without paths, addresses or reprs; the log has the rest."""
     encoder = Encoder(error)
     rank, _ = rank_of(encoder)
     with caplog.at_level(logging.WARNING):
@@ -90,7 +90,7 @@ def test_encode_rank_survives_its_worker(
 
 
 class PausingEncoder(Encoder):
-    """Encodes in four layers; what it writes is there at the end."""
+    """Encodes in four layers; its output is complete at the end."""
 
     pauses = True
 
@@ -106,7 +106,7 @@ class PausingEncoder(Encoder):
 
 
 def test_encode_rank_pauses_and_goes_on() -> None:
-    """A few layers at a time, and nothing of it is seen before the end; then the same as at once."""
+    """A few layers at a time, with no output before the end; then the same as at once."""
     rank, found = rank_of(PausingEncoder())
     whole, expected = rank_of(Encoder())
     tasks = [task(b"a", [3, 1])]
@@ -122,7 +122,7 @@ def test_encode_rank_pauses_and_goes_on() -> None:
 
 
 def test_encode_rank_that_failed_has_nothing_to_go_on_with() -> None:
-    """The batch fails in whatever layer it is; its rank takes the next one."""
+    """The batch fails in any layer; its rank takes the next one."""
     encoder = PausingEncoder()
     rank, _ = rank_of(encoder)
     tasks = [task(b"a", [0])]
@@ -145,7 +145,7 @@ def test_encode_rank_refuses_a_batch_while_another_is_not_done() -> None:
 
 @pytest.mark.parametrize("extent", [Extent(0, 30), Extent(0, 12)])
 def test_encode_rank_survives_pixels_of_a_wrong_size(extent: Extent) -> None:
-    """What is too short for its arrays fails that batch."""
+    """An extent that is too short for its arrays fails the batch."""
     encoder = Encoder()
     rank, _ = rank_of(encoder)
     bad = msgspec.structs.replace(task(b"a", [0]), extent=extent)
@@ -155,7 +155,7 @@ def test_encode_rank_survives_pixels_of_a_wrong_size(extent: Extent) -> None:
 
 
 def test_encode_rank_copies_what_is_encoded_already() -> None:
-    """Rows that the client brought skip the encoder, mixed freely with raw items."""
+    """Embeddings sent by the client skip the encoder, mixed freely with raw items."""
     encoder = Encoder()
     rank, embeddings = rank_of(encoder)
     encoded = EncodeTask(b"e", 6, Extent(64, 6 * 8), [5, 2], encoded=True)
@@ -169,7 +169,7 @@ def test_encode_rank_copies_what_is_encoded_already() -> None:
 
 
 def test_encode_rank_copies_on_the_first_rank_alone() -> None:
-    """One rank writes the arena; the others take part in what is encoded."""
+    """One rank writes the arena; the others only take part in encoding."""
     encoder = Encoder()
     rank, embeddings = rank_of(encoder, rank=1)
     encoded = EncodeTask(b"e", 6, Extent(64, 6 * 8), [5, 2], encoded=True)

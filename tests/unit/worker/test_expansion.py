@@ -1,4 +1,4 @@
-"""Expanding placeholders: what stands for an image need not be placeholders alone."""
+"""Expansion of placeholders: the tokens of an image may include others than placeholders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ IMAGE, BREAK, END = 5, 6, 7
 
 
 def test_expansion_of_rows_with_separators() -> None:
-    """Only placeholders are the image's: its spans leave out what stands before, between and behind them."""
+    """The spans of an image contain its placeholders only, not the separators around them."""
     rows = ImagePlan((), 6, (8, IMAGE, IMAGE, IMAGE, BREAK, IMAGE, IMAGE, IMAGE, END))
     plain = ImagePlan((), 2)
     ids, spans = expand_images([1, IMAGE, IMAGE, 2], [rows, plain], placeholder=IMAGE)
@@ -20,7 +20,7 @@ def test_expansion_of_rows_with_separators() -> None:
 
 
 def test_places_are_all_there_are() -> None:
-    """At both ends, side by side, or nowhere."""
+    """At both ends, adjacent, or nowhere."""
     assert places_of([IMAGE, 1, IMAGE, IMAGE, 2, IMAGE], IMAGE) == [0, 2, 3, 5]
     assert places_of([1, 2], IMAGE) == []
     assert places_of([], IMAGE) == []

@@ -1,4 +1,4 @@
-"""The generate side of a rank: slots, batches, who ends when, and what it will not follow."""
+"""The generate side of a rank: slots, batches, ends of requests, and decisions that it refuses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _told(index: int, chunk: Chunk) -> PromptLogprobs:
 
 
 class Script:
-    """A worker that samples what it is told, row by row, and keeps copies of its batches."""
+    """A worker that samples scripted tokens, row by row, and keeps copies of its batches."""
 
     def __init__(self, *steps: list[int]) -> None:
         self.steps = list(steps)
@@ -132,7 +132,7 @@ def numbers_of(result: GenerateResult) -> list[int]:
 
 
 def test_generate_rank_keeps_the_running_set() -> None:
-    """Cost follows change: decisions that name nobody decode everybody who runs."""
+    """Cost follows change: decisions without names decode all running requests."""
     worker = Script([7], [8], [9])
     rank = rank_of(worker)
     first = rank.apply(GenerateDecision(1, joined=[join(1, 2, [3, 4, 5])], chunks=[whole(2, 3)]))
@@ -204,7 +204,7 @@ def test_generate_rank_ends_a_sequence(
     ends_at: int,
     reason: FinishReason,
 ) -> None:
-    """The rank itself says who finished, in the step of the last token; afterwards the slot yields nothing."""
+    """The rank itself reports the end, in the step of the last token; afterwards the slot yields nothing."""
     worker = Script(*[[token] for token in sampled])
     rank = rank_of(worker)
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 50, **sampling})  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ def test_generate_rank_ends_a_sequence(
 def test_a_least_number_of_tokens_is_special_only_where_it_forbids_a_stop_token(
     stops: tuple[int, ...], special: list[tuple[int, int, list[int]]]
 ) -> None:
-    """With `ignore_eos` and no stop tokens, as benchmarks ask, a greedy row stays as cheap as it is."""
+    """With `ignore_eos` and no stop tokens, as in benchmarks, a greedy row stays as cheap as it is."""
     worker = Script([7])
     params = SamplingParams(temperature=0.0, max_tokens=5, min_tokens=5)
     joining = join(1, 0, [1, 2], sampling=params, stops=stops)
@@ -233,7 +233,7 @@ def test_a_least_number_of_tokens_is_special_only_where_it_forbids_a_stop_token(
 
 
 def test_generate_rank_slot_that_is_left_is_as_new() -> None:
-    """Stop tokens, limits and sampling of who was there before do not leak."""
+    """Stop tokens, limits and sampling of the previous request do not leak."""
     worker = Script([7], [9], [9], [9])
     rank = rank_of(worker, slots=1)
     picky = SamplingParams(max_tokens=50, presence_penalty=1.0)
@@ -254,7 +254,7 @@ def test_generate_rank_slot_that_is_left_is_as_new() -> None:
 
 
 def test_generate_rank_kept_sequence_returns_with_its_tokens() -> None:
-    """A preempted request comes back without its data, in another slot, with what it had."""
+    """A preempted request comes back without its data, in another slot, with its tokens."""
     worker = Script([7], [8], [5], [9, 6])
     rank = rank_of(worker)
     rank.apply(GenerateDecision(1, joined=[join(1, 0, [3, 4])], chunks=[whole(0, 2)]))
@@ -312,7 +312,7 @@ def test_generate_rank_forgets_what_it_is_told_to(keep: bool) -> None:
     ],
 )
 def test_generate_rank_stops_at_what_does_not_fit(decision: GenerateDecision, message: str) -> None:
-    """A rank that holds something else than the leader thinks never computes on."""
+    """A rank whose state differs from the leader's never computes on."""
     worker = Script([7])
     rank = rank_of(worker)
     rank.apply(GenerateDecision(1, joined=[join(1, 0, [3])], chunks=[whole(0, 1)]))
@@ -322,7 +322,7 @@ def test_generate_rank_stops_at_what_does_not_fit(decision: GenerateDecision, me
 
 
 def test_generate_rank_goes_on_from_no_blocks_alone_where_there_is_a_state() -> None:
-    """A rank that were told to would answer with a state that is not the sequence's."""
+    """A rank that did would compute with a state that is not the sequence's."""
     data = join(1, 0, [3, 4, 5, 6, 7]).data
     cached = GenerateDecision(1, joined=[Join(1, 0, 4, 5, [1, 2], data)])
     rank_of(Script([])).apply(cached)
@@ -335,7 +335,7 @@ def test_generate_rank_goes_on_from_no_blocks_alone_where_there_is_a_state() -> 
 
 
 def test_generate_rank_hands_on_which_states_are_read_and_written() -> None:
-    """Once: the step after is told nothing of them."""
+    """Once: the next step has none of them."""
     seen: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]] = []
 
     class Noting(Script):
@@ -438,7 +438,7 @@ def test_generate_rank_item_rows_of_a_chunk(
 def test_generate_rank_item_rows_of_runs(
     span: tuple[int, int], rows: list[tuple[int, int, int]]
 ) -> None:
-    """Each run of placeholders that a chunk meets gets its own rows, and what stands between them none."""
+    """Each run of placeholders that overlaps a chunk gets its own rows, and separators get none."""
     worker = Script([7])
     rank = rank_of(worker)
     place = ItemPlace(5, 12, b"", ((5, 9), (10, 14), (15, 19)))
@@ -475,7 +475,7 @@ def test_generate_rank_names_the_rows_that_need_more_than_argmax() -> None:
 
 
 def test_generate_rank_growth_of_a_slot_that_has_just_finished_is_harmless() -> None:
-    """One step ahead, the kernel may grow a slot that filled its context in the step before."""
+    """One step ahead, the kernel may grow a slot that filled its context in the last step."""
     worker = Script([7])
     rank = rank_of(worker, slots=1, context_tokens=8)
     params = SamplingParams(temperature=0.0, max_tokens=1)
@@ -488,7 +488,7 @@ def test_generate_rank_growth_of_a_slot_that_has_just_finished_is_harmless() -> 
 
 
 def test_generate_rank_tells_of_each_prompt_token_by_the_row_before_it() -> None:
-    """Those of the prompt alone: the last row of it, and what was generated before a loss, tell of nothing."""
+    """Only prompt tokens: not the token after the prompt, nor tokens generated before a loss."""
     telling = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
     worker = Script([], [], [9, 9])
     rank = rank_of(worker)
@@ -510,11 +510,11 @@ def test_generate_rank_tells_of_each_prompt_token_by_the_row_before_it() -> None
 
 
 def test_generate_rank_rows_that_stay_yield_what_rows_gathered_anew_do() -> None:
-    """Whoever joins, leaves, ends, comes back or gets a chunk: what is kept of the last step is never stale."""
+    """Whatever joins, leaves, ends, comes back or gets a chunk: rows kept from the last step are never stale."""
     draw = random.Random(7)
     kept, anew = Script(), Script()
     ranks = [rank_of(worker, slots=6, context_tokens=40) for worker in (kept, anew)]
-    held: dict[int, tuple[int, int]] = {}  # by slot, the number and the length
+    held: dict[int, tuple[int, int]] = {}  # number and length, by slot
     steady = 0
     for step in range(1, 400):
         left, joined, chunks = [], [], []

@@ -1,4 +1,4 @@
-"""A rank holds requests to their grammars: masks, ends, and what is followed again after a loss."""
+"""A rank applies grammars to requests: masks, ends, and recovery after a loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GRAMMAR = msgspec.structs.replace(GREEDY, grammar="counts down")
 
 
 class Countdown:
-    """Allows the token below the last one; whole at 0, and broken by any other."""
+    """Allows only the token below the last one; complete at 0, and broken by any other."""
 
     def __init__(self) -> None:
         self.mask: npt.NDArray[np.uint32] = np.array([1 << 5], np.uint32)
@@ -62,7 +62,7 @@ class Countdowns:
 
 
 class Masked(Script):
-    """Notes the masks of special rows."""
+    """Records the masks of special rows."""
 
     def __init__(self, *steps: list[int]) -> None:
         super().__init__(*steps)
@@ -75,7 +75,7 @@ class Masked(Script):
 
 
 class Watched(Countdown):
-    """Counts how often its mask is read after a token."""
+    """Counts reads of its mask after each token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_generate_rank_masks_the_first_token_and_each_that_follows() -> None:
 
 
 def test_generate_rank_reads_masks_once_its_result_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next decision is on its way meanwhile; of rows that have ended nothing is read."""
+    """The next decision arrives meanwhile; masks of ended rows are not read."""
     monkeypatch.setattr(f"{__name__}.Countdown", Watched)
     worker, grammars = Masked([5, 5], [4, 4], [3]), Countdowns()
     rank = rank_of(worker, grammars)

@@ -49,7 +49,7 @@ LAYOUT = ArenaLayout(pixel_bytes=1 << 16, pages=4, page_rows=8, row_bytes=ROW_BY
 
 
 class TiledPreprocessor(FakePreprocessor):
-    """Cuts images into tiles of 8 x 8 bytes a channel, two tokens each; there is no grid, and the size says it all."""
+    """Cuts images into tiles of 8 x 8 bytes a channel, two tokens each; there is no grid, only the size."""
 
     companion = Companion("image_size", ("height", "width in pixels"))
 
@@ -79,7 +79,7 @@ class TiledPreprocessor(FakePreprocessor):
 
 
 class TiledEncoder:
-    """Writes what it reads: a row holds a value of the tiles, the image's size, and how much of the mask is set."""
+    """Writes its inputs: a row holds a value of the tiles, the image's size, and the set part of the mask."""
 
     weights_bytes = 0
 
@@ -115,7 +115,7 @@ def pipeline(arena: Arena) -> Iterator[MediaPipeline]:
 
 
 def decided(prompt: list[int], *items: object) -> list[EncodeTask]:
-    """Return what a kernel has an encode group do for a request."""
+    """Tasks that a kernel sends to an encode group for a request."""
     cluster = ModelCluster(make_limits())
     sampling = SamplingParams(max_tokens=1)
     cluster.submit(
@@ -145,7 +145,7 @@ def test_arrays_lie_one_after_the_other_each_at_a_cache_line() -> None:
 
 
 async def test_arrays_of_an_image_reach_the_encoder(arena: Arena, pipeline: MediaPipeline) -> None:
-    """From the thread that prepares it, by the arena and a decision of the kernel, to the rank."""
+    """From the thread that prepares it, through the arena and a decision of the kernel, to the rank."""
     urls = [data_url(image_bytes(20, 8, value=9)), data_url(image_bytes(8, 16, value=4))]
     prepared = await pipeline.prepare("a\x01b\x01", urls)
     assert [item.tokens for item in prepared.items] == [6, 4]
@@ -164,7 +164,7 @@ async def test_arrays_of_an_image_reach_the_encoder(arena: Arena, pipeline: Medi
 
 
 async def test_an_array_that_was_not_planned_fails_the_request(pipeline: MediaPipeline) -> None:
-    """Another dtype is no accident of rounding: nothing is converted."""
+    """Another dtype is never converted."""
     front = pipeline._preprocessor
     right = front.process_image(Image.new("RGB", (8, 8)))
     wrong = [
@@ -216,7 +216,7 @@ async def test_a_model_without_a_companion_takes_no_embeddings(pipeline: MediaPi
 
 
 class TiledPlugin:
-    """Names the largest image that is let in, as often as the caps allow."""
+    """Names the largest image within the limits, as often as the caps allow."""
 
     def worst_batches(
         self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
@@ -226,7 +226,7 @@ class TiledPlugin:
 
 
 def test_an_encoder_is_reserved_for_by_plans_alone() -> None:
-    """The batches lie in an arena of their own, with the arrays and metadata of their plans."""
+    """The batches are in an arena of their own, with the arrays and metadata of their plans."""
 
     class Encoder(MeasuredEncoder):
         def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:

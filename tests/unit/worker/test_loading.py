@@ -17,7 +17,7 @@ from vsched.worker.spec import GenerateRole, RankSpec
 
 
 class Recording(FakePlugin):
-    """Notes what it is to load, and loads no model that is to be deterministic."""
+    """Records the models to load, and loads no deterministic one."""
 
     def __init__(self) -> None:
         self.asked: list[bool] = []

@@ -1,4 +1,4 @@
-"""What a rank reports, when it counts its leaders as silent, and what it refuses to carry out."""
+"""Reports of a rank, silence of its leaders, and refused log entries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from vsched.worker.member import Following, Member, RankHost
 
 
 class Link:
-    """Delivers what is put into it at once, and keeps what is sent."""
+    """Delivers injected frames at once, and keeps sent ones."""
 
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
@@ -50,11 +50,11 @@ class Link:
         return self.frames.popleft() if self.frames else None
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op."""
 
 
 class StageExecutor:
-    """Says one after the other what it was given, and takes as long as that says."""
+    """Returns its given results one by one, each after its own time."""
 
     def __init__(self, *said: tuple[int, EncodeResult | Paused | None]) -> None:
         self.now_ns = 0
@@ -86,7 +86,7 @@ class StageExecutor:
 
 
 def member_of(side: StageExecutor, rank: int = 0) -> Member[Link]:
-    """Return a rank that has loaded, on a clock that moves with what it computes."""
+    """Return a rank that has loaded, on a clock that advances by its computing time."""
     spec = SimpleNamespace(rank=rank, secret="sesame")
     host = RankHost(now_ns=lambda: side.now_ns, memory=lambda: {"resident": 5})
     member = Member(spec, Link(), host)  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def hear(member: Member[Link], log: LeaderLog, entry: LogEntry) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
-    """The first rank says how long each time slice took, and at the end all of them; the others speak at the end."""
+    """The first rank reports the time of each time slice, and in the end of all; the others report at the end."""
     side = StageExecutor(
         (5, Paused(1, 1, 0)),
         (7, Paused(1, 2, 0)),
@@ -132,7 +132,7 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
 
 
 def test_member_answers_heartbeats_and_hooks_by_their_place_in_the_log() -> None:
-    """Each with what the process holds; a hook once it has run."""
+    """Each with the memory of the process; a hook once it has run."""
     side = StageExecutor()
     member, log = member_of(side), LeaderLog()
     for entry in (Heartbeat(), RunHook("balance"), Heartbeat()):
@@ -144,7 +144,7 @@ def test_member_answers_heartbeats_and_hooks_by_their_place_in_the_log() -> None
 
 
 def test_member_reports_its_threads_when_their_number_changes() -> None:
-    """After the result of the step that came before, so that it waits for nothing."""
+    """After the result of the step before, so that the result is not delayed."""
     side = StageExecutor(*((1, EncodeResult(step, None, 0)) for step in (1, 2, 3)))
     member, log = member_of(side), LeaderLog()
     settings = WorkerSettings(threads=4)
@@ -206,7 +206,7 @@ def test_executor_counts_what_is_compiled_once_it_serves_and_tells_it_once(
 
 
 class AdapterWorker:
-    """A worker that has room for one adapter."""
+    """A worker with space for one adapter."""
 
     weights_bytes = 0
     adapter_bytes = 8
@@ -229,7 +229,7 @@ class AdapterWorker:
 
 
 def test_member_adds_and_removes_adapters_and_says_why_one_cannot_be_added() -> None:
-    """A rank that cannot add one has all the others, and goes on."""
+    """A rank that cannot add one keeps all the others, and goes on."""
     worker, log = AdapterWorker(), LeaderLog()
     member = member_of(StageExecutor())
     side = member.executor = members.StageExecutor(worker)  # type: ignore[arg-type]
@@ -258,7 +258,7 @@ def test_member_without_adapters_follows_no_leader_that_adds_one() -> None:
     "entry", [SizeKv(64, profile=False, headroom_bytes=0), AcceptKv(1)], ids=repr
 )
 def test_member_refuses_another_kv_cache_than_was_accepted(entry: LogEntry) -> None:
-    """Sequences lie in the one that stands."""
+    """Sequences are in the current one."""
     member = member_of(StageExecutor())
     hear(member, LeaderLog(), entry)
     with pytest.raises(RankDesync, match="came after one was accepted"):
@@ -269,7 +269,7 @@ SECOND_NS = 1_000_000_000
 
 
 def test_following_gives_leaders_the_whole_time_from_what_was_heard_last() -> None:
-    """Of two leaders, the one that is silent for longer counts, and one that has never spoken does not."""
+    """Of two leaders, the one that is silent for longer counts, and one that has never sent anything does not."""
     side = StageExecutor()
     side.now_ns = 50 * SECOND_NS
     members, log = (member_of(side), member_of(side)), LeaderLog()
@@ -288,7 +288,7 @@ def test_following_gives_leaders_the_whole_time_from_what_was_heard_last() -> No
 
 
 def test_following_counts_from_the_end_of_a_step() -> None:
-    """What came meanwhile was heard, only not read."""
+    """Messages that came meanwhile were received, only not read."""
     side = StageExecutor((60 * SECOND_NS, EncodeResult(1, None, 0)))
     member = member_of(side)
     following = Following([member], 20.0, RankHost(now_ns=lambda: side.now_ns))
@@ -298,7 +298,7 @@ def test_following_counts_from_the_end_of_a_step() -> None:
 
 
 def test_following_waits_for_what_is_on_the_way() -> None:
-    """A leader that has spoken lives, and what it said last takes its time; one that has not starts no clock."""
+    """A notice of data in transit resets the silence of a leader; before its first entry, no silence counts."""
     side = StageExecutor()
     member, log = member_of(side), LeaderLog()
     following = Following([member], 20.0, RankHost(now_ns=lambda: side.now_ns))

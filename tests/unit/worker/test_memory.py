@@ -1,4 +1,4 @@
-"""A real limit on the memory of a process, and what it makes of errors."""
+"""A real limit on the memory of a process, and its errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIB = 1 << 30
 
 
 def in_process(script: str) -> str:
-    """Run a script in a process of its own; return what it printed."""
+    """Run a script in a process of its own; return its output."""
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
@@ -41,7 +41,7 @@ def in_process(script: str) -> str:
 
 @pytest.mark.slow
 def test_limit_process_memory_is_real_and_final() -> None:
-    """Beyond it an allocation fails, and nothing in the process can lift it."""
+    """Beyond it an allocation fails, and nothing in the process can raise it."""
     script = """
 import resource
 from vsched.worker.memory import limit_process_memory, process_limit
@@ -107,7 +107,7 @@ def test_memory_errors_let_others_pass(error: Exception) -> None:
 
 
 def test_spare_memory_is_there_again_when_an_error_is_told() -> None:
-    """The body takes all that the limit leaves, a page at a time, and keeps it."""
+    """The body takes all memory within the limit, a page at a time, and keeps it."""
     script = """
 import mmap
 from vsched.worker.memory import SPARE_BYTES, limit_process_memory, spare_memory, status_bytes
@@ -144,7 +144,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def limit_group(
     folder: Path, limit: str, used: int, droppable: int = 0, *, older: bool = False
 ) -> None:
-    """Write what the kernel tells of a control group."""
+    """Write the files of a control group."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ("memory.limit_in_bytes" if older else "memory.max")).write_text(f"{limit}\n")
     (folder / ("memory.usage_in_bytes" if older else "memory.current")).write_text(f"{used}\n")
@@ -173,7 +173,7 @@ def test_host_memory_is_the_least_of_the_host_and_all_groups(
     total: int,
     free: int,
 ) -> None:
-    """A service may have no limit of its own and lie in a slice that has one."""
+    """A service may have no limit of its own, but a slice around it that has one."""
     base = groups / "memory" if older else groups
     (groups.parent / "own").write_text("4:memory:/slice/own\n" if older else "0::/slice/own\n")
     limit_group(base / "slice" / "own", *own, older=older)
@@ -182,14 +182,14 @@ def test_host_memory_is_the_least_of_the_host_and_all_groups(
 
 
 def test_host_memory_of_a_container_is_that_of_the_group_at_the_base(groups: Path) -> None:
-    """The path of its group may be that outside of it, which is not there."""
+    """The path of its group may be that outside of the container, which does not exist inside."""
     (groups.parent / "own").write_text("1:cpu:/\n0::/docker/abc\n")
     limit_group(groups, str(2 * GIB), GIB)
     assert (host_total(), host_available()) == (2 * GIB, GIB)
 
 
 def test_what_is_free_is_not_told_without_a_view_of_control_groups(groups: Path) -> None:
-    """A limit that cannot be seen may be lower than what the host has."""
+    """A hidden limit may be lower than the memory of the host."""
     assert not tells_what_is_free()
     (groups / "cgroup.controllers").touch()
     assert tells_what_is_free()

@@ -1,4 +1,4 @@
-"""The hardest steps: that they are as hard as what the kernel may ask for."""
+"""The profiling run: its steps are as large as any that the kernel may send."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_profiling_run_prefills_the_whole_budget_and_decodes_every_slot() -> Non
 
 
 def test_profiling_run_begins_a_sequence_where_layers_keep_a_state() -> None:
-    """With the longest chunk; the chunks before go on at the longest context."""
+    """With the longest chunk; the other chunks continue at the longest context."""
     info = msgspec.structs.replace(model_info(), state_bytes=8)
     for worker in (
         MeasuredGenerator(SimulatedMemory(1024 * MIB)),
@@ -90,7 +90,7 @@ def test_profiling_run_runs_the_shortest_contexts(context_tokens: int) -> None:
 
 
 def test_profiling_run_of_a_frugal_worker_is_short() -> None:
-    """One chunk at the longest context stands for all; nothing is left out of rows and slots."""
+    """One chunk at the longest context stands for all; rows and slots are all there."""
     worker = FrugalGenerator(SimulatedMemory(1024 * MIB))
     worker.build_kv(blocks=3, block_size=16)
     run_profile(worker, model_info(), LOAD, blocks=3, image=IMAGE)
@@ -138,7 +138,7 @@ class Builder:
 
 
 def test_image_for_fits_the_prompt() -> None:
-    """An image longer than a prompt is refused when it comes, so the profiling run takes one that is not."""
+    """An image longer than a prompt is refused on arrival, so the profiling run takes one that is not."""
     plugin, info = Builder(), model_info()
     tight = msgspec.structs.replace(LOAD, context_tokens=20)
     found = [image_for(plugin, info, load, pixels_max=9) for load in (LOAD, tight)]  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ def test_image_for_fits_the_prompt() -> None:
 
 
 def test_profiling_run_computes_all_rows_with_an_adapter_where_there_may_be_any() -> None:
-    """Each adapter takes its turn in a layer, so one for all rows takes most; it is gone afterwards."""
+    """Layers apply one adapter at a time, so one for all rows takes the maximum; it is removed afterwards."""
     seen: list[set[int]] = []
 
     class Adapted(MeasuredGenerator):

@@ -1,5 +1,3 @@
-"""Worker plug-ins by name."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""What the encoder's worst batch needs, found out on simulated memory."""
+"""The memory of the encoder's worst batch, measured on simulated memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LARGE, SMALL = plan_of(32), plan_of(4)
 
 
 class Builder:
-    """Names two candidates, and remembers with which caps it was asked."""
+    """Names two candidates, and records the caps of its calls."""
 
     def __init__(self) -> None:
         self.caps: list[tuple[int, int, int]] = []
@@ -61,7 +61,7 @@ def reserve(
 
 
 def test_reserve_runs_the_worst_batch_and_holds_the_mark() -> None:
-    """Every candidate runs, the largest again, which adds nothing; the growth is the peak less what stood before."""
+    """Every candidate runs, the largest twice, which adds nothing; the growth is the peak less the memory before."""
     loaded, reservation, worker = reserve()
     assert worker.batches == [[4, 4], [32], [32]]
     assert reservation == Reservation(
@@ -72,7 +72,7 @@ def test_reserve_runs_the_worst_batch_and_holds_the_mark() -> None:
 
 
 def test_reserve_tells_when_the_allocator_gave_it_back() -> None:
-    """On a host, freed memory is nobody's: the reservation says that others must leave it free."""
+    """On a host, freed memory belongs to no process: the reservation states that others must leave it free."""
 
     class Host(SimulatedMemory):
         def free(self, handle: int) -> None:
@@ -85,7 +85,7 @@ def test_reserve_tells_when_the_allocator_gave_it_back() -> None:
 
 
 class Scattering(MeasuredEncoder):
-    """Keeps `kept_bytes` of each of its first `count` batches, as caches and compiled code are kept."""
+    """Keeps `kept_bytes` of each of its first `count` batches, like caches and compiled code."""
 
     count, kept_bytes = 5, 20 * MIB
 
@@ -96,7 +96,7 @@ class Scattering(MeasuredEncoder):
 
 
 def test_reserve_repeats_the_largest_candidate_until_it_adds_nothing() -> None:
-    """What batches leave behind is part of what the worst one needs later."""
+    """Memory that batches keep is part of the needs of a later worst batch."""
     worker = Scattering(SimulatedMemory(1024 * MIB))
     loaded, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
     assert worker.batches == [[4, 4], *[[32]] * 6], (
@@ -112,7 +112,7 @@ def test_reserve_repeats_the_largest_candidate_until_it_adds_nothing() -> None:
 def test_reserve_repeats_no_more_for_what_the_drift_has_room_for(
     kept_bytes: int, repeats: int
 ) -> None:
-    """A run of the largest batch takes seconds, and there is always some small thing that is new."""
+    """A run of the largest batch takes seconds, and some small thing is always new."""
 
     class Drifting(SimulatedMemory):
         def drift(self, growth_bytes: int) -> int:
@@ -127,7 +127,7 @@ def test_reserve_repeats_no_more_for_what_the_drift_has_room_for(
 def test_reserve_gives_up_on_an_encoder_that_never_stops_growing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is told, and the start goes on with what was seen."""
+    """It is logged, and the start continues with the measured values."""
     worker = Scattering(SimulatedMemory(1024 * MIB))
     worker.count = 100
     reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def test_reserve_gives_up_on_an_encoder_that_never_stops_growing(
 
 
 def test_reserve_runs_as_many_rounds_on_every_rank_of_a_group() -> None:
-    """Ranks encode together, so none may stop by what it alone has seen."""
+    """Ranks encode together, so none may stop by its own measurements alone."""
     for count in (0, 100):
         worker = Scattering(SimulatedMemory(1024 * MIB))
         worker.count = count
@@ -146,7 +146,7 @@ def test_reserve_runs_as_many_rounds_on_every_rank_of_a_group() -> None:
 
 
 class ByteMemory(SimulatedMemory):
-    """Tells what a test says, byte by byte: what is held before any batch, the peak, and what is held after."""
+    """Reports scripted values, byte by byte: memory held before any batch, the peak, and memory held after."""
 
     def __init__(self, *, peak: int, after: int) -> None:
         super().__init__(256 * MIB)
@@ -166,14 +166,14 @@ class ByteMemory(SimulatedMemory):
     [(0, 0, False), (1, 0, False), (1, 1, True), (2, 1, False), (2, 2, True), (2, 3, True)],
 )
 def test_reserve_tells_to_the_byte_what_is_held(peak: int, after: int, held: bool) -> None:
-    """One byte of growth is growth, and it is held when it is all there."""
+    """One byte of growth is growth, and it counts as held only if all of it is."""
     worker = MeasuredEncoder(ByteMemory(peak=peak, after=after))
     _, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
     assert (reservation.growth_bytes, reservation.held) == (peak, held)
 
 
 def test_reserve_adds_what_may_drift() -> None:
-    """On top of the peak, where batches ran."""
+    """On top of the peak, if batches ran."""
 
     class Drifting(SimulatedMemory):
         def drift(self, growth_bytes: int) -> int:
@@ -185,7 +185,6 @@ def test_reserve_adds_what_may_drift() -> None:
 
 
 def test_reserve_reports_no_negative_growth() -> None:
-    """Nothing that ran is 0, not less."""
     _, reservation, worker = reserve(pixels_max=0)
     assert (reservation.growth_bytes, reservation.held, worker.batches) == (0, False, [])
 
@@ -198,7 +197,7 @@ def test_reserve_gives_every_cap_to_the_search() -> None:
 
 
 def test_reserve_names_the_knobs_when_memory_runs_out() -> None:
-    """A start-up error with batch, value, limit and what to change."""
+    """A start-up error with batch, value, limit and the settings to change."""
     with pytest.raises(DeviceOutOfMemory) as raised:
         reserve(total_bytes=45 * MIB)
     message = str(raised.value)
@@ -214,7 +213,7 @@ def test_reserve_names_the_knobs_when_memory_runs_out() -> None:
 
 
 def test_reserve_takes_the_override_and_holds_it() -> None:
-    """No batch runs, and the memory is held nevertheless."""
+    """No batch runs, and the memory is still held."""
     loaded, reservation, worker = reserve(reserved_bytes=100 * MIB)
     assert worker.batches == []
     assert (reservation.growth_bytes, reservation.held) == (100 * MIB, True)
@@ -252,7 +251,7 @@ def test_reserve_warns_without_a_builder(caplog: pytest.LogCaptureFixture) -> No
     ids=["reservation first", "model first", "memory first"],
 )
 def test_reserve_has_no_import_cycle_with_models(modules: tuple[str, ...]) -> None:
-    """Either can be imported first, and reservation code never pulls a model in."""
+    """Either can be imported first, and reservation code never imports a model."""
     lines = [f"import {name}" for name in modules]
     lines += ["import sys", "assert 'torch' not in sys.modules, 'torch came along'"]
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=PATIENCE_S)
@@ -262,7 +261,7 @@ def test_reserve_has_no_import_cycle_with_models(modules: tuple[str, ...]) -> No
     "module", [memory, reserve_module, sizing, profiling_run], ids=lambda module: module.__name__
 )
 def test_worst_cases_come_from_no_environment(module: ModuleType) -> None:
-    """What is stressed follows from the model's configuration and the caps, which all ranks share."""
+    """Worst cases follow from the model's configuration and the caps, which all ranks share."""
     text = inspect.getsource(module)
     assert "environ" not in text
     assert "getenv" not in text

@@ -1,4 +1,4 @@
-"""How many cores ranks share: those that the process may run on, and no more than a control group allows."""
+"""Cores shared by ranks: those that the process may run on, within the quota of its control group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def share_group(folder: Path, quota: str, period: str = "100000", *, older: bool = False) -> None:
-    """Write what the kernel tells of the processor time of a control group."""
+    """Write the processor quota of a control group."""
     folder.mkdir(parents=True, exist_ok=True)
     if older:
         (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
@@ -91,7 +91,7 @@ def test_threads_follow_from_the_quota(
 def test_cores_of_a_container_share_its_threads_and_choose_its_placement(
     groups: Path, tmp_path: Path
 ) -> None:
-    """The path of its group may be that outside of it, which is not there."""
+    """The path of its group may be that outside of the container, which does not exist inside."""
     (tmp_path / "own").write_text("0::/docker/abc\n")
     share_group(groups, "200000")
     with (tmp_path / "model.safetensors").open("wb") as file:

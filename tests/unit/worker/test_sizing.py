@@ -26,7 +26,7 @@ def sizing_on(total_bytes: int = 256 * MIB) -> tuple[KvSizing, MeasuredGenerator
 
 
 def test_carry_out_measures_an_attempt() -> None:
-    """C4's inputs: the peak is that of the profiling run, the KV bytes are those that stood."""
+    """Inputs of the next attempt: the peak of the profiling run, and the KV bytes as built."""
     sizing, worker = sizing_on()
     worker.row_bytes = MIB
     before = sizing.measure()
@@ -41,7 +41,7 @@ def test_carry_out_measures_an_attempt() -> None:
 
 
 def test_carry_out_counts_the_states_of_all_slots() -> None:
-    """They stand and go with the KV cache, and are not among what it is."""
+    """They are allocated and freed with the KV cache, and are not part of its bytes."""
     info = msgspec.structs.replace(model_info(), state_bytes=MIB)
     worker = MeasuredGenerator(SimulatedMemory(256 * MIB), state_bytes=LOAD.slots * MIB)
     sizing = KvSizing(worker, info, LOAD)
@@ -50,14 +50,14 @@ def test_carry_out_counts_the_states_of_all_slots() -> None:
     assert (memory.kv_bytes, memory.state_bytes) == (4096 * KV_BYTES, LOAD.slots * MIB)
     memory = sizing.carry_out(BUILD).memory
     assert memory.released_bytes == 4096 * KV_BYTES + LOAD.slots * MIB
-    worker._kv.pop()  # the states, which nobody drops
+    worker._kv.pop()  # the states, which are never dropped
     leaked = sizing.carry_out(PROBE)
     assert leaked.outcome == "leak"
     assert f"at least {8192 * KV_BYTES + LOAD.slots * MIB}" in leaked.message
 
 
 def test_carry_out_tears_down_in_order() -> None:
-    """Graphs, request state, KV and its backends, one release; then everything is built anew."""
+    """Graphs, request state, KV and its backends, one release; then everything is built again."""
     sizing, worker = sizing_on()
     sizing.carry_out(PROBE)
     worker.events.clear()
@@ -86,7 +86,7 @@ def test_carry_out_drops_what_a_failed_stress_left() -> None:
 
 
 def test_carry_out_holds_the_headroom_during_the_profiling_run() -> None:
-    """It stands while the steps run, and not after."""
+    """It is held while the steps run, and not after."""
     sizing, worker = sizing_on()
     sizing.carry_out(SizeKv(4096, profile=True, headroom_bytes=0))
     plain = list(worker.held_bytes)
@@ -104,7 +104,7 @@ def test_carry_out_without_stress_only_builds() -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 def test_carry_out_reports_out_of_memory_at_every_allocation(number: int) -> None:
-    """KV, headroom and each step: the one type arrives as the one outcome, and a smaller order works after it."""
+    """KV, headroom and each step: the error always leads to the same outcome, and a smaller order works after it."""
     sizing, worker = sizing_on()
     worker.memory.fail_at(number)
     sized = sizing.carry_out(BUILD)
@@ -128,7 +128,7 @@ def test_carry_out_takes_a_memory_error_for_what_it_is() -> None:
 
 
 def test_carry_out_lets_a_defect_pass() -> None:
-    """What is not out-of-memory must not look like it: no smaller cache would help."""
+    """Other errors must not look like out-of-memory: a smaller cache would not help."""
     sizing, worker = sizing_on()
 
     def step(_batch: object) -> None:
@@ -155,7 +155,7 @@ def test_carry_out_calls_a_leak_a_leak() -> None:
 
 
 def test_carry_out_checks_for_leaks_after_a_failure_too() -> None:
-    """On every attempt, those after an out-of-memory included."""
+    """On every attempt, including those after an out-of-memory."""
     sizing, worker = sizing_on()
     worker.memory.fail_at(3)
     assert sizing.carry_out(BUILD).outcome == "out_of_memory"
@@ -164,7 +164,7 @@ def test_carry_out_checks_for_leaks_after_a_failure_too() -> None:
 
 
 def test_carry_out_stresses_contexts_that_the_cache_can_hold() -> None:
-    """A probe stands for caches of any size; in another cache a longer sequence is refused when it comes."""
+    """A probe stands for caches of any size; in another cache a longer sequence is refused on arrival."""
     sizing, worker = sizing_on()
     sizing.carry_out(SizeKv(32, profile=True, headroom_bytes=0, probe=True))
     sizing.carry_out(SizeKv(32, profile=True, headroom_bytes=0))
@@ -172,7 +172,7 @@ def test_carry_out_stresses_contexts_that_the_cache_can_hold() -> None:
 
 
 class Sharing(MeasuredGenerator):
-    """A worker of several ranks: notes when it tells its peers that it has failed."""
+    """A worker of several ranks: records when it informs its peers of a failure."""
 
     def abort(self) -> None:
         self.events.append("abort")
@@ -198,7 +198,7 @@ def test_carry_out_tells_peers_that_it_failed() -> None:
 
 
 def test_carry_out_renews_when_ranks_disagreed() -> None:
-    """Who succeeded meets its peers anew, too, before anything is built."""
+    """Successful ranks also meet their peers again before anything is built."""
     sizing, worker = sharing_on(256 * MIB)
     sizing.carry_out(SizeKv(4096, profile=True, headroom_bytes=0))
     worker.events.clear()

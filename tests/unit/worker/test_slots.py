@@ -8,11 +8,11 @@ import pytest
 from vsched.worker.slots import STOP_TOKENS_MAX, SlotTable
 
 COUNTED = {"tokens": "length", "block_table": "block_count"}
-"""Wide fields, and the field that tells how much of a row is meaningful."""
+"""Wide fields, and the field with the length of their valid part."""
 
 
 def test_slots_reset_covers_every_field() -> None:
-    """A slot that was used is as one that never was; its neighbours keep what they have."""
+    """A used slot is like a new one; its neighbours keep their state."""
     table = SlotTable(3, context_tokens=200, block_size=4)
     fresh = SlotTable(3, context_tokens=200, block_size=4)
     for field in table.fields:
@@ -38,13 +38,13 @@ def filled(slots: int) -> SlotTable:
 
 
 def rows_of(table: SlotTable, slot: int) -> dict[str, list[int]]:
-    """Return all that a table holds of a slot, whatever the table of fields says."""
+    """Return all values of a slot, whatever the table of fields lists."""
     arrays = {name: one for name, one in vars(table).items() if isinstance(one, np.ndarray)}
     return {name: np.atleast_1d(rows[slot]).tolist() for name, rows in arrays.items()}
 
 
 def test_slots_swap_covers_every_field() -> None:
-    """Two slots change places with all that they hold, and nobody else notices."""
+    """Two slots exchange all their values, and no other slot changes."""
     table, before = filled(4), filled(4)
     assert all(
         rows_of(before, 0)[name] != rows_of(before, 3)[name] for name in rows_of(before, 0)
@@ -58,7 +58,7 @@ def test_slots_swap_covers_every_field() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 def test_slots_resize_covers_every_field(slots: int) -> None:
-    """What stays keeps all that it holds, what is new is empty, in every field."""
+    """Remaining slots keep all their values, new ones are empty, in every field."""
     table, before = filled(3), filled(3)
     fresh = SlotTable(5, context_tokens=10, block_size=4)
     table.resize(slots)
@@ -70,7 +70,7 @@ def test_slots_resize_covers_every_field(slots: int) -> None:
 
 
 def test_slots_swap_and_reset_go_together() -> None:
-    """A slot that was reset after a swap is as one that never was."""
+    """A slot that was reset after a swap is like a new one."""
     table, fresh = filled(3), SlotTable(3, context_tokens=10, block_size=4)
     table.swap(0, 2)
     table.reset(2)
@@ -80,7 +80,7 @@ def test_slots_swap_and_reset_go_together() -> None:
 
 
 def test_slots_table_lists_every_array() -> None:
-    """No array beside the table that `reset` would not know of."""
+    """The table has no array that `reset` does not know."""
     table = SlotTable(2, context_tokens=10, block_size=4)
     arrays = {name for name, value in vars(table).items() if isinstance(value, np.ndarray)}
     assert arrays == {field.name for field in table.fields}

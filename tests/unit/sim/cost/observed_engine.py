@@ -1,4 +1,4 @@
-"""An engine that is watched, on a virtual loop with simulated ranks: what it costs is known exactly."""
+"""An observed engine on a virtual loop with simulated ranks, so that its true costs are known."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def settings() -> Config:
 
 
 class SimulatedDresser(RequestTexts):
-    """Draws the pictures that simulated encoders know."""
+    """Draws pictures for simulated encoders."""
 
     def __init__(self, preprocessor: Preprocessor, world: World) -> None:
         super().__init__(preprocessor, words=WORDS)
@@ -69,7 +69,7 @@ class SimulatedDresser(RequestTexts):
 
 
 class Accepted:
-    """Tells simulated ranks what requests hold."""
+    """Announces the contents of requests to simulated ranks."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -81,14 +81,14 @@ class Accepted:
                 self._world.accept(command.number, event.request.items)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """No-op."""
 
 
 @contextlib.asynccontextmanager
 async def watched_engine(
     delays: Delays | None = None, costs: CostModel = COSTS
 ) -> AsyncIterator[tuple[ObservedEngine, SimulatedDresser]]:
-    """Start an engine whose ranks take the time that a cost model says."""
+    """Start an engine whose ranks take the times of a cost model."""
     loop = current()
     calm = delays or Delays(noise=0.0)
     world = World(

@@ -1,4 +1,4 @@
-"""Calibration finds known costs in what was seen, whatever else slowed it down, and refuses what cannot be."""
+"""Calibration recovers known costs from observations, whatever else slowed the engine down, and refuses bad input."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Factor = Callable[[], float]
 
 
 class Scene:
-    """Puts together what could have been seen of an engine that has the true costs."""
+    """Composes observations of an engine with the true costs."""
 
     def __init__(self, *, noise: float = 0.0, seed: int = 0) -> None:
         self.now_ns = 1_000 * MS
@@ -170,7 +170,7 @@ def test_calibrate_leaves_out_rounds_that_were_disturbed() -> None:
     assert_close(model, rel=0.04)
     assert model.host.pixel_ns == pytest.approx(TRUE.host.pixel_ns, rel=0.1)
     assert model.encode_error is not None
-    assert model.encode_error.p95 > 0.3  # what was seen in them is not hidden
+    assert model.encode_error.p95 > 0.3  # the variation of their times remains visible
 
 
 def test_calibrate_finds_what_company_costs() -> None:
@@ -184,7 +184,7 @@ def test_calibrate_finds_what_company_costs() -> None:
 
 
 def test_calibrate_takes_more_processes_than_cores_to_take_turns() -> None:
-    """What two cost on one core is not fitted: known contention shares it."""
+    """Shared time on one core is not fitted: known contention distributes it."""
     scene = Scene(noise=0.02)
     for _ in range(2):
         scene.round()
@@ -213,12 +213,12 @@ def test_calibrate_counts_the_threads_of_the_engine_as_one() -> None:
         0.0,
         20.0,
         40.0,
-    ]  # nobody is seen before the first
+    ]  # no process is seen before the first
     assert concurrency.within(90, 105).tolist() == [0.0, 5.0, 10.0]
 
 
 def test_calibrate_leaves_out_steps_without_work() -> None:
-    """Steps in which nobody is left to decode, and copies of embeddings, have no price to learn from."""
+    """Steps without decodes, and copies of embeddings, teach no price."""
     scene = Scene()
     scene.round()
     for sample in (GenerateSample(ns=1), EncodeSample(items=0, tokens=0, pairs=0, ns=1)):

@@ -1,4 +1,4 @@
-"""Calibration and comparison of an engine whose costs are known: simulated ranks, and otherwise the real thing."""
+"""Calibration and comparison of an engine with known costs: simulated ranks, everything else real."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def compared(model: CostModel) -> list[Run]:
 
 
 def test_calibration_finds_the_costs_of_an_engine_and_simulates_it() -> None:
-    """What an engine was seen doing is what its cost model says; a simulation with it is close to the engine."""
+    """Observations of an engine match its cost model; a simulation with the fitted model is close to the engine."""
     model, advances = play(calibrated())
     assert advances == list(range(1, len(advances) + 1))
     for sample in (

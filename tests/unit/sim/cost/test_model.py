@@ -1,4 +1,4 @@
-"""Cost models: what a step takes is arithmetic, and fitting finds the figures again."""
+"""Cost models: step times are arithmetic, and fitting recovers the coefficients."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_fit_of_noisy_samples_is_close_and_says_how_close() -> None:
 
 
 def test_fit_has_no_negative_costs() -> None:
-    """Where longer contexts seem to make steps shorter, contexts are free."""
+    """If longer contexts seem to make steps shorter, their cost is 0."""
     odd = [
         GenerateSample(decodes=count, context=100 * count, ns=5e6 + 1e4 * count - 20 * 100 * count)
         for count in range(1, 40)

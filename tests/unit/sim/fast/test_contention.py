@@ -1,4 +1,4 @@
-"""Work that shares the cores of a machine: what each takes depends on who else is at work, moment by moment."""
+"""Work that shares the cores of a machine: durations depend on the other work at each moment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Doing:
 
 
 class Announced:
-    """The end that was announced last of each, as the heap of a simulation would keep it."""
+    """The latest announced end of each, as the heap of a simulation would keep it."""
 
     def __init__(self, *contention: float) -> None:
         self.ends: dict[SharedWork, tuple[int, int]] = {}
@@ -111,7 +111,7 @@ def test_simulation_with_contention_takes_longer_and_repeats(placement: str) -> 
 
 
 def test_simulation_slows_decoding_while_images_are_prepared() -> None:
-    """One request decodes, alone, but for an image of another that takes a thread for 20 ms."""
+    """One request decodes, alone, except for an image of another that takes a thread for 20 ms."""
     host = HostCost(image_ns=20_000_000, contention=(1.0, 2.0))
     cost = msgspec.structs.replace(COST, host=host)
     long = arrival(0, 0.0, Text(0, 10), outputs=100)

@@ -1,4 +1,4 @@
-"""What goes wrong in the fast simulator: outages, failed encodings, slow groups; and what never may."""
+"""Faults in the fast simulator: outages, failed encodings, slow groups; and invariants that always hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MS = 1_000_000
 
 
 def failed(*faults: AnyFault, sets: tuple[str, ...] = SCARCE) -> dict[str, int]:
-    """Return how many requests failed, by code; the others must have finished."""
+    """Number of failed requests by code; the others must have finished."""
     outcome = simulate(
         config(*sets), scarce(3), cost=COST, faults=FaultPlan(faults=faults), oracles=True
     )

@@ -1,4 +1,4 @@
-"""What links to other hosts add in the fast simulator: bytes at a rate, and a latency for each way."""
+"""Links to other hosts in the fast simulator: a rate, and a latency in each direction."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(*sets: str, images: Sequence[int] = (100,), together: bool = False) -> S
 
 
 def added_ms(outcome: SimulationOutcome) -> float:
-    """Return what links add to the mean time to the first token."""
+    """Time that links add to the mean time to the first token."""
     return outcome.figures.ttft_ms.mean - run().figures.ttft_ms.mean
 
 
@@ -57,7 +57,7 @@ def test_encoder_on_another_host_adds_pixels_there_and_rows_back() -> None:
 
 def test_generator_on_another_host_adds_rows_there() -> None:
     outcome = run('cluster.generate=["far"]')
-    # Steps behind the first begin while its result is on the way, so nothing else is added to its time.
+    # Later steps begin while the result of the first is in flight, so nothing else is added to its time.
     assert outcome.figures.link_bytes == 100 * ROW_BYTES
     assert added_ms(outcome) == pytest.approx(2 * 3 + milliseconds(100 * ROW_BYTES), abs=0.01)
 
@@ -73,7 +73,7 @@ def test_rows_travel_once_where_they_go_from_host_to_host() -> None:
     assert through.figures.link_bytes == 100 * (PIXEL_BYTES + 2 * ROW_BYTES)
     assert direct.figures.link_bytes == 100 * (PIXEL_BYTES + ROW_BYTES)
     rows_ms = milliseconds(100 * ROW_BYTES)
-    # One way of rows less, and one message more: the reader tells the engine that it has them.
+    # Rows are sent once less, with one more message: the reader informs the engine that it has them.
     saved = through.figures.ttft_ms.mean - direct.figures.ttft_ms.mean
     assert saved == pytest.approx(rows_ms - 3, abs=0.01)
 
@@ -99,7 +99,7 @@ def test_groups_of_one_host_share_its_link() -> None:
     )
     shared = run("encode.replicas=2", 'cluster.encode=["far"]', images=images, together=True)
     waits_ms = milliseconds(500 * PIXEL_BYTES)
-    # Apart, the two meet at the generator instead, which takes some of it.
+    # On separate links, the two meet at the generator instead, which takes some of the time.
     later_ms = shared.figures.ttft_ms.p99 - apart.figures.ttft_ms.p99
     assert 0.8 * waits_ms < later_ms < waits_ms
     assert shared.figures.link_busy > apart.figures.link_busy
@@ -107,7 +107,7 @@ def test_groups_of_one_host_share_its_link() -> None:
 
 @pytest.mark.parametrize("at_ms", range(30, 60, 6))
 def test_result_of_a_lost_group_is_not_heard(at_ms: int) -> None:
-    """Outages while results are on the way: every request ends, and the checks of the scheduler hold."""
+    """Outages while results are in flight: every request ends, and the checks of the scheduler hold."""
     served = config(
         *SCARCE,
         *CLUSTER,
@@ -129,7 +129,7 @@ def test_result_of_a_lost_group_is_not_heard(at_ms: int) -> None:
 def test_way_waits_for_windows_where_the_latency_is_long() -> None:
     profile = HostLinkProfile(latency_ns=50 * MS, bytes_per_s=1e6, window_bytes=10_000)
     long = LinkWay(profile, Random(0))
-    # A window takes 10 ms; then nothing leaves until the news of it is back, 100 ms after its first byte.
+    # A window takes 10 ms; then nothing leaves until its acknowledgement is back, 100 ms after its first byte.
     assert long.arrival_ns(10_000, 0) == 60 * MS
     assert long.arrival_ns(30_000, 1000 * MS) == (1000 + 30 + 2 * 90 + 50) * MS
 

@@ -1,7 +1,7 @@
-"""The fast simulator and the simulated engine agree on what a link to another host costs.
+"""The fast simulator and the simulated engine agree on the cost of a link to another host.
 
 In the engine, frames go through streams with windows, and ranks through sockets; in the fast simulator, bytes have a
-rate and a latency. The times to the first token must come out alike.
+rate and a latency. The times to the first token must be alike.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def config(encode: Sequence[str], generate: Sequence[str]) -> Config:
 
 
 async def engine_ms(sim_engine: Engines, config: Config, links: HostLinkProfile) -> list[float]:
-    """Return the times from submission to the first token in the simulated engine."""
+    """Times from submission to the first token in the simulated engine."""
     async with sim_engine(config, costs=COST, delays=Delays(noise=0.0), host_links=links) as engine:
         await engine.run(ARRIVALS)
         await engine.heal()
@@ -58,7 +58,7 @@ async def engine_ms(sim_engine: Engines, config: Config, links: HostLinkProfile)
 
 
 def fast_ms(config: Config, links: HostLinkProfile) -> list[float]:
-    """Return the same times in the fast simulator."""
+    """The same times in the fast simulator."""
     seen: list[Scheduler] = []
 
     class Observer:
@@ -76,7 +76,7 @@ def fast_ms(config: Config, links: HostLinkProfile) -> list[float]:
 
 
 def first_tokens_ms(kernel: Scheduler) -> list[float]:
-    """Return the times from submission to the first token of all requests."""
+    """Times from submission to the first token of all requests."""
     return [one.ttft_ns / 1e6 for one in kernel.generators[0].measures.first_tokens]
 
 
@@ -94,7 +94,7 @@ def first_tokens_ms(kernel: Scheduler) -> list[float]:
 async def test_first_tokens_take_as_long_over_a_link(
     sim_engine: Engines, encode: Sequence[str], generate: Sequence[str], links: HostLinkProfile
 ) -> None:
-    """The fast simulator leaves out what decisions and reports take themselves, so it is a little ahead."""
+    """The fast simulator leaves out the times of decisions and reports themselves, so it is a little ahead."""
     served = config(encode, generate)
     engine, fast = await engine_ms(sim_engine, served, links), fast_ms(served, links)
     least = 2 * links.latency_ns / 1e6

@@ -1,4 +1,4 @@
-"""The fast simulator: times are arithmetic, limits are kept, runs repeat, and what goes wrong is told."""
+"""The fast simulator: times are arithmetic, limits are kept, runs repeat, and faults are reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLAIN = CostModel(
 
 
 class Seen:
-    """Keeps what happened, by request."""
+    """Keeps events by request."""
 
     def __init__(self) -> None:
         self.finishes: dict[str, tuple[Finish, int]] = {}
@@ -55,7 +55,7 @@ class Seen:
                 self.finishes[command.request_id] = (command, now_ns - START_NS)
 
     def gaps_ns(self) -> list[int]:
-        """Return the times from one step to the next."""
+        """Times from one step to the next."""
         return [after - before for before, after in pairwise(self.stepped_ns)]
 
     def ttft_ns(self, name: str) -> int:
@@ -99,7 +99,7 @@ def with_host(host: HostCost) -> CostModel:
 
 
 def test_run_lets_a_step_on_ranks_that_were_idle_take_longer() -> None:
-    """The first step only: the others follow it."""
+    """Only the first step: the others follow it directly."""
     workload = workload_of("one", [arrival(1, 0, Text(1, 100), outputs=4)])
     _, warm = run(workload)
     _, cold = run(workload, cost=with_host(HostCost(cold=1.5)))
@@ -123,7 +123,7 @@ def test_run_counts_times_between_tokens_once_for_each() -> None:
     figures = outcome.figures
     assert figures.output_tokens_s * figures.span_s == pytest.approx(22)
     steps_ns = [step.busy_ns for step in seen.steps]
-    # When the second arrives, two steps are decided already, so its own first is the third.
+    # When the second request arrives, two steps are decided already, so its own first step is the third.
     gaps_ns = steps_ns[1:11] + steps_ns[3:13]
     assert figures.itl_ms.mean == pytest.approx(sum(gaps_ns) / 20 / 1e6, rel=1e-6)
     assert figures.tpot_ms.p50 == pytest.approx(figures.itl_ms.mean, rel=0.01)
@@ -142,7 +142,7 @@ def test_run_stages_that_share_a_process_take_turns() -> None:
 
 
 def test_run_encoding_pauses_for_the_steps_of_its_process() -> None:
-    """Nobody waits much longer for a token than a time slice and a step; the work is the same."""
+    """No request waits much longer for a token than a time slice and a step; the work is the same."""
     arrivals = [
         arrival(1, 0, Text(1, 20), outputs=30),
         arrival(2, 20, Image("a", 1500), Text(2, 5), outputs=1),
@@ -284,11 +284,11 @@ def test_run_refuses_when_too_many_prepare() -> None:
     assert outcome.figures.failed == {"queue_full": 5}
 
 
-# --- what it is given ---
+# --- inputs ---
 
 
 class Backwards(AdmissionPolicy, frozen=True, kw_only=True):
-    """The last to come is the first to go."""
+    """Last come, first admitted."""
 
     def admit(self, view: AdmissionView) -> Admission:
         return Admission(range(len(view.waiting) - 1, -1, -1))
@@ -312,7 +312,7 @@ def test_run_policies_must_fit_their_tables() -> None:
 
 
 def test_run_size_of_the_kv_cache() -> None:
-    """As given, else as pinned, else as the cost model says; else nobody knows."""
+    """As given, otherwise as pinned, otherwise from the cost model; otherwise unknown."""
     pinned = config('generate.memory={use="pinned", tokens=160}')
     assert prepare(pinned, COST, kv_tokens=320).limits.blocks == 20
     assert prepare(pinned, COST).limits.blocks == 10
@@ -407,7 +407,7 @@ def test_run_tells_where_a_policy_failed() -> None:
 
 
 def test_run_counts_refusals_by_tenant_and_reason() -> None:
-    """Reasons that differ in their numbers are one."""
+    """Reasons that differ only in their numbers count as one."""
     arrivals = [arrival(n, n, tenant="ab"[n % 2]) for n in range(12)]
     limited = config("front_door={use='token-bucket',rate=1,burst=1,rates={a=1000}}")
     figures = simulate(limited, workload_of("two", arrivals), cost=COST).figures
@@ -419,7 +419,7 @@ def test_run_counts_refusals_by_tenant_and_reason() -> None:
 
 
 def test_run_drafts_and_takes_fewer_steps_the_more_drafts_prove_right() -> None:
-    """One request of 200 tokens, three drafts a step: at the end a step yields four."""
+    """One request of 200 tokens, three draft tokens a step: at the end a step yields four."""
     lone = workload_of("lone", [arrival(1, 0, outputs=200)])
     drafting = config(
         "generate.drafting={use='draft-model',tokens=3,gain_min=0,speedup_min=0}",

@@ -1,8 +1,8 @@
 """The fast simulator and the model cluster agree: the same results, and the same decisions.
 
-The model cluster checks every KV position and every embedding that is read, so what it accepts was possible. Here it
-runs beside a simulation, as an observer: when a step of the simulation ends, the model group works it out by itself and
-must come to the same result; then its own kernel, which hears that result, must want the same.
+The model cluster checks every KV position and every embedding that is read, so any run that it accepts was possible.
+Here it observes a simulation: when a step of the simulation ends, the model group computes it by itself and must reach
+the same result; then its own kernel, which gets that result, must send the same commands.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DRAFTING = "generate.drafting={use='prompt-lookup',tokens=3,gain_min=0,speedup_m
 
 
 class Shadow:
-    """A model cluster that hears what the simulation hears."""
+    """A model cluster that gets the events of the simulation."""
 
     def __init__(self, setup: Setup) -> None:
         self.cluster = ModelCluster(setup.limits, setup.kernel_policies)
@@ -110,7 +110,7 @@ class Shadow:
 
 
 def luck(told: Mapping[int, Drafted], slot: int, drafts: int) -> int:
-    """Return how many drafts proved right in the simulation; there were as many."""
+    """Number of accepted draft tokens in the simulation, which must have drafted as many."""
     assert told[slot].drafts == drafts
     return len(told[slot].tokens)
 
@@ -179,7 +179,7 @@ def test_run_agrees_with_model_cluster_in_faults(seed: int) -> None:
 
 
 def test_run_agrees_where_something_is_scarce() -> None:
-    """What the comparison rests on: these workloads preempt, and evict."""
+    """Checks that these workloads preempt and evict."""
     preempted = [
         simulate(config(*SCARCE), scarce(seed), cost=COST).figures.preemptions for seed in range(8)
     ]

@@ -73,7 +73,7 @@ def test_run_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch)
         def arrivals() -> Iterator[Arrival]:
             for number in range(requests):
                 if number % 50 == 0:
-                    gc.collect()  # here, and not when the objects of other tests bring it about
+                    gc.collect()  # here, and not when the objects of other tests trigger it
                 yield arrival(number, 20 * number, Text(number, 40), Image(f"{number}", 20))
 
         tracemalloc.start()

@@ -29,7 +29,7 @@ def make_injector(*faults: AnyFault) -> Injector:
 
 
 def test_fault_point_does_next_to_nothing_while_nothing_is_armed() -> None:
-    """Counted, not timed: a look at one name, a comparison, a return; and nothing is called."""
+    """Counted, not timed: a lookup of one name, a comparison, a return; and no call."""
     steps: list[str] = []
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:

@@ -126,7 +126,7 @@ def test_random_plan_leaves_kinds_out() -> None:
 # --- shrinking ---
 
 SHRINKING = settings(
-    max_examples=20_000,  # the first that is bad ends the search
+    max_examples=20_000,  # the first bad one ends the search
     database=None,
     derandomize=True,
     deadline=None,
@@ -180,7 +180,7 @@ def test_kind_of_a_host_without_hosts_is_an_error() -> None:
 
 @pytest.mark.slow
 def test_strategy_shrinks_to_the_two_faults_that_matter() -> None:
-    """A planted bug: the generate group crashes after one of its links was cut, and that for over a second."""
+    """A planted bug: the generate group crashes after one of its links was cut for over a second."""
 
     def is_bad(plan: FaultPlan) -> bool:
         crashes = [fault for fault in plan.faults if isinstance(fault, WorkerCrash)]

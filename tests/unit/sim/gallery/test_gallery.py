@@ -1,4 +1,4 @@
-"""The gallery tells the same every time, and what docs/policies.md says of it is so."""
+"""The gallery is deterministic, and docs/policies.md quotes its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print the digest of a run with all that a virtual loop and a network have; a process of its own for a test."""
+"""Print the digest of a run with every feature of a virtual loop and a network, in a process of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def note(*words: object) -> None:
 
 
 async def talk(seed: int) -> None:
-    """Frames both ways between a leader and two ranks of each group, with faults."""
+    """Frames in both directions between a leader and two ranks of each group, with faults."""
     rng = random.Random(seed)
     plan = random_plan(rng, GROUPS, 2 * 10**9, ranks=2)
     DIGEST.update(plan.to_json().encode())
@@ -47,7 +47,7 @@ async def talk(seed: int) -> None:
 
 
 async def abort_a_group() -> None:
-    """The order in which a group's tasks are cancelled is that of a set."""
+    """A task group cancels its tasks in the order of a set."""
 
     async def wait(name: str) -> None:
         try:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def run_in_process(hash_seed: str) -> list[str]:
-    """Return the digest that a process printed, and its hash of a string."""
+    """Run in a process; return the digest that it printed, and its hash of a string."""
     path = os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.sim.loop.repeated_run", "4"],
@@ -44,7 +44,7 @@ def test_run_is_the_same_under_any_hash_seed() -> None:
 
 
 def test_group_cancels_its_tasks_in_the_order_they_were_made() -> None:
-    """On another loop the order is that of addresses in memory: here there is something in between."""
+    """On other loops the order is that of addresses in memory; objects allocated in between would change it."""
 
     async def main() -> list[int]:
         order: list[int] = []
@@ -73,7 +73,7 @@ def test_group_cancels_its_tasks_in_the_order_they_were_made() -> None:
 
 
 def test_tasks_are_named_by_their_number_on_the_loop() -> None:
-    """Not by their number in the process, which depends on what ran before."""
+    """Not by their number in the process, which depends on earlier runs."""
 
     async def main() -> list[str]:
         loop = asyncio.get_running_loop()

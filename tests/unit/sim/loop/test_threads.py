@@ -23,7 +23,7 @@ async def test_clock_stands_while_a_thread_works() -> None:
 
 @pytest.mark.sim
 async def test_clock_stands_while_an_abandoned_call_goes_on() -> None:
-    """A call that runs cannot be stopped; what it does until it ends belongs to the same moment."""
+    """A running call cannot be stopped; everything it does until it ends belongs to the same moment."""
     loop = current()
     ended: list[int] = []
 
@@ -40,7 +40,7 @@ async def test_clock_stands_while_an_abandoned_call_goes_on() -> None:
 
 @pytest.mark.sim
 async def test_threads_take_turns_in_the_order_of_the_calls() -> None:
-    """None runs beside another or beside the loop, so there is nothing to race for."""
+    """Threads run one at a time, and not while the loop runs, so there are no races."""
     order: list[str] = []
 
     def work(index: int) -> None:
@@ -86,7 +86,7 @@ async def test_what_a_thread_posts_comes_before_its_result_and_in_order() -> Non
 
 @pytest.mark.sim
 async def test_what_a_thread_posts_waits_until_nothing_else_can_run() -> None:
-    """However fast the thread is: what was ready before it is done first."""
+    """However fast the thread is: anything that was ready before is done first."""
     loop = current()
     heard: list[str] = []
     thread = threading.Thread(target=loop.call_soon_threadsafe, args=(heard.append, "posted"))

@@ -13,7 +13,7 @@ DAY_S = 86_400.0
 
 
 async def test_loop_of_unmarked_tests_is_the_usual_one() -> None:
-    """The plug-in leaves tests that do not ask for it alone."""
+    """The plug-in does not change tests without its marker."""
     assert not isinstance(asyncio.get_running_loop(), VirtualLoop)
 
 
@@ -29,7 +29,7 @@ async def test_loop_jumps_to_the_next_timer(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 @pytest.mark.sim
 async def test_loop_idles_a_day_of_heartbeats_with_a_jump_for_each() -> None:
-    """24 hours of two timers, one every 5 s and one every 30 s that is always set anew; those cancelled go."""
+    """24 hours of two timers, one every 5 s and one every 30 s that is reset each time; cancelled ones are removed."""
     loop = current()
     beats = 0
     timers_max = 0
@@ -51,7 +51,7 @@ async def test_loop_idles_a_day_of_heartbeats_with_a_jump_for_each() -> None:
 
 @pytest.mark.sim
 async def test_loop_fires_equal_deadlines_in_the_order_they_were_set() -> None:
-    """Among more timers than asyncio's heap keeps in order by chance, and with other deadlines between."""
+    """Among more timers than asyncio's heap keeps in order by chance, and with other deadlines in between."""
     loop = current()
     fired: list[int] = []
     for index in range(200):
@@ -85,7 +85,7 @@ async def test_loop_ends_a_wait_that_floating_point_left_too_short() -> None:
 
 @pytest.mark.sim
 async def test_loop_fires_timers_far_in_the_future() -> None:
-    """Where floats are coarser than a nanosecond, too."""
+    """Even if floats are coarser than a nanosecond."""
     await asyncio.sleep(3e7)
     await asyncio.sleep(1e-9)
     await asyncio.sleep(0.001)
@@ -183,7 +183,7 @@ def test_loop_does_not_take_a_cancelled_timer_for_hope() -> None:
 
 
 async def race(tasks: int = 6) -> tuple[list[int], list[int]]:
-    """Return the order in which tasks came through, and that of plain callbacks."""
+    """Return the order in which tasks finished, and that of plain callbacks."""
     order: list[int] = []
     plain: list[int] = []
 
@@ -209,7 +209,7 @@ def test_ties_run_in_an_order_of_the_seed() -> None:
 
 
 def test_ties_leave_plain_callbacks_in_order() -> None:
-    """`call_soon` promises first in, first out; only what asyncio leaves open is permuted."""
+    """`call_soon` promises first in, first out; only orders that asyncio leaves open are permuted."""
     assert all(play(race(), tie_seed=seed)[1] == list(range(6)) for seed in range(20))
 
 

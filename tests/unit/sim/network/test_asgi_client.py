@@ -15,7 +15,7 @@ from vsched.sim.network.asgi_client import AsgiClient, Disconnected
 
 
 class Service:
-    """Counts to ten, a number a second and a half, and notes who left early."""
+    """Counts to ten, a number every 1.5 s, and records clients that leave early."""
 
     def __init__(self) -> None:
         self.left: list[tuple[str, float]] = []
@@ -159,7 +159,7 @@ async def test_client_is_told_when_the_application_ends_without_a_word() -> None
 
 @pytest.mark.sim
 async def test_application_is_told_of_the_end_of_a_complete_response() -> None:
-    """In the same words as of a disconnect; and what it sends then goes nowhere."""
+    """By the same message as for a disconnect; later messages of the application are dropped."""
     heard: list[Any] = []
 
     async def app(_scope: Any, receive: Any, send: Any) -> None:

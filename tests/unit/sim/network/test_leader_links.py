@@ -1,4 +1,4 @@
-"""The real leader of a group over simulated links: an hour of peace, and how soon each fault is noticed."""
+"""The real leader of a group over simulated links: an hour without faults, and detection times of each fault."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIMITS = Deadlines(ready_s=10, step_s=20, heartbeat_s=1, rank_timeout_s=5)
 
 
 class Group:
-    """A leader and two ranks that answer at once, a step a second."""
+    """A leader and two ranks that reply at once, a step a second."""
 
     def __init__(self, *faults: AnyFault) -> None:
         injector = Injector(FaultPlan(faults=faults), current())
@@ -56,7 +56,7 @@ class Group:
         )
 
     async def run(self, seconds: int) -> None:
-        """Decide a step a second until the group is lost, at most so long."""
+        """Decide a step a second until the group is lost, for at most this time."""
         loop = current()
         ranks = [loop.create_task(self._follow(rank)) for rank in range(2)]
         await self.leader.ready

@@ -29,7 +29,7 @@ PLAIN = LinkProfile(latency_ns=MS)
 
 
 class Wire:
-    """A leader and its ranks, and what arrived when: frames as numbers, times in milliseconds."""
+    """A leader and its ranks; records arrivals: frames as numbers, times in milliseconds."""
 
     def __init__(
         self, *faults: AnyFault, profile: LinkProfile = PLAIN, ranks: int = 1, seed: int = 0
@@ -60,7 +60,7 @@ class Wire:
         return self.loop.now_ns() / MS
 
     async def send(self, count: int, *, every_ms: float = 0, rank: int = 0) -> None:
-        """Send the numbers from 0, and wait until all has come that will."""
+        """Send the numbers from 0, and wait until all that were not lost have arrived."""
         for index in range(count):
             assert self.leader.send(rank, index.to_bytes(4, "little"))
             await asyncio.sleep(every_ms / 1000)
@@ -72,7 +72,7 @@ class Wire:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was counted at all, from the leader to the ranks."""
+        """Nonzero counters from the leader to the ranks."""
         total = msgspec.structs.asdict(self.network.statistics().total)
         return {name: count for name, count in total.items() if count}
 
@@ -188,7 +188,7 @@ async def test_link_flips_one_bit_of_a_damaged_frame() -> None:
 
 @pytest.mark.sim
 async def test_link_refuses_frames_when_its_queue_is_full() -> None:
-    """What is under way and what was not received counts; what was received makes room."""
+    """Frames in flight and frames not yet received count; received frames free their place."""
     wire = Wire(profile=LinkProfile(latency_ns=MS, queue_max=3))
     end = wire.ranks[0]
     end.on_readable = None
@@ -285,7 +285,7 @@ async def test_message_fault_strikes_its_direction_of_its_link_in_its_time() -> 
 
 @pytest.mark.sim
 async def test_missed_decision_is_the_next_step_and_no_heartbeat() -> None:
-    """The follower finds the gap at the entry that comes after it."""
+    """The follower finds the gap at the next entry."""
     wire = Wire(MissedDecision(at_ns=5 * MS, group="generate-0"))
     end = wire.ranks[0]
     end.on_readable = None

@@ -1,4 +1,4 @@
-"""Reports: tables, CSV, JSON and HTML say what was found, and nothing comes from a network."""
+"""Reports: tables, CSV, JSON and HTML have the results, and nothing is loaded from a network."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_json_reads_as_it_was_written(outcomes: list[SimulationOutcome], tmp_pat
 
 
 class Elements(HTMLParser):
-    """Checks that what is opened is closed, and collects addresses."""
+    """Checks that every element is closed, and collects addresses."""
 
     def __init__(self) -> None:
         super().__init__()

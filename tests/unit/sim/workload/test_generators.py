@@ -1,4 +1,4 @@
-"""Generated workloads: the same for the same seed, of the rates and shapes that are asked for."""
+"""Generated workloads: the same for the same seed, with the configured rates and shapes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_shared_prefixes_are_shared() -> None:
     assert len({one.prompt[2] for one in arrivals}) == 200
 
 
-# --- what they become ---
+# --- generated requests ---
 
 
 def maker(item_tokens_max: int = 100) -> RequestMaker:

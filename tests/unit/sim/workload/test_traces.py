@@ -1,4 +1,4 @@
-"""Traces: each format is known by its first line, and a wrong row is named with its line."""
+"""Traces: each format is recognized by its first line, and an error names the line of a wrong row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that a rank runs side by side, with and without drafts."""
+"""Requests that a rank runs concurrently, with and without draft tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vsched.worker.generate_rank import GenerateRank
 
 @dataclass
 class Heard:
-    """What came of one request."""
+    """Output of one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -34,9 +34,9 @@ def run_drafted(
     model: bool = False,
     blocks: Callable[[int], list[int]],
 ) -> tuple[list[Heard], list[Drafted]]:
-    """Run requests side by side to their ends, with grants that change at random where there is a generator.
+    """Run requests concurrently to their ends, with random grants of draft tokens if there is a generator.
 
-    `blocks` are those of a slot: all that it can need. With `model` a draft model is asked, too.
+    `blocks` returns all blocks that a slot can need. With `model`, draft tokens come from a draft model, too.
     """
     heard = [Heard() for _ in prompts]
     joins = [

@@ -1,4 +1,4 @@
-"""Drafts of a rank: where they come from, which prove right, and that nobody gets other tokens for them."""
+"""Speculative decoding in a rank: sources of draft tokens, acceptance, and outputs that stay the same."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def int32(*tokens: int) -> npt.NDArray[np.int32]:
         ((1, 2, 3, 9, 8, 7, 1, 2, 3), 3, [9, 8, 7]),
         ((1, 2, 3, 9, 8, 7, 1, 2, 3), 2, [9, 8, 7]),
         ((1, 2, 3, 9, 8, 7, 5, 2, 3), 3, []),  # two agree, three must
-        ((4, 3, 9, 5, 3, 8, 4, 3), 1, [9, 5, 3]),  # the longest agreement, not the last place
+        ((4, 3, 9, 5, 3, 8, 4, 3), 1, [9, 5, 3]),  # the longest match, not the last place
         ((3, 9, 5, 3, 8, 4, 3), 1, [8, 4, 3]),  # of equal ones the last place
-        ((5, 6, 5, 6, 5, 6), 2, [5, 6, 5]),  # what goes round is followed round
+        ((5, 6, 5, 6, 5, 6), 2, [5, 6, 5]),  # a cycle is continued
         ((7, 7, 7), 1, [7, 7, 7]),
         ((1, 2), 2, []),
         ((1,), 1, []),
@@ -98,7 +98,7 @@ def rank_of(worker: Script) -> GenerateRank:
 def begun(
     worker: Script, prompt: Sequence[int], sampling: SamplingParams = GREEDY, **more: object
 ) -> GenerateRank:
-    """Return a rank with a request in slot 1, whose blocks are all there, behind its first token."""
+    """Return a rank with a request in slot 1, after its first token and with all blocks it needs."""
     rank = rank_of(worker)
     asked = join(1, 1, list(prompt), sampling=sampling, **more)  # type: ignore[arg-type]
     asked = msgspec.structs.replace(asked, blocks=list(range(CONTEXT // BLOCK_SIZE)))
@@ -113,7 +113,7 @@ def test_generate_rank_verifies_drafts_in_rows_behind_the_last_token() -> None:
     batch = worker.batches[1]
     assert (batch["slots"], batch["tokens"]) == ([1, 1, 1, 1], [6, 5, 6, 5])
     assert (batch["positions"], batch["numbers"]) == ([3, 4, 5, 6], [1, 1, 1, 1])
-    # The first two rows yield what was drafted, the third does not: its own token is right, and the last row is void.
+    # The first two rows confirm their draft tokens, the third does not: its own token is right, the last row is void.
     assert tokens_of(result)[1] == 5
     assert result.drafted == [Drafted(1, 3, [6, 9])]
     rank.apply(GenerateDecision(3))
@@ -182,13 +182,13 @@ def test_check_of_a_result_covers_what_was_drafted() -> None:
     )
 
 
-# --- the same tokens as without drafts ---
+# --- the same tokens as without draft tokens ---
 
 
 class Periodic(Script):
-    """A model whose next token follows from the last two, the seed and the position; grammars and logprobs are heeded.
+    """The next token follows from the last two, the seed and the position; with grammars and logprobs.
 
-    It reads the whole history of each row, so a draft that stood in the wrong place would show.
+    It reads the whole history of each row, so a draft token in the wrong place would show.
     """
 
     def step(self, batch: Batch) -> Sampled:

@@ -1,4 +1,4 @@
-"""A draft model in a rank: what it proposes, what it computes for it, and that nobody gets other tokens for it."""
+"""A draft model in a rank: proposals, computed positions, and outputs that stay the same."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ NOTHING = -1
 
 
 class Small(Periodic):
-    """Thinks as `Periodic` does, but for every so many-th position; it has a KV cache, and reads what it needs of it.
+    """Predicts as `Periodic` does, except for every n-th position; reads its own KV cache.
 
-    Each position of a block holds the token that was computed there. What is not there, or another's, fails.
+    Each position of a block holds the token that was computed there. A missing or wrong token fails.
 
     Attributes:
-        computed: How many positions it has computed.
-        largest: The most positions of a step.
+        computed: Number of computed positions.
+        largest: Maximum positions of a step.
     """
 
     def __init__(self, *, wrong_every: int = 0) -> None:
@@ -139,11 +139,11 @@ def test_draft_model_proposes_and_all_prove_right_where_both_think_alike() -> No
     begun(rank, [16, 17, 18])
     found = rank.apply(GenerateDecision(2, granted=by_model(3))).drafted[0]
     assert (found.drafts, len(found.tokens)) == (3, 3)
-    # Four known tokens, and two drafts; the last draft is not computed.
+    # Four known tokens and two draft tokens; the last draft token is not computed.
     assert (small.computed, small.prepared) == (6, [1])
     found = rank.apply(GenerateDecision(3)).drafted[0]
     assert len(found.tokens) == 3
-    # That draft and the token that followed it, in rows, and again two drafts.
+    # That draft token and the next output token, in rows, and again two draft tokens.
     assert (small.computed, small.batches_run) == (10, 6)
 
 
@@ -163,13 +163,13 @@ def test_draft_model_catches_up_in_chunks_and_drafts_when_it_has() -> None:
     rank = rank_of(Periodic(), small, chunk=8)
     begun(rank, [16 + at % 3 for at in range(20)])
     told = [rank.apply(GenerateDecision(step, granted=by_model(2))) for step in range(2, 6)]
-    # 21, 22, 23 tokens are known in these steps, and 8 more of them are caught up with in each.
+    # 21, 22, 23 tokens are known in these steps, and each computes 8 more of them.
     assert [len(one.drafted) for one in told] == [0, 0, 1, 1]
     assert small.computed == 23 + 1 + 2 + 1
 
 
 def test_draft_model_takes_no_more_positions_a_step_than_memory_is_proved_for() -> None:
-    """One sequence is caught up with while it drafts for another."""
+    """One sequence catches up while draft tokens are proposed for another."""
     small = Small()
     rank = rank_of(Periodic(), small, chunk=8, batch=10)
     begun(rank, [16, 17, 18])
@@ -212,7 +212,7 @@ def test_draft_model_knows_what_blocks_of_the_prefix_cache_it_has_filled() -> No
     before = small.computed
     rank.apply(GenerateDecision(4, granted=[DraftGrant(0, 0, 0), DraftGrant(1, 1, 0, True)]))
     assert small.computed == before + 2, "the ninth token of the prompt and the first of the answer"
-    # What lies in blocks that were given to another is another's.
+    # Blocks that were given to another request hold its tokens.
     leave = [Leave(1, 0, keep=False), Leave(2, 1, keep=False)]
     other = msgspec.structs.replace(join(3, 1, prompt), blocks=[*blocks[:1], 44, 45], computed=4)
     rank.apply(
@@ -231,7 +231,7 @@ def test_draft_model_computes_anew_what_was_swapped_back() -> None:
     rank.apply(
         GenerateDecision(3, left=[Leave(1, 0, keep=True)], swaps=SwapCopies([0, 0, 1, 1], []))
     )
-    small.kv[:] = NOTHING  # others were there meanwhile
+    small.kv[:] = NOTHING  # other requests used it meanwhile
     back = Join(1, 0, 8, 9, blocks[:3], None)
     swaps = SwapCopies([], [0, 0, 1, 1])
     chunk = ChunkPlan(0, 8, 9, [])
@@ -242,13 +242,13 @@ def test_draft_model_computes_anew_what_was_swapped_back() -> None:
 
 
 class Swapping(Periodic):
-    """Has places to swap to."""
+    """A model whose requests can be swapped."""
 
     def build_swap(self, blocks: int) -> None:
-        """They are of no matter."""
+        """No-op."""
 
     def swap(self, out: object, back: object) -> None:
-        """Nothing is in them."""
+        """No-op."""
 
 
 def test_draft_model_drafts_within_its_context_and_the_other_vocabulary() -> None:
