@@ -1,1 +1,1 @@
-"""The bench harness: vsched beside another server, or beside an earlier self, interleaved in one run."""
+"""Benchmark harness: vsched compared with other servers or an earlier version, alternating in one run."""

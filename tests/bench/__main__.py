@@ -1,4 +1,4 @@
-"""The command line of the bench harness; `python -m tests.bench --help`."""
+"""The command line of the benchmark harness; `python -m tests.bench --help`."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ MEASURED: Mapping[str, Callable[[argparse.Namespace, Console], None]] = {
     "scheduler": scheduler.scheduler,
     "samplers": samplers,
 }
-"""What measures in turns and writes tables, by its command."""
+"""Commands that measure in turns and write tables."""
 
 
 def stop(number: int, frame: FrameType | None) -> NoReturn:
-    """End as by Ctrl-C, so that no server is left behind."""
+    """End as by Ctrl-C, so that no server is left running."""
     raise KeyboardInterrupt
 
 
 def main() -> None:
-    """Run a command; what goes wrong on purpose is one message and status 2."""
+    """Run a command; an expected error prints one message and exits with status 2."""
     options = make_parser().parse_args()
     signal.signal(signal.SIGTERM, stop)
     console = Console(stderr=True)

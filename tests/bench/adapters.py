@@ -1,9 +1,10 @@
-"""`python -m tests.bench adapters CHECKPOINT`: what requests with LoRA adapters cost beside requests without.
+"""`python -m tests.bench adapters CHECKPOINT`: cost of LoRA adapters, compared with requests without adapters.
 
-One generate worker has no adapters, another has as many as are asked for, of chance, on all linear layers. Rounds run
-the same rows by both in turns: rows of one prompt length that are prefilled together, and then decode together. Row i
-has adapter i modulo their number; of 0 adapters, rows have none by the worker that has some. `--peft` runs PEFT's own
-batch of several adapters (`adapter_names`) over transformers' model with a cache, in float32.
+One generate worker has no adapters; another has the given number of random ones, on all linear
+layers. In each round both run the same rows in turns: rows of one prompt length that are prefilled
+together and then decode together. Row i has adapter i modulo their number; with 0 adapters, the
+second worker runs rows without one. `--peft` runs PEFT's own batch of several adapters
+(`adapter_names`) on transformers' model with a cache, in float32.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of a prefill, and tokens a second of the decode that follows."""
+    """Seconds of a prefill, and tokens per second of the decode after it."""
 
     prefill_s: float
     decode_rate: float
 
 
 def line(name: str, adapters: int, rows: int, rounds: Sequence[tuple[Round, Round]]) -> str:
-    """Return a row of the table, from rounds without adapters and with them, in pairs."""
+    """Return a row of the table, from pairs of rounds without and with adapters."""
     decode = [on.decode_rate / off.decode_rate for off, on in rounds]
     prefill = [on.prefill_s / off.prefill_s for off, on in rounds]
     rate = statistics.median(on.decode_rate for _, on in rounds)
@@ -52,7 +53,7 @@ def line(name: str, adapters: int, rows: int, rounds: Sequence[tuple[Round, Roun
 
 
 class _TimedDriver(Driver):
-    """Times the step that prefills, and those that decode."""
+    """Times prefill and decode steps."""
 
     def __init__(self, stage: Stage, chunk: int) -> None:
         super().__init__(stage, chunk=chunk)
@@ -70,10 +71,10 @@ class _TimedDriver(Driver):
 
 
 class Ours:
-    """Two generate workers, of which one has adapters."""
+    """Two generate workers, one of them with adapters."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Load the model, and make the adapters."""
+        """Load the model and create the adapters."""
         count = max(options.adapters)
         self._without, self._with = (
             Stage.load(
@@ -92,7 +93,7 @@ class Ours:
             worker._served._module.add(str(number), _chance(worker, options.rank, number))
 
     def round(self, rows: int, adapters: int | None) -> Round:
-        """Run rows to their end: by the worker without adapters for None."""
+        """Run rows to their end; None uses the worker without adapters."""
         options = self._options
         stage = self._without if adapters is None else self._with
         prompt = [10 + index % 200 for index in range(options.prompt)]
@@ -106,7 +107,7 @@ class Ours:
 
 
 def _chance(worker: Any, rank: int, seed: int) -> Adapter:
-    """Return an adapter of all layers that can have one."""
+    """Return a random adapter for all supported layers."""
     chance = torch.Generator().manual_seed(seed)
     pairs = {}
     module = worker._served._module
@@ -118,10 +119,10 @@ def _chance(worker: Any, rank: int, seed: int) -> Adapter:
 
 
 class Peft:
-    """transformers' model with PEFT's adapters, in float32, every row of a batch with its own."""
+    """transformers' model with PEFT's adapters, in float32; each row of a batch has its own."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Load the model, and make the adapters."""
+        """Load the model and create the adapters."""
         import peft
 
         model: Any = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32)
@@ -156,9 +157,9 @@ class Peft:
 def measure(
     name: str, side: Ours | Peft, options: argparse.Namespace
 ) -> Iterator[tuple[str, Sequence[tuple[Round, Round]]]]:
-    """Yield lines of the table, and what they were made of."""
+    """Yield lines of the table, with their data."""
     for rows in options.rows:
-        side.round(rows, None)  # what is compiled at first use is not counted
+        side.round(rows, None)  # compilation on first use is not measured
         for adapters in (0, *options.adapters):
             side.round(rows, adapters)
             rounds = [
@@ -168,7 +169,7 @@ def measure(
 
 
 def adapters(options: argparse.Namespace) -> None:
-    """Print a table, a line for each number of rows and adapters."""
+    """Print a table with a line for each number of rows and adapters."""
     torch.set_num_threads(options.threads)
     blocks = -(-(options.prompt + options.tokens + 1) // BLOCK_SIZE)
     sizes = {

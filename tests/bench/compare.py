@@ -1,4 +1,4 @@
-"""vsched beside a peer: the peer's best setting is found first, then both run the same load in turns."""
+"""vsched compared with a peer: the peer's best setting is found first, then both run the same load in turns."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from vsched.bench.report.machine import PROCESSOR
 
 IMAGE_PIXELS = 448
 LINE = 118
-"""Characters of a line of a page."""
+"""Maximum line length of a page."""
 
 
 def checkpoint_of(options: argparse.Namespace, console: Console) -> Path:
-    """Return the folder of the checkpoint, made where it is missing."""
+    """Return the folder of the checkpoint, created if missing."""
     path: Path = options.checkpoints / options.checkpoint
     if not (path / "config.json").exists():
         with console.status(f"making {options.checkpoint}"):
@@ -44,7 +44,7 @@ def checkpoint_of(options: argparse.Namespace, console: Console) -> Path:
 
 
 def session_of(options: argparse.Namespace, console: Console) -> Session:
-    """Return the session of a command, its earlier runs included."""
+    """Return the session of a command, including its earlier runs."""
     store = Store(options.out)
     store.report.machine = machine()
     return Session(
@@ -59,7 +59,7 @@ def session_of(options: argparse.Namespace, console: Console) -> Session:
 
 
 def machine() -> str:
-    """Return the machine in words."""
+    """Describe the machine."""
     lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
@@ -89,7 +89,7 @@ def plan_of(
 
 
 def peer_spec(options: argparse.Namespace, checkpoint: Path, budget: int) -> Spec:
-    """Return how the peer is started with a token budget."""
+    """Return the specification of the peer's server with a token budget."""
     start = PeerStart(
         checkpoint=checkpoint,
         sizes=sizes_of(options),
@@ -102,7 +102,7 @@ def peer_spec(options: argparse.Namespace, checkpoint: Path, budget: int) -> Spe
 
 
 def compare(options: argparse.Namespace, console: Console) -> None:
-    """Sweep, measure in turns, and write what came."""
+    """Sweep, measure in turns, and write the results."""
     checkpoint = checkpoint_of(options, console)
     session = session_of(options, console)
     chosen = dict.fromkeys(options.cases, options.budget)
@@ -124,7 +124,7 @@ def measure(
     *,
     purpose: str = "compare",
 ) -> None:
-    """Make the runs of two sides that are missing."""
+    """Make the missing runs of two sides."""
     work: dict[tuple[Key, ...], LoadPlan] = {}
     for case in cases:
         for concurrency in options.concurrency:
@@ -142,7 +142,7 @@ def measure(
 
 
 def sweep(options: argparse.Namespace, session: Session, checkpoint: Path) -> dict[str, int]:
-    """Run each case with each token budget; return the budget that is best for each case."""
+    """Run each case with each token budget; return the best budget for each case."""
     concurrency = options.sweep_concurrency or max(options.concurrency)
     budgets = sorted({max(budget, options.slots) for budget in options.sweep})
     rates: dict[int, dict[str, float]] = {}
@@ -170,7 +170,7 @@ def sweep(options: argparse.Namespace, session: Session, checkpoint: Path) -> di
 def report(
     options: argparse.Namespace, session: Session, chosen: dict[str, int], console: Console
 ) -> None:
-    """Write tables and plots of everything that belongs to these options."""
+    """Write tables and plots of all runs with these options."""
     found = session.store.report
     mine = [run for run in found.runs if belongs(run, session, "compare")]
     ours = [run for run in mine if run.key.side == sides.VSCHED]
@@ -209,7 +209,7 @@ def report(
 
 
 def starts_here(one: Started, session: Session, names: Sequence[str]) -> bool:
-    """Return whether a start belongs to what a session is about."""
+    """Return True if a start belongs to this session."""
     return (one.checkpoint, one.settings) == (
         session.checkpoint,
         session.settings,
@@ -217,14 +217,14 @@ def starts_here(one: Started, session: Session, names: Sequence[str]) -> bool:
 
 
 def belongs(run: Run, session: Session, purpose: str) -> bool:
-    """Tell whether a run was made for this purpose, with this checkpoint and these settings."""
+    """Return True if a run was made for this purpose, with this checkpoint and these settings."""
     key = run.key
     found = (key.purpose, key.checkpoint, key.settings)
     return found == (purpose, session.checkpoint, session.settings)
 
 
 def context_line(machine: str, settings: str, runs: Sequence[Run]) -> str:
-    """Return what the figures of some runs were taken on, and how busy others kept the machine."""
+    """Describe the machine of some runs, the other load on it, the dates and the versions."""
     others = sorted(run.figures.others for run in runs)
     client = max(run.figures.client_cpu for run in runs)
     waiting = [run.figures.waiting for run in runs if run.figures.waiting is not None]
@@ -246,7 +246,7 @@ def publish(
     pictures: dict[str, str],
     console: Console,
 ) -> None:
-    """Write the tables beside the runs and, if asked, tables and pictures into the documentation."""
+    """Write the tables to the folder of runs and, if requested, tables and pictures into the documentation."""
     text = "\n\n".join(parts)
     (options.out / f"{name}.md").write_text(text + "\n")
     console.print(text, markup=False, soft_wrap=True)

@@ -1,11 +1,13 @@
-"""`python -m tests.bench.drafts CHECKPOINT`: requests a second with and without drafts, on two kinds of text.
+"""`python -m tests.bench.drafts CHECKPOINT`: requests per second with and without speculative decoding.
 
-Engines serve in turns: one with `generate.drafting` of `none`, one of `prompt-lookup`, and with `--draft-model DIR` one
-that drafts with that checkpoint. A round is greedy requests of one length, so many at a time. *Repetitive* texts ask
-for a copy of what they hold, *ordinary* ones for prose. Every ratio is of one round, to `none`.
+Engines serve in turns: one with `generate.drafting` of `none`, one with `prompt-lookup`, and with
+`--draft-model DIR` one with that draft model. A round is a number of concurrent greedy requests of
+one length. There are two kinds of text: *repetitive* ones ask for a copy of their content,
+*ordinary* ones for prose. Every ratio compares one round with the same round of `none`.
 
-In float32, and with `model.deterministic`, all answers are equal, and `--equal` makes sure. Elsewhere sums of several
-rows may round otherwise than those of one, and the table says how many were equal.
+In float32, and with `model.deterministic`, all outputs are equal, and `--equal` asserts it.
+Otherwise sums over several rows may round differently from those over one, and the table shows the
+number of equal outputs.
 """
 
 from __future__ import annotations
@@ -47,12 +49,12 @@ Answers = list[list[int]]
 
 @dataclass
 class Way:
-    """One engine, and what its rounds of one cell brought.
+    """One engine, and its rounds of one cell.
 
     Attributes:
-        pairs: Of each round the rate of `none` and its own.
-        same: Answers that were those of `none`, of so many in `answers`.
-        counts: Tokens drafted and drafts accepted before the first round.
+        pairs: For each round, the rates of `none` and of this engine.
+        same: Number of outputs, out of `answers`, equal to those of `none`.
+        counts: Drafted and accepted tokens before the first round.
     """
 
     engine: Engine
@@ -62,22 +64,22 @@ class Way:
     counts: tuple[int, int] = (0, 0)
 
     def begin(self) -> None:
-        """Forget the cell before."""
+        """Reset for the next cell."""
         self.pairs, self.same, self.answers, self.counts = [], 0, 0, self.counted()
 
     def counted(self) -> tuple[int, int]:
-        """Return tokens drafted and drafts accepted since the start."""
+        """Return drafted and accepted tokens since the start."""
         counts = self.engine.statistics()["generate"]
         return counts["tokens_drafted"], counts["drafts_accepted"]
 
     def take(self, plain: tuple[float, Answers], own: tuple[float, Answers]) -> None:
-        """Take a round."""
+        """Add a round."""
         self.pairs.append((plain[0], own[0]))
         self.same += sum(one == other for one, other in zip(plain[1], own[1], strict=True))
         self.answers += len(own[1])
 
     def cells(self) -> str:
-        """Return the cells of its line."""
+        """Return the table cells of its line."""
         drafted, accepted = (
             now - before for now, before in zip(self.counted(), self.counts, strict=True)
         )
@@ -86,7 +88,7 @@ class Way:
 
 
 async def drain(engine: Engine, text: str, sampling: SamplingParams, name: str) -> list[int]:
-    """Ask and return the tokens of the answer."""
+    """Send a request and return the output tokens."""
     prompt = engine.preprocessor.render([{"role": "user", "content": text}])
     stream = await engine.generate(prompt=prompt, images=[], sampling=sampling, request_id=name)
     return [token async for delta in stream for token in delta.token_ids]
@@ -95,7 +97,7 @@ async def drain(engine: Engine, text: str, sampling: SamplingParams, name: str) 
 async def rate(
     engine: Engine, texts: Sequence[str], sampling: SamplingParams, name: str, *, clients: int
 ) -> tuple[float, Answers]:
-    """Return the requests a second of so many clients that share all texts, a text each at least, and the answers."""
+    """Return the requests per second of concurrent clients that share all texts, at least one each, and the outputs."""
     count = max(clients, len(texts))
 
     answers: Answers = [[]] * count
@@ -111,14 +113,14 @@ async def rate(
 
 
 def say(line: str) -> None:
-    """Tell how far it is."""
+    """Report progress."""
     print(line, file=sys.stderr, flush=True)
 
 
 async def fill(
     ways: Mapping[str, Way], kind: str, clients: int, until_s: float, options: argparse.Namespace
 ) -> None:
-    """Run rounds of one cell, all that were asked for or those for which there is time, and one at least."""
+    """Run rounds of one cell: the given number, or as many as there is time for, but at least one."""
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=options.tokens)
     for turn in range(options.rounds + 1):
         began_s = time.perf_counter()
@@ -131,7 +133,7 @@ async def fill(
         for name, way in ways.items():
             if turn:
                 way.take(found[NONE], found[name])
-            else:  # the first round warms
+            else:  # the first round is a warm-up
                 way.begin()
         now_s = time.perf_counter()
         rates = ", ".join(f"{name} {one:.3f}" for name, (one, _) in found.items())
@@ -141,7 +143,7 @@ async def fill(
 
 
 async def measure(options: argparse.Namespace) -> None:
-    """Print a table: a line for each kind of text, number of clients, and way to draft."""
+    """Print a table: a line for each kind of text, number of clients, and drafting method."""
     ways: dict[str, Way] = {}
     try:
         for name, sets in settings_by_way(options).items():
@@ -166,7 +168,7 @@ async def measure(options: argparse.Namespace) -> None:
 
 
 def settings_by_way(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the settings of each engine by the name of its drafts."""
+    """Return the settings of each engine, by drafting method."""
     common = settings_of(options)
     ways = {
         name: [f'generate.drafting={{use="{name}"}}', *common] for name in (NONE, "prompt-lookup")

@@ -1,7 +1,8 @@
-"""`python -m tests.bench.grammars CHECKPOINT`: the decode rate of answers held to a JSON schema, beside free ones.
+"""`python -m tests.bench.grammars CHECKPOINT`: decode rate with a JSON schema, compared with unconstrained output.
 
-One engine serves both in turns: rounds of requests that all run at once and all have the same number of tokens.
-Figures are tokens a second from the first token of a round to its last, and the ratio that of each round.
+One engine serves both in turns: rounds of requests that all run at once with the same number of
+tokens. Figures are tokens per second from the first token of a round to its last, and ratios within
+each round.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ITEM = {
     "additionalProperties": False,
 }
 SCHEMA = {"type": "array", "items": ITEM, "minItems": 200}
-"""Longer than any answer here, so that none ends early."""
+"""Longer than any output here, so that none ends early."""
 PROMPT = "List what could be seen in a street, as JSON."
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, ignore_eos=True),
@@ -43,7 +44,7 @@ SAMPLINGS = {
 
 
 async def drain(stream: Generation) -> tuple[float, float, int]:
-    """Read an answer; return the times of its first and last tokens in seconds, and their number."""
+    """Read a response; return the times of its first and last tokens in seconds, and their number."""
     first_s, count = 0.0, 0
     async for delta in stream:
         first_s = first_s or time.perf_counter()
@@ -52,7 +53,7 @@ async def drain(stream: Generation) -> tuple[float, float, int]:
 
 
 async def rate(engine: Engine, rows: int, sampling: SamplingParams, name: str) -> float:
-    """Return the tokens a second of so many requests at once."""
+    """Return the tokens per second of `rows` concurrent requests."""
     prompt = engine.preprocessor.render([{"role": "user", "content": PROMPT}])
     streams = [
         await engine.generate(
@@ -68,7 +69,7 @@ async def rate(engine: Engine, rows: int, sampling: SamplingParams, name: str) -
 
 
 async def measure(config: Config, options: argparse.Namespace) -> None:
-    """Print a table: a line for each number of rows and way of sampling."""
+    """Print a table: a line for each number of rows and sampling method."""
     grammar = constraint_from_schema(SCHEMA)
     print("| rows | sampling | free, tokens/s | schema, tokens/s | ratio: median (min to max) |")
     print("|---|---|---|---|---|")
@@ -84,7 +85,7 @@ async def measure(config: Config, options: argparse.Namespace) -> None:
                         await rate(engine, rows, free, f"free-{label}"),
                         await rate(engine, rows, held, f"held-{label}"),
                     )
-                    if turn:  # the first round warms
+                    if turn:  # the first round is a warm-up
                         pairs.append(pair)
                 print(f"| {rows} | {name} | {pair_cells(pairs, digits=1)} |", flush=True)
 

@@ -1,4 +1,4 @@
-"""How rates change with the number of clients and with the length of prompts, on both sides."""
+"""Growth of request rates with the number of clients and the length of prompts, on both sides."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _measure_missing(
 
 
 def client_plans(options: argparse.Namespace) -> dict[int, LoadPlan]:
-    """Return a plan of short answers for each number of clients."""
+    """Return a plan with short outputs for each number of clients."""
     return {
         count: _with_tokens(
             plan_of(options, "text", count, seed="0", purpose="clients"), CLIENT_TOKENS
@@ -117,19 +117,19 @@ def _measure(options: argparse.Namespace, session: Session, specs: tuple[Spec, S
 
 
 class Words:
-    """How many random words make a prompt of so many tokens: a line through two prompts."""
+    """Converts tokens to random words by linear interpolation between two prompts."""
 
     def __init__(self, few: tuple[int, int], many: tuple[int, int]) -> None:
         self._each = (many[1] - few[1]) / (many[0] - few[0])
         self._template = few[1] - self._each * few[0]
 
     def __call__(self, tokens: int) -> int:
-        # A little short: random words are not equally long, and the longest prompt must fit.
+        # Slightly fewer, because random words vary in length and the longest prompt must fit.
         return max(int((tokens - self._template) / self._each * 0.98), 1)
 
 
 def words_of(session: Session, server: Server) -> Words:
-    """Ask a server how many tokens words are."""
+    """Measure the tokens per word on a server."""
     few, many = ((words, session.ask_prompt_tokens(server, words)) for words in PROBE_WORDS)
     return Words(few, many)
 

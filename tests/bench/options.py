@@ -1,4 +1,4 @@
-"""What the commands take, checked before anything starts."""
+"""Options of the commands, validated before anything starts."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ CASES = tuple(case.value for case in Case)
 SMOLLM2 = "smollm2"
 MADE = ("tiny25", "mid25")
 WIDE = "wide25"
-"""Made as those are, for sampling at a real vocabulary; it has no tables on the pages."""
+"""Created like the others, for sampling with a real vocabulary size; not in the tables of the pages."""
 CHECKPOINTS = (*MADE, WIDE, SMOLLM2)
 TABLED = (*MADE, SMOLLM2)
 SIDES = (
     *("vsched", "vsched-best", "vsched-int8", "vsched-int4"),
     *(name for name in PEERS if name != "transformers"),
 )
-"""Of the table, in its order."""
+"""Sides of the table, in order."""
 PAGES = ROOT / "docs" / "benchmarks"
 IMAGES = ROOT / "docs" / "images"
 
 
 def numbers(text: str) -> list[int]:
-    """Read positive numbers, by commas, each once and in order."""
+    """Parse positive numbers separated by commas, without duplicates and sorted."""
     found = _integers(text)
     if not found or min(found) < 1:
         raise argparse.ArgumentTypeError(
@@ -38,7 +38,7 @@ def numbers(text: str) -> list[int]:
 
 
 def neighbours(text: str) -> list[int]:
-    """Read numbers of neighbours, by commas, each once and in order; 0 is a quiet machine."""
+    """Parse numbers of neighbours separated by commas, without duplicates and sorted; 0 is a quiet machine."""
     found = _integers(text)
     if not found or min(found) < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,1")
@@ -46,7 +46,7 @@ def neighbours(text: str) -> list[int]:
 
 
 def stretches(text: str) -> tuple[int, int, int]:
-    """Read the seconds before, beside and after the neighbours."""
+    """Parse the seconds before, with and after the neighbours."""
     found = _integers(text)
     if len(found) != 3 or min(found) < 3:
         raise argparse.ArgumentTypeError(
@@ -63,7 +63,7 @@ def _integers(text: str) -> list[int]:
 
 
 def among(names: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return what reads some of these names, by commas, in this order."""
+    """Return a parser of a comma-separated subset of names, in the order of `names`."""
 
     def read(text: str) -> list[str]:
         found = text.split(",")
@@ -75,11 +75,11 @@ def among(names: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 cases = among(CASES)
-"""Reads names of cases."""
+"""Parses names of cases."""
 
 
 def assignment(text: str) -> str:
-    """Read `name=value`."""
+    """Parse `name=value`."""
     name, equals, _ = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form name=value")
@@ -94,7 +94,7 @@ def _count(text: str) -> int:
 
 
 def _sizes(parser: argparse.ArgumentParser) -> None:
-    """Add what all commands with servers take."""
+    """Add the options of all commands with servers."""
     add = parser.add_argument
     add("--checkpoints", type=Path, default=ROOT / "checkpoints", help="folder that holds them")
     add("--threads", type=_count, default=len(os.sched_getaffinity(0)), help="threads of each side")
@@ -133,7 +133,7 @@ def _peer(parser: argparse.ArgumentParser) -> None:
 
 
 def points(text: str) -> list[str]:
-    """Read limits on a step, by commas: milliseconds, and times the time of decoding alone."""
+    """Parse step time limits separated by commas: milliseconds, and a multiple of the decode time."""
     found = list(dict.fromkeys(text.split(",")))
     for each in found:
         target, slash, ratio = each.partition("/")
@@ -290,7 +290,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def sizes_of(options: argparse.Namespace) -> ServerSizes:
-    """Return what both sides are given alike."""
+    """Return the sizes common to both sides."""
     return ServerSizes(
         threads=options.threads,
         slots=options.slots,
@@ -301,7 +301,7 @@ def sizes_of(options: argparse.Namespace) -> ServerSizes:
 
 
 def settings_text(options: argparse.Namespace) -> str:
-    """Return everything that figures depend on and keys do not say."""
+    """Describe everything that figures depend on beyond their keys."""
     parts = [sizes_of(options).text, f"turns={options.turns}"]
     parts += [
         f"{name}={getattr(options, name)}"
@@ -315,7 +315,7 @@ def settings_text(options: argparse.Namespace) -> str:
 
 
 def options_of(command: str, *, tokens: int, rounds: int) -> argparse.ArgumentParser:
-    """Return the options of a command that lets two ways take turns, with these defaults; it may add its own."""
+    """Return the common options of a command that alternates two variants; the command may add others."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{command}")
     parser.add_argument("checkpoint")
     parser.add_argument("--tokens", type=int, default=tokens)

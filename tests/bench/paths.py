@@ -1,7 +1,9 @@
-"""`python -m tests.bench.paths CHECKPOINT`: CPU time of a language model by its own path and by the generic one.
+"""`python -m tests.bench.paths CHECKPOINT`: CPU time of a language model with its family's code and
+with the generic path.
 
-Both are loaded into one process and take turns: steps of some decode rows, and chunks of a prompt. Figures are CPU time
-of the process in microseconds a token, the medians of the rounds, and the ratio that of each round.
+Both are loaded into one process and take turns: steps of some decode rows, and chunks of a prompt.
+Figures are CPU time of the process in microseconds per token, as medians of the rounds, and ratios
+within each round.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ KINDS: Sequence[tuple[str, int, int]] = (
     ("prefill, 128 tokens", 0, 128),
     ("prefill, 512 tokens", 0, 512),
 )
-"""Each with its decode rows and the rows of its chunk."""
+"""Name, number of decode rows, and number of rows of the chunk."""
 
 
 def load(path: str, *, generic: bool, threads: int, blocks: int) -> GenerateWorker:
-    """Load a checkpoint's language model by its own path or by the generic one."""
+    """Load a checkpoint's language model with its family's code or on the generic path."""
     info = plugin.inspect(path, dtype="auto", item_tokens_max=0)
     settings = WorkerSettings(threads=threads)
     chosen = (lambda *_: None) if generic else language_family
@@ -81,7 +83,7 @@ def batch_of(worker: GenerateWorker, rows: int, chunk: int, context: int) -> Bat
 
 
 def cpu_us(worker: GenerateWorker, batch: Batch, steps: int) -> float:
-    """Return the CPU time of a step in microseconds, the mean of some."""
+    """Return the mean CPU time of a step in microseconds."""
     start = time.process_time_ns()
     for _ in range(steps):
         worker.step(batch)
@@ -110,7 +112,7 @@ def main() -> None:
                 cpu_us(worker, batch, steps) / (rows or chunk)
                 for worker, batch in zip(workers, batches, strict=True)
             ]
-            if turn:  # the first one warms up
+            if turn:  # the first one is a warm-up
                 pairs.append(pair)
         own, other = (statistics.median(each) for each in zip(*pairs, strict=True))
         ratios = sorted(one / two for one, two in pairs)

@@ -1,4 +1,4 @@
-"""What `model.deterministic` costs: CPU time of the same steps by two workers in turns, one of them deterministic."""
+"""Cost of `model.deterministic`: CPU time of the same steps on two workers in turns, one of them deterministic."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from vsched.worker.contract import WorkerSettings
 
 BLOCK_SIZE = 16
 TOKENS_A_WORD = 4
-"""More than any tokenizer makes of these words."""
+"""More than any tokenizer yields for these words."""
 WORDS = ["scheduler", "image", "token", "answer", "question", "of", "the", "memory", "page"]
 ROUND_S = 0.5
-"""A round repeats a load until it takes about so long: a step of a small model takes half a millisecond."""
+"""A round repeats a load for about this time, because a step of a small model takes half a millisecond."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that begin together: words of a prompt, tokens of an answer, and most rows of a chunk."""
+    """Requests that begin together: words of a prompt, output tokens, and maximum rows of a chunk."""
 
     words: int
     tokens: int
@@ -44,13 +44,13 @@ class Load:
 
     @property
     def blocks(self) -> int:
-        """Return the KV blocks of a request, at most."""
+        """Return the maximum KV blocks of a request."""
         return -(-(TOKENS_A_WORD * self.words + self.tokens + 100) // BLOCK_SIZE)
 
 
 @dataclass(frozen=True)
 class Price:
-    """What was measured: for each round the CPU seconds of all steps without the setting and with it."""
+    """Results: for each round the CPU seconds of all steps without the setting and with it."""
 
     load: Load
     prompt_tokens: int
@@ -77,7 +77,7 @@ HEAD = (
 
 
 class _TimedDriver(Driver):
-    """Counts the CPU time of steps, of all threads; the rest, such as tokenizing, is the same for both."""
+    """Measures the CPU time of steps, over all threads; the rest, such as tokenization, is the same for both."""
 
     seconds = 0.0
 
@@ -88,7 +88,7 @@ class _TimedDriver(Driver):
 
 
 def measure(checkpoint: str, load: Load, *, rounds: int, threads: int) -> Price:
-    """Run so many rounds of a load with each worker, in turns, after one that is not counted."""
+    """Run `rounds` rounds of a load on each worker, in turns, after a warm-up."""
     sizes = {
         "BLOCK_SIZE": BLOCK_SIZE,
         "TABLE_BLOCKS": load.blocks,
@@ -116,7 +116,7 @@ def measure(checkpoint: str, load: Load, *, rounds: int, threads: int) -> Price:
         times = max(1, round(ROUND_S / warm_s))
         taken: list[tuple[float, float]] = []
         for number in range(rounds):
-            # Neither is always the one that finds the caches as the other left them.
+            # Alternate the order, so that neither always runs on the caches left by the other.
             order = (0, 1) if number % 2 else (1, 0)
             found = {each: run(stages[each], times)[0] for each in order}
             taken.append((found[0], found[1]))
@@ -124,7 +124,7 @@ def measure(checkpoint: str, load: Load, *, rounds: int, threads: int) -> Price:
 
 
 def price(options: argparse.Namespace) -> None:
-    """Print a table, a line for each combination of prompt, answer and chunk."""
+    """Print a table, a line for each combination of prompt, output and chunk length."""
     torch.set_num_threads(options.threads)
     print(HEAD, flush=True)  # a table for a document, whatever the width of the terminal
     for words, tokens, chunk in itertools.product(options.words, options.tokens, options.chunk):

@@ -1,4 +1,4 @@
-"""What was measured, on disk after every run, so that a run that was cut off goes on where it stopped."""
+"""Measurements on disk, written after every run, so that an interrupted command continues where it stopped."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vsched.terminal.options import write_json
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes two runs the same run.
+    """Identity of a run.
 
     Attributes:
         purpose: Command or part of one, such as `compare`, `sweep`, `table` or `timeline`.
         side: `vsched`, the name of the peer, or `before`.
-        length: Tokens of the prompt as asked for, where prompts grow; else 0.
-        budget: The peer's token budget; 0 where it has none of its own.
-        neighbours: Busy loops that run beside the server.
+        length: Requested prompt tokens, if prompt lengths vary; otherwise 0.
+        budget: The peer's token budget; 0 if it has none.
+        neighbours: Number of busy loops next to the server.
         settings: Everything else that the figures depend on.
     """
 
@@ -37,7 +37,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, what it gave, when, and by what version.
+    """One run: its figures, time and version.
 
     Attributes:
         rates: Requests/s in each interval of a run over time.
@@ -52,14 +52,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """What one start of a server took, and what the server takes when it has nothing to do.
+    """Measurements of one start of a server, and of the idle server.
 
     Attributes:
-        ready_s: From the start of the process until it says that it is ready.
-        answered_s: From the start of the process to the end of the first answer.
-        idle_cores: Cores kept busy without a request, after the first answer.
-        memory_mib: Resident memory by process, shared pages divided among those that share them.
-        paused: Whether it is stopped when it is the other's turn, because it keeps cores busy when idle.
+        ready_s: From the start of the process until it reports ready.
+        answered_s: From the start of the process to the end of the first response.
+        idle_cores: Cores kept busy without a request, after the first response.
+        memory_mib: Resident memory by process, with shared pages divided among their users (PSS).
+        paused: Whether it is paused during the other side's turn, because it keeps cores busy when
+            idle.
     """
 
     side: str
@@ -89,7 +90,7 @@ class SchedulerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """Everything in the file."""
+    """Content of the file."""
 
     machine: str = ""
     runs: list[Run] = []
@@ -108,20 +109,20 @@ class Store:
             self.report = msgspec.json.decode(self.path.read_bytes(), type=Report)
 
     def save(self) -> None:
-        """Write the file anew; whoever reads it meanwhile sees the old one or the new one."""
+        """Replace the file atomically."""
         self.folder.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".draft")
         write_json(draft, self.report)
         os.replace(draft, self.path)
 
     def add(self, run: Run) -> None:
-        """Keep a run in place of an earlier one with the same key."""
+        """Store a run, replacing an earlier one with the same key."""
         self.report.runs = [kept for kept in self.report.runs if kept.key != run.key]
         self.report.runs.append(run)
         self.save()
 
     def drop_outdated(self, versions: Mapping[str, str], checkpoint: str, settings: str) -> None:
-        """Forget runs of sides that are of another version now: half a table of each says nothing."""
+        """Drop runs of sides whose version has changed, since mixed tables mean nothing."""
 
         def is_current(run: Run) -> bool:
             key = run.key
@@ -131,6 +132,6 @@ class Store:
         self.report.runs = [run for run in self.report.runs if is_current(run)]
 
     def missing(self, pairs: Iterable[Sequence[Key]]) -> list[Sequence[Key]]:
-        """Return those groups of runs of which any is missing: halves are made again, next to each other."""
+        """Return the groups with any missing run: incomplete groups are measured again, next to each other."""
         made = {run.key for run in self.report.runs}
         return [pair for pair in pairs if not made.issuperset(pair)]

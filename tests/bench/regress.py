@@ -1,4 +1,4 @@
-"""vsched beside an earlier commit of itself, as ratios inside one run."""
+"""vsched compared with an earlier commit, as ratios within one run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def regress(options: argparse.Namespace, console: Console) -> None:
 
 
 def resolved(name: str) -> str:
-    """Return the short name of a commit.
+    """Return the short hash of a commit.
 
     Raises:
         ConfigError: When there is none.
@@ -81,7 +81,7 @@ def resolved(name: str) -> str:
 
 
 def unpacked(commit: str, folder: Path) -> Path:
-    """Return the tree of a commit, unpacked into a folder unless it is there."""
+    """Return the tree of a commit, unpacked into a folder if it does not exist."""
     if not folder.exists():
         command = ["git", "-C", str(sides.ROOT), "archive", commit, "vsched", "policies", "workers"]
         content = subprocess.run(command, capture_output=True, check=True).stdout
@@ -93,7 +93,7 @@ def unpacked(commit: str, folder: Path) -> Path:
 
 
 def before_spec(options: argparse.Namespace, checkpoint: Path, earlier: Path, commit: str) -> Spec:
-    """Return how the earlier tree is started, with the same environment but for where its sources are.
+    """Return the specification of a server from the earlier tree, in the same environment except for the source path.
 
     Raises:
         ConfigError: When Python would import another tree.

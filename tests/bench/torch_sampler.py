@@ -1,9 +1,10 @@
-"""The sampler of vLLM's CPU path, its steps written anew in torch: what `vsched bench sampler` measures, beside it.
+"""The sampler of vLLM's CPU path, rewritten in torch, compared with `vsched bench sampler`.
 
     python -m tests.bench.torch_sampler
 
-It is not vLLM itself: one sort of all logits for top-k and top-p, a softmax, and the least of exponential variables, as
-`vllm/v1/sample/ops/topk_topp_sampler.py` does without FlashInfer. Only what needs no history is here.
+It is not vLLM itself: one sort of all logits for top-k and top-p, a softmax, and the argmin of
+exponential variables, as in `vllm/v1/sample/ops/topk_topp_sampler.py` without FlashInfer. Only
+cases without history are included.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def make_torch_sampler(logits: npt.NDArray[np.float32]) -> Choose:
 
 
 def cut(values: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Return logits with -inf for what top-k and top-p cut off."""
+    """Return logits with -inf for tokens excluded by top-k and top-p."""
     if not top_k and top_p >= 1.0:
         return values
     ordered, places = values.sort(dim=-1)
@@ -62,7 +63,7 @@ def cut(values: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
 
 
 def main() -> None:
-    """Measure both, one after the other for each number of rows, and print a table."""
+    """Measure both, one after another for each number of rows, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.torch_sampler")
     parser.add_argument("--vocabulary", type=int, default=152_064)
     parser.add_argument("--repeats", type=int, default=5)

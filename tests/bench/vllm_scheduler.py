@@ -1,9 +1,10 @@
-"""What vLLM's scheduler costs without a model; runs in vLLM's environment: `python vllm_scheduler.py CKPT OUT STEPS`.
+"""Cost of vLLM's scheduler without a model; runs in vLLM's environment: `python vllm_scheduler.py CKPT OUT STEPS`.
 
-A step is `schedule` and `update_from_output`, a worker's answer of one token a request in between, which is not timed.
-What is timed is the thread's CPU time: a step of 10 ms is interrupted on a busy machine, one of 20 µs hardly ever.
-The cases are those of `vsched bench kernel`: steady decode with so many running, and a request with one image from its
-arrival to its end; and a request of eight images and 2,300 tokens, its arrival alone, hashing included.
+A step is `schedule` and `update_from_output`, with a worker's output of one token per request in
+between, which is not timed. The timing is the thread's CPU time, since a step of 10 ms is
+interrupted on a busy machine, one of 20 µs hardly ever. The cases are those of `vsched bench
+kernel`: steady decode of running requests, and a request with one image from arrival to end; and
+the arrival alone, including hashing, of a request with eight images and 2,300 tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ Row = dict[str, Any]
 
 
 def make_scheduler(checkpoint: str, slots: int, budget: int, blocks: int) -> Any:
-    """Return a scheduler as the server has it, prefix caching and statistics included."""
+    """Return a scheduler configured as in the server, including prefix caching and statistics."""
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
     cache.num_gpu_blocks = blocks
     config = VllmConfig(
@@ -88,7 +89,7 @@ def make_scheduler(checkpoint: str, slots: int, budget: int, blocks: int) -> Any
 
 
 def make_request(name: str, tokens: list[int], max_tokens: int, images: list[Any]) -> Any:
-    """Return a request whose blocks are hashed as the server hashes them."""
+    """Return a request with blocks hashed as in the server."""
     return Request(
         request_id=name,
         prompt_token_ids=tokens,
@@ -100,14 +101,14 @@ def make_request(name: str, tokens: list[int], max_tokens: int, images: list[Any
 
 
 def make_image(name: str, offset: int) -> Any:
-    """Return an image of which the scheduler sees the place and the name."""
+    """Return an image placeholder with a name."""
     place = PlaceholderRange(offset=offset, length=IMAGE_TOKENS)
     dummy = MultiModalKwargsItem.dummy()
     return MultiModalFeatureSpec(data=dummy, mm_position=place, identifier=name, modality="image")
 
 
 def step(scheduler: Any) -> int:
-    """Make a step; return the nanoseconds of the scheduler alone."""
+    """Run a step; return the nanoseconds of the scheduler alone."""
     began = time.thread_time_ns()
     output = scheduler.schedule()
     scheduled = time.thread_time_ns()
@@ -125,7 +126,7 @@ def step(scheduler: Any) -> int:
 
 
 def row(case: str, running: int, spent_ns: list[int]) -> Row:
-    """Return what is written of a case."""
+    """Return the output row of a case."""
     values = sorted(value / 1e3 for value in spent_ns)
     return {
         "case": case,
@@ -159,7 +160,7 @@ def arrive(checkpoint: str, requests: int) -> list[Row]:
     rng = random.Random(0)
     whole: list[int] = []
     gc.collect()
-    gc.disable()  # as `vsched bench kernel` does
+    gc.disable()  # as in `vsched bench kernel`
     for index in range(requests):
         tokens = [rng.randrange(10, 4000) for _ in range(PROMPT_TOKENS)]
         tokens[8:8] = [5] * IMAGE_TOKENS

@@ -1,16 +1,17 @@
-"""How fast products by weights in few bits are, and how far they move logits.
+"""Speed of matrix products with quantized weights, and their effect on logits.
 
     python -m tests.bench.weights
     python -m tests.bench.weights --rows
     python -m tests.bench.weights --logits CHECKPOINT [--calibration FILE]
 
-The first measures, in one run, the rate at which memory is read; what one row takes beside the time that the weights'
-bytes take at that rate; and what more rows take beside the same rows in bfloat16. Weights are used in turn, so that
-none is left in a cache. Weights of 8 and 4 bits are multiplied with rows of floats and of 8 bits, and with AMX as they
-are by default, many rows in tiles. Products of torch that are made for such weights stand beside. The second tells the
-time and the rate of numbers of rows, and so which are served badly. The third runs the questions of the exam on a
-checkpoint and on the same with weights made into fewer bits, with a calibration file and without, or with its KV cache
-in 8 bits, fed the same tokens.
+The first measures, in one run, the memory read rate; the time for one row compared with the time to
+read the weights' bytes at that rate; and the time for more rows compared with the same rows in
+bfloat16. Weights are used in turn, so that none stays in a cache. Weights of 8 and 4 bits are
+multiplied with float and 8-bit activations, with AMX as by default, many rows in tiles. torch's
+products for such weights are included. The second shows the time and rate by number of rows, to
+find those with poor performance. The third runs the exam questions on a checkpoint with and without
+quantized weights, with and without a calibration file, or with an 8-bit KV cache, fed with the same
+tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from vsched_workers.backends.reference.packed_weights import PackedWeight
 from vsched_workers.quantized.weights import quantize
 
 SHAPES = ((1024, 4096), (4096, 1024), (576, 1536))
-"""Inputs and outputs: of mid25, and of SmolLM2-135M."""
+"""Inputs and outputs, of mid25 and SmolLM2-135M."""
 FORMATS = (("bfloat16", 0), ("int8", 128), ("int8", 32), ("int4", 128), ("int4", 32))
 MORE_ROWS = (8, 32, 128, 512)
 ALL_ROWS = (1, 2, 4, 8, 9, 16, 24, 32, 48, 64, 128, 256, 512)
@@ -42,7 +43,7 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def best_s(call: Callable[[], object], repeats: int) -> float:
-    """Return the least seconds of some calls, after one that does not count."""
+    """Return the minimum seconds over some calls, after a warm-up."""
     call()
     found = []
     for _ in range(repeats):
@@ -53,13 +54,13 @@ def best_s(call: Callable[[], object], repeats: int) -> float:
 
 
 def read_rate(repeats: int) -> float:
-    """Return the bytes a second at which torch's threads read memory."""
+    """Return the memory read rate of torch's threads in bytes per second."""
     memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
     return READ_BYTES / best_s(memory.sum, repeats)
 
 
 def in_turn(products: Sequence[Rows], rows: torch.Tensor, repeats: int) -> float:
-    """Return the seconds of one product of rows, the weights used in turn."""
+    """Return the seconds of one product, with the weights used in turn."""
     return best_s(lambda: [product(rows) for product in products], repeats) / len(products)
 
 
@@ -72,7 +73,7 @@ def products_of(
     int8_rows: bool = False,
     tiles: bool = False,
 ) -> tuple[list[Rows], int]:
-    """Return copies of a product, and the bytes of one."""
+    """Return copies of a product, and the size of one in bytes."""
     made = weight if kind == "bfloat16" else quantize(weight, kind, group=group)
     make = functools.partial(panel_product, threads=threads, int8_rows=int8_rows, tiles=tiles)
     first = PackedWeight(made, None, make_custom=make)
@@ -83,7 +84,7 @@ def products_of(
 
 
 def torch_products(weight: torch.Tensor) -> dict[str, tuple[list[Rows], int]]:
-    """Return what torch has for such weights: its own groups, and scales of bfloat16."""
+    """Return torch's products for such weights: with its own groups, and bfloat16 scales."""
     outputs, inputs = weight.shape
     operations: Any = torch.ops.aten
     values = torch.randint(-127, 128, weight.shape, dtype=torch.int8)
@@ -146,7 +147,7 @@ def products_table(threads: int, repeats: int) -> Table:
 
 
 def rows_table(threads: int, repeats: int) -> Table:
-    """Measure numbers of rows by weights in bfloat16 and, by default, int8: milliseconds, and GFLOPS."""
+    """Measure numbers of rows by weights in bfloat16 and int8: milliseconds, and GFLOPS."""
     torch.set_num_threads(threads)
     table = Table("in x out", "rows", title=f"{threads} threads; ms, and GFLOPS")
     kinds = (("bfloat16", 0), ("int8", 128))
@@ -171,9 +172,9 @@ def rows_table(threads: int, repeats: int) -> Table:
 
 
 def logits_table(path: str, calibration: str) -> Table:
-    """Return how far logits are from those of the unquantised weights, and how many answers are right.
+    """Return the difference of logits from those of unquantized weights, and the number of right answers.
 
-    Each format is also calibrated, where there is a file for that.
+    Each format is also calibrated, if there is a calibration file.
     """
     from tests.bench.weights_logits import ask
 

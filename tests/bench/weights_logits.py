@@ -1,4 +1,4 @@
-"""How far weights, rows or a KV cache in few bits move logits: both models are fed the same questions and tokens."""
+"""Effect of quantized weights, activations or KV cache on logits: both models are fed the same questions and tokens."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.plugin import TransformersPlugin
 
 QUESTIONS = 40
-"""Of each task."""
+"""Per task."""
 ANSWER_TOKENS = 12
 
 
 class Told(NamedTuple):
-    """What came of a checkpoint whose weights, rows or KV cache are in few bits.
+    """Results of a quantized checkpoint.
 
     Attributes:
-        apart: The difference of logits as a share of their size, both as root mean squares.
-        same: How often both models choose the same token.
-        right: Answers that are right, of those `asked` for.
+        apart: Difference of logits relative to their size, both as root mean squares.
+        same: Share of tokens on which both models agree.
+        right: Number of right answers out of `asked`.
     """
 
     apart: float
@@ -43,7 +43,7 @@ def ask(
     kv_dtype: str = "auto",
     calibration: str = "",
 ) -> Told:
-    """Ask the first questions of all tasks of the exam; both models are fed what the quantised one answers."""
+    """Run the first questions of all exam tasks; both models are fed the quantized model's output."""
     settings = WorkerSettings(
         threads=1,
         weights=kind,

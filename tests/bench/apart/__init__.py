@@ -1,1 +1,1 @@
-"""`python -m tests.bench.apart`: what prefill and decode apart could gain at most."""
+"""`python -m tests.bench.apart`: upper bound for the gain of prefill/decode disaggregation."""

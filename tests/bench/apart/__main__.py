@@ -1,8 +1,9 @@
-"""What prefill and decode apart could gain at most: the production scheduler on a simulated 7B model.
+"""Upper bound for the gain of prefill/decode disaggregation: the production scheduler on a simulated 7B model.
 
-Two replicas that do both stand beside one that only prefills and one that only decodes. The scheduler knows no such
-roles, so each of these two is simulated by itself: the first serves the same requests with one output token; on the
-second prefill takes no time, and the KV blocks come from nowhere. That is more than any real system could have.
+Two replicas with both stages are compared with one prefill and one decode replica. The scheduler
+has no such roles, so each of the latter is simulated by itself: the first serves the same requests
+with one output token; on the second prefill takes no time, and KV transfers are free. No real
+system can gain more.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ HEAD = (
 
 
 def prefill_only(workload: Workload) -> Workload:
-    """Return the same requests, each of which ends with its first token."""
+    """Return the same requests, each ending with its first token."""
 
     def arrivals() -> Iterator[Arrival]:
         for arrival in workload:
@@ -45,7 +46,7 @@ def prefill_only(workload: Workload) -> Workload:
 
 
 def decode_only(cost: CostModel) -> CostModel:
-    """Return the costs of a replica to which prompts come computed, in no time; so are images and preparation."""
+    """Return the costs of a replica that gets computed prompts for free, likewise images and preparation."""
     generate = msgspec.structs.replace(cost.generate, prefill_ns=0.0, pair_ns=0.0)
     encode = msgspec.structs.replace(
         cost.encode, step_ns=1.0, item_ns=0.0, token_ns=0.0, token_pair_ns=0.0
@@ -63,7 +64,7 @@ def line(rate: float, name: str, outcome: SimulationOutcome, *, decodes: bool = 
 
 
 def compare(rate: float, *, requests: int, model: str) -> Iterator[str]:
-    """Yield a row for each way to use two replicas."""
+    """Yield a row for each use of two replicas."""
     cost = load_cost_model(model)
     workload = generate_workload("poisson", seed=0, requests=requests, rate=rate)
 
@@ -80,7 +81,7 @@ def compare(rate: float, *, requests: int, model: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print a table, for each rate of requests."""
+    """Print a table for each request rate."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.apart")
     parser.add_argument("--rates", type=float, nargs="+", default=[8.0, 16.0, 24.0])
     parser.add_argument("--requests", type=int, default=1000)

@@ -1,1 +1,1 @@
-"""A curve: requests a second and pauses between tokens for several limits on a step, beside peers."""
+"""Curves of requests per second over inter-token latency, for several step time limits, compared with peers."""

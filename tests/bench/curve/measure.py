@@ -1,4 +1,4 @@
-"""The rounds of the curve: vsched with each limit on a step, and every peer, each started once a round."""
+"""Rounds of the curve: vsched with each step time limit, and every peer, each started once per round."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PURPOSE = "curve"
 
 
 def curve(options: argparse.Namespace, console: Console) -> None:
-    """Measure what is missing, and write what there is.
+    """Make the missing runs, and write all results.
 
     Raises:
-        ConfigError: When a side could not be measured; all the others are by then.
+        ConfigError: When a side could not be measured; all others have been by then.
     """
     session = session_of(options, console)
     store = session.store
@@ -58,7 +58,7 @@ def sets_of(point: str) -> list[str]:
 
 
 def plans_of(options: argparse.Namespace, repeat: int) -> list[LoadPlan]:
-    """Return what every side is asked in a round: what a cell of the table is, for more sessions."""
+    """Return the loads of a side in a round: those of table cells, with more sessions."""
     found = []
     for case in options.cases:
         size = SIZES[options.checkpoint][case]

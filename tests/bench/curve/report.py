@@ -1,4 +1,4 @@
-"""The page of the curve: a line for each limit and each peer, whether one meets the aim, and the picture."""
+"""Report of the curve: a line for each limit and each peer, the verdict on the target, and the picture."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.bench.servers.session import Session
 from vsched.terminal.options import new_figure
 
 PAUSE_MAX = 1.5
-"""Times the p99 between tokens of the best peer that is wanted at most."""
+"""Maximum p99 inter-token latency, as a multiple of the best peer's."""
 RATE_MIN = 0.95
-"""Of the requests of the first point that a limit may cost."""
+"""Minimum request rate of a limit, as a share of the first point's."""
 _PAUSE = tables.quantile("itl_ms", "p99")
 _TIMES = tables.columns(
     ("ttft_ms", "p50"),
@@ -36,7 +36,7 @@ Sides = dict[str, list[Run]]
 def write(
     options: argparse.Namespace, session: Session, runs: Sequence[Run], console: Console
 ) -> None:
-    """Write what there is."""
+    """Write all results."""
     by_case = {case: sides_of(options, runs, case) for case in options.cases}
     by_case = {case: found for case, found in by_case.items() if options.points[0] in found}
     if not by_case:
@@ -70,7 +70,7 @@ def median(runs: Sequence[Run], read: Read) -> float:
 
 
 def rate(sides: Sides, side: str, base: str) -> float:
-    """Return the requests of a side relative to another's, the median of the rounds that both have."""
+    """Return the request rate of a side relative to another's, the median over common rounds."""
     of_base = {run.key.repeat: run.figures.requests_s for run in sides[base]}
     return statistics.median(
         run.figures.requests_s / of_base[run.key.repeat]
@@ -80,7 +80,7 @@ def rate(sides: Sides, side: str, base: str) -> float:
 
 
 def least_pause(sides: Sides, points: Sequence[str]) -> float | None:
-    """Return the shortest p99 between tokens of a peer."""
+    """Return the lowest p99 inter-token latency of the peers."""
     return min(
         (median(runs, _PAUSE) for side, runs in sides.items() if side not in points), default=None
     )
@@ -113,7 +113,7 @@ def lines(case: str, sides: Sides, points: Sequence[str]) -> str:
 
 
 def verdict(case: str, sides: Sides, points: Sequence[str]) -> str:
-    """Say which limits meet the aim: short pauses beside the best peer's, for few of the requests."""
+    """Name the limits that meet the target: latency close to the best peer's, for a small loss of requests."""
     pause = least_pause(sides, points)
     if pause is None:
         return f"- {case}: no peer was measured."
@@ -130,7 +130,7 @@ def verdict(case: str, sides: Sides, points: Sequence[str]) -> str:
 
 
 def draw(by_case: dict[str, Sides], points: Sequence[str], title: str, path: Path) -> None:
-    """Draw pauses over requests, a panel a case; what is wanted is the corner below and right of the lines."""
+    """Draw latency over request rate, a panel per case; the target is the corner below and right of the lines."""
     figure = new_figure(4.2 * len(by_case), 3.6)
     figure.suptitle(f"{title}: p99 between tokens over requests a second", size=10)
     grid = figure.subplots(1, len(by_case), squeeze=False)[0]

@@ -1,1 +1,1 @@
-"""The workers on a GPU, beside what the GPU could do."""
+"""The workers on a GPU, compared with its limits."""

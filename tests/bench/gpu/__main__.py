@@ -1,12 +1,14 @@
-"""Everything that ten minutes with a GPU are for, in one command: `python -m tests.bench.gpu --out FOLDER`.
+"""All GPU measurements in one command of ten minutes: `python -m tests.bench.gpu --out FOLDER`.
 
-In this order, each under a limit of its own: the tests that need a GPU, the tables of workers alone (3B and 7B shapes),
-the ledger beside what the driver says, the size of the KV cache beside the largest that survives, a rank that is
-killed, and a whole `vsched serve` under `vsched bench serve`. Results are written after every case, and a step that
-fails does not end the rest. `python -m tests.bench.gpu.page FOLDER` makes the page of what came back.
+In this order, each with a time limit: the tests that need a GPU, the tables of workers alone (3B
+and 7B shapes), the memory ledger compared with the driver, the KV cache size compared with the
+largest that works, a killed rank, and a `vsched serve` under `vsched bench serve`. Results are
+written after every case, and a failed step does not end the others. `python -m tests.bench.gpu.page
+FOLDER` writes the page of the results.
 
-`--wheels` installs what a bare machine lacks, into a folder of its own, from files alone: `python -m
-tests.bench.gpu.pack` collects them. `--device cpu` with the smallest models tries the command itself.
+`--wheels` installs missing packages into a separate folder, from local files alone: `python -m
+tests.bench.gpu.pack` collects them. `--device cpu` with the smallest models tests the command
+itself.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ PACKAGES = ("torch", "triton", "transformers", "numpy", "vsched")
 
 
 def main() -> int:
-    """Run all steps; the exit status is how many of them did not end well."""
+    """Run all steps; the exit status is the number of unsuccessful ones."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--seconds", type=float, default=570, help="for everything together")
@@ -45,7 +47,7 @@ def main() -> int:
             options.wheels, Path(scratch) / "site", on_cpu=options.device == "cpu"
         )
         if options.wheels is not None and not os.environ.get("VSCHED_GPU_RUN"):
-            # What was just installed may be needed, or newer than what has been imported.
+            # The installed packages may be required, or newer than those already imported.
             again = [sys.executable, "-m", "tests.bench.gpu", *sys.argv[1:]]
             return subprocess.run(again, env=environment, check=False, cwd=ROOT).returncode
         _tell_machine(out, options.device)
@@ -53,16 +55,16 @@ def main() -> int:
 
 
 def _environment(wheels: Path | None, site: Path, *, on_cpu: bool) -> dict[str, str]:
-    """Return the environment of the steps, with the wheels installed where there are any."""
+    """Return the environment of the steps, with the wheels installed if there are any."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    if on_cpu:  # beside the rest of the tests
+    if on_cpu:  # together with the rest of the tests
         environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     if wheels is not None and not os.environ.get("VSCHED_GPU_RUN"):
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target"]
         files = map(str, sorted(wheels.absolute().glob("*.whl")))
         subprocess.run([*pip, str(site), *files], check=True)
         before = environment.get("PYTHONPATH", "")
-        # The tree stands before the wheel of it, whose entry points alone are wanted.
+        # The tree precedes its wheel, which is used only for its entry points.
         paths = [str(ROOT), str(ROOT / "policies"), str(ROOT / "workers"), str(site), before]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environment["VSCHED_GPU_RUN"] = "1"
@@ -70,7 +72,7 @@ def _environment(wheels: Path | None, site: Path, *, on_cpu: bool) -> dict[str, 
 
 
 def _tell_machine(out: Path, device: str) -> None:
-    """Write down what it ran on, before anything can go wrong."""
+    """Record the machine before anything can fail."""
     import msgspec
 
     from tests.bench.gpu.page import Machine

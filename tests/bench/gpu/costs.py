@@ -1,8 +1,9 @@
-"""What steps must at least move and compute: bytes and operations of two real shapes, and the least time for them.
+"""Lower bounds of steps: bytes and operations of two real model shapes, and the minimum time for them.
 
-A step can be no faster than its bytes at the device's bandwidth, nor than its operations at its rate, so the larger of
-the two times is the floor. Weights are read once a step, keys and values once a row; activations, which stay in
-caches, and everything between products are left out. A product is counted as two operations.
+A step takes at least its bytes at the device's bandwidth, and its operations at the device's rate,
+so the larger of the two times is the floor. Weights are read once per step, keys and values once
+per row; activations, which stay in caches, and everything between matrix products are left out. A
+multiply-add counts as two operations.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ PATCH_VALUES = 3 * 2 * PATCH * PATCH
 WINDOW_PATCHES = 64
 BYTES_A_VALUE = 2
 BYTES_A_WEIGHT = {"int8": 1 + 2 / 128, "int4": 0.5 + 2 / 32}
-"""Of weights that are made into few bits, their scales included; the head's are int8 in both."""
+"""Of quantized weights, scales included; the head is int8 in both cases."""
 
 
 class Device(NamedTuple):
-    """A device as its maker describes it: bytes a second, and operations of bfloat16 that a large product reaches."""
+    """A device by its specification: bytes per second, and bfloat16 operations per second of a large product."""
 
     name: str
     bandwidth: float
@@ -40,7 +41,7 @@ class Cost:
     operations: float
 
     def least_ms(self, device: Device) -> float:
-        """Return the milliseconds that no device of these rates can do better than."""
+        """Return the minimum milliseconds on a device with these rates."""
         return 1e3 * max(self.moved / device.bandwidth, self.operations / device.rate)
 
 
@@ -66,36 +67,36 @@ class Shape:
 
     @property
     def full_blocks(self) -> list[int]:
-        """The blocks of the tower whose attention goes beyond windows."""
+        """Blocks of the vision tower with full attention instead of windows."""
         return [at for at in (7, 15, 23, 31) if at < self.depth]
 
     @property
     def language_linears(self) -> int:
-        """Weights of the linear layers of the language model, without its head."""
+        """Number of weights in the linear layers of the language model, without its head."""
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * self.head_dim
         return self.layers * (attention + 3 * self.hidden * self.inner)
 
     @property
     def vision_linears(self) -> int:
-        """Weights of the linear layers of the tower's blocks."""
+        """Number of weights in the linear layers of the vision tower's blocks."""
         block = 4 * self.vision_hidden**2 + 3 * self.vision_hidden * self.vision_inner
         return self.depth * block
 
     @property
     def merger_linears(self) -> int:
-        """Weights of what makes a token of four patches."""
+        """Number of weights in the merger, which combines four patches to a token."""
         merged = MERGE**2 * self.vision_hidden
         return merged * (merged + self.hidden)
 
     @property
     def kv_values(self) -> int:
-        """Values that a token keeps."""
+        """KV cache values per token."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def decode(
         self, rows: int, context: int, *, bytes_a_value: int = BYTES_A_VALUE, weights: str = "auto"
     ) -> Cost:
-        """Return the cost of a decode step of so many rows with so many tokens each."""
+        """Return the cost of a decode step with `rows` rows and `context` tokens each."""
         head = self.hidden * self.vocab
         moved = self.language_linears * BYTES_A_WEIGHT.get(weights, bytes_a_value)
         moved += head * (bytes_a_value if weights == "auto" else BYTES_A_WEIGHT["int8"])
@@ -105,7 +106,7 @@ class Shape:
         return Cost(moved, operations)
 
     def prefill(self, first: int, rows: int, *, bytes_a_value: int = BYTES_A_VALUE) -> Cost:
-        """Return the cost of a chunk of so many tokens after so many, which yields one token."""
+        """Return the cost of a chunk of `rows` tokens after `first` tokens, which yields one token."""
         head = self.hidden * self.vocab
         values = self.language_linears + head + (first + rows) * self.kv_values
         seen = rows * first + rows * (rows + 1) / 2
@@ -113,7 +114,7 @@ class Shape:
         return Cost(values * bytes_a_value, 2 * self.language_linears * rows + attending + 2 * head)
 
     def encode(self, patches: int, images: int, *, bytes_a_value: int = BYTES_A_VALUE) -> Cost:
-        """Return the cost of so many images of so many patches each."""
+        """Return the cost of encoding `images` images of `patches` patches each."""
         full = len(self.full_blocks)
         seen = full * patches * patches + (self.depth - full) * patches * WINDOW_PATCHES
         embedding = PATCH_VALUES * self.vision_hidden
@@ -124,7 +125,7 @@ class Shape:
         return Cost(values * bytes_a_value, operations * images)
 
     def config(self) -> dict[str, Any]:
-        """Return what `config.json` says."""
+        """Return the content of `config.json`."""
         half, first = self.head_dim // 2, self.head_dim // 8
         second = (half - first) // 2
         text = {
@@ -190,20 +191,20 @@ PREFILLS = [(0, 2048), (0, 8192), (8192, 2048)]
 
 
 def grid_of(size: tuple[int, int]) -> tuple[int, int, int]:
-    """Return the patches of an image of so many pixels, resized to whole tokens."""
+    """Return the patch grid of an image of this size, resized to whole tokens."""
     unit = PATCH * MERGE
     wide, high = (MERGE * max(1, round(side / unit)) for side in size)
     return 1, high, wide
 
 
 def patches_of(size: tuple[int, int]) -> int:
-    """Return how many patches that are."""
+    """Return the number of patches of an image of this size."""
     _, high, wide = grid_of(size)
     return high * wide
 
 
 def cases(shape: Shape) -> dict[str, Cost]:
-    """Return the cost of every step that is measured, by the name that it has in the tables."""
+    """Return the cost of every measured step, by its name in the tables."""
     found = {f"decode {rows} x {context}": shape.decode(rows, context) for rows, context in DECODES}
     for kind, (rows, context) in itertools.product(BYTES_A_WEIGHT, FEW_BITS):
         cost = shape.decode(rows, context, weights=kind)

@@ -1,8 +1,9 @@
-"""Compiles the Triton kernels for an H100 that need not be there: `python -m tests.bench.gpu.kernels`.
+"""Compiles the Triton kernels for an H100, which is not required: `python -m tests.bench.gpu.kernels`.
 
-Shows for each type and size of a head what the assembler says: registers of a thread, bytes of shared memory of a
-program, and bytes that do not fit in registers and are spilled. In the loop over a context these would cost more than
-the arithmetic. `TRITON_INTERPRET` must not be set: the interpreter compiles nothing.
+Shows the assembler's report for each type and head size: registers per thread, bytes of shared
+memory per program, and bytes spilled from registers. In the loop over the context, spills would
+cost more than the arithmetic. `TRITON_INTERPRET` must not be set, because the interpreter compiles
+nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 CAPABILITY = 90
 SHARED_BYTES_MAX = 227 << 10
-"""What a program may have on an H100."""
+"""Maximum shared memory of a program on an H100."""
 
 WARPS = 4
 HEADS = {"3b": (16, 2, 128), "7b": (28, 4, 128), "64": (8, 2, 64), "80": (8, 2, 80), "96": (8, 2, 96),
@@ -29,7 +30,7 @@ _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 class Compiled(NamedTuple):
-    """What became of one kernel."""
+    """Compilation result of one kernel."""
 
     name: str
     registers: int
@@ -52,7 +53,7 @@ def compile_decode(name: str, dtype: str) -> Compiled:
 
 
 def compile_merge(name: str) -> Compiled:
-    """Compile the kernel that puts most parts together, for the heads of this name."""
+    """Compile the kernel that merges the maximum number of parts, for the heads of this name."""
     from vsched_workers.backends.cuda.attention import PARTS_MAX, STAGES, constants_of
     from vsched_workers.backends.cuda.triton_kernels import merge_parts
 
@@ -67,7 +68,7 @@ def compile_merge(name: str) -> Compiled:
 
 
 def compile_layer(name: str) -> list[Compiled]:
-    """Compile what comes between the products of a layer, for the heads of this name, in bfloat16."""
+    """Compile the kernels between the matrix products of a layer, for the heads of this name, in bfloat16."""
     from vsched_workers.backends.cuda import triton_layers
     from vsched_workers.backends.cuda.attention import power_of_two
     from vsched_workers.backends.cuda.fused_layers import GATE_VALUES
@@ -91,7 +92,7 @@ def compile_layer(name: str) -> list[Compiled]:
 
 
 def compile_multiply(kind: str, group: int, rows: int) -> Compiled:
-    """Compile the product of few rows of bfloat16 by a weight of this kind with offsets, the largest block of it."""
+    """Compile the product of few bfloat16 rows by a weight of this kind with zero points, in its largest block."""
     from vsched_workers.backends.cuda.quantized import STAGES, constants_of, tile_of
     from vsched_workers.backends.cuda.triton_products import multiply_few
 
@@ -111,7 +112,7 @@ def compile_multiply(kind: str, group: int, rows: int) -> Compiled:
 
 
 def compile_widen(kind: str) -> Compiled:
-    """Compile what writes a weight of this kind as bfloat16."""
+    """Compile the dequantization of a weight of this kind to bfloat16."""
     from vsched_workers.backends.cuda.quantized import WIDENED_INPUTS, constants_of
     from vsched_workers.backends.cuda.triton_products import widen
 
@@ -122,7 +123,7 @@ def compile_widen(kind: str) -> Compiled:
 
 
 def compiled(made: str) -> list[Compiled]:
-    """Return what a list of calls of this module gives, in a process of its own, which does not interpret."""
+    """Evaluate a list of calls of this module in a separate process without the interpreter."""
     code = f"import json; from tests.bench.gpu.kernels import *; print(json.dumps({made}))"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     ran = subprocess.run(
@@ -140,8 +141,8 @@ def _compile(
     from triton.compiler import ASTSource  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     whole = signature | dict.fromkeys(constants, "constexpr")
-    # As when they are started: torch's memory begins at multiples of 16 bytes.
-    # Numbers that are multiples of 16 are started as such, too.
+    # As at launch: torch's allocations are aligned to 16 bytes.
+    # Arguments that are multiples of 16 are specialized as well.
     places = [
         at
         for at, each in enumerate(kernel.arg_names)
@@ -173,7 +174,7 @@ def _compile(
 
 
 def main() -> None:
-    """Compile all, and show the table."""
+    """Compile all kernels, and print the table."""
     print("| kernel | registers | shared bytes | spilled bytes |\n|---|---|---|---|")
     for name in HEADS:
         for made in (

@@ -1,4 +1,4 @@
-"""Batches for workers that stand alone: a KV cache, requests in it, images to encode."""
+"""Batches for standalone workers: a KV cache, requests in it, images to encode."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DecodeRows:
     position: int
 
     def step(self) -> None:
-        """Run one step; its tokens are the next one's input."""
+        """Run one step; its tokens are the input of the next one."""
         count = len(self.sequences)
         batch = Batch(
             decode_slots=np.arange(count, dtype=np.int32),
@@ -46,10 +46,10 @@ class DecodeRows:
 
 
 class Load:
-    """A KV cache for so many requests of so many tokens, and what they ask for."""
+    """A KV cache for `slots` requests of `context` tokens, and batches on it."""
 
     def __init__(self, model: Model, *, slots: int, context: int) -> None:
-        """Build the cache; blocks lie in a shuffled order."""
+        """Build the cache with blocks in shuffled order."""
         self._model = model
         width = -(-context // BLOCK_SIZE)
         model.language.build_kv(blocks=slots * width, block_size=BLOCK_SIZE)
@@ -60,7 +60,7 @@ class Load:
         self._context = context
 
     def decode_rows(self, context: int) -> DecodeRows:
-        """Return requests in all slots that have so many tokens behind them."""
+        """Return requests in all slots with `context` earlier tokens each."""
         sequences = [self._sequence([], 8, number) for number in range(len(self._tables))]
         tokens = np.ones(len(sequences), dtype=np.int32)
         return DecodeRows(self._model, self._tables, sequences, tokens, context)
@@ -68,7 +68,7 @@ class Load:
     def prefill(
         self, first: int, rows: int, image: tuple[int, int] | None = None
     ) -> Callable[[], object]:
-        """Return what computes positions [first, first + rows) of a prompt, full of such images if there are any."""
+        """Return a function that computes positions [first, first + rows) of a prompt, full of such images if any."""
         stop, items, embeddings = first + rows, [], self._pages(0)
         if image is not None:
             grid = grid_of(image)
@@ -97,7 +97,7 @@ class Load:
         return lambda: self._model.language.step(batch)
 
     def encode(self, size: tuple[int, int], count: int) -> Callable[[], object]:
-        """Return what encodes so many images of one size in one batch."""
+        """Return a function that encodes `count` images of one size in one batch."""
         plan = image_plan(grid_of(size), merge=MERGE, patch=PATCH, channels=3)
         pixels, levels = plan.arrays
         arrays = {

@@ -1,6 +1,7 @@
-"""The KV cache that `auto-profile` finds on a GPU, beside the largest that survives the same hardest steps.
+"""The KV cache size found by `auto-profile` on a GPU, compared with the largest that passes the same profiling run.
 
-`python -m tests.bench.gpu.memory CHECKPOINT --out FOLDER` writes `kv.json` after each server that was started.
+`python -m tests.bench.gpu.memory CHECKPOINT --out FOLDER` writes `kv.json` after each start of a
+server.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from vsched.engine import Engine
 from vsched.errors import VschedError
 
 FINER = 0.01
-"""The bisection ends when the largest size is known to this part of it."""
+"""The bisection ends at this relative accuracy."""
 
 
 async def start(settings: list[str], memory: str) -> KvTry:
-    """Start an engine with a memory policy; return the size of its KV cache, or why there is none."""
+    """Start an engine with a memory policy; return the size of its KV cache, or the reason there is none."""
     began_s = time.monotonic()
     try:
         config = load_config(None, sets=[*settings, f"generate.memory={memory}"], environ={}).config
@@ -40,14 +41,14 @@ async def start(settings: list[str], memory: str) -> KvTry:
 
 
 def pinned(tokens: int) -> str:
-    """Return the policy that takes so many tokens, held to the same hardest steps, with nothing held back."""
+    """Return the policy with a fixed number of tokens, the same profiling run, and no reserve."""
     return f'{{use="pinned", tokens={tokens}, mem_fraction=1.0, headroom_bytes=0}}'
 
 
 async def measure(
     settings: list[str], write: Callable[[list[KvTry]], None], *, seconds: float
 ) -> None:
-    """Find the automatic size, then the largest one by bisection from there, as far as the time goes."""
+    """Find the automatic size, then the largest one by bisection from there, as far as time permits."""
     ends_s = time.monotonic() + seconds
     tries: list[KvTry] = []
 

@@ -1,12 +1,13 @@
-"""What the workers do on a GPU, beside what the GPU could do: `python -m tests.bench.gpu.models --out FOLDER`.
+"""Worker performance on a GPU, compared with its limits: `python -m tests.bench.gpu.models --out FOLDER`.
 
-Models of real shapes with random weights run behind the contract, no server around them. Every step is held
-against the bytes that it must move at the bandwidth measured, and its operations at the rate measured of a large
-product, whichever takes longer (`costs.py`). The conversation table is that of an embedding cache: turn k of a
-conversation holds k images, of which all or only the new one have to be encoded.
+Models of real shapes with random weights run behind the worker contract, without a server. Every
+step is compared with the time for its bytes at the measured bandwidth, or for its operations at the
+measured rate of a large product, whichever is longer (`costs.py`). The conversation table shows the
+effect of an embedding cache: turn k of a conversation contains k images, of which all or only the
+new one must be encoded.
 
-Needs torch, transformers, safetensors, numpy, Pillow and msgspec; a GPU with 40 GB for both shapes, and ten minutes at
-most. `--device cpu --models nano` tries the script itself.
+Needs torch, transformers, safetensors, numpy, Pillow and msgspec; a GPU with 40 GB for both shapes,
+and ten minutes at most. `--device cpu --models nano` tests the script itself.
 
 Not yet run on a GPU.
 """
@@ -44,14 +45,14 @@ SQUARE = {"cuda": 8192, "cpu": 256}
 
 
 class Watch:
-    """Times things on a device; medians of runs, in milliseconds."""
+    """Times calls on a device; medians of runs, in milliseconds."""
 
     def __init__(self, device: str, *, repeats: int) -> None:
         self._cuda = device != "cpu"
         self._repeats = repeats
 
     def wall_ms(self, run: Callable[[], object], *, repeats: int = 0, warm: int = 3) -> float:
-        """Return the median time from call to return, the device having finished."""
+        """Return the median time of a call, including the device's work."""
         times = []
         for turn in range(warm + (repeats or self._repeats)):
             self._settle()
@@ -63,7 +64,7 @@ class Watch:
         return statistics.median(times)
 
     def each_ms(self, run: Callable[[], object], *, count: int, warm: int) -> float:
-        """Return the median time between returns of one call after the other: steps may run ahead."""
+        """Return the median time between returns of consecutive calls, which may be asynchronous."""
         for _ in range(warm):
             run()
         self._settle()
@@ -82,7 +83,7 @@ class Watch:
 
 
 def ceilings(device: str, dtype: torch.dtype, watch: Watch) -> tuple[float, float]:
-    """Return the bytes a second of a large copy, and the operations a second of a large product."""
+    """Return the bytes per second of a large copy, and the operations per second of a large product."""
     side = SQUARE[device.partition(":")[0]]
     source = torch.empty(16 * side * side, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -108,7 +109,7 @@ class ModelBench:
         weights: str = "auto",
         wrote: Callable[[list[Row]], object] = lambda _: None,
     ) -> None:
-        """Measure a model, against these rates; `wrote` is called with all rows after each."""
+        """Prepare with the device's rates; `wrote` is called with all rows after each measurement."""
         self._name = name
         self._model = model
         self._watch = watch
@@ -121,7 +122,7 @@ class ModelBench:
 
     def run(self) -> None:
         """Measure everything."""
-        if self._weights != "auto":  # what they change: steps of few rows
+        if self._weights != "auto":  # affects steps with few rows only
             for batch, context in FEW_BITS if self._full else [(1, 32)]:
                 self._decode(batch, context)
             return
@@ -145,7 +146,7 @@ class ModelBench:
         self._wrote(self.rows)
 
     def _decode(self, batch: int, context: int) -> None:
-        """A step of so many rows; captured, then eager."""
+        """Measure a decode step with `batch` rows, with CUDA graphs and eagerly."""
         model, worker = self._model, self._model.language
         steps, warm = (64, 8) if self._full else (4, 1)
         times = {}
@@ -162,7 +163,7 @@ class ModelBench:
         self._note(case, times["captured"], cost, eager_ms=times["eager"])
 
     def _prefill(self, first: int, rows: int) -> None:
-        """A chunk after so many tokens."""
+        """Measure a chunk of `rows` tokens after `first` tokens."""
         load = Load(self._model, slots=1, context=first + rows + 16)
         found = self._watch.wall_ms(load.prefill(first, rows), repeats=5)
         cost = self._model.shape.prefill(first, rows, bytes_a_value=self._model.info.itemsize)
@@ -196,7 +197,7 @@ class ModelBench:
 
 
 def _write(folder: Path, before: Figures, rows: list[Row]) -> Figures:
-    """Write what there is by now: the next case may be the one that does not end."""
+    """Write all results so far, because the next case may hang."""
     figures = msgspec.structs.replace(before, rows=[*before.rows, *rows])
     encoded = msgspec.json.format(msgspec.json.encode(figures), indent=1)
     (folder / "gpu.json").write_bytes(encoded)

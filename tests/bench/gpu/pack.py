@@ -1,8 +1,8 @@
-"""Collects the wheels for `python -m tests.bench.gpu` on a machine that can fetch nothing.
+"""Collects the wheels for `python -m tests.bench.gpu` on an offline machine.
 
-`python -m tests.bench.gpu.pack FOLDER` puts there the wheel of vsched, and in the versions of `constraints.txt` those
-of everything it needs but what such a machine has: torch with CUDA, Triton, transformers and what they bring. Numba
-stays behind, too: it compiles for CPUs.
+`python -m tests.bench.gpu.pack FOLDER` puts there the wheel of vsched, and in the versions of
+`constraints.txt` its dependencies, except those present on such a machine: torch with CUDA, Triton,
+transformers and their dependencies. Numba is left out as well, because it compiles for CPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NEEDED = (
     "pytest-asyncio", "pytest-timeout", "pyzmq", "rich", "setproctitle", "shellingham", "sniffio",
     "sortedcontainers", "starlette", "typer", "uvicorn", "uvloop",
 )  # fmt: skip
-"""What vsched and its tests import on a GPU, with what that needs in turn."""
+"""Packages imported by vsched and its tests on a GPU, with their dependencies."""
 
 
 def pins() -> dict[str, str]:
@@ -33,7 +33,7 @@ def pins() -> dict[str, str]:
 
 
 def pack(folder: Path, python: str) -> int:
-    """Fill the folder; return its bytes."""
+    """Fill the folder; return its size in bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     known = pins()
     wanted = [f"{name}=={known[name.lower()]}" for name in NEEDED]
@@ -49,7 +49,7 @@ def pack(folder: Path, python: str) -> int:
 
 
 def main() -> None:
-    """Collect them."""
+    """Collect the wheels."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.pack", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="version of Python there")

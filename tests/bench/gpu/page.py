@@ -1,7 +1,7 @@
-"""Turns what came back from a GPU into the part of docs/benchmarks.md that tells of it.
+"""Writes the GPU section of docs/benchmarks.md from measured results.
 
-`python -m tests.bench.gpu.page FOLDER` takes what `python -m tests.bench.gpu` wrote, as far as that got, and writes
-between the two comments of `docs/benchmarks.md`. `--page -` prints it instead.
+`python -m tests.bench.gpu.page FOLDER` reads the output of `python -m tests.bench.gpu`, complete or
+not, and writes between the two comments of `docs/benchmarks.md`. `--page -` prints it instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What it ran on."""
+    """The machine of the measurement."""
 
     device: str
     versions: dict[str, str]
@@ -30,7 +30,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class LedgerCheck(msgspec.Struct, frozen=True):
-    """Bytes that the ledger claims of a device, by line, and what the driver says is taken there by everybody."""
+    """Bytes of a device by ledger line, and the total memory in use according to the driver."""
 
     claimed: dict[str, int]
     driver_before: int
@@ -39,7 +39,7 @@ class LedgerCheck(msgspec.Struct, frozen=True):
 
 
 class KvTry(msgspec.Struct, frozen=True):
-    """A start with a memory policy: the tokens of its KV cache, 0 where there is none, and why."""
+    """A start with a memory policy: the tokens of its KV cache, or 0 and the reason."""
 
     memory: str
     tokens: int
@@ -48,7 +48,7 @@ class KvTry(msgspec.Struct, frozen=True):
 
 
 def page(folder: Path) -> str:
-    """Return what is known, in Markdown; what is missing is told as missing."""
+    """Return the results as Markdown, with missing parts reported as missing."""
     machine = _read(folder / "machine.json", Machine)
     if machine is None:
         return "Nothing has been measured on a GPU yet.\n"
@@ -136,10 +136,10 @@ def _serve(path: Path) -> str:
 
 
 def replaced(text: str, made: str, *, mark: str = "gpu") -> str:
-    """Return a page with what was made between its two comments.
+    """Return a page with the text between its two comments replaced.
 
     Raises:
-        ValueError: When it has no place for it.
+        ValueError: When the page lacks the comments.
     """
     opening, closing = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
     before, begin, rest = text.partition(opening)

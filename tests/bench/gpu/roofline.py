@@ -1,4 +1,4 @@
-"""The least time of each step on two devices, before anything is measured: `python -m tests.bench.gpu.roofline`.
+"""Minimum time of each step on two devices, before anything is measured: `python -m tests.bench.gpu.roofline`.
 
 It writes between the two comments of `docs/gpu.md`; `--page -` prints.
 """
@@ -17,7 +17,7 @@ TEXT_TOKENS = 64
 
 
 def roofline() -> str:
-    """Return the tables, in Markdown."""
+    """Return the tables as Markdown."""
     parts = []
     for name in SHOWN:
         shape = SHAPES[name]
@@ -36,7 +36,7 @@ def roofline() -> str:
 
 
 def conversations(shape: Shape) -> str:
-    """Return what caches save of a turn at the least: encoding, and the time to the first token."""
+    """Return the minimum savings of caches per turn: encoding, and time to first token."""
     device = DEVICES[0]
     first = "first token: nothing cached | embeddings cached | prefix, too"
     head = f"| 3b, {device.name}, ms | encode all | encode new | ratio | {first} |"

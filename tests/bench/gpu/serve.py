@@ -1,7 +1,7 @@
-"""A whole server on a GPU under `vsched bench serve`, and its ledger beside what the driver says is taken.
+"""A whole server on a GPU under `vsched bench serve`, and its memory ledger compared with the driver.
 
-`python -m tests.bench.gpu.serve CHECKPOINT --out FOLDER` writes `serve.json` as the client does, `ledger.json`, and
-the server's log.
+`python -m tests.bench.gpu.serve CHECKPOINT --out FOLDER` writes the client's `serve.json`,
+`ledger.json`, and the server's log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ READY_S = 100.0
 
 
 def driver_used_bytes(device: str) -> int:
-    """Return what the driver says is taken of a device, by everybody; 0 where there is no driver to ask."""
+    """Return the memory of a device in use by all processes, according to the driver; 0 without a driver."""
     number = device.partition(":")[2] or "0"
     ask = ["nvidia-smi", f"--id={number}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]  # fmt: skip
     try:
@@ -42,10 +42,10 @@ def settings_of(device: str) -> list[str]:
 
 
 def ledger_check(ledger: dict[str, Any], *, before: int, ready: int, loaded: int) -> LedgerCheck:
-    """Compare what the ledger claims of the device's pool with what the driver says.
+    """Compare the ledger of the device's pool with the driver.
 
-    `before` is what was taken before the server started. The CUDA contexts of its processes are in what the driver
-    says, and among `peers` in the ledger.
+    `before` is the memory in use before the server started. The driver counts the CUDA contexts of
+    the server's processes; the ledger has them under `peers`.
     """
     of_device = [each for each in ledger["pools"] if each["pool"].startswith("cuda")]
     lines = [line for each in of_device or ledger["pools"] for line in each["lines"]]
@@ -67,7 +67,7 @@ def _statistics(server: Server) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
@@ -75,7 +75,7 @@ def free_port() -> int:
 
 
 def main() -> None:
-    """Start the server, load it, and write what was seen."""
+    """Start the server, load it, and write the results."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.serve", description=__doc__)
     parser.add_argument("path", help="folder of the checkpoint")
     parser.add_argument("--out", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, made on the device: nothing is downloaded, and only a config written."""
+"""Models of real shapes with random weights, created on the device: no download, and only a config file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vsched_workers.vision import FamilyTower, VisionWorker
 
 @dataclass
 class Model:
-    """Both workers of one model, and what their steps must at least move and compute."""
+    """Both workers of one model, and the shape for the lower bounds of its steps."""
 
     shape: Shape
     info: ModelInfo
@@ -37,7 +37,7 @@ class Model:
 def make_model(
     name: str, folder: Path, device: str, dtype: torch.dtype, *, weights: str = "auto"
 ) -> Model:
-    """Make a model of a named shape on the device, its weights made into few bits where `weights` says so."""
+    """Create a model of a named shape on the device, with quantized weights if `weights` says so."""
     shape = SHAPES[name]
     (folder / "config.json").write_text(json.dumps(shape.config()))
     family, path = FAMILIES[FAMILY], str(folder)
@@ -82,7 +82,7 @@ def make_model(
 
 
 def _fill(module: nn.Module, device: str, dtype: torch.dtype) -> None:
-    """Give a module on the meta device random weights; its norms get ones."""
+    """Give a module on the meta device random weights, and ones in its norms."""
     for child in module.modules():
         for name, parameter in list(child.named_parameters(recurse=False)):
             made = torch.empty(parameter.shape, device=device, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Runs commands one after the other, each under a limit of its own, and writes down after each how it ended.
+"""Runs commands one after another, each with a time limit, and records the result of each.
 
-A machine with a GPU is at hand for minutes: a step that fails or hangs must not take the others' time, and what has
-been measured by then must be on disk.
+GPU time is limited to minutes: a step that fails or hangs must not take the time of others, and
+earlier results must be on disk.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import msgspec
 from tests.bench.servers import processes
 
 END_S = 5.0
-"""How long a command may take to end once it is told to."""
+"""Maximum time for a command to end after SIGTERM."""
 
 START_S_MIN = 5.0
-"""With less time left no step is begun."""
+"""Minimum remaining time to start a step."""
 
 Ending = Literal["done", "failed", "out of time", "not begun"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command, and how long it may take; an ordinary result needs far less."""
+    """A command and its time limit, which is well above its usual duration."""
 
     name: str
     command: Sequence[str]
@@ -39,7 +39,7 @@ class Step:
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """How a step ended, and after how long."""
+    """Result and duration of a step."""
 
     name: str
     ending: Ending
@@ -52,7 +52,7 @@ def run_steps(
 ) -> list[StepResult]:
     """Run the steps in order within `seconds`; write `steps.json` after each, and a log of each.
 
-    Blocks: for `seconds`, and a few more to end what is still running.
+    Blocks: for `seconds`, plus a few more to end running commands.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ends_s = time.monotonic() + seconds
@@ -93,12 +93,12 @@ def _run(step: Step, folder: Path, limit_s: float, environment: Mapping[str, str
         finally:
             _signal(
                 process.pid, signal.SIGKILL
-            )  # what it left behind would take the next one's memory
+            )  # a leftover process would take memory from the next step
     return StepResult(step.name, ending, status, round(time.monotonic() - began_s, 1))
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """End a command and what it started, servers with sessions of their own as well; return its status."""
+    """End a command and its descendants, including servers with their own sessions; return its status."""
     began = processes.identities(processes.family(process.pid))
     _signal(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""The figures of a GPU, and the page of them."""
+"""Figures of a GPU, and their page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.bench.gpu.costs import DEVICES, Cost
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One case; milliseconds. `floor_ms` is what the device would need at the rates measured."""
+    """One case; milliseconds. `floor_ms` is the minimum at the measured rates of the device."""
 
     model: str
     case: str
@@ -21,8 +21,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Everything measured on one device.
 
     Attributes:
-        bandwidth: Bytes a second, read and written, of a large copy.
-        rate: Operations a second of a large product.
+        bandwidth: Bytes per second, read and written, of a large copy.
+        rate: Operations per second of a large product.
     """
 
     device: str
@@ -33,7 +33,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tables(figures: Figures) -> str:
-    """Return the page, in Markdown."""
+    """Return the page as Markdown."""
     copy, product = f"{figures.bandwidth / 1e12:.2f} TB/s", f"{figures.rate / 1e12:.0f} TFLOP/s"
     head = (
         f"{figures.device}, torch {figures.torch}: a copy moves {copy}, a product makes {product}."

@@ -1,1 +1,1 @@
-"""`python -m tests.bench.hosts`: what it costs to encode on one host and to generate on another."""
+"""`python -m tests.bench.hosts`: cost of encoding on one host and generating on another."""

@@ -1,8 +1,9 @@
-"""`python -m tests.bench.hosts CHECKPOINT`: one host, two hosts, and rows that go from host to host.
+"""`python -m tests.bench.hosts CHECKPOINT`: one host, two hosts, and embeddings sent directly between hosts.
 
-Engine, encoder and generator stand for three machines. On *one host* all are one machine. On *two hosts* encoder and
-generator are others than the engine's, and everything goes through it; *direct* is the same with `cluster.direct`.
-Rounds go through all ways and links in turns. Answers are compared: every way has to give the same tokens.
+Engine, encoder and generator stand for three machines. With *one host* they are one machine. With
+*two hosts* encoder and generator are on other machines than the engine, and all data goes through
+it; *direct* is the same with `cluster.direct`. Each round measures all setups and links in turns.
+Outputs are compared: every setup must give the same tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ BYTES_PER_MBIT = 125_000.0
 
 @dataclass(frozen=True)
 class Load:
-    """How much is asked: alone for the time to the first token, then by several at once."""
+    """Load: single requests for the time to first token, then several at once."""
 
     alone: int
     busy: int
@@ -53,11 +54,11 @@ class Load:
 
     @property
     def pictures(self) -> int:
-        """Pictures that one measurement needs."""
+        """Number of pictures for one measurement."""
         return self.clients + self.alone + self.busy
 
     def parts(self, start: int) -> tuple[range, range, range]:
-        """Return the pictures, from a number on, of a warm-up, of one client and of several."""
+        """Return the picture numbers, starting at `start`, for warm-up, for one client and for several."""
         alone = start + self.clients
         busy = alone + self.alone
         return range(start, alone), range(alone, busy), range(busy, busy + self.busy)
@@ -65,27 +66,27 @@ class Load:
 
 @dataclass
 class Cell:
-    """All rounds of one way over one link."""
+    """All rounds of one setup over one link."""
 
     alone: list[Asked] = field(default_factory=list)
     busy: list[Asked] = field(default_factory=list)
     carried: list[dict[str, int]] = field(default_factory=list)
-    """Bytes over each link while many asked."""
+    """Bytes over each link during concurrent requests."""
 
     @property
     def images_s(self) -> list[float]:
-        """Images a second, by round."""
+        """Images per second, by round."""
         return [asked.images_s for asked in self.busy]
 
     def an_image(self, link: str) -> float:
-        """Return the bytes that an image took over a link."""
+        """Return the bytes per image over a link."""
         return statistics.median(
             carried[link] / len(asked.ttft_ms)
             for carried, asked in zip(self.carried, self.busy, strict=True)
         )
 
     def share(self, link: str, bytes_per_s: float) -> float:
-        """Return how much of a link's rate was used."""
+        """Return the used share of a link's rate."""
         return statistics.median(
             carried[link] / asked.seconds / bytes_per_s
             for carried, asked in zip(self.carried, self.busy, strict=True)
@@ -96,7 +97,7 @@ Cells = dict[tuple[str, str], Cell]
 
 
 def hosts(key: Path) -> tuple[HostProcess, HostProcess]:
-    """Return the encoder's host and the generator's."""
+    """Return the hosts of encoder and generator."""
     return HostProcess("encoder", "127.0.0.2", key), HostProcess("generator", "127.0.0.3", key)
 
 
@@ -107,7 +108,7 @@ def config_of(checkpoint: str, sets: Sequence[str], *more: str) -> Config:
 
 
 def placed(encoder: str, generator: str, key: Path, *, direct: bool) -> list[str]:
-    """Return what says that the stages start on these hosts."""
+    """Return the settings that place the stages on these hosts."""
     return [
         f'cluster.hosts={{encoder = "{encoder}", generator = "{generator}"}}',
         f"cluster.key_file={key}",
@@ -118,10 +119,10 @@ def placed(encoder: str, generator: str, key: Path, *, direct: bool) -> list[str
 
 
 class Bench:
-    """Measures all ways in turns.
+    """Measures all setups in turns.
 
     Attributes:
-        cells: What was found, by way and link.
+        cells: Results by setup and link.
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
@@ -137,7 +138,7 @@ class Bench:
         self._expected: dict[int, list[int]] = {}
 
     async def round(self, number: int) -> None:
-        """Measure every way over every link once."""
+        """Measure every setup over every link once."""
         turned = [WAYS[(number + index) % len(WAYS)] for index in range(len(WAYS))]
         for way in turned:
             if way == ONE:
@@ -163,7 +164,7 @@ class Bench:
         return config_of(self._options.checkpoint, self._options.set, *more)
 
     async def _measure(self, engine: Engine, way: str, rate: str, links: Links | None) -> None:
-        """Ask one client's questions, then those of several; about pictures that this engine has not seen."""
+        """Send one client's requests, then those of several, about pictures that are new to this engine."""
         load, latency_s = self._load, self._options.latency_ms / 1e3
         cell = self.cells.setdefault((way, rate), Cell())
         start = self._rates.index(rate) * load.pictures

@@ -1,8 +1,8 @@
-"""The links between three machines, for each of which a process of this one stands: they have a rate, and are counted.
+"""Links between three simulated machines, each a process here, with a rate and byte counters.
 
-Every machine has a link to all others, with a rate in each direction. A cable from one machine to another goes over
-both of their links. The cables are in a process of their own, so that they take no turn of an event loop that is
-measured.
+Every machine has a link to all others, with a rate in each direction. A cable between two machines
+uses both of their links. The cables run in a separate process, so that they do not delay the
+measured event loops.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tests.cable import Cable, Wire
 Machine = Literal["engine", "encoder", "generator"]
 MACHINES: tuple[Machine, ...] = ("engine", "encoder", "generator")
 READY_S = 60.0
-"""How long the process may take to begin."""
+"""Start-up timeout of the process."""
 
 
 class Links:
-    """The cables from the engine to both other machines, and from the generator's to the encoder's.
+    """The cables from the engine to both other machines, and between generator and encoder.
 
     Attributes:
-        addresses: The near end of each cable, by the machines that it joins.
+        addresses: The near end of each cable, by the machines it connects.
     """
 
     def __init__(self, encoder: str, generator: str) -> None:
-        """Lay them to the addresses of two hosts."""
+        """Connect the cables to the addresses of two hosts."""
         context = get_context("spawn")
         self._here, there = context.Pipe()
         self._process = context.Process(target=_run, args=(there, encoder, generator), daemon=True)
@@ -40,15 +40,15 @@ class Links:
 
     @property
     def between(self) -> Mapping[str, str]:
-        """The address at which the generator's host reaches the encoder's, by that at which the engine does."""
+        """The address of the encoder's host for the generator's host, by its address for the engine."""
         return {self.addresses["engine", "encoder"]: self.addresses["generator", "encoder"]}
 
     def shape(self, bytes_per_s: float, latency_s: float) -> None:
-        """Give every link this rate in each direction, 0 for none, and every cable a latency."""
+        """Set the rate of every link in each direction, 0 for unlimited, and the latency of every cable."""
         self._ask(("shape", bytes_per_s, latency_s))
 
     def carried(self) -> dict[str, int]:
-        """Return the bytes that went over each link so far, by machine and direction."""
+        """Return the bytes over each link so far, by machine and direction."""
         found = self._ask(("carried",))
         assert isinstance(found, dict)
         return found
@@ -71,7 +71,7 @@ def _run(asked: Connection, encoder: str, generator: str) -> None:
 
 
 async def _serve(asked: Connection, encoder: str, generator: str) -> None:
-    """Hold the cables until nobody asks any more."""
+    """Run the cables until the other end of the pipe is closed."""
     up, down = ({machine: Wire() for machine in MACHINES} for _ in range(2))
     ends: Mapping[tuple[Machine, Machine], str] = {
         ("engine", "encoder"): encoder,
@@ -92,7 +92,7 @@ async def _serve(asked: Connection, encoder: str, generator: str) -> None:
         while True:
             await said.get()
             if not asked.poll():
-                continue  # the loop looked twice at the same words
+                continue  # a spurious second wake-up for the same message
             try:
                 words = asked.recv()
             except EOFError:

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and how long it took: questions about images that nobody has seen."""
+"""Requests about new images, with their timing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _numbers = itertools.count()
 
 @dataclass
 class Asked:
-    """What came of some questions.
+    """Results of some requests.
 
     Attributes:
-        seconds: From the first to the end of the last.
-        ttft_ms: From asking to the first token, of each.
-        tokens: The answers, by the number of the picture.
+        seconds: From the first request to the end of the last.
+        ttft_ms: Time to first token of each.
+        tokens: Output tokens by picture number.
     """
 
     seconds: float = 0.0
@@ -30,12 +30,12 @@ class Asked:
 
     @property
     def images_s(self) -> float:
-        """Images a second."""
+        """Images per second."""
         return len(self.ttft_ms) / self.seconds
 
 
 class Pictures:
-    """Pictures as clients send them, drawn before any clock runs; the same numbers are the same pictures."""
+    """Pictures as data URLs, drawn before any measurement; equal numbers give equal pictures."""
 
     def __init__(self, count: int, side: int) -> None:
         self._urls = [data_url(drawn_image(seed, (side, side))) for seed in range(count)]
@@ -43,7 +43,7 @@ class Pictures:
     async def ask(
         self, engine: Engine, numbers: Sequence[int], *, at_once: int, tokens: int
     ) -> Asked:
-        """Ask about each of these, so many at a time."""
+        """Send a request about each of these pictures, `at_once` at a time."""
         asked = Asked()
         content = [{"type": "image_url", "image_url": {"url": ""}}, {"type": "text", "text": "?"}]
         prompt = engine.preprocessor.render([{"role": "user", "content": content}])

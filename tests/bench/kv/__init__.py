@@ -1,1 +1,1 @@
-"""What a KV cache in 8 bits buys: `python -m tests.bench.kv CHECKPOINT`."""
+"""Effect of an 8-bit KV cache: `python -m tests.bench.kv CHECKPOINT`."""

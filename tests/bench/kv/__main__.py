@@ -1,8 +1,9 @@
-"""`python -m tests.bench.kv CHECKPOINT`: how many requests run at a time in the same memory, by the KV cache's type.
+"""`python -m tests.bench.kv CHECKPOINT`: number of concurrent requests in the same memory, by KV cache type.
 
-An engine of text alone, whose KV cache has a given size in bytes, answers requests of one length, all at once, with the
-cache in the model's type and in 8 bits. Told are the tokens that it holds, the most requests that decoded in a step,
-how often one was preempted, and what that comes to. Prompts have nothing in common, so none is found in the cache.
+A text-only engine with a KV cache of a given size in bytes serves requests of one length, all at
+once, with the cache in the model's type and in 8 bits. The table shows its tokens, the maximum
+number of requests decoding in a step, the number of preemptions, and the total time. Prompts share
+no prefix, so there are no prefix cache hits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LOOK_S = 0.01
 
 
 class Row(NamedTuple):
-    """What came of one type of the KV cache."""
+    """Results for one type of the KV cache."""
 
     kv_dtype: str
     bytes_per_token: int
@@ -32,7 +33,7 @@ class Row(NamedTuple):
 
 
 async def measure(config: Config, *, requests: int, prompt: int, output: int) -> Row:
-    """Answer all requests, and look now and then at how many run."""
+    """Serve all requests, and sample the number of running ones."""
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output)
     chance, numbers = random.Random(0), itertools.count()
     async with Engine(config) as engine:

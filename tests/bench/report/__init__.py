@@ -1,1 +1,1 @@
-"""Tables and plots of a comparison, and the pages that they are written into."""
+"""Tables and plots of a comparison, and the pages that contain them."""

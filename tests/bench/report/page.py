@@ -1,4 +1,4 @@
-"""Parts of a page that a command writes: what lies between two markers, and nothing else."""
+"""Generated parts of a page: only the text between two markers is replaced."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from vsched.errors import ConfigError
 
 
 def replaced(page: str, name: str, text: str) -> str:
-    """Return the page with what lies between the markers of a name replaced.
+    """Return the page with the text between the markers of a name replaced.
 
     Raises:
-        ConfigError: When the page has not exactly one pair of them.
+        ConfigError: When the page does not contain exactly one pair of them.
     """
     begin, end = f"<!-- bench: {name} -->", f"<!-- end: {name} -->"
     pattern = re.compile(f"(?<={re.escape(begin)}\n).*?(?={re.escape(end)})", re.DOTALL)
@@ -24,10 +24,10 @@ def replaced(page: str, name: str, text: str) -> str:
 
 
 def holding(folder: Path, name: str) -> Path:
-    """Return the page of a folder that has a place for a name.
+    """Return the page of a folder that contains the markers of a name.
 
     Raises:
-        ConfigError: When none has, or several have.
+        ConfigError: When there is none, or several.
     """
     begin = f"<!-- bench: {name} -->"
     found = [path for path in sorted(folder.glob("*.md")) if begin in path.read_text()]

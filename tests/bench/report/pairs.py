@@ -1,4 +1,4 @@
-"""Cells of a table of pairs: rounds that two ways took in turns."""
+"""Table cells of paired rounds of two variants."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def pair_cells(pairs: Sequence[tuple[float, float]], *, digits: int) -> str:
-    """Return three cells: the medians of both ways, and of the second relative to the first in each round."""
+    """Return three cells: the medians of both variants, and of the second relative to the first in each round."""
     one, other = (statistics.median(each) for each in zip(*pairs, strict=True))
     ratios = spread([second / first for first, second in pairs])
     return f"{one:.{digits}f} | {other:.{digits}f} | {ratios}"

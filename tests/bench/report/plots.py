@@ -1,4 +1,4 @@
-"""The pictures: request rates by concurrency, times by concurrency, and growth."""
+"""The pictures: request rates by concurrency, latencies by concurrency, and growth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DPI = 90
 
 
 def _points(runs: Sequence[Run], read: Read) -> tuple[float, float, float] | None:
-    """Return median, least and greatest over the repeats."""
+    """Return median, minimum and maximum over the repeats."""
     values = [value for run in runs if (value := read(run.figures)) is not None]
     return (statistics.median(values), min(values), max(values)) if values else None
 
@@ -49,7 +49,7 @@ def _ticks(axes: Any, rows: Sequence[Row], label: str) -> None:
 
 
 def draw_rates(rows: Sequence[Row], sides: tuple[str, str], title: str, path: Path) -> None:
-    """Draw request rates by concurrency, a panel a case; the band is the spread of the repeats."""
+    """Draw request rates by concurrency, a panel per case; the band is the spread of the repeats."""
     cases = list(dict.fromkeys(row.case for row in rows))
     figure = new_figure(max(3 * len(cases), 4), 3.2)
     figure.suptitle(f"{title}: requests a second (more is better)", size=10)
@@ -65,7 +65,7 @@ def draw_rates(rows: Sequence[Row], sides: tuple[str, str], title: str, path: Pa
 
 
 def draw_times(rows: Sequence[Row], sides: tuple[str, str], title: str, path: Path) -> None:
-    """Draw quantiles of TTFT and ITL by concurrency, a column a case."""
+    """Draw quantiles of TTFT and ITL by concurrency, a column per case."""
     cases = list(dict.fromkeys(row.case for row in rows))
     figure = new_figure(max(3 * len(cases), 4), 5.6)
     figure.suptitle(f"{title}: times (less is better)", size=10)
@@ -95,7 +95,7 @@ def draw_times(rows: Sequence[Row], sides: tuple[str, str], title: str, path: Pa
 def draw_growth(
     clients: Sequence[Row], prompts: Sequence[Row], sides: tuple[str, str], title: str, path: Path
 ) -> None:
-    """Draw rates and times to the first token by concurrency, and by the length of the prompt."""
+    """Draw rates and times to first token by concurrency, and by prompt length."""
     figure = new_figure(9, 6)
     figure.suptitle(title, size=10)
     grid = figure.subplots(2, 2)

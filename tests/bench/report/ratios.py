@@ -1,4 +1,4 @@
-"""Ratios of two sides, run by run, and what is best of a sweep. Nothing here touches a server."""
+"""Ratios of two sides, run by run, and the best setting of a sweep; without any server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Read = Callable[[Figures], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The ratios of the repeats: median, least and greatest."""
+    """Ratios of the repeats: median, minimum and maximum."""
 
     median: float
     least: float
@@ -29,7 +29,7 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """All repeats of a case at a concurrency: the runs of ours and of the other, pair by pair."""
+    """All repeats of a case at one concurrency: paired runs of vsched and of the other side."""
 
     case: str
     concurrency: int
@@ -38,11 +38,11 @@ class Row:
     theirs: list[Run]
 
     def medians(self, read: Read) -> tuple[float | None, float | None]:
-        """Return the medians of a figure over the repeats, of ours and of the other."""
+        """Return the medians of a figure over the repeats, for vsched and for the other side."""
         return _median(self.ours, read), _median(self.theirs, read)
 
     def ratio(self, read: Read) -> Ratio | None:
-        """Return ours by theirs, pair by pair; None when either has no such figure in any pair."""
+        """Return the ratio of vsched to the other side, pair by pair; None if no pair has the figure on both sides."""
         ratios = []
         for one, other in zip(self.ours, self.theirs, strict=True):
             ours, theirs = read(one.figures), read(other.figures)
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def wrong_length(self) -> tuple[int, int]:
-        """Answers of another length than asked for, over all repeats."""
+        """Outputs of another length than requested, over all repeats."""
         return _total(self.ours, "wrong_length"), _total(self.theirs, "wrong_length")
 
 
@@ -77,7 +77,7 @@ def _place(key: Key) -> tuple[str, int, int, int]:
 
 
 def rows(ours: Iterable[Run], theirs: Iterable[Run], cases: Sequence[str]) -> list[Row]:
-    """Pair the runs of two sides by case, length, concurrency and repeat; a run without its pair is left out."""
+    """Pair the runs of two sides by case, length, concurrency and repeat; unpaired runs are left out."""
     others = {_place(run.key): run for run in theirs}
     pairs: dict[tuple[str, int, int], list[tuple[Run, Run]]] = {}
     for run in sorted(ours, key=lambda run: run.key.repeat):
@@ -104,8 +104,9 @@ def best_budgets(
 ) -> dict[str, int]:
     """Return the budget for each case, from the rates of each budget by case.
 
-    One budget is the best of all cases together (the greatest geometric mean); a case leaves it only where another one
-    is faster by more than the tolerance, because each budget that is compared means another start of the peer.
+    One budget is the best of all cases together (the greatest geometric mean); a case deviates from
+    it only if another one is faster by more than the tolerance, because each compared budget
+    requires another start of the peer.
     """
     cases = set.intersection(*(set(one) for one in rates.values())) if rates else set()
     if not cases:

@@ -17,7 +17,7 @@ def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number with as many digits as mean something."""
+    """Return a number with its significant digits."""
     if value is None:
         return "-"
     size = abs(value)
@@ -25,7 +25,7 @@ def number(value: float | None) -> str:
 
 
 def quantile(times: str, name: str) -> Read:
-    """Return what reads a quantile of a time out of figures."""
+    """Return a reader of a quantile of a duration in figures."""
 
     def read(figures: Figures) -> float | None:
         found: Times | None = getattr(figures, times)
@@ -35,22 +35,22 @@ def quantile(times: str, name: str) -> Read:
 
 
 def columns(*times: tuple[str, str]) -> Sequence[tuple[str, Read]]:
-    """Return the heading and the reader of some quantiles of times."""
+    """Return headings and readers of some quantiles of durations."""
     return [(f"{time[:4].strip('_').upper()} {name}", quantile(time, name)) for time, name in times]
 
 
 def requests_s(figures: Figures) -> float:
-    """Read the request rate."""
+    """Return the request rate."""
     return figures.requests_s
 
 
 def output_tokens_s(figures: Figures) -> float:
-    """Read the token rate."""
+    """Return the token rate."""
     return figures.output_tokens_s
 
 
 def _both(row: Row, read: Read) -> str:
-    """Return both medians, and the ratio behind them."""
+    """Return both medians, followed by the ratio."""
     ratio = row.ratio(read)
     medians = " / ".join(number(value) for value in row.medians(read))
     return medians if ratio is None else f"{medians} ({ratio.median:.2f})"
@@ -102,7 +102,7 @@ LATENCIES: tuple[tuple[str, Read], ...] = (
 
 
 def latencies(rows: Sequence[Row]) -> str:
-    """Return the table of times in ms: ours / theirs, and the median ratio of the pairs."""
+    """Return the table of latencies in ms: vsched / other side, and the median ratio of the pairs."""
     lines = [
         [row.case, str(row.concurrency), *(_both(row, read) for _, read in LATENCIES)]
         for row in rows
@@ -111,7 +111,7 @@ def latencies(rows: Sequence[Row]) -> str:
 
 
 def prompts(rows: Sequence[Row], sides: tuple[str, str]) -> str:
-    """Return the sentence that shows whether both sides were given the same prompts."""
+    """Return a sentence that shows whether both sides were given the same prompts."""
     found = {}
     for row in rows:
         medians = row.medians(lambda figures: figures.prompt_tokens_mean)
@@ -121,7 +121,7 @@ def prompts(rows: Sequence[Row], sides: tuple[str, str]) -> str:
 
 
 def sweep(runs: Sequence[Run], chosen: dict[str, int]) -> str:
-    """Return the table of a sweep, medians of the repeats; the budget that a case is compared at is bold."""
+    """Return the table of a sweep, medians of the repeats; the budget compared for a case is bold."""
     groups: dict[tuple[str, int, int], list[Figures]] = {}
     for run in sorted(runs, key=lambda run: (run.key.case, run.key.budget)):
         place = (run.key.case, run.key.budget, run.key.concurrency)

@@ -1,1 +1,1 @@
-"""What choosing tokens costs: vsched beside the samplers of peers, each in its own environment."""
+"""Sampling cost: vsched compared with the samplers of peers, each in its own environment."""

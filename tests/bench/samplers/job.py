@@ -1,7 +1,8 @@
-"""What a sampler of a peer is asked, and how it is timed; numpy alone, for it runs in the peer's environment.
+"""Job of a peer's sampler and its timing; depends on numpy alone, because it runs in the peer's environment.
 
-A job is a file of JSON: `repeats`, `cases` (fields of requests by name), `library` (where one is loaded), and `logits`:
-for each measurement its kind, its rows, and the file of float32 logits [rows, vocabulary].
+A job is a JSON file: `repeats`, `cases` (request fields by name), `library` (if one must be
+loaded), and `logits`: for each measurement its kind, its rows, and the file of float32 logits
+[rows, vocabulary].
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 PROMPT, OUTPUTS = 400, 100
 TOLERANCE = 1 / 64
-"""Of a logit: more than bfloat16 takes from it."""
+"""In logits; more than the rounding error of bfloat16."""
 
 Fields = Mapping[str, float]
 Logits = npt.NDArray[np.float32]
@@ -28,7 +29,7 @@ Make = Callable[[Logits, Fields, npt.NDArray[np.int32]], Choose]
 
 
 def run(make: Callable[[dict[str, Any]], Make]) -> None:
-    """Measure what the arguments of the program say: a job, and where the figures go."""
+    """Run the measurement given by the program's arguments: a job, and the output file."""
     job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     rows = [
         row
@@ -46,10 +47,10 @@ def measure(
     kind: str,
     count: int,
 ) -> list[dict[str, Any]]:
-    """Return milliseconds of CPU time a step of every case: the median, the least and the most; cases take turns.
+    """Return milliseconds of CPU time per step of every case: median, minimum and maximum; cases take turns.
 
     Raises:
-        ValueError: When the sampler chooses what the request does not allow.
+        ValueError: When the sampler chooses a token that the request does not allow.
     """
     history = np.random.default_rng(1).integers(
         0, logits.shape[1], (count, PROMPT + OUTPUTS), dtype=np.int32
@@ -62,7 +63,7 @@ def measure(
             tokens = choose()
             took_ms = (time.process_time_ns() - began_ns) / 1e6
             check(logits, cases[name], tokens)
-            if repeat > 0:  # the first fills caches
+            if repeat > 0:  # the first one fills caches
                 spent[name].append(took_ms)
     return [
         {
@@ -77,7 +78,7 @@ def measure(
 
 
 def check(logits: Logits, fields: Fields, tokens: npt.NDArray[np.int32]) -> None:
-    """Refuse tokens beyond top-k, or other than the greatest of a greedy request; penalties change what that is."""
+    """Refuse tokens beyond top-k, or other than the greedy one; not checked with penalties, which change the order."""
     most = 1 if fields.get("temperature") == 0 else int(fields.get("top_k", 0))
     if len(tokens) != len(logits):
         raise ValueError(f"{len(tokens)} tokens for {len(logits)} rows")

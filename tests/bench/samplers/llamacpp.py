@@ -1,7 +1,8 @@
-"""llama.cpp's chain of samplers; `python -m tests.bench.samplers.llamacpp JOB OUT`, with its library named in the job.
+"""llama.cpp's sampler chain; `python -m tests.bench.samplers.llamacpp JOB OUT`, with its library named in the job.
 
-As its server does, each row has a chain and becomes an array of candidates first; what a request does not ask for is
-not in its chain. Penalties see as many tokens as those of the others do, not the last 64 alone.
+As in its server, each row has a chain and is first converted to an array of candidates; the chain
+contains only the requested samplers. Penalties see as many tokens as those of the other samplers,
+not the last 64 alone.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ChainParams(ctypes.Structure):
 
 
 def load(path: str) -> ctypes.CDLL:
-    """Return the library, its functions typed."""
+    """Return the library with typed functions."""
     library = ctypes.CDLL(path)
     float_, size, handle = ctypes.c_float, ctypes.c_size_t, ctypes.c_void_p
     arguments: dict[str, list[Any]] = {
@@ -62,7 +63,7 @@ def load(path: str) -> ctypes.CDLL:
 def chain(
     library: Any, vocabulary: int, fields: Fields, history: npt.NDArray[np.int32], seed: int
 ) -> int:
-    """Return a chain in the order of the server, which has seen the history of a row."""
+    """Return a chain in the server's order, fed with the history of a row."""
     made: int = library.llama_sampler_chain_init(ChainParams(no_perf=True))
 
     def add(name: str, *arguments: float) -> None:
@@ -87,7 +88,7 @@ def chain(
 
 
 def maker(job: dict[str, Any]) -> Make:
-    """Return what makes a sampler of logits."""
+    """Return a factory of samplers for logits."""
     library = load(job["library"])
 
     def make(logits: Logits, fields: Fields, history: npt.NDArray[np.int32]) -> Choose:

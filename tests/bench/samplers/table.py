@@ -1,4 +1,4 @@
-"""Samplers side by side: milliseconds of CPU time on one core to choose the tokens of a step."""
+"""Comparison of samplers: milliseconds of CPU time per step on one core."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CASES: Mapping[str, Mapping[str, float]] = {
         "repetition_penalty": 1.1,
     },
 }
-"""Temperature 1 unless it says otherwise."""
+"""Temperature 1 unless given."""
 NAMES = ("vllm", "llamacpp")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def samplers(options: argparse.Namespace, console: Console) -> None:
-    """Measure the sampler of vsched, then that of each peer over the same logits, and write a table."""
+    """Measure the sampler of vsched, then each peer's with the same logits, and write a table."""
     versions = {name: PEERS[name].version(_folder(options, name)) for name in NAMES}
     options.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[SamplerRow]] = {}
@@ -67,7 +67,7 @@ def samplers(options: argparse.Namespace, console: Console) -> None:
 
 
 def write_job(folder: Path, vocabulary: int, repeats: int) -> dict[str, Any]:
-    """Write the logits that vsched was measured with; return a job over them."""
+    """Write the logits measured with vsched; return a job over them."""
     logits: list[tuple[str, int, str]] = []
     for kind in KINDS:
         for count in ROWS:
@@ -106,12 +106,12 @@ def _measure(name: str, folder: Path, job: dict[str, Any], work: Path) -> list[S
 
 
 def read(content: bytes) -> list[SamplerRow]:
-    """Return the rows that a program wrote."""
+    """Return the rows written by a program."""
     return msgspec.json.decode(content, type=dict[str, list[SamplerRow]])["rows"]
 
 
 def table(found: Mapping[str, Sequence[SamplerRow]]) -> str:
-    """Return a line for each case, a column for each side: median (least to most)."""
+    """Return a line for each case and a column for each side: median (minimum to maximum)."""
     cells: dict[tuple[str, str, int], dict[str, str]] = {}
     for side, rows in found.items():
         for row in rows:

@@ -1,6 +1,6 @@
-"""vLLM's own sampler on a CPU; `python -m tests.bench.samplers.vllm JOB OUT` in vLLM's environment.
+"""vLLM's sampler on a CPU; `python -m tests.bench.samplers.vllm JOB OUT` in vLLM's environment.
 
-Logits come as the model gives them, in bfloat16. One thread, as for everyone.
+Logits are in bfloat16, as from the model. One thread, as for all samplers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.bench.samplers.job import OUTPUTS, PROMPT, Choose, Fields, Logits, Ma
 
 
 def metadata(fields: Fields, history: npt.NDArray[np.int32]) -> Any:
-    """Return what requests that all ask alike become in a batch."""
+    """Return the sampling metadata of a batch of equal requests."""
     count = len(history)
 
     def each(name: str, otherwise: float, kind: torch.dtype = torch.float32) -> torch.Tensor:
@@ -50,7 +50,7 @@ def metadata(fields: Fields, history: npt.NDArray[np.int32]) -> Any:
 
 
 def maker(job: dict[str, Any]) -> Make:
-    """Return what makes a sampler of logits."""
+    """Return a factory of samplers for logits."""
     del job
     torch.set_num_threads(1)
     sampler = Sampler()

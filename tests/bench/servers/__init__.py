@@ -1,1 +1,1 @@
-"""How the sides of a comparison are installed, started, asked and watched."""
+"""Installation, start, requests and monitoring of the compared servers."""

@@ -1,4 +1,4 @@
-"""Checkpoints in the format of a peer: made once, and again where the checkpoint changed."""
+"""Checkpoints in the format of a peer, converted once, and again if the checkpoint changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vsched.errors import ConfigError
 
 
 def made_from(folder: Path, checkpoint: Path, ending: str) -> Path:
-    """Return where what a peer reads of a checkpoint lies, or will lie; another place for other weights."""
+    """Return the path of a peer's version of a checkpoint; other weights give another path."""
     digest = hashlib.sha256()
     for path in sorted(checkpoint.iterdir()):
         digest.update(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}\n".encode())
@@ -28,9 +28,9 @@ def make_when_missing(
     what: str,
     last: Sequence[str] = (),
 ) -> None:
-    """Let a command make a file or folder, unless it is there; what is half made is never taken for it.
+    """Create a file or folder with a command unless it exists; an incomplete result is never used.
 
-    Where to write is added to the command, before its last arguments.
+    The output path is appended to the command, before its last arguments.
 
     Raises:
         ConfigError: When the command fails.

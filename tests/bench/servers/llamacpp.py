@@ -1,9 +1,10 @@
-"""llama.cpp as a peer: built from the sdist of its Python binding, and given checkpoints as GGUF files.
+"""llama.cpp as a peer, built from the sdist of its Python binding, with checkpoints as GGUF files.
 
     python -m tests.bench.servers.llamacpp SOURCE CHECKPOINT [--mmproj] OUT
 
-converts a checkpoint, or its vision tower, to BF16 with the converter of the source, in the Python that runs it, which
-has torch and transformers. Other types are made of that by llama.cpp's own `llama-quantize`; the tower stays BF16.
+converts a checkpoint, or its vision tower, to BF16 with the converter in the source, using this
+Python with torch and transformers. Other types are derived from it by llama.cpp's `llama-quantize`;
+the tower stays BF16.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ FLAGS = (
 SLOT_TOKENS = 256
 """The context of a slot is rounded up to a multiple of this."""
 KV_BYTES = 2
-"""Of a number in the KV cache: f16."""
+"""Per number in the KV cache, f16."""
 
 
 def get_source(folder: Path) -> None:
@@ -94,7 +95,7 @@ def source_of(folder: Path) -> Path:
 
 
 def tool_of(folder: Path, name: str = TARGET) -> Path:
-    """Return a program of llama.cpp, the server unless named.
+    """Return a program of llama.cpp, by default the server.
 
     Raises:
         ConfigError: When it was not built.
@@ -113,23 +114,23 @@ def _missing(what: str, folder: Path) -> ConfigError:
 
 
 def version(folder: Path) -> str:
-    """Return what is measured, in words."""
+    """Return the name and version of the measured program."""
     tool_of(folder)
     return f"llama.cpp of {PACKAGE} {VERSION}"
 
 
 def model_of(folder: Path, checkpoint: Path, weights: str = BF16) -> Path:
-    """Return where the GGUF file of a checkpoint lies, or will lie: its language model, or its tower."""
+    """Return the path of the GGUF file of a checkpoint: its language model, or its vision tower."""
     return made_from(folder, checkpoint, f"{weights}.gguf")
 
 
 def has_tower(checkpoint: Path) -> bool:
-    """Return whether a checkpoint takes images."""
+    """Return True if a checkpoint supports images."""
     return "vision_config" in json.loads((checkpoint / "config.json").read_text())
 
 
 def convert_when_missing(weights: str, folder: Path, checkpoint: Path) -> None:
-    """Convert a checkpoint, and its tower if it has one, unless that was done."""
+    """Convert a checkpoint, and its vision tower if any, unless that was done."""
     convert = [sys.executable, "-m", "tests.bench.servers.llamacpp"]
     convert += [str(source_of(folder)), str(checkpoint)]
     environment = {"PYTHONPATH": python_path(ROOT)}
@@ -148,7 +149,7 @@ def convert_when_missing(weights: str, folder: Path, checkpoint: Path) -> None:
 
 
 def token_bytes(checkpoint: Path) -> int:
-    """Return the bytes that a token takes in a KV cache of f16."""
+    """Return the bytes per token of an f16 KV cache."""
     config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     text = config.get("text_config", config)
     heads = text["num_attention_heads"]
@@ -158,13 +159,13 @@ def token_bytes(checkpoint: Path) -> int:
 
 
 def context_of(checkpoint: Path, *, slots: int, context: int, kv_bytes: int) -> int:
-    """Return the tokens of a slot: each owns its part of the KV cache, whether it needs it or not."""
+    """Return the tokens of a slot: each has a fixed share of the KV cache."""
     each = min(kv_bytes // token_bytes(checkpoint) // slots, context)
     return max(each // SLOT_TOKENS, 1) * SLOT_TOKENS
 
 
 def _convert(source: str, checkpoint: str, *words: str) -> None:
-    """Run the converter, which refuses a tokenizer that it does not know by the hash of what it says."""
+    """Run the converter with unknown tokenizers accepted, which it identifies by a hash of their output."""
     sys.path.insert(0, source)
     *tower, out = words
     sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outtype", BF16, *tower, "--outfile", out]
@@ -179,7 +180,7 @@ def _convert(source: str, checkpoint: str, *words: str) -> None:
         try:
             return str(known(self, tokenizer))
         except NotImplementedError:
-            return "gpt-2"  # byte-level, as the tokenizers of made checkpoints are
+            return "gpt-2"  # byte-level, like the tokenizers of generated checkpoints
 
     base.TextModel.get_vocab_base_pre = known_or_usual
     converter.main()

@@ -14,12 +14,12 @@ while os.getppid() == int(sys.argv[1]):
     for _ in range(100_000):
         pass
 """
-"""Ends by itself with the process that started it, even if that one was killed."""
+"""Ends with its parent process, even if that was killed."""
 
 
 @contextlib.contextmanager
 def neighbours(count: int) -> Iterator[list[int]]:
-    """Run busy loops of normal priority, and end them whatever happens; yield their process ids."""
+    """Run busy loops of normal priority and always end them; yields their process ids."""
     command = [sys.executable, "-S", "-c", LOOP, str(os.getpid())]
     with contextlib.ExitStack() as stack:
         started = []

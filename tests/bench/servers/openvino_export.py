@@ -1,4 +1,4 @@
-"""OpenVINO GenAI as a peer: checkpoints exported by optimum-intel, and served by the program beside this one."""
+"""OpenVINO GenAI as a peer: checkpoints exported by optimum-intel, and served by `openvino_server.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = (
     f"openvino-genai=={VERSION}",
     "optimum-intel==2.2.0",
     "nncf>=3.4,<4",
-    "transformers==5.0.0",  # later ones cannot be exported as Qwen2.5-VL
+    "transformers==5.0.0",  # later versions cannot be exported as Qwen2.5-VL
     "torch==2.13.0",
     "torchvision",
     "pillow",
@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).with_name("openvino_server.py")
 
 
 def model_of(folder: Path, checkpoint: Path, weights: str) -> Path:
-    """Return where the export of a checkpoint lies, or will lie."""
+    """Return the path of the export of a checkpoint."""
     return made_from(folder, checkpoint, weights)
 
 

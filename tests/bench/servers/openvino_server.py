@@ -1,10 +1,11 @@
-"""OpenVINO GenAI behind the part of OpenAI's API that the load needs; run by its path in the peer's environment.
+"""OpenVINO GenAI behind the part of OpenAI's API used by the load; run by its path in the peer's environment.
 
     python openvino_server.py MODEL --port PORT --threads N --slots N --cache-gib N
 
-Nothing of it is maintained by others: there is no server with images on PyPI. The pipeline is in a process of its own,
-because its binding holds the GIL in `step` and `add_request`; in front of it one loop reads requests, decodes pictures
-and writes tokens as text. One request with pictures, whose tower runs in `add_request`, is added between two steps.
+There is no maintained server with image support on PyPI. The pipeline runs in a separate process,
+because its binding holds the GIL in `step` and `add_request`; in front of it one loop reads
+requests, decodes pictures and writes tokens as text. One request with pictures, whose vision tower
+runs in `add_request`, is added between two steps.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ IMAGE_TAG = "<ov_genai_image_{}>"
 END = b"data: [DONE]\n\n"
 
 
-# --- the process of the pipeline ---
+# --- the pipeline process ---
 
 
 def pipeline_process(options: argparse.Namespace, requests: Connection) -> None:
-    """Serve requests that come through a pipe: lists of new tokens go back, step by step."""
+    """Serve requests from a pipe; lists of new tokens are sent back after each step."""
     import openvino_genai as genai
 
     sizes = genai.SchedulerConfig()
@@ -69,7 +70,7 @@ def pipeline_process(options: argparse.Namespace, requests: Connection) -> None:
 
 
 def add(genai: Any, pipeline: Any, tokenizer: Any, request: dict[str, Any]) -> tuple[Any, int]:
-    """Add a request; return what its tokens are read from, and the tokens of its prompt without those of pictures."""
+    """Add a request; return its generation handle, and the number of prompt tokens without pictures."""
     from openvino import Tensor
 
     config = genai.GenerationConfig()
@@ -88,11 +89,11 @@ def add(genai: Any, pipeline: Any, tokenizer: Any, request: dict[str, Any]) -> t
     return pipeline.add_request(request["id"], prompt, pictures, config), count
 
 
-# --- the process in front ---
+# --- the front process ---
 
 
 class Front:
-    """Requests in, streams out."""
+    """HTTP requests to the pipeline, and streams back."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         from tokenizers import Tokenizer
@@ -103,7 +104,8 @@ class Front:
         self.ready = False
         self._names = itertools.count(1)
         self._streams: dict[int, asyncio.Queue[tuple[str, Any]]] = {}
-        self._sending = asyncio.Lock()  # a pipe mixes up what several threads write at a time
+        # concurrent writes from several threads would corrupt the pipe
+        self._sending = asyncio.Lock()
         self._pipe, other = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=pipeline_process, args=(options, other), daemon=True)
@@ -111,19 +113,19 @@ class Front:
         other.close()
 
     def listen(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
-        """Hand on what the pipeline says until it is gone; runs in a thread."""
+        """Forward the pipeline's messages until it ends; runs in a thread."""
         try:
             self._pipe.recv()
             self.ready = True
             while True:
                 name, kind, content = self._pipe.recv()
-                if stream := self._streams.get(name):  # else whoever asked is gone
+                if stream := self._streams.get(name):  # otherwise the client is gone
                     loop.call_soon_threadsafe(stream.put_nowait, (kind, content))
         except (EOFError, OSError):
             loop.call_soon_threadsafe(ended.set)
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request on its connection."""
+        """Serve one request on its connection."""
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
             line, *fields = head.split("\r\n")
@@ -138,7 +140,7 @@ class Front:
                 writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # whoever asked is gone
+            pass  # the client is gone
         finally:
             writer.close()
 
@@ -191,7 +193,7 @@ class Front:
         writer.write(b"0\r\n\r\n")
 
     def _read(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, str]], list[Any]]:
-        """Return messages of text alone, with a tag for each picture, and the pictures."""
+        """Return text-only messages, with a tag for each picture, and the pictures."""
         import numpy as np
         from PIL import Image
 

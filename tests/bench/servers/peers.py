@@ -1,7 +1,7 @@
-"""The peers in one table: how each is installed, started and asked.
+"""The peers in one table: installation, start and requests of each.
 
-All of them answer `/health` when they are ready, and are stopped by a signal while it is not their turn if they keep a
-core busy when idle.
+All of them respond to `/health` when ready, and are paused by a signal during the other side's turn
+if they keep a core busy when idle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "
 
 @dataclass(frozen=True, kw_only=True)
 class PeerStart:
-    """What a peer is started with.
+    """Start parameters of a peer.
 
     `folder` is its environment; `arguments` and `environment` are added to its own.
     """
@@ -47,18 +47,18 @@ class Peer:
     """One row of the table.
 
     Attributes:
-        home: The peer whose environment it shares; itself unless given.
-        packages: What pip installs into its environment.
-        unwanted: What comes along, needs CUDA, and is not needed.
-        steps: What is done to the environment after that, each with what it is called.
-        contents: What an installation depends on besides.
-        version: What the environment holds, in words.
-        command: How the server is started.
-        model: The name that requests give; that of the checkpoint's folder unless given.
-        exactly: What is added to the body of a request so that its answer is exactly so many tokens.
-        prepare: What is done for a checkpoint before the server is started, unless it was done.
-        budgeted: Whether its token budget is a setting, which can be swept.
-        spins: Whether its idle threads may disturb the other side even where they look idle.
+        home: The peer whose environment it shares; its own by default.
+        packages: Packages to install with pip into its environment.
+        unwanted: Dependencies to remove, because they need CUDA and are not used.
+        steps: Further installation steps, each with a description.
+        contents: Further inputs of an installation.
+        version: Describes the installed version.
+        command: Command of the server.
+        model: Model name in requests; by default the name of the checkpoint's folder.
+        exactly: Additional request fields for an exact number of output tokens.
+        prepare: Preparation of a checkpoint before the start of the server, unless done.
+        budgeted: Whether its token budget is a setting that can be swept.
+        spins: Whether its idle threads may disturb the other side even if they look idle.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Peer:
         return (peers / (self.home or self.name)).absolute()
 
     def spec(self, start: PeerStart) -> Spec:
-        """Return how the peer is started and asked.
+        """Return the specification of its server.
 
         Raises:
             ConfigError: When it is not installed.
@@ -120,7 +120,7 @@ def version_of(package: str, folder: Path) -> str:
 
 
 def write_metadata(folder: Path) -> None:
-    """Write the metadata of `vllm`, which the CPU build has under another name and vLLM asks for."""
+    """Write metadata for `vllm`, which vLLM requires and the CPU build has under another name."""
     path = packages_of(folder) / f"vllm-{VLLM}+cpu.dist-info"
     path.mkdir(exist_ok=True)
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n"
@@ -128,7 +128,10 @@ def write_metadata(folder: Path) -> None:
 
 
 def generation_config(tokens: int) -> dict[str, Any]:
-    """Return what makes an answer exactly `tokens` long for `transformers serve`: arguments of `generate` as JSON."""
+    """Return request fields for exactly `tokens` output tokens with `transformers serve`.
+
+    They are arguments of `generate` as JSON.
+    """
     content = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     return {"generation_config": json.dumps(content)}
 

@@ -1,4 +1,4 @@
-"""What the processes of a server take, read from /proc."""
+"""CPU time and memory of a server's processes, read from /proc."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 PROC = Path("/proc")
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PARENT, _SESSION, _USER, _SYSTEM, _BEGAN = 1, 3, 11, 12, 19
-"""Places in /proc/PID/stat, behind the name."""
+"""Positions in /proc/PID/stat, after the name."""
 
 
 def _fields(pid: int) -> list[str]:
-    """Return the fields of a process behind its name; none where it is gone."""
+    """Return the fields of a process after its name; empty if it is gone."""
     try:
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -23,7 +23,7 @@ def _fields(pid: int) -> list[str]:
 
 
 def family(root: int) -> list[int]:
-    """Return a process, its descendants, and those that were left behind in its session."""
+    """Return a process, its descendants, and orphans in its session."""
     found = {int(entry.name): _fields(int(entry.name)) for entry in PROC.glob("[0-9]*")}
     members = {root}
     grew = True
@@ -39,12 +39,12 @@ def family(root: int) -> list[int]:
 
 
 def identities(pids: Sequence[int]) -> dict[int, str]:
-    """Return when each of these processes began, which tells it from a later one of the same number."""
+    """Return the start time of each process, which distinguishes it from a later one with the same number."""
     return {pid: fields[_BEGAN] for pid in pids if (fields := _fields(pid))}
 
 
 def cpu_s(pids: Sequence[int]) -> float:
-    """Return the CPU seconds that these processes have taken, in total."""
+    """Return the total CPU seconds of these processes."""
     ticks = 0
     for pid in pids:
         if fields := _fields(pid):
@@ -53,13 +53,13 @@ def cpu_s(pids: Sequence[int]) -> float:
 
 
 def busy_cores(pids: Sequence[int]) -> Callable[[], float]:
-    """Return what tells how many cores these processes have kept busy since now."""
+    """Return a function that returns the number of cores these processes have kept busy since now."""
     began_s, spent_s = time.monotonic(), cpu_s(pids)
     return lambda: round((cpu_s(pids) - spent_s) / (time.monotonic() - began_s), 4)
 
 
 def memory_mib(pids: Sequence[int]) -> dict[str, float]:
-    """Return the resident memory of each process, shared pages divided among those that share them."""
+    """Return the resident memory of each process, with shared pages divided among their users (PSS)."""
     result: dict[str, float] = {}
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""One server as a child process: started, waited for, measured when idle, stopped for the other's turn, ended."""
+"""One server as a child process: start, readiness, idle measurement, pauses during other turns, and end."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ POLL_S = 0.1
 END_S = 30.0
 LOG_LINES = 25
 IDLE_CORES_MAX = 0.05
-"""A server that keeps more than this busy without a request is stopped when it is the other's turn."""
+"""A server that keeps more cores busy without a request is paused during the other side's turn."""
 
 
 class ServerError(VschedError):
-    """A server did not start, or ended before it was told to."""
+    """A server did not start, or ended unexpectedly."""
 
 
 def nothing(tokens: int) -> dict[str, Any]:
-    """Add nothing to a request."""
+    """Add no request fields."""
     del tokens
     return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """How to start one side of a comparison and how to ask it.
+    """Start command and requests of one side of a comparison.
 
     Attributes:
         side: The name of the side: `vsched`, the name of the peer, or `before`.
-        model: The name that requests give.
-        environment: What is added to the environment.
-        exactly: What is added to the body of a request so that its answer is exactly so many tokens.
-        pausable: Whether it may be stopped by a signal and goes on unharmed.
-        prepare: What is done before it is started, unless it was done.
-        spins: Whether its idle threads may disturb others even where they look idle.
-        budget: Its token budget, where that is what is swept.
-        directory: Where it runs; `python -c` imports from there before it looks anywhere else.
-        version: What it is, with its version.
+        model: Model name in requests.
+        environment: Additional environment variables.
+        exactly: Additional request fields for an exact number of output tokens.
+        pausable: Whether it can be paused by a signal without harm.
+        prepare: Preparation before the start, unless done.
+        spins: Whether its idle threads may disturb others even if they look idle.
+        budget: Its token budget, in a sweep.
+        directory: Working directory; `python -c` imports from there first.
+        version: Its name and version.
     """
 
     side: str
@@ -68,11 +68,11 @@ class Spec:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Base URL."""
         return f"http://{HOST}:{self.port}"
 
     def body(self, messages: list[dict[str, Any]], tokens: int) -> bytes:
-        """Return the body of a request for so many tokens."""
+        """Return the body of a request for `tokens` output tokens."""
         return chat_body(self.model, messages, tokens, self.exactly(tokens))
 
 
@@ -80,10 +80,10 @@ class Server:
     """A running server."""
 
     def __init__(self, spec: Spec, log: Path) -> None:
-        """Start it.
+        """Start the server.
 
         Raises:
-            ServerError: When somebody listens where it will: whoever it is would be taken for it.
+            ServerError: When another process listens on its port, which would be measured instead.
         """
         self.spec = spec
         self.log = log
@@ -112,7 +112,7 @@ class Server:
         return processes.family(self._process.pid)
 
     def wait_ready(self, deadline_s: float) -> float:
-        """Wait until it says that it is healthy; return the seconds since its start.
+        """Wait until it reports healthy; return the seconds since its start.
 
         Raises:
             ServerError: When it ends, or is not ready in time.
@@ -143,18 +143,18 @@ class Server:
             connection.close()
 
     def idle_cores(self, seconds: float) -> float:
-        """Return how many cores it keeps busy without a request."""
+        """Return the number of cores it keeps busy without a request."""
         busy = processes.busy_cores(self.pids())
         time.sleep(seconds)
         return busy()
 
     def pause(self) -> None:
-        """Stop it, if it may be: it is the other's turn."""
+        """Pause it during the other side's turn, if it is pausable."""
         if self.paused:
             self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume it."""
         if self.paused:
             self._signal(signal.SIGCONT)
 
@@ -180,7 +180,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(spec: Spec, log: Path) -> Iterator[Server]:
-    """Start a server and end it at the end, whatever happens."""
+    """Start a server, and always end it."""
     server = Server(spec, log)
     try:
         yield server

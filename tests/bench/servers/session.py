@@ -1,4 +1,4 @@
-"""Both servers up at a time, and runs on them in turn, each kept as soon as it is made."""
+"""Both servers running, with loads in turn; each run is stored immediately."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from vsched.bench.load.generator import LoadPlan, draw, run
 from vsched.bench.report.machine import OtherLoad
 
 SETTLE_S = 1.0
-"""Between a server's going on and its first request."""
+"""Between resuming a server and its first request."""
 
 Drive = Callable[..., Coroutine[Any, Any, Figures]]
 """Sends a load, given a client and `body`, and returns its figures."""
 
 
 def now() -> str:
-    """Return the time, for people."""
+    """Return the time as text."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class Session:
-    """What one command measures: where it is kept, what it is part of, and how it is shown.
+    """Measurements of one command: their storage, keys and display.
 
-    `settings` are what figures depend on besides what their keys say.
+    `settings` describes everything that figures depend on beyond their keys.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Session:
     def missing(
         self, work: Mapping[tuple[Key, ...], LoadPlan], specs: Sequence[Spec]
     ) -> dict[tuple[Key, ...], LoadPlan]:
-        """Return the work that is still to be done with servers of these versions."""
+        """Return the missing work for servers of these versions."""
         versions = {spec.side: spec.version for spec in specs}
         self.store.drop_outdated(versions, self.checkpoint, self.settings)
         left = self.store.missing(work)
@@ -100,7 +100,7 @@ class Session:
 
     @contextlib.contextmanager
     def servers(self, specs: Sequence[Spec]) -> Iterator[list[Server]]:
-        """Start servers one after the other and measure each start, with those before it idle."""
+        """Start servers one after another and measure each start, with the earlier ones idle."""
         with contextlib.ExitStack() as stack:
             servers: list[Server] = []
             for spec in specs:
@@ -119,7 +119,7 @@ class Session:
         spec = server.spec
         with self.console.status(f"starting {spec.side}"):
             ready_s = server.wait_ready(self._ready_s)
-            # What a model with a lazy start loads, it loads for its first answer.
+            # A model with lazy loading loads for its first response.
             error = self._runner.run(self._first_answer(spec))
             if error is not None:
                 raise ServerError(f"{spec.side}: the first request failed: {error}")
@@ -158,7 +158,7 @@ class Session:
         return (await client.chat_when_ready(body)).error
 
     def ask_prompt_tokens(self, server: Server, words: int) -> int:
-        """Return how many tokens a prompt of so many random words is."""
+        """Return the number of tokens of a prompt of `words` random words."""
         text = draw_text(random.Random(words), words)
         body = server.spec.body([{"role": "user", "content": text}], 1)
         _let_go_on(server)
@@ -176,7 +176,7 @@ class Session:
         drive: Drive,
         beside: Sequence[int] = (),
     ) -> Figures:
-        """Drive a load on a server while the others have nothing to do; `beside` are the neighbours' pids."""
+        """Drive a load on a server while the others are idle; `beside` are the neighbours' process ids."""
         for other in others:
             other.pause()
         _let_go_on(server)
@@ -186,7 +186,7 @@ class Session:
         waiting = processes.busy_cores([pid for one in others for pid in one.pids()])
         client = BenchClient(server.spec.url, timeout_s=self._timeout_s)
         figures = self._runner.run(drive(client, body=server.spec.body))
-        server.check_alive()  # what a server that is gone has failed says nothing about its speed
+        server.check_alive()  # failures of a server that has ended say nothing about its speed
         result = msgspec.structs.replace(figures, others=watch.cores(), waiting=waiting())
         for text in result.errors:
             self.console.print(f"{server.spec.side}, {figures.case}: {text}", markup=False)
@@ -195,7 +195,7 @@ class Session:
     def take_turns(
         self, servers: Sequence[Server], work: Mapping[tuple[Key, ...], LoadPlan]
     ) -> None:
-        """Run each plan on every server, one after the other, and keep what comes."""
+        """Run each plan on every server, one after another, and store the results."""
         columns = (
             TextColumn("{task.description:<44}"),
             BarColumn(),
@@ -207,7 +207,7 @@ class Session:
             for keys, plan in work.items():
                 drawn = draw(plan)
                 pairs = list(zip(servers, keys, strict=True))
-                # Whoever comes second meets a machine that is warm: each does, every other time.
+                # The second one runs on a warm machine, so the order alternates.
                 for server, key in pairs[:: -1 if keys[0].repeat % 2 else 1]:
                     others = [one for one in servers if one is not server]
                     long = f" of {key.length:,} tokens" if key.length else ""
@@ -229,13 +229,13 @@ class Session:
                     )
 
     def keep(self, key: Key, spec: Spec, figures: Figures) -> None:
-        """Keep a run."""
+        """Store a run."""
         load = round(os.getloadavg()[0], 2)
         run = Run(key=key, figures=figures, version=spec.version, taken=now(), load=load)
         self.store.add(run)
 
 
 def _let_go_on(server: Server) -> None:
-    """Let a server go on, and give it, or one that never stopped, the same time to settle."""
+    """Resume a server, and give it the same time to settle as one that was never paused."""
     server.resume()
     time.sleep(SETTLE_S)

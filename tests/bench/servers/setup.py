@@ -1,4 +1,4 @@
-"""Installs a peer into a virtual environment of its own; a second call does nothing that is done already."""
+"""Installs a peer into its own virtual environment; completed steps are not repeated."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.bench.servers.peers import Peer
 from vsched.errors import ConfigError
 
 CONSTRAINTS = "torch==2.13.0\ntorchvision==0.28.0\n"
-"""The CPU build is a 2.13.0 to pip, and the one that it prefers wherever an index or a folder of wheels has it."""
+"""pip treats the CPU build as 2.13.0, and prefers it if an index or a folder of wheels has it."""
 ANSWER_S = 10.0
 STAMP = ".peer"
 
 
 def mark(peer: Peer) -> str:
-    """Return what a complete installation says of itself."""
+    """Return the stamp of a complete installation."""
     text = "\n".join((CONSTRAINTS, *peer.packages, *peer.unwanted, *peer.contents))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -63,10 +63,10 @@ def install(peer: Peer, folder: Path, *, pip_arguments: str, console: Console) -
 
 
 def check_indexes(pip_arguments: str) -> None:
-    """Ask each index that pip is given once: pip asks one that is out of reach again and again, for each package.
+    """Check each pip index once, because pip retries an unreachable one for each package.
 
     Raises:
-        ConfigError: When one does not answer.
+        ConfigError: When one does not respond.
     """
     for word in shlex.split(pip_arguments):
         url = word.rpartition("=")[2]
@@ -75,7 +75,7 @@ def check_indexes(pip_arguments: str) -> None:
         try:
             urllib.request.urlopen(url, timeout=ANSWER_S).close()
         except urllib.error.HTTPError:
-            continue  # it answers; what it has is for pip to find out
+            continue  # it responds; pip reports whatever it lacks
         except OSError as error:
             raise ConfigError(
                 f"{url}: no answer within {ANSWER_S:g} s ({error}). Remedy: leave it out of --pip-arguments, or give "

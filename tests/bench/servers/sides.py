@@ -1,4 +1,4 @@
-"""How each side is started: vsched, an earlier vsched, and the peers, with equal cores and sizes."""
+"""Servers of each side: vsched, an earlier vsched, and the peers, with equal cores and sizes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ROOT = Path(__file__).parents[3]
 VSCHED = "vsched"
 ENTRY = "from vsched.cli.main import main; main()"
 BESIDE_KV_BYTES = 4 << 30
-"""What a generate rank of vsched may take beside its KV cache; `--set generate.memory_limit` for larger models."""
+"""Memory of a vsched generate rank in addition to its KV cache; for larger models `--set generate.memory_limit`."""
 PORTS = {VSCHED: 8301, "before": 8302}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSizes:
-    """What both sides are given alike.
+    """Sizes common to both sides.
 
-    `kv_bytes` is the size of the KV cache, `context` the longest prompt and output together, and `images` the most of a
-    request.
+    `kv_bytes` is the size of the KV cache, `context` the maximum of prompt and output together, and
+    `images` the maximum per request.
     """
 
     threads: int
@@ -38,7 +38,7 @@ class ServerSizes:
 
     @property
     def text(self) -> str:
-        """The sizes in words, as they are kept with each run."""
+        """The sizes as text, stored with each run."""
         return (
             f"threads={self.threads} slots={self.slots} context={self.context} "
             f"kv={self.kv_bytes >> 20}MiB bfloat16"
@@ -46,10 +46,11 @@ class ServerSizes:
 
 
 def thread_sets(threads: int, assignments: Sequence[str]) -> list[str]:
-    """Return the settings that share the peer's threads out among the ranks of vsched, at least one for each.
+    """Return the settings that split the peer's threads among the ranks of vsched, at least one each.
 
-    Stages in one process take turns, and so each has all that its replica has. Separate stages have half each; where
-    there are more ranks than threads, the ranks share the cores that the peer's threads have to themselves.
+    Stages in one process take turns, so each has all threads of its replica. Separate stages have
+    half each; with more ranks than threads, the ranks share the cores that the peer's threads have
+    exclusively.
 
     Raises:
         ConfigError: When separate stages would have to share one thread.
@@ -87,7 +88,7 @@ def vsched(
     side: str = VSCHED,
     source: Path | None = None,
 ) -> Spec:
-    """Return how vsched is started, from the tree of the harness or from another one."""
+    """Return the specification of a vsched server, from this tree or another one."""
     port = PORTS[side]
     kv_bytes = sizes.kv_bytes // _replicas(assignments)
     sets = [
@@ -99,7 +100,8 @@ def vsched(
         f"generate.context_tokens={sizes.context}",
         "generate.memory.use=pinned",
         f"generate.memory.bytes={kv_bytes}",
-        # A limit, as without settings there is one: without it the whole KV cache is touched at start.
+        # An explicit limit, like the one derived without settings: without it the whole KV cache is
+        # touched at start.
         f"generate.memory_limit={kv_bytes + BESIDE_KV_BYTES}",
         *thread_sets(sizes.threads, assignments),
         *assignments,
@@ -119,12 +121,12 @@ def vsched(
 
 
 def python_path(tree: Path) -> str:
-    """Return the search path that makes a tree the one that is imported."""
+    """Return the search path that imports a tree."""
     return os.pathsep.join(str(tree / part) for part in (".", "policies", "workers"))
 
 
 def described(tree: Path) -> str:
-    """Return the commit of a tree, `-dirty` behind it when it is not quite that; its name where there is no git."""
+    """Return the commit of a tree, with `-dirty` if it has changes; without git, its name."""
     command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--exclude", "*"]
     found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     if found.endswith("-dirty"):

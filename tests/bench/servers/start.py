@@ -1,9 +1,10 @@
-"""How long servers take to start, and what they hold: `python -m tests.bench.servers.start CHECKPOINT...`.
+"""Start-up time and memory of servers: `python -m tests.bench.servers.start CHECKPOINT...`.
 
-Each checkpoint is served with its defaults, in turns. It is asked for text three times, then for a picture where it
-takes any. Processor seconds are those of all processes until the server is ready, so that figures mean something beside
-other work, too; memory is what each process holds after the answers, shared pages divided (PSS). The stages are the
-lines of the server's log. A first start compiles kernels: give `--repeats 2` or more, and look at the later ones.
+Each checkpoint is served with its defaults, in turns. It gets three text requests, then one with a
+picture if supported. CPU seconds are those of all processes until the server is ready, so that
+figures are meaningful under other load; memory is that of each process after the responses, with
+shared pages divided (PSS). The stages are the lines of the server's log. A first start compiles
+kernels: use `--repeats 2` or more, and look at the later ones.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _STAGE = re.compile(r"^\S+ (\d+):(\d+):([\d.]+) INFO \[engine\] vsched\.(?:loadi
 
 
 def stages(log: str) -> Iterator[tuple[float, str]]:
-    """Yield what a server's log says of its start, each with the seconds since the first of it."""
+    """Yield the start-up messages in a server's log, each with the seconds since the first one."""
     first = None
     for line in log.splitlines():
         if found := _STAGE.match(line):
@@ -45,7 +46,7 @@ def stages(log: str) -> Iterator[tuple[float, str]]:
 
 
 def spec_of(checkpoint: Path, assignments: Sequence[str]) -> Spec:
-    """Return how a checkpoint is served."""
+    """Return the specification of a server for a checkpoint."""
     sets = [word for text in assignments for word in ("--set", text)]
     return Spec(
         side=checkpoint.name,
@@ -62,7 +63,7 @@ def spec_of(checkpoint: Path, assignments: Sequence[str]) -> Spec:
 
 
 def measure(checkpoint: Path, assignments: Sequence[str], ready_s: float) -> dict[str, Any]:
-    """Start a server, ask it, end it; return what was found."""
+    """Start a server, send requests, end it; return the measurements."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         with serving(spec_of(checkpoint, assignments), log) as server:
@@ -84,7 +85,7 @@ def measure(checkpoint: Path, assignments: Sequence[str], ready_s: float) -> dic
 
 
 def _answer_ms(server: Server, content: object) -> float | str:
-    """Return how long an answer of 8 tokens took, or the status of the refusal."""
+    """Return the duration of a request for 8 tokens, or the status of its refusal."""
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "seed": 7}
     request = urllib.request.Request(
         f"{server.spec.url}/v1/chat/completions",
@@ -101,7 +102,7 @@ def _answer_ms(server: Server, content: object) -> float | str:
 
 
 def _with_picture(shade: int) -> list[dict[str, Any]]:
-    """Return a message with a picture that was not seen before."""
+    """Return a message with a new picture."""
     buffer = io.BytesIO()
     Image.new("RGB", (448, 448), (40 * shade, 20, 30)).save(buffer, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -112,7 +113,7 @@ def _with_picture(shade: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure in turns, and print each start as it is done: a line of JSON."""
+    """Measure in turns, and print each start as a line of JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.servers.start", description=__doc__
     )

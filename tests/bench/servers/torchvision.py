@@ -1,4 +1,4 @@
-"""Mends torchvision, which is built for CUDA, in the environment of a peer with torch's CPU build."""
+"""Patches torchvision, which is built for CUDA, in the environment of a peer with torch's CPU build."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ASKS_OPERATOR = (
 
 
 def register_when_there(source: str) -> str:
-    """Return torchvision's registrations, made only for operators that there are."""
+    """Return torchvision's registrations, limited to existing operators."""
     pattern = r'^@torch\.library\.register_fake\("torchvision::(\w+)"\)'
     return re.sub(pattern, r'@register_meta("\1")', source, flags=re.MULTILINE)
 
 
 def decode_without_operators(source: str) -> str:
-    """Return torchvision's image reader with a way out where its compiled decoder is missing."""
+    """Return torchvision's image reader with a fallback if its compiled decoder is missing."""
     if "_pil_decode" in source:
         return source
     start = source.index("def decode_image(")
@@ -35,7 +35,7 @@ def decode_without_operators(source: str) -> str:
 
 
 def patch_torchvision(folder: Path) -> None:
-    """Make torchvision in an environment importable beside torch's CPU build, and able to decode."""
+    """Make torchvision importable with torch's CPU build, and able to decode images."""
     for name, mend in (
         ("_meta_registrations.py", register_when_there),
         ("io/image.py", decode_without_operators),
@@ -45,6 +45,6 @@ def patch_torchvision(folder: Path) -> None:
 
 
 def packages_of(folder: Path) -> Path:
-    """Return the folder of packages of an environment."""
+    """Return the package folder of an environment."""
     (found,) = folder.glob("lib/python3*/site-packages")
     return found

@@ -1,1 +1,1 @@
-"""What swapping a request costs beside computing it again."""
+"""Cost of swapping a request, compared with recomputation."""

@@ -1,8 +1,8 @@
-"""`python -m tests.bench.swap CHECKPOINT`: when swapping pays, by the length of the prompt.
+"""`python -m tests.bench.swap CHECKPOINT`: gain of swapping over recomputation, by prompt length.
 
-One rank carries out decisions, as in a server. For each length it computes a prompt in chunks, then swaps the request
-out, and back with the one token that it goes on with; told are the medians of the rounds. Nothing else runs in the
-steps, so the time of a copy is what the requests beside it would wait.
+One rank executes decisions, as in a server. For each length it computes a prompt in chunks, then
+swaps the request out, and back in with its next token; the table shows medians of the rounds. The
+steps contain nothing else, so the time of a copy is the delay of other requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 class Row(NamedTuple):
-    """Milliseconds for one length: computing it again, copying it out, and coming back."""
+    """Milliseconds for one length: recomputation, swap-out, and swap-in with one step."""
 
     tokens: int
     mib: float
@@ -44,12 +44,12 @@ class Row(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """How many times as long computing takes as copying out and coming back."""
+        """Recomputation time divided by the time of swap-out and swap-in."""
         return self.recompute_ms / (self.out_ms + self.back_ms)
 
 
 class Bench:
-    """One rank, in whose slot 0 one request after the other is."""
+    """One rank, with one request at a time in slot 0."""
 
     def __init__(self, info: ModelInfo, *, longest: int, threads: int, chunk: int) -> None:
         blocks = -(-longest // BLOCK_SIZE) + 2
@@ -71,7 +71,7 @@ class Bench:
         self._rng = random.Random(0)
 
     def _apply(self, **changes: object) -> float:
-        """Carry out a decision; return how long it took, in milliseconds."""
+        """Execute a decision; return its duration in milliseconds."""
         self._step += 1
         decision = GenerateDecision(self._step, **changes)  # type: ignore[arg-type]
         start_s = time.perf_counter()
@@ -79,7 +79,7 @@ class Bench:
         return 1000 * (time.perf_counter() - start_s)
 
     def once(self, tokens: int) -> tuple[float, float, float]:
-        """Compute a prompt, swap it out and back; return what each took, in milliseconds."""
+        """Compute a prompt, swap it out and in; return the duration of each in milliseconds."""
         self._number = number = self._number + 1
         special = {self._info.image_token_id, self._info.placeholder}
         prompt = [self._rng.randrange(self._info.vocab_size) for _ in range(tokens)]
@@ -108,7 +108,7 @@ class Bench:
         return recompute_ms, out_ms, back_ms
 
     def row(self, tokens: int, rounds: int) -> Row:
-        """Return the medians of some rounds, after one that is not counted."""
+        """Return the medians of some rounds, after a warm-up."""
         self.once(tokens)
         found = [self.once(tokens) for _ in range(rounds)]
         medians = [statistics.median(column) for column in zip(*found, strict=True)]

@@ -1,1 +1,1 @@
-"""One table: all sides, models, cases and numbers of clients, in rounds that can be stopped and gone on with."""
+"""One table: all sides, models, cases and numbers of clients, in rounds that can be interrupted and continued."""

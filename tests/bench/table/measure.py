@@ -1,4 +1,4 @@
-"""The rounds of the table: each side is started once a round and model, and loaded cell after cell."""
+"""Rounds of the table: each side is started once per round and model, and loaded cell after cell."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Work = dict[tuple[Key, ...], LoadPlan]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One side in one round, with the session of its model and what it is asked."""
+    """One side in one round, with the session of its model and its loads."""
 
     session: Session
     spec: Spec
@@ -38,10 +38,10 @@ class Turn:
 
 
 def table(options: argparse.Namespace, console: Console) -> None:
-    """Measure what is missing, and write what there is.
+    """Make the missing runs, and write all results.
 
     Raises:
-        ConfigError: When a side could not be measured; all the others are by then.
+        ConfigError: When a side could not be measured; all others have been by then.
     """
     store = Store(options.out)
     store.report.machine = machine()
@@ -56,7 +56,7 @@ def table(options: argparse.Namespace, console: Console) -> None:
 
 
 def turns(options: argparse.Namespace, store: Store, console: Console) -> list[Turn]:
-    """Return all that belongs to the table in its order: rounds, models, sides; each other round from the last side."""
+    """Return all turns of the table in order: rounds, models, sides; every other round in reverse order of sides."""
     models: list[tuple[str, Session, list[Spec]]] = []
     for model in options.models:
         options.checkpoint = model
@@ -82,8 +82,8 @@ def turns(options: argparse.Namespace, store: Store, console: Console) -> list[T
 def work_of(
     options: argparse.Namespace, session: Session, model: str, spec: Spec, repeat: int
 ) -> Work:
-    """Return what a side is asked in a round."""
-    # Quiet and beside neighbours alternate, so that both see the same machine.
+    """Return the loads of a side in a round."""
+    # Runs without and with neighbours alternate, so that both see the same machine.
     cells = [
         (plan_for(model, case, clients, repeat, neighbours), neighbours)
         for case in SIZES[model]
@@ -98,7 +98,7 @@ def work_of(
 
 
 def measure(found: Sequence[Turn], store: Store, console: Console) -> list[str]:
-    """Make the runs that are missing; return which sides could not be measured, and why."""
+    """Make the missing runs; return the sides that could not be measured, with reasons."""
     left = [
         dataclasses.replace(one, work=one.session.missing(one.work, [one.spec])) for one in found
     ]
@@ -125,7 +125,7 @@ def measure(found: Sequence[Turn], store: Store, console: Console) -> list[str]:
 
 
 def specs_of(options: argparse.Namespace, model: str, checkpoint: Path) -> list[Spec]:
-    """Return how each side is started, in the order of the table."""
+    """Return the server specification of each side, in the order of the table."""
     return [_spec(options, side, model, checkpoint) for side in options.sides]
 
 
@@ -142,7 +142,7 @@ def _spec(options: argparse.Namespace, side: str, model: str, checkpoint: Path) 
 
 
 def peer_spec(options: argparse.Namespace, side: str, checkpoint: Path) -> Spec:
-    """Return how a peer is started alone."""
+    """Return the specification of a peer running alone."""
     peer = PEERS[side]
     start = PeerStart(
         checkpoint=checkpoint,
@@ -150,12 +150,12 @@ def peer_spec(options: argparse.Namespace, side: str, checkpoint: Path) -> Spec:
         folder=peer.folder(options.peers),
         budget=options.budget,
     )
-    # Nobody else runs beside it, so nobody is disturbed by its idle threads.
+    # No other server runs at the same time, so its idle threads disturb none.
     return dataclasses.replace(peer.spec(start), pausable=False)
 
 
 def our_spec(side: str, checkpoint: Path, sets: Sequence[str]) -> Spec:
-    """Return how vsched is started with some settings, and else with its defaults."""
+    """Return the specification of vsched with some settings and defaults otherwise."""
     version = f"vsched {sides.described(sides.ROOT)}"
     return dataclasses.replace(
         spec_of(checkpoint, sets),
@@ -166,7 +166,7 @@ def our_spec(side: str, checkpoint: Path, sets: Sequence[str]) -> Spec:
 
 
 def best_of(best: Sequence[str], model: str) -> list[str]:
-    """Return the settings that were given for a model, or for all: `mid25:placement=together`, `placement=together`."""
+    """Return the settings given for a model, or for all: `mid25:placement=together`, `placement=together`."""
     found = []
     for text in best:
         head, colon, rest = text.partition(":")

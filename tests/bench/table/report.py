@@ -1,4 +1,4 @@
-"""The page of the table: how each side starts, each cell, and where the aim is missed."""
+"""Report of the table: the start of each side, all cells, and the cells that miss the target."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.bench.servers import sides
 from tests.bench.table.sizes import PURPOSE, SIZES, settings_of
 
 RATE_MIN = 1.1
-"""Times the requests of the best peer of the same precision that are wanted."""
+"""Target request rate, as a multiple of the best peer's with the same precision."""
 KEPT_MIN = 0.5
-"""Of our own requests on a quiet machine that are wanted beside one neighbour."""
+"""Target request rate with one neighbour, as a share of our rate on a quiet machine."""
 OURS = {"16 bits": "vsched-best", "8 bits": "vsched-int8", "4 bits": "vsched-int4"}
 PRECISIONS = {
     "vllm": "16 bits",
@@ -28,7 +28,7 @@ PRECISIONS = {
     "openvino-int8": "8 bits",
     "llamacpp-q4_0": "4 bits",
 }
-"""What a weight of each peer takes, about: whom of ours it is compared with."""
+"""Approximate weight precision of each peer, which selects our side for the comparison."""
 _TPOT = tables.quantile("tpot_ms", "p50")
 _TIMES = tables.columns(
     ("ttft_ms", "p50"),
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 
 def write(options: argparse.Namespace, store: Store, model: str, console: Console) -> None:
-    """Write what there is of a model."""
+    """Write all results of a model."""
     settings = settings_of(options, model)
     mine = (PURPOSE, model, settings)
     runs = [
@@ -131,7 +131,7 @@ def cells(by_side: dict[str, list[Run]], model: str) -> str:
 
 
 def missed(by_side: dict[str, list[Run]], model: str) -> str:
-    """Return, as a list, the cells in which the aim is missed at each precision."""
+    """Return a list of the cells that miss the target, at each precision."""
     lines = []
     for place in places(by_side, model):
         for precision, best in OURS.items():
@@ -165,19 +165,19 @@ def missed(by_side: dict[str, list[Run]], model: str) -> str:
 
 
 def places(by_side: dict[str, list[Run]], model: str) -> Iterator[Place]:
-    """Yield each case, number of clients and number of neighbours that there are runs of."""
+    """Yield each combination of case, clients and neighbours that has runs."""
     found = {Place.of(run) for runs in by_side.values() for run in runs}
     for case in SIZES[model]:
         yield from sorted(place for place in found if place.case == case)
 
 
 def row_of(by_side: dict[str, list[Run]], ours: str, theirs: str, place: Place) -> Row | None:
-    """Return the rounds that both sides have of a cell."""
+    """Return the common rounds of both sides in a cell."""
     return _paired(_at(by_side, ours, place), _at(by_side, theirs, place), place)
 
 
 def kept_of(by_side: dict[str, list[Run]], side: str, place: Place) -> Ratio | None:
-    """Return the share of its quiet requests/s that a side keeps beside neighbours, round by round."""
+    """Return the share of a side's quiet request rate that remains with neighbours, round by round."""
     if not place.neighbours:
         return None
     quiet = place._replace(neighbours=0)

@@ -1,7 +1,8 @@
-"""How much load each cell of the table gets, and how long the rest of the table takes.
+"""Load of each cell of the table, and the remaining time of the table.
 
-Sizes are such that the whole, three rounds of ten sides, takes about two and a half hours on two cores: a model that
-serves less than one text a second gets few and short requests, since what is compared is the rate, not its third digit.
+Three rounds of ten sides take about two and a half hours on two cores: a model that serves less
+than one text per second gets few and short requests, because the third digit of a rate does not
+matter here.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from vsched.bench.load.generator import LoadPlan
 PURPOSE = "table"
 WARMUP = 1
 START_S = 40.0
-"""What a start takes, before one was seen."""
+"""Assumed duration of a start before one was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The requests of a case; `sessions` and the seconds that they may take, by clients."""
+    """The requests of a case; `sessions`, and the seconds they may take, by number of clients."""
 
     words: int
     tokens: int
@@ -59,12 +60,12 @@ SIZES: Mapping[str, Mapping[str, Size]] = {
 
 
 def sessions_at(size: Size, clients: int) -> int:
-    """Return the sessions of a cell, also for a number of clients that has no row of its own."""
+    """Return the sessions of a cell, also for a number of clients without an entry."""
     return size.sessions.get(clients, max(clients, min(size.sessions.values())))
 
 
 def settings_of(options: argparse.Namespace, model: str) -> str:
-    """Return what figures of a model depend on besides their side; what a side has of its own is in its version."""
+    """Describe everything that figures of a model depend on except their side, whose settings are in its version."""
     parts = [sizes_of(options).text]
     for case, size in SIZES[model].items():
         counts = ",".join(map(str, size.sessions.values()))
@@ -73,7 +74,7 @@ def settings_of(options: argparse.Namespace, model: str) -> str:
 
 
 def plan_for(model: str, case: str, clients: int, repeat: int, neighbours: int = 0) -> LoadPlan:
-    """Return what is sent for a cell in a round; no prompt comes again beside other neighbours."""
+    """Return the load of a cell in a round; prompts differ between numbers of neighbours."""
     size = SIZES[model][case]
     load = argparse.Namespace(
         words=size.words, output_tokens=size.tokens, turns=1, sessions=sessions_at(size, clients)
@@ -86,10 +87,9 @@ def plan_for(model: str, case: str, clients: int, repeat: int, neighbours: int =
 def rest_s(
     missing: Sequence[Sequence[Key]], runs: Sequence[Run], starts: Sequence[Started]
 ) -> float:
-    """Return how long the rest takes: each group of runs with a start of its side before it.
+    """Return the remaining seconds: those of each group of runs, with a start of its side.
 
-    What a side took before is what it will take; what it has not done yet takes as long as another side's, and what
-    nobody has done what its size says.
+    Estimates come from earlier runs of the same side, else of another side, else from the sizes.
     """
     mine: dict[tuple[str, str, str, int, int], float] = {}
     anyone: dict[tuple[str, str, int, int], list[float]] = {}

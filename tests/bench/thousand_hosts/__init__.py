@@ -1,1 +1,1 @@
-"""`python -m tests.bench.thousand_hosts`: how far one kernel goes as replicas are added."""
+"""`python -m tests.bench.thousand_hosts`: scaling of one kernel with the number of replicas."""

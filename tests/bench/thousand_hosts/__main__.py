@@ -1,8 +1,8 @@
-"""How far one kernel goes: the CPU time of its events as replicas are added, without models.
+"""Scaling of one kernel: CPU time of its events by number of replicas, without models.
 
-The scheduler is the real one, and the command plays the ranks. Each host has an encode and a generate group; each
-replica runs requests that decode, and always has as many steps in flight as in production. What the engine does beside
-its kernel (sending, detokenizing, HTTP) is not measured.
+The scheduler is the real one, and the command plays the ranks. Each host has an encode and a
+generate group; each replica runs decoding requests, and always has as many steps in flight as in
+production. Other work of the engine (sending, detokenization, HTTP) is not measured.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from vsched.types import FinishReason, group_names
 
 VISIT_TOKENS = PROMPT_TOKENS + IMAGE_TOKENS
 VISIT_STEPS = 8
-"""More steps than a visit takes of its replica."""
+"""More steps than a visit takes on its replica."""
 SPARE_SLOTS = 4
 
 
 @dataclass(frozen=True)
 class Visit:
-    """What a one-image request cost, and how many steps of its replica passed until its end."""
+    """Cost of a one-image request, and the number of steps of its replica until its end."""
 
     arrival_ns: int
     all_ns: int
@@ -50,12 +50,12 @@ class Visit:
 
 
 class Fleet:
-    """A scheduler of many replicas whose ranks answer when they are told to."""
+    """A scheduler of many replicas, whose ranks complete steps on request."""
 
     def __init__(
         self, replicas: int, running: int, *, policies: KernelPolicies, events: int
     ) -> None:
-        """Let `running` requests decode on each replica, for as long as so many steps and visits take."""
+        """Start `running` decoding requests on each replica, long enough for `events` steps and visits."""
         self.names = group_names("generate", replicas)
         outputs = events * (1 + VISIT_STEPS) // min(replicas, 50) + 64
         tokens = PROMPT_TOKENS + 16 + outputs
@@ -79,7 +79,7 @@ class Fleet:
         for name in (*group_names("encode", replicas), *self.names):
             self.tell(GroupReady(name))
         for index in range(replicas * running):
-            # Lengths differ, so that requests grow into new blocks in different steps.
+            # Lengths differ, so that requests allocate new blocks in different steps.
             length = PROMPT_TOKENS + index // replicas % 16
             request = one_request(index, self._rng, images=0, tokens=length, max_tokens=outputs)
             self.tell(Submitted(request))
@@ -88,7 +88,7 @@ class Fleet:
                 self.step(name)
 
     def tell(self, event: Event) -> None:
-        """Have an event handled, and keep the decisions that come of it."""
+        """Handle an event, and store the resulting decisions."""
         self._now_ns += 1000
         for command in self.kernel.handle(event, self._now_ns):
             if isinstance(command, Decide):
@@ -99,7 +99,7 @@ class Fleet:
                     self.steps[command.group].append(decision)
 
     def step(self, name: str, number: int = -1) -> bool:
-        """Let the oldest step of a replica come back; return whether it ends a visit of this number."""
+        """Complete the oldest step of a replica; return True if it ends the visit with this number."""
         decision = self.steps[name].popleft()
         ended = [
             Finished(chunk.slot, number, FinishReason.LENGTH)
@@ -110,7 +110,7 @@ class Fleet:
         return bool(ended)
 
     def visit(self) -> Visit:
-        """Let a one-image request knock, come, be encoded and prefilled, and end with its first token."""
+        """Run a one-image request from the front door through encoding and prefill to its first token."""
         number = self._visits = self._visits + 1
         request = one_request(number, self._rng, images=1, tokens=VISIT_TOKENS, max_tokens=1)
         knocked = Knocked(
@@ -141,7 +141,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured with a number of replicas: µs an event; one figure for each repeat."""
+    """Results for one number of replicas: µs per event, one figure for each repeat."""
 
     replicas: int
     step_us: list[float]
@@ -171,7 +171,7 @@ HEAD = (
 def measure(
     replicas: int, running: int, *, policies: KernelPolicies, events: int, repeats: int
 ) -> Row:
-    """Measure so many steps and visits in each repeat, the steps of all replicas in turn."""
+    """Measure `events` steps and visits in each repeat, the steps of all replicas in turn."""
     fleet = Fleet(replicas, running, policies=policies, events=events * repeats)
     row = Row(replicas, [], [], [])
     gc.collect()
@@ -197,10 +197,10 @@ def _median_us(values: Sequence[int]) -> float:
 
 
 def most_replicas(rows: Sequence[Row], step_ms: float) -> int:
-    """Return how many replicas fill a core with decode steps of this length.
+    """Return the number of replicas that fill a core with decode steps of this length.
 
-    A step costs a + b x replicas, a line through the rows with the fewest and the most: so N replicas take
-    N (a + b N) of a core in a step's time.
+    A step costs a + b x replicas, a line through the rows with the fewest and the most replicas: so
+    N replicas take N (a + b N) of a core in a step's time.
     """
     few, many = ((row.replicas, statistics.median(row.step_us)) for row in (rows[0], rows[-1]))
     each = max((many[1] - few[1]) / max(many[0] - few[0], 1), 1e-6)
@@ -209,7 +209,7 @@ def most_replicas(rows: Sequence[Row], step_ms: float) -> int:
 
 
 def main(print_line: Callable[[str], None] = print) -> None:
-    """Print a table, a line for each number of replicas, and how far one kernel goes by it."""
+    """Print a table with a line for each number of replicas, and the resulting limit of one kernel."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.thousand_hosts")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--running", type=int, default=4, help="requests that decode on each")

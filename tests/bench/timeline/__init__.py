@@ -1,1 +1,1 @@
-"""Requests/s over time, while neighbours come for some seconds and go."""
+"""Requests/s over time, with neighbours for some seconds."""

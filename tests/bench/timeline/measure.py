@@ -1,4 +1,4 @@
-"""The rounds of the timeline: each side is started once a round, and kept busy while neighbours come and go."""
+"""Rounds of the timeline: each side is started once per round, and kept busy while neighbours come and go."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from vsched.errors import ConfigError
 PURPOSE = "timeline"
 INTERVAL_S = 0.5
 SETTLE_S = 2.0
-"""The least time for clients to spread over prefill and decode before the first interval."""
+"""Minimum time for clients to spread over prefill and decode before the first interval."""
 SESSIONS_S = {"tiny25": 40, "mid25": 10, "smollm2": 20}
-"""Requests that are drawn for each second: more than any side answers."""
+"""Requests drawn per second: more than any side serves."""
 
 
 def timeline(options: argparse.Namespace, console: Console) -> None:
-    """Measure what is missing, and write what there is.
+    """Make the missing runs, and write all results.
 
     Raises:
-        ConfigError: When a side could not be measured; all the others are by then.
+        ConfigError: When a side could not be measured; all others have been by then.
     """
     store = Store(options.out)
     store.report.machine = machine()
@@ -61,7 +61,7 @@ def timeline(options: argparse.Namespace, console: Console) -> None:
 
 
 def settings_of(options: argparse.Namespace) -> str:
-    """Return everything that figures depend on and keys do not say."""
+    """Describe everything that figures depend on beyond their keys."""
     size = SIZES[options.checkpoint][options.case]
     before, beside, after = options.seconds
     return (
@@ -71,7 +71,7 @@ def settings_of(options: argparse.Namespace) -> str:
 
 
 def measure(options: argparse.Namespace, session: Session) -> list[str]:
-    """Make the runs that are missing; return why sides could not be measured."""
+    """Make the missing runs; return the reasons why sides could not be measured."""
     checkpoint = checkpoint_of(options, session.console)
     specs = specs_of(options, options.checkpoint, checkpoint)
     failed: dict[str, None] = {}
@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace, session: Session) -> list[str]:
 def measure_side(
     options: argparse.Namespace, session: Session, spec: Spec, key: Key, plan: LoadPlan
 ) -> None:
-    """Start a side, load it while neighbours come and go, and keep the run."""
+    """Start a side, load it while neighbours come and go, and store the run."""
     stamps: list[tuple[float, float]] = []
     drive = functools.partial(
         load,
@@ -121,7 +121,7 @@ def measure_side(
 
 
 def plan_for(options: argparse.Namespace, repeat: int) -> LoadPlan:
-    """Return the requests of a round, more than a side can answer."""
+    """Return the requests of a round, more than a side can serve."""
     size = SIZES[options.checkpoint][options.case]
     wanted = options.sessions or SESSIONS_S[options.checkpoint] * sum(options.seconds)
     sizes = argparse.Namespace(
@@ -143,13 +143,13 @@ async def load(
     count: int,
     note: Callable[[tuple[float, float]], None],
 ) -> Figures:
-    """Keep all clients busy while neighbours come and go; `note` is given each piece of text.
+    """Keep all clients busy while neighbours come and go; `note` is called with each piece of text.
 
-    A piece is its second and its share of a request. The first answers are of different lengths, so that clients are
-    spread evenly over prefill and decode instead of going through them together.
+    A piece is its second and its share of a request. The first outputs have different lengths, so
+    that clients are spread evenly over prefill and decode instead of moving through them together.
 
     Raises:
-        ConfigError: When the requests do not last to the end.
+        ConfigError: When the requests run out before the end.
     """
     tokens, clients = plan.shape.output_tokens, plan.concurrency
     requests: Iterator[list[Message]] = iter(sessions)
@@ -202,7 +202,7 @@ async def load(
 
 
 def rates_of(pieces: Sequence[tuple[float, float]], seconds: int) -> list[float]:
-    """Return requests/s in each interval, from the second and the share of a request of each piece of text."""
+    """Return requests/s in each interval, from the second and the request share of each piece of text."""
     counts = [0.0] * math.ceil(seconds / INTERVAL_S)
     for second, share in pieces:
         if 0 <= second < seconds:

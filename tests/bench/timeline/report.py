@@ -1,4 +1,4 @@
-"""The page of the timeline: rates before, beside and after neighbours, how fast the rate is back, and the picture."""
+"""Report of the timeline: rates before, with and after neighbours, the recovery time, and the picture."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.bench.servers.session import Session
 from vsched.terminal.options import new_figure
 
 BACK_MIN = 0.95
-"""Of the rate before neighbours, from which on a side counts as undisturbed again."""
+"""Share of the rate before neighbours from which a side counts as recovered."""
 WINDOW_S = 2.0
-"""Over which a rate must hold to count, and over which the picture is smoothed."""
+"""Averaging window for recovery, and for smoothing the picture."""
 
 Seconds = tuple[int, int, int]
 
 
 def write(options: argparse.Namespace, session: Session) -> None:
-    """Write what there is."""
+    """Write all results."""
     by_side = {
         side: mine
         for side in options.sides
@@ -64,14 +64,14 @@ def _belongs(run: Run, options: argparse.Namespace, session: Session, side: str)
 
 
 def stretch_rates(rates: Sequence[float], seconds: Seconds) -> tuple[float, float, float]:
-    """Return the mean rates before, beside and after neighbours."""
+    """Return the mean rates before, with and after neighbours."""
     first, second = (_index(rates, seconds, sum(seconds[:count])) for count in (1, 2))
     before, beside, after = rates[:first], rates[first:second], rates[second:]
     return statistics.mean(before), statistics.mean(beside), statistics.mean(after)
 
 
 def back_s(rates: Sequence[float], seconds: Seconds) -> float | None:
-    """Return how long after the neighbours' leaving the rate is that of before again; None if it never is."""
+    """Return the seconds from the end of the neighbours until the rate has recovered; None if it does not."""
     before, _, _ = stretch_rates(rates, seconds)
     left = _index(rates, seconds, seconds[0] + seconds[1])
     window = _index(rates, seconds, WINDOW_S)
@@ -86,7 +86,7 @@ def _index(rates: Sequence[float], seconds: Seconds, second: float) -> int:
 
 
 def lines(by_side: Mapping[str, Sequence[Run]], seconds: Seconds) -> str:
-    """Return the table: a line a side."""
+    """Return the table: a line per side."""
     headings = (
         "side",
         "before",
@@ -117,7 +117,7 @@ def lines(by_side: Mapping[str, Sequence[Run]], seconds: Seconds) -> str:
 
 
 def draw(by_side: Mapping[str, Sequence[Run]], seconds: Seconds, title: str, path: Path) -> None:
-    """Draw requests/s over time, the median of the rounds; neighbours are there in the grey stretch."""
+    """Draw requests/s over time, the median of the rounds; neighbours run in the grey interval."""
     figure = new_figure(7, 3.6)
     axes = figure.subplots()
     for side, runs in by_side.items():
