@@ -40,7 +40,6 @@ from vsched.kernel.generate.snapshots import StateSnapshots
 from vsched.kernel.generate.step_budget import (
     NOTHING_PLANNED,
     PlannedStep,
-    StepBudget,
     StepPlan,
     StepTimeModel,
 )
@@ -228,8 +227,11 @@ class GenerateGroup(GroupViews):
             shares = self._sharing.shares(
                 able, plan, now_ns, decodes=rows, waiting=len(self.queue), measured=self.measured
             )
-            for state, tokens in shares:
-                self._chunk(state, plan, now_ns, tokens)
+            for state, most in shares:
+                fitting = budget.tokens_at(state.computed)
+                tokens = fitting if most is None else min(fitting, most)
+                stop = self._chunk_stop(state, state.computed, tokens, room=budget.tokens)
+                self._chunk(state, stop, plan, now_ns)
         if joins and not budget.spent:
             self._admit(plan, now_ns)
         return plan
@@ -304,14 +306,9 @@ class GenerateGroup(GroupViews):
                 return False
         return True
 
-    def _chunk(
-        self, state: RequestState, plan: StepPlan, now_ns: int, most: int | None = None
-    ) -> None:
-        """Plan the next chunk of a prefilling request, of `most` tokens at most, if it can go on."""
+    def _chunk(self, state: RequestState, stop: int, plan: StepPlan, now_ns: int) -> None:
+        """Add the next chunk of a prefilling request to a step; it ends at `stop`, and may be empty."""
         start, step = state.computed, plan.step
-        budget = plan.budget
-        tokens = budget.tokens_at(start) if most is None else min(budget.tokens_at(start), most)
-        stop = self._chunk_stop(state, start, tokens, room=budget.tokens)
         if stop <= start:
             return
         state.advanced_ns = now_ns
@@ -366,18 +363,14 @@ class GenerateGroup(GroupViews):
             if not self._quarantine.admits(state):
                 probe("generate.suspect_waits")
                 continue
-            join = self._join(state, plan.budget, now_ns)
-            if join is not None:
-                plan.joined.append(join)
-                self._chunk(state, plan, now_ns)
-                # Only now: the chunk may read the content of an earlier item once more.
-                drop_claims_before(state, join.computed, cache=self._cache)
-            elif state.phase is Phase.READY:
+            self._join(state, plan, now_ns)
+            if state.phase is Phase.READY:
                 return
-            # Else it waits for embeddings again: no reason to hold up those behind it.
+            # One that did not join, and is not ready any more, is no reason to hold up those behind it.
 
-    def _join(self, state: RequestState, budget: StepBudget, now_ns: int) -> Join | None:
-        """Give a request a slot and blocks for all its known tokens, or change nothing and return None."""
+    def _join(self, state: RequestState, plan: StepPlan, now_ns: int) -> None:
+        """Give a request a slot, blocks for all its known tokens, and its first chunk, if there is room."""
+        budget = plan.budget
         found = self._cached_blocks(state)
         prefix = found[: self._snapshots.usable(state.hashes, len(found))]
         computed = self._swap.reach(state, len(prefix))
@@ -387,16 +380,17 @@ class GenerateGroup(GroupViews):
             self.queue.dequeue(state)
             state.phase = Phase.ITEMS
             self._requeued.append(state)
-            return None
+            return
         tokens = budget.tokens_at(computed)
-        if self._chunk_stop(state, computed, tokens, room=budget.tokens) <= computed:
+        stop = self._chunk_stop(state, computed, tokens, room=budget.tokens)
+        if stop <= computed:
             # What one chunk must hold does not fit this step any more. Nobody overtakes it to the next.
             probe("generate.atom_waits")
-            return None
+            return
         missing = self._limits.blocks_for(len(state.tokens)) - len(prefix)
         if missing > self._pool.available - self._pool.cached_among(prefix):
             self.queue.blocked = True
-            return None
+            return
         self.queue.dequeue(state)
         restored = self._snapshots.read(state, found=len(found), used=len(prefix))
         self._pool.hold(prefix)
@@ -412,7 +406,12 @@ class GenerateGroup(GroupViews):
         data = None if state.known else state.data()
         state.known = True
         known = len(state.tokens)
-        return Join(state.number, state.slot, computed, known, list(state.blocks), data, restored)
+        plan.joined.append(
+            Join(state.number, state.slot, computed, known, list(state.blocks), data, restored)
+        )
+        self._chunk(state, stop, plan, now_ns)
+        # Only now: the chunk may read the content of an earlier item once more.
+        drop_claims_before(state, computed, cache=self._cache)
 
     def _restore(
         self, state: RequestState, blocks: list[int], *, cached: int, computed: int
