@@ -130,7 +130,6 @@ class Scheduler(SnapshotRoot):
             self.embeddings.queue,
         )
         self._holds = Holds(self._queues)
-        self._at_work = self.generators[0]
         self._draining = {}
 
     def handle(self, event: Event, now_ns: int) -> list[Command]:
@@ -427,13 +426,7 @@ class Scheduler(SnapshotRoot):
 
     def _at_rest(self) -> bool:
         """Return whether nothing is in flight anywhere, though an encoder and a generator could work."""
-        if self._at_work.steps_in_flight:
-            return False  # mostly, who was at work is so still
-        for group in self.generators:
-            if group.steps_in_flight:
-                self._at_work = group
-                return False
-        if self.encode.in_flight:
+        if self.encode.in_flight or any(group.steps_in_flight for group in self.generators):
             return False
         return self.encode.ready and any(group.ready for group in self.generators)
 
