@@ -1,4 +1,4 @@
-"""What lies between an engine and a host: it can be pulled, which nobody is told, and it can be slow."""
+"""A TCP proxy between an engine and a host: it can drop bytes silently, and it can be slow."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Self
 
 PIECE_BYTES = 1 << 15
 PIECES_MAX = 64
-"""Pieces that are in one direction of a connection at a time; then whoever sends has to wait."""
+"""Maximum pieces in one direction of a connection; the sender then has to wait."""
 TICK_S = 0.001
-"""What is this early goes at once: no sleep is shorter."""
+"""Pieces due within this time are sent at once: shorter sleeps are impossible."""
 Line = asyncio.Queue[tuple[float, bytes]]
 
 
 class Wire:
-    """One direction of a cable, or of several that share it: what goes there goes one after the other.
+    """One direction of a cable, or of several that share it, with one transfer at a time.
 
     Attributes:
-        bytes_per_s: Its rate; 0 where it has none.
+        bytes_per_s: Its rate; 0 for unlimited.
         carried: Bytes so far.
     """
 
@@ -29,7 +29,7 @@ class Wire:
         self._free_s = 0.0
 
     def carry(self, size: int, now_s: float) -> float:
-        """Take bytes; return when the last of them is through."""
+        """Count bytes; return the time at which the last of them is through."""
         self.carried += size
         if not self.bytes_per_s:
             return now_s
@@ -38,13 +38,13 @@ class Wire:
 
 
 class Cable:
-    """A cable to an address, with an end of its own to connect to.
+    """A cable to an address, with a listening address of its own.
 
     Attributes:
         address: Its near end.
-        lost: Bytes that it swallowed.
-        read: What goes through it, when it is not None.
-        latency_s: How long bytes take beside what their wires need, in each direction.
+        lost: Dropped bytes.
+        read: Bytes sent through it, if it is not None.
+        latency_s: Delay of bytes in each direction, in addition to the time in its wires.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Cable:
             self._tasks.add(create_task(_give(line, sink)))
 
     async def _take(self, source: asyncio.StreamReader, line: Line, wires: Sequence[Wire]) -> None:
-        """Put into the line what comes, as fast as the wires allow."""
+        """Queue received bytes, as fast as the wires allow."""
         loop = asyncio.get_running_loop()
         pulled = False  # a connection that lost bytes is lost
         with contextlib.suppress(OSError):
@@ -114,12 +114,12 @@ class Cable:
             await line.put((loop.time() + self.latency_s, b""))
 
     def lead_to(self, there: str) -> None:
-        """Have connections that begin from now on go to an address."""
+        """Direct new connections to an address."""
         self._ip, _, port = there.removeprefix("tcp://").rpartition(":")
         self._port = int(port)
 
     def pull(self) -> None:
-        """Lose what comes from now on."""
+        """Drop bytes from now on."""
         self._plugged = False
 
     def plug_in(self) -> None:
@@ -128,7 +128,7 @@ class Cable:
 
 
 async def _give(line: Line, sink: asyncio.StreamWriter) -> None:
-    """Hand out what went into a line when its time has come."""
+    """Write the queued bytes when they are due."""
     loop = asyncio.get_running_loop()
     with contextlib.suppress(OSError):
         while True:

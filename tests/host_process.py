@@ -1,4 +1,4 @@
-"""`vsched host` as a process of this machine, at an address of its own."""
+"""`vsched host` as a local process, at an address of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HostProcess:
     def __init__(
         self, name: str, ip: str, key: Path, *, port: int = 0, within: Sequence[str] = ()
     ) -> None:
-        """Start it, at a port that is free unless one is given; `within` is what a command begins with."""
+        """Start it, at a free port unless one is given; `within` is a prefix of its command."""
         self.key = key
         self._name = name
         self._within = within
@@ -28,27 +28,27 @@ class HostProcess:
         self.start()
 
     def start(self) -> None:
-        """Start it."""
+        """Start the process."""
         options = ["--listen", self.address, "--key-file", str(self.key), "--name", self._name]
         command = [*self._within, sys.executable, "-m", "vsched", "host", *options]
         self._process = subprocess.Popen(command)
 
     def kill(self) -> None:
-        """Kill it, as the system does."""
+        """Kill it with SIGKILL."""
         self._process.kill()
         self._process.wait()
 
     def stop(self) -> None:
-        """Have it stand still."""
+        """Stop it with SIGSTOP."""
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Have it go on."""
+        """Continue it with SIGCONT."""
         self._process.send_signal(signal.SIGCONT)
 
 
 def free_port(ip: str) -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as free:
         free.bind((ip, 0))
         return int(free.getsockname()[1])
@@ -56,7 +56,7 @@ def free_port(ip: str) -> int:
 
 @contextmanager
 def running(*hosts: HostProcess) -> Iterator[None]:
-    """End hosts afterwards."""
+    """Kill the hosts at the end."""
     try:
         yield
     finally:
@@ -66,7 +66,7 @@ def running(*hosts: HostProcess) -> Iterator[None]:
 
 @contextmanager
 def reached_at(addresses: Mapping[str, str]) -> Iterator[None]:
-    """Have hosts reach each other at other addresses than those by which the engine knows them."""
+    """Let hosts reach each other at addresses other than those that the engine uses."""
     where = RemoteHost.where.fget  # type: ignore[attr-defined]
 
     def moved(host: RemoteHost) -> tuple[str, bytes]:

@@ -1,4 +1,4 @@
-"""Machines that tests pretend to run on."""
+"""Simulated machines for tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from vsched.worker import memory
 
 
 def pretend_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
-    """Have this process see so many cores, and no control group with a share of them."""
+    """Let this process see this number of cores, and no quota of a control group."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(memory, "_GROUPS", Path("/nowhere"))

@@ -1,4 +1,4 @@
-"""A network of its own for one host: a namespace of Linux, at the other end of a virtual cable. It takes root."""
+"""A network for one host: a Linux namespace at the other end of a virtual cable. Needs root."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEAR, FAR = f"{PREFIX}.1", f"{PREFIX}.2"
 
 
 def why_no_network() -> str:
-    """Return why this process cannot make networks; nothing where it can."""
+    """Return the reason why this process cannot create networks, or an empty string."""
     if os.geteuid():
         return "network namespaces take root"
     if not shutil.which("ip"):
@@ -29,7 +29,7 @@ class Network:
     """A network with one address, `FAR`, which is reached from this one.
 
     Attributes:
-        within: What a command begins with that runs there.
+        within: Prefix of commands that run in it.
     """
 
     def __init__(self, name: str) -> None:
@@ -37,17 +37,17 @@ class Network:
         self.within = ("ip", "netns", "exec", name)
 
     def cut(self) -> None:
-        """Have nothing arrive any more, in either direction, and nobody told."""
+        """Drop everything silently, in both directions."""
         _ip("-n", self._name, "link", "set", self._name, "down")
 
     def mend(self) -> None:
-        """Have everything arrive again."""
+        """Let everything through again."""
         _ip("-n", self._name, "link", "set", self._name, "up")
 
 
 @contextmanager
 def network() -> Iterator[Network]:
-    """Yield a network of its own."""
+    """Yield a new network."""
     name = f"vs{os.getpid()}"
     near = f"{name}n"
     _ip("netns", "add", name)
@@ -60,7 +60,9 @@ def network() -> Iterator[Network]:
         try:
             yield Network(name)
         finally:
-            _ip("link", "del", near)  # at once; with its namespace it would go some time later
+            _ip(
+                "link", "del", near
+            )  # at once; with its namespace it would disappear some time later
     finally:
         _ip("netns", "del", name)
 

@@ -1,4 +1,4 @@
-"""What an engine could leave behind on the machine."""
+"""Resources that an engine could leave behind on the machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHARED_MEMORY = ("vsched", "psm_", "torch_", "sem.")
-"""What our code, multiprocessing and torch would call it; other programs may come and go beside the test."""
+"""Name prefixes of shared memory of vsched, multiprocessing and torch; other programs may create others meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Traces:
 
 
 def traces(temporary: Path) -> Traces:
-    """Return what there is now; the files are those below `temporary`."""
-    gc.collect()  # a caught exception holds on to its frames, and they to what was stopped
+    """Current traces; the files are those below `temporary`."""
+    gc.collect()  # a caught exception keeps its frames alive, and with them stopped objects
     return Traces(
         children=frozenset(pid for pid in running() if parent(pid) == os.getpid()),
         shared_memory=abandoned_memory(),
@@ -34,7 +34,7 @@ def traces(temporary: Path) -> Traces:
 
 
 def left_behind(temporary: Path, before: Traces) -> dict[str, object]:
-    """Return what there is now and was not before, by name."""
+    """Traces that did not exist before, by name."""
     now = traces(temporary)
     found = {
         "children": now.children - before.children,
@@ -46,9 +46,9 @@ def left_behind(temporary: Path, before: Traces) -> dict[str, object]:
 
 
 def abandoned_memory() -> frozenset[str]:
-    """Return the shared memory of our kind that is left behind: no process maps it.
+    """Names of shared memory with one of our prefixes that no process maps.
 
-    What one of them maps is its own business: other tests run beside this one.
+    Mapped memory may belong to other tests that run at the same time.
     """
     shared = Path("/dev/shm")
     found = {}
@@ -56,13 +56,13 @@ def abandoned_memory() -> frozenset[str]:
         if path.name.startswith(SHARED_MEMORY):
             with contextlib.suppress(FileNotFoundError):
                 found[path.stat().st_ino] = path.name
-    # By number: what a process has mapped may have had another name by then.
+    # By inode: mapped memory may have had another name by then.
     mapped = {int(line.split()[4]) for pid in running() for line in maps(pid).splitlines()}
     return frozenset(name for number, name in found.items() if number not in mapped)
 
 
 def maps(pid: int) -> str:
-    """Return what a process has mapped, nothing once it is gone."""
+    """Memory map of a process, empty once it is gone."""
     try:
         return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -70,12 +70,12 @@ def maps(pid: int) -> str:
 
 
 def running() -> list[int]:
-    """Return the ids of all processes, zombies included."""
+    """Ids of all processes, zombies included."""
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
 
 
 def parent(pid: int) -> int:
-    """Return the parent of a process, 0 when it is gone."""
+    """Parent of a process, 0 when it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -84,7 +84,7 @@ def parent(pid: int) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that has ended and waits to be reaped does not."""
+    """Return True if a process runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -93,11 +93,11 @@ def is_alive(pid: int) -> bool:
 
 
 def open_files() -> list[str]:
-    """Return where the open descriptors of this process lead."""
+    """Targets of this process's open descriptors."""
     links = []
     for path in Path("/proc/self/fd").iterdir():
         try:
             links.append(str(path.readlink()))
         except OSError:
-            continue  # it was the descriptor of the listing itself
+            continue  # the descriptor of the listing itself
     return links

@@ -1,1 +1,1 @@
-"""`python -m tests.clients CHECKPOINT`: the clients that people use, in environments of their own, against vsched."""
+"""`python -m tests.clients CHECKPOINT`: common clients, in environments of their own, against vsched."""

@@ -53,7 +53,7 @@ async def serving(*settings: str) -> AsyncIterator[str]:
 
 
 def picture(file: Path) -> dict[str, str]:
-    """Write a picture that the demo model has not seen; return what scripts are told of it."""
+    """Write a picture that the demo model has not seen; return its variables for the scripts."""
     plugin = load_worker("transformers")
     assert isinstance(plugin, Examiner)
     (turn,) = plugin.exam(plugin.exam_tasks()[0], 1)[0][:1]
@@ -68,7 +68,7 @@ def picture(file: Path) -> dict[str, str]:
 
 
 async def run(clients: Sequence[Client], options: argparse.Namespace) -> list[table.Tried]:
-    """Try clients one after the other, beside servers of both checkpoints."""
+    """Try clients one after the other, against servers of both checkpoints."""
     tools = HERE / "smollm2-tools.jinja"
     text = (
         f"model.path={options.checkpoint}",
@@ -119,7 +119,7 @@ async def try_one(
 
 
 def main() -> None:
-    """Run the command; status 1 where a check failed."""
+    """Run the command; status 1 if a check failed."""
     options = parser().parse_args()
     wanted = [part for part in options.only.split(",") if part]
     clients = [

@@ -1,4 +1,4 @@
-"""What the scripts ask, and where: the runner tells it by the environment."""
+"""Questions of the scripts, and the server's address: the runner passes them in the environment."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def check_picture(answer: str | None) -> None:
 
 
 def check_weather(arguments: dict[str, Any]) -> None:
-    """Fail unless the arguments of the function fit."""
+    """Fail unless the arguments of the function are valid."""
     assert list(arguments) == ["city", "unit"], arguments
     assert arguments["unit"] in PARAMETERS["properties"]["unit"]["enum"], arguments

@@ -1,4 +1,4 @@
-"""The clients that are tried: what is installed for each, and what runs its checks."""
+"""The clients: packages to install, and scripts of checks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class Client:
     """A client, and the script of its checks.
 
     Attributes:
-        name: That of its package; in a table, too.
-        needs: What pip, or npm, installs.
-        peer: The peer of the benchmarks whose environment it lies in, made as `python -m tests.bench setup` makes it;
-            then `needs` are empty.
+        name: Name of its package, and in the table.
+        needs: Packages that pip, or npm, installs.
+        peer: The peer of the benchmarks whose environment it uses, created by `python -m tests.bench setup`; `needs` is
+      then empty.
         is_node: It is a package of Node, and its script is JavaScript.
-        limit_s: Its checks may take so long together.
+        limit_s: Time limit of all its checks.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Client:
 
     @property
     def package(self) -> str:
-        """The package whose version is told."""
+        """The package whose version is reported."""
         return self.name.partition(" ")[0]
 
 

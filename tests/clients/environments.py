@@ -1,4 +1,4 @@
-"""An environment for each client, made when it is first wanted: a venv, or a folder with Node's packages."""
+"""An environment for each client, created on demand: a venv, or a folder with Node's packages."""
 
 from __future__ import annotations
 
@@ -19,35 +19,34 @@ from tests.clients.catalogue import Client
 
 
 class NotInstalled(Exception):
-    """A client could not be installed; the message is what pip or npm said last."""
+    """A client could not be installed; the message is the last output of pip or npm."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a client lies."""
+    """Paths of a client."""
 
     client: Client
     cache: Path
 
     @property
     def folder(self) -> Path:
-        """The environment."""
         return self.cache / self.client.name.replace(" ", "-")
 
     @property
     def log(self) -> Path:
-        """What installing and the checks have printed."""
+        """Output of installation and checks."""
         return self.folder.with_suffix(".log")
 
     @property
     def results(self) -> Path:
-        """The lines of JSON that checks leave."""
+        """The lines of JSON that checks write."""
         return self.folder.with_suffix(".results")
 
     def command(self, here: Path) -> list[str]:
-        """Return what runs the checks; `here` is the folder of this module."""
+        """Command that runs the checks; `here` is the folder of this module."""
         script = here / "scripts" / self.client.script
-        if self.client.is_node:  # which looks for packages beside the script
+        if self.client.is_node:  # Node looks for packages next to the script
             shutil.copy(script, self.folder)
             return ["node", str(self.folder / script.name), str(self.results)]
         python = self.folder / "bin" / "python"
@@ -55,7 +54,7 @@ class Place:
 
 
 def install(place: Place, pip_arguments: Sequence[str]) -> None:
-    """Make an environment unless it is there.
+    """Create an environment unless it exists.
 
     Raises:
         NotInstalled: When pip or npm fails, or Node is missing.

@@ -17,7 +17,7 @@ from typing import Any
 
 
 def error_of(check: Callable[[], Any]) -> str:
-    """Run a check; return what went wrong in a line, empty where nothing did."""
+    """Run a check; return its error in a line, or an empty string."""
     try:
         result = check()
         if inspect.iscoroutine(result):

@@ -1,4 +1,4 @@
-"""What became of checks, as a table."""
+"""Results of checks, as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ERROR_CHARACTERS_MAX = 200
 
 @dataclass(frozen=True)
 class Check:
-    """A check, and what went wrong; empty where nothing did."""
+    """A check, and its error; empty if it passed."""
 
     name: str
     error: str
@@ -28,7 +28,7 @@ class Tried:
 
 
 def read(results: Path, trouble: str) -> list[Check]:
-    """Return the checks that a script has told of, and how it ended, if not well; to tell of none is not well."""
+    """Return the checks in a script's results, and a failed one for a bad end or an empty file."""
     lines = results.read_text().splitlines() if results.exists() else []
     checks = [Check(line["check"], line["error"]) for line in map(json.loads, lines)]
     if trouble or not checks:
@@ -37,7 +37,7 @@ def read(results: Path, trouble: str) -> list[Check]:
 
 
 def write(tried: Sequence[Tried]) -> str:
-    """Return the table of clients, and below it that of what failed."""
+    """Return the table of clients, followed by that of failures."""
     lines = ["| client | version | passed | failed |", "|---|---|---|---|"]
     for one in tried:
         passed = ", ".join(check.name for check in one.checks if not check.error)

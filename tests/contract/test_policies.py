@@ -1,4 +1,4 @@
-"""One suite for every registered policy: whatever the view, the proposal is one that the kernel can enact."""
+"""One suite for every registered policy: for any view, its decision is one that the kernel can carry out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from vsched.policy import (
 
 REGISTERED = list_policies()
 FIELDS: dict[str, dict[str, Any]] = {"pinned": {"tokens": 64}}
-"""What a policy needs that has fields without defaults."""
+"""Values for fields without defaults, by policy."""
 ROUNDS = 200
 
 
@@ -161,7 +161,7 @@ def test_eviction_order_names_only_what_it_holds(registered: RegisteredPolicy) -
     for step in range(ROUNDS):
         action = rng.randrange(4)
         if action < 2 or not held:
-            # New entries, such as were evicted before, and such as were in use.
+            # New entries, entries that were evicted before, and entries in use.
             key = rng.randrange(ROUNDS // 4) if rng.random() < 0.5 else ROUNDS + step
             if key not in held and order.add(key, rng.randrange(1, 9)):
                 held[key] = None

@@ -1,4 +1,4 @@
-"""What each admission policy decides, case by case, in the encode stage and in the generate stage."""
+"""Decisions of each admission policy, case by case, in the encode stage and in the generate stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vsched_policies.admission import Deadline, Fifo, Gathered, Priority, TokenB
 
 Budgeted = type[TokenBudget] | type[Gathered] | type[Priority] | type[Deadline]
 BUDGETED = pytest.mark.parametrize("cls", [TokenBudget, Gathered, Priority, Deadline])
-"""Those with a token budget and a count cap. Gathered comes without a deadline here: it holds nothing."""
+"""Policies with a token budget and a count cap. Gathered has no deadline here: it holds nothing."""
 
 
 def budgeted(cls: Budgeted, **fields: int) -> AdmissionPolicy:
@@ -41,7 +41,7 @@ def test_budget_stops_before_the_item_that_exceeds(
 
 @BUDGETED
 def test_budget_admits_a_first_item_above_it_alone(cls: Budgeted) -> None:
-    """No deadlock, and nothing beside it, not even what costs nothing."""
+    """No deadlock, and nothing with it, not even free items."""
     policy = budgeted(cls, max_tokens=200)
     assert admit(policy, [500, 1]) == ([500], [1])
     assert admit(policy, [500, 0]) == ([500], [0])
@@ -64,7 +64,7 @@ def test_budget_holds_count_and_tokens(
 
 @BUDGETED
 def test_budget_of_zero_is_the_count_cap_alone(cls: Budgeted) -> None:
-    """0 opts out of the budget, not of the count cap."""
+    """0 disables the budget, not the count cap."""
     assert admit(budgeted(cls, max_tokens=0, max_items=3), [9999] * 4) == ([9999] * 3, [9999])
     assert TokenBudget(max_tokens=0).budget(2048) is None
 
@@ -114,12 +114,12 @@ def test_budget_stops_when_permits_run_out(cls: Budgeted) -> None:
 
 @BUDGETED
 def test_budget_admits_by_what_an_entry_can_take_of_it(cls: Budgeted) -> None:
-    """Prompts join with a part of their tokens: one that is larger than the room uses it up."""
+    """Prompts join with a part of their tokens: one that exceeds the budget uses it up."""
     policy = budgeted(cls, max_tokens=100)
     assert admit(policy, [60, 60, 60], divisible=True, tokens_free=50) == ([60], [60, 60])
     unlimited = budgeted(cls, max_tokens=0)
     assert admit(unlimited, [60] * 4, divisible=True, tokens_free=121) == ([60] * 3, [60])
-    if cls is not Gathered:  # which also heeds blocks
+    if cls is not Gathered:  # which also considers blocks
         assert admit(policy, [60, 60, 60], divisible=True, tokens_free=1000) == ([60, 60], [60])
 
 
@@ -156,7 +156,7 @@ def test_token_budget_looks_so_far_past_an_item_that_does_not_fit(
 
 @pytest.mark.parametrize("cls", [Fifo, TokenBudget])
 def test_look_ahead_passes_a_request_without_blocks(cls: type[Fifo | TokenBudget]) -> None:
-    """In the generate stage it is blocks that the head lacks."""
+    """In the generate stage the head lacks blocks."""
     waiting = [Item(10, blocks=9), Item(10, blocks=3), Item(10, blocks=3), Item(10, blocks=1)]
 
     def indices(policy: AdmissionPolicy) -> list[int]:
@@ -169,13 +169,13 @@ def test_look_ahead_passes_a_request_without_blocks(cls: type[Fifo | TokenBudget
 
 
 def test_look_ahead_does_not_pass_an_item_above_the_budget() -> None:
-    """Nothing is gained by waiting, it will never fit beside others."""
+    """Waiting is useless: it never fits together with others."""
     waiting = [Item(500), Item(10), Item(10)]
     assert list(ask(TokenBudget(max_tokens=200, look_ahead=2), waiting).indices) == [0]
 
 
 def test_look_ahead_ends_when_the_head_starves() -> None:
-    """Nothing passes what has waited for `starvation_s`; it is proposed, so that the kernel sees when it fits."""
+    """No entry overtakes one that has waited for `starvation_s`; it is proposed, so the kernel sees when it fits."""
     waiting = [Item(10, blocks=9, arrived_ns=0), Item(10, blocks=1, arrived_ns=SECOND_NS)]
     policy = Fifo(look_ahead=5, starvation_s=2.0)
 
@@ -188,7 +188,7 @@ def test_look_ahead_ends_when_the_head_starves() -> None:
 
 
 def test_look_ahead_proposes_the_front_where_nothing_fits() -> None:
-    """The kernel sees for itself that it does not fit, and then asks only after a change."""
+    """The kernel finds that it does not fit, and calls the policy again only after a change."""
     waiting = [Item(10, blocks=9), Item(10, blocks=8)]
     answer = ask(TokenBudget(look_ahead=5), waiting, divisible=True, tokens_free=100, blocks_free=4)
     assert list(answer.indices) == [0]
@@ -212,7 +212,7 @@ def test_look_ahead_proposes_the_front_where_nothing_fits() -> None:
     ],
 )
 def test_gathered_goes_when_a_step_is_full(sizes: list[int | None], admitted: int | None) -> None:
-    """Token budget (reached, or exceeded by the next), batch size, or what cannot share a step."""
+    """Token budget (reached, or exceeded by the next), batch size, or an item that cannot share a step."""
     policy = Gathered(max_tokens=40, max_items=4)
     answer = ask(policy, [Item(size, arrived_ns=500) for size in sizes], now_ns=1000)
     if admitted is None:
@@ -236,7 +236,7 @@ def test_gathered_goes_when_a_step_is_full(sizes: list[int | None], admitted: in
 def test_gathered_goes_when_blocks_or_permits_or_room_are_used_up(
     waiting: list[Item], entries_free: int, blocks_free: int, admitted: int | None
 ) -> None:
-    """No more can join, so waiting for more has no sense."""
+    """No more can join, so there is no reason to wait."""
     policy = Gathered(max_tokens=200, max_blocks=8)
     answer = ask(
         policy,
@@ -251,7 +251,7 @@ def test_gathered_goes_when_blocks_or_permits_or_room_are_used_up(
 
 
 def test_gathered_goes_when_the_oldest_has_waited_long_enough() -> None:
-    """0.1 s by default, counted from the oldest, wherever it stands; one time to wait for."""
+    """0.1 s by default, counted from the oldest, at any position; one time to wait for."""
     waiting = [Item(1, arrived_ns=300), Item(1, arrived_ns=200)]
     due_ns = 200 + SECOND_NS // 10
     assert ask(Gathered(), waiting, now_ns=400) == Admission(hold_until_ns=due_ns)
@@ -268,7 +268,7 @@ def test_priority_is_strict_and_first_come_within_a_level() -> None:
 
 
 def test_priority_lets_nothing_pass_the_more_urgent() -> None:
-    """Strict also where the urgent one does not fit beside the others."""
+    """Strict even if the urgent one does not fit together with the others."""
     waiting = [Item(10), Item(50, priority=1), Item(60, priority=1), Item(10)]
     assert list(ask(Priority(max_tokens=100), waiting).indices) == [1]
 
@@ -301,7 +301,7 @@ def test_deadline_takes_the_earliest_target_first(*, divisible: bool) -> None:
 
 
 def test_deadline_puts_what_is_late_last() -> None:
-    """What can no longer meet its target does not make others late too; among the late, the earlier arrival."""
+    """An entry that can no longer meet its target does not make others late; late ones go in order of arrival."""
     waiting = [
         Item(1, arrived_ns=20, target_ns=90),
         Item(1, arrived_ns=10, target_ns=95),
@@ -313,7 +313,7 @@ def test_deadline_puts_what_is_late_last() -> None:
 
 
 def test_deadline_starves_nothing() -> None:
-    """After `starvation_s` an entry goes first, and of several the one that came first."""
+    """After `starvation_s` an entry goes first, and of several the one that arrived first."""
     waiting = [
         Item(1, arrived_ns=9 * SECOND_NS, target_ns=11 * SECOND_NS),
         Item(1, arrived_ns=2, target_ns=4),

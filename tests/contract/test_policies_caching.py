@@ -1,4 +1,4 @@
-"""What each encoding and eviction policy decides, case by case."""
+"""Decisions of each encoding and eviction policy, case by case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
 def select(
     policy: EncodingPolicy, chunk: tuple[int, int], *, ready: tuple[int, ...] = (1,)
 ) -> list[int]:
-    """Ask about items at [10, 20), [30, 40) and [40, 50) of a prompt of 60 tokens."""
+    """Call the policy with items at [10, 20), [30, 40) and [40, 50) of a prompt of 60 tokens."""
     spans = [(10, 20), (30, 40), (40, 50)]
     items = [
         ItemSpan(start, stop, ready=index in ready) for index, (start, stop) in enumerate(spans)
@@ -44,7 +44,7 @@ def select(
 def test_chunk_aware_selects_items_that_meet_the_chunk(
     chunk: tuple[int, int], chosen: list[int]
 ) -> None:
-    """Only items whose span meets the chunk, and of those only the ones not encoded."""
+    """Only items whose span overlaps the chunk, and of those only the ones not encoded."""
     assert select(ChunkAware(), chunk) == chosen
 
 
@@ -65,7 +65,7 @@ def test_eager_selects_all_that_lies_ahead(chunk: tuple[int, int], chosen: list[
     ("chunk", "chosen"), [((0, 10), []), ((0, 11), [0, 2]), ((45, 60), [0, 2]), ((30, 40), [])]
 )
 def test_combined_selects_all_or_none(chunk: tuple[int, int], chosen: list[int]) -> None:
-    """The kernel leaves out what lies behind the chunk, for every policy."""
+    """The kernel leaves out items behind the chunk, for every policy."""
     assert select(Combined(), chunk) == chosen
     assert Combined.scope == "request"
 
@@ -109,7 +109,7 @@ def test_s3_fifo_spares_what_was_hit() -> None:
 
 
 def test_s3_fifo_lets_a_scan_pass() -> None:
-    """A thousand entries that are seen once do not wash out those that are seen again and again; LRU lets them."""
+    """A thousand entries that are used once do not evict repeatedly used ones, as they do with LRU."""
     orders = {"s3-fifo": S3Fifo().build_order(), "lru": Lru().build_order()}
     kept: dict[str, int] = {}
     for name, order in orders.items():
@@ -136,7 +136,7 @@ def test_s3_fifo_takes_a_ghost_back_into_the_main_queue() -> None:
 
 
 def test_s3_fifo_forgets_ghosts() -> None:
-    """So many are remembered and no more: bounded for ever."""
+    """The number of remembered keys is bounded."""
     order = S3Fifo(ghosts=1, small_share=0.5).build_order()
     for key in "abcd":
         order.add(key, 1)

@@ -1,4 +1,4 @@
-"""What drafting policies grant: by what is held to a form, and by what came of drafts."""
+"""Grants of drafting policies, by grammar constraints and by acceptance of draft tokens."""
 
 from __future__ import annotations
 
@@ -39,13 +39,16 @@ def test_forced_tokens_grants_what_is_held_to_a_form_drafts_without_lookup() -> 
     ("changes", "granted"),
     [
         ({}, TRIAL),
-        ({"last": TRIAL, "drafted": 12, "accepted": 3}, ALL),  # three steps brought three
+        ({"last": TRIAL, "drafted": 12, "accepted": 3}, ALL),  # three steps yielded three
         ({"last": TRIAL, "drafted": 12, "accepted": 2}, PAUSE),
         ({"last": TRIAL}, ALL),  # nothing was found, and nothing paid
         ({"last": ALL, "drafted": 64, "accepted": 8}, ALL),
         ({"last": ALL, "drafted": 64, "accepted": 7}, PAUSE),
         ({"last": PAUSE}, TRIAL),
-        ({"last": Draft(0, 64, 3)}, ALL),  # it found no free row, which says nothing of drafts
+        (
+            {"last": Draft(0, 64, 3)},
+            ALL,
+        ),  # it found no free row, which proves nothing about draft tokens
     ],
 )
 def test_prompt_lookup_goes_on_while_drafts_bring_enough(
@@ -71,11 +74,11 @@ def steps_of(policy: DraftingPolicy) -> int:
 
 
 def test_prompt_lookup_takes_fewer_steps_where_half_of_the_drafts_prove_right() -> None:
-    """As they do in model ranks."""
+    """As in model ranks."""
     assert steps_of(NoDrafts()) > 400 > 250 > steps_of(PromptLookup())
 
 
-# --- what both policies judge by ---
+# --- acceptance, in both policies ---
 
 GUESSES = [PromptLookup(), ModelDrafts()]
 
@@ -121,7 +124,7 @@ def test_drafts_are_not_judged_by_steps_with_prefill_or_seen_before() -> None:
 
 @pytest.mark.parametrize("at", [1, 8])
 def test_one_step_that_was_held_up_does_not_end_drafts(at: int) -> None:
-    """Twice the tokens in 1.6 times the time; a neighbour, a garbage collection or a page fault comes between."""
+    """Twice the tokens in 1.6 times the time; a neighbour, a garbage collection or a page fault in between."""
     state, busy_ns = Trials(), [1600] * 9
     busy_ns[at] = 50_000
     told = steps(*[1000] * 9) + steps(*busy_ns, drafted=4, accepted=1, start=10)
@@ -137,7 +140,7 @@ def test_one_step_that_was_held_up_does_not_end_drafts(at: int) -> None:
 
 
 def test_drafts_pay_again_in_the_first_trial_after_a_slow_stretch() -> None:
-    """All steps with drafts were five times slower, then come some without drafts and one trial at full speed."""
+    """All steps with draft tokens were five times slower, then come some without and one trial at full speed."""
     policy, state = PromptLookup(), Trials()
     told = steps(*[5000] * 40, drafted=4, accepted=1) + steps(*[1000] * 20, start=41)
     told += steps(*[1100] * 4, drafted=4, accepted=1, start=61)

@@ -1,4 +1,4 @@
-"""What the built-in front doors decide, and what comes of it in simulation."""
+"""Decisions of the built-in arrival policies, and their effects in simulation."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def first(ended_ms: int, ttft_ms: int) -> FirstTokenTime:
 
 
 def late(policy: DeadlineShed, *, waiting: int, target_ms: int | None = None) -> FrontDoorAnswer:
-    """Ask while first tokens come every 100 ms for those who wait; and a second apart where nobody waited."""
+    """Call the policy with first tokens every 100 ms for requests that waited, and every second if none waited."""
     firsts = [first(1000, 20), first(2000, 20), first(2100, 110), first(2200, 150)]
     now_ns = 3000 * MS
     target_ns = None if target_ms is None else now_ns + target_ms * MS
@@ -97,7 +97,7 @@ def test_deadline_shed_looks_at_those_ahead() -> None:
 
 @pytest.mark.parametrize("slow_ms", [[500] * 40 + [100] * 17, [100] * 40 + [10_000] + [100] * 9])
 def test_deadline_shed_forgets_a_slow_stretch_and_ignores_one_stop(slow_ms: list[int]) -> None:
-    """First tokens come every 100 ms again, or always did but when the machine stood still."""
+    """First tokens come every 100 ms again, or always did except when the machine stood still."""
     ended_ms = accumulate(slow_ms, initial=1000)
     firsts = [first(one, 20_000) for one in ended_ms]
     assert busy_gap_ns(firsts) == 100 * MS

@@ -1,4 +1,4 @@
-"""Policies at work in the kernel: permits, counters, look-ahead, and how often they are asked."""
+"""Policies at work in the kernel: permits, counters, look-ahead, and number of calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ADMISSION = pytest.mark.parametrize(
     "registered", REGISTERED, ids=lambda policy: f"{policy.kind}-{policy.name}"
 )
 def test_policy_passes_random_schedules(registered: RegisteredPolicy) -> None:
-    """What is taken is returned on every path, and the same run goes the same way twice."""
+    """All resources are returned on every path, and the same run repeats exactly."""
     fields = FIELDS.get(registered.name, {})
     check_policy(
         resolve_policy(registered.kind, {"use": registered.name, **fields}), seeds=range(8)
@@ -68,7 +68,7 @@ def test_admission_returns_the_rest_when_permits_run_out(registered: RegisteredP
 
 @ADMISSION
 def test_admission_refused_request_changes_nothing(registered: RegisteredPolicy) -> None:
-    """Who waits for blocks holds no slot and no block meanwhile, and counts as admitted only afterwards."""
+    """A request that waits for blocks holds no slot and no block meanwhile, and counts as admitted only afterwards."""
     policies = default_policies(generate_admission=admission(registered))
     cluster = ModelCluster(make_limits(blocks=10, slots=3, prefix_cache=False), policies)
     cluster.submit(make_request("first", words(20), max_tokens=4))
@@ -88,7 +88,7 @@ def test_admission_refused_request_changes_nothing(registered: RegisteredPolicy)
 def test_admission_refused_request_does_not_hold_its_cached_prefix(
     registered: RegisteredPolicy,
 ) -> None:
-    """Nothing is taken for a request before all that it needs is there, not even what is shared."""
+    """Nothing is allocated for a request, not even shared blocks, before everything it needs is available."""
     policies = default_policies(generate_admission=admission(registered))
     cluster = ModelCluster(make_limits(blocks=9, slots=3), policies)
     cluster.submit(make_request("first", words(20), max_tokens=4))
@@ -105,7 +105,7 @@ def test_admission_refused_request_does_not_hold_its_cached_prefix(
 
 
 class Counted(Gathered, frozen=True, kw_only=True):
-    """Counts how often it is asked."""
+    """Counts its calls."""
 
     asked: ClassVar[list[int]] = []
 
@@ -115,7 +115,7 @@ class Counted(Gathered, frozen=True, kw_only=True):
 
 
 def test_gathered_is_asked_on_arrival_and_at_its_deadline() -> None:
-    """In between it waits for an event or its time, however many steps of others go by."""
+    """In between it waits for an event or its time, whatever the number of other steps."""
     Counted.asked.clear()
     policies = default_policies(generate_admission=Counted(deadline_s=0.1))
     cluster = ModelCluster(make_limits(), policies)
@@ -140,7 +140,7 @@ def test_gathered_is_asked_on_arrival_and_at_its_deadline() -> None:
 
 
 def test_gathered_encoder_is_asked_on_arrival_and_at_its_deadline() -> None:
-    """Nor does the encode stage ask again because of what others do meanwhile."""
+    """Steps of other groups do not make the encode stage call it again."""
     Counted.asked.clear()
     policies = default_policies(encode_admission=Counted(deadline_s=0.1))
     cluster = ModelCluster(make_limits(), policies)
@@ -175,7 +175,7 @@ def test_gathered_encodes_what_comes_within_the_deadline_together() -> None:
 
 
 class CountedFifo(Fifo, frozen=True, kw_only=True):
-    """Counts how often it is asked."""
+    """Counts its calls."""
 
     asked: ClassVar[list[int]] = []
 
@@ -186,7 +186,7 @@ class CountedFifo(Fifo, frozen=True, kw_only=True):
 
 @pytest.mark.parametrize("look_ahead", [0, 3])
 def test_fifo_is_not_asked_again_before_something_changes(look_ahead: int) -> None:
-    """A request without blocks is looked at again when blocks came free, not in every step."""
+    """A request without blocks is examined again when blocks were freed, not in every step."""
     CountedFifo.asked.clear()
     policies = default_policies(generate_admission=CountedFifo(look_ahead=look_ahead))
     cluster = ModelCluster(make_limits(blocks=25, prefix_cache=False), policies)
@@ -202,7 +202,7 @@ def test_fifo_is_not_asked_again_before_something_changes(look_ahead: int) -> No
 
 
 def test_look_ahead_lets_the_small_pass_until_the_head_starves() -> None:
-    """Bounded: with it, the small ones use blocks that the large one cannot; then nothing passes it any more."""
+    """Bounded: the small ones use blocks that the large one cannot use; then none overtakes it any more."""
 
     def order(policy: AdmissionPolicy) -> list[str]:
         limits = make_limits(blocks=20, prefix_cache=False)
@@ -225,7 +225,7 @@ def test_look_ahead_lets_the_small_pass_until_the_head_starves() -> None:
 
 @pytest.mark.parametrize("stage", ["encode_admission", "generate_admission"])
 def test_priority_and_deadline_come_from_the_request(stage: str) -> None:
-    """Both stages see what the request carries; an image is as urgent as the most urgent of those who want it."""
+    """Both stages see the request's values; an image has the highest urgency of its requests."""
 
     def order(policy: AdmissionPolicy) -> list[str]:
         cluster = ModelCluster(
@@ -255,7 +255,7 @@ def test_priority_and_deadline_come_from_the_request(stage: str) -> None:
 
 
 def encoded_after_first_chunk(policy: ChunkAware | Eager | Combined) -> list[bytes]:
-    """Return what is encoded when one chunk of the request has been sent and not come back."""
+    """Images encoded after one chunk of the request has been sent and not come back."""
     cluster = ModelCluster(make_limits(chunk_tokens=8, slots=1), default_policies(encoding=policy))
     text = words(40)
     items = [(8, 4, b"first"), (20, 4, b"second"), (40, 4, b"third")]
@@ -269,7 +269,7 @@ def encoded_after_first_chunk(policy: ChunkAware | Eager | Combined) -> list[byt
 
 
 def test_encoding_looks_as_far_ahead_as_configured() -> None:
-    """The chunk that runs is text, and the kernel claims what the next one needs meanwhile."""
+    """The running chunk is text, and the kernel claims images of the next one meanwhile."""
     assert encoded_after_first_chunk(ChunkAware()) == [b"first"]
     assert encoded_after_first_chunk(ChunkAware(look_ahead_chunks=2)) == [b"first", b"second"]
     assert encoded_after_first_chunk(Eager()) == [b"first", b"second", b"third"]
@@ -278,7 +278,7 @@ def test_encoding_looks_as_far_ahead_as_configured() -> None:
 
 @pytest.mark.parametrize("policy", [ChunkAware(), Eager(), Combined()], ids=repr)
 def test_conversation_encodes_by_item_or_by_set(policy: ChunkAware | Eager | Combined) -> None:
-    """An image more costs one encode, but for the baseline, which knows only whole sets."""
+    """An additional image costs one encode, except in the baseline, which knows only whole sets."""
     cluster = ModelCluster(make_limits(prefix_cache=False), default_policies(encoding=policy))
     counts: list[int] = []
     for turn in range(1, 5):

@@ -1,4 +1,4 @@
-"""What the built-in memory policies decide, case by case and under random measurements."""
+"""Decisions of the built-in memory policies, case by case and under random measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 REGISTERED = [policy.name for policy in list_policies() if policy.kind == "memory"]
 FIELDS: dict[str, dict[str, Any]] = {"pinned": {"tokens": 64}}
 PLAIN = AutoProfile(mem_fraction=1.0, headroom_bytes=0)
-"""Keeps nothing back, so that sums can be read off."""
+"""Keeps nothing back, so that the sums are simple."""
 
 
 def made(name: str) -> MemoryPolicy:
@@ -34,7 +34,7 @@ def made(name: str) -> MemoryPolicy:
 
 
 def refused(answer: object) -> str:
-    """Return the message of a failure that gives value, limit and remedy."""
+    """Return the message of a failure, which must have value, limit and remedy."""
     assert isinstance(answer, Fail)
     assert all(word in answer.message for word in ("value ", "limit ", "Remedy: "))
     return answer.message
@@ -59,7 +59,7 @@ def test_auto_profile_probes_the_largest_step(batch_tokens: int, slots: int, tok
 
 
 def test_auto_profile_probes_less_than_is_free() -> None:
-    """Where 8,192 tokens exceed what is free, the probe takes no more than that, less what encoders will need."""
+    """If 8,192 tokens exceed the free memory, the probe takes that, less the needs of encoders."""
     ranks = [rank_memory(available_bytes=50_000)]
     assert AutoProfile().plan(memory_view(ranks=ranks)) == Probe(4992)
     view = memory_view(ranks=ranks, reservations=[reserved(20_000)])
@@ -72,7 +72,7 @@ def test_auto_profile_refuses_a_full_device() -> None:
 
 
 def test_auto_profile_ignores_the_context_until_it_knows_the_rest() -> None:
-    """That one request fits is not asked of the probe, and is asked of the build."""
+    """The probe need not hold a whole request, the build must."""
     view = memory_view(context_tokens=60_000)
     assert AutoProfile().plan(view) == Probe(8192)
     probed = memory_view(attempted("probe", 8192), context_tokens=60_000)
@@ -91,7 +91,7 @@ def test_auto_profile_ignores_the_context_until_it_knows_the_rest() -> None:
 
 
 def test_auto_profile_probes_with_little_when_much_does_not_fit() -> None:
-    """The probe is tried twice at most, then the knobs are named."""
+    """At most two probes, then the error names the settings."""
     first = attempted("probe", 8192, "out_of_memory")
     assert AutoProfile().plan(memory_view(first)) == Probe(1024)
     second = attempted("probe", 1024, "out_of_memory")
@@ -113,7 +113,7 @@ def test_auto_profile_builds_what_is_left() -> None:
 
 
 def test_auto_profile_takes_the_minimum_over_ranks() -> None:
-    """What does not fit on one rank fits on none."""
+    """A size must fit on all ranks."""
     ranks = [
         rank_memory(rank=rank, pool=f"device {rank}", peak_bytes=peak, kv_bytes=80_000)
         for rank, peak in enumerate([300_000, 480_000, 310_000])
@@ -140,7 +140,7 @@ def test_auto_profile_counts_ranks_on_one_device_once() -> None:
 
 
 def test_auto_profile_leaves_what_encoders_do_not_hold_yet() -> None:
-    """Growth that is not held is kept free; what is held counts among the peers already."""
+    """Growth that is not held is kept free; held memory counts among the peers already."""
     probe = attempted("probe", 8192)
     both = [reserved(30_000), reserved(20_000, rank=1)]
     assert PLAIN.plan(memory_view(probe, reservations=both)) == Build(60_000)
@@ -151,18 +151,18 @@ def test_auto_profile_leaves_what_encoders_do_not_hold_yet() -> None:
 @pytest.mark.parametrize(
     ("changes", "tokens"),
     [
-        ({"peak_bytes": 10_000}, 90_000),  # less than the KV: nothing else, not less than nothing
-        ({"available_bytes": 900_000}, 75_000),  # more than there can be: no peers, not less
+        ({"peak_bytes": 10_000}, 90_000),  # less than the KV: other memory is 0, not negative
+        ({"available_bytes": 900_000}, 75_000),  # more than possible: peers are 0, not negative
     ],
 )
 def test_auto_profile_clamps_at_nothing(changes: dict[str, int], tokens: int) -> None:
-    """Neither what is not KV nor what peers hold is ever negative."""
+    """Neither memory other than KV nor memory of peers is ever negative."""
     view = memory_view(attempted("probe", 8192, **changes))
     assert PLAIN.plan(view) == Build(tokens // 16 * 16)
 
 
 def test_auto_profile_target_is_at_least_one_token() -> None:
-    """On a device that is overdrawn, with a block of one token, the answer is one token, not none or less."""
+    """On an overcommitted device, with a block of one token, the target is one token, not none or less."""
     probe = attempted("probe", 8192, peak_bytes=3 * TOTAL)
     view = memory_view(probe, block_size=1, tokens_min=1, context_tokens=1)
     assert AutoProfile().plan(view) == Build(1, headroom_bytes=256 * MIB)
@@ -178,7 +178,7 @@ def test_auto_profile_target_is_at_least_one_token() -> None:
 def test_auto_profile_has_one_safety_margin(
     total: int, shares: tuple[int, int, int, int], fraction: float, bytes_per_token: int
 ) -> None:
-    """The target is the formula's, whatever the numbers; nothing else is subtracted on the way."""
+    """The target is exactly the formula's; nothing else is subtracted."""
     non_kv, headroom, peers, unheld = (total * share // 1000 for share in shares)
     probe_bytes = 64 * bytes_per_token
     ranks = [
@@ -217,7 +217,7 @@ def test_mem_fraction_is_refused_outside_its_bounds(name: str, fraction: float) 
 
 
 def test_mem_fraction_defaults() -> None:
-    """0.95 of the measured budget beside headroom of 256 MiB."""
+    """0.95 of the measured budget, with a headroom of 256 MiB."""
     assert AutoProfile().mem_fraction == Pinned(tokens=1).mem_fraction == 0.95
     assert AutoProfile().headroom_bytes == 256 * MIB
 
@@ -244,14 +244,14 @@ def test_auto_profile_shrinks_by_a_share() -> None:
 
 
 def test_auto_profile_shrinks_by_a_block_at_least() -> None:
-    """A retry of the same size would be none."""
+    """A retry of the same size would be useless."""
     view = memory_view(attempted("probe", 8192), attempted("build", 160, "out_of_memory"))
     view = msgspec.structs.replace(view, context_tokens=16)
     assert AutoProfile(headroom_bytes=0, shrink=0.01).plan(view) == Build(144)
 
 
 def test_auto_profile_says_all_when_it_gives_up() -> None:
-    """Initial, final, peak, total, headroom, and the knobs in the order to try."""
+    """Initial, final, peak, total, headroom, and the settings in the order to try."""
     builds = [attempted("build", tokens, "out_of_memory") for tokens in (4096, 3888, 3680, 3488)]
     policy = AutoProfile(headroom_bytes=1024, mem_fraction=0.9)
     message = refused(policy.plan(memory_view(attempted("probe", 8192), *builds)))
@@ -271,7 +271,7 @@ def test_auto_profile_says_all_when_it_gives_up() -> None:
 
 
 def test_auto_profile_stops_shrinking_below_one_request() -> None:
-    """Enforced after every rebuild."""
+    """Checked after every rebuild."""
     view = memory_view(
         attempted("probe", 8192), attempted("build", 1040, "out_of_memory"), context_tokens=1024
     )
@@ -281,7 +281,7 @@ def test_auto_profile_stops_shrinking_below_one_request() -> None:
 
 
 def test_auto_profile_makes_room_for_a_peer_that_came() -> None:
-    """After a failed build the peers are those of that build, where a share of 5 % would not do."""
+    """After a failed build the peers are those of that build, if a reduction of 5 % would not suffice."""
     taken = attempted("build", 64_992, "out_of_memory", available_bytes=0, reserved_bytes=500_000)
     assert PLAIN.plan(memory_view(attempted("probe", 8192), taken)) == Build(25_000 // 16 * 16)
 
@@ -289,7 +289,7 @@ def test_auto_profile_makes_room_for_a_peer_that_came() -> None:
 @pytest.mark.parametrize("policy", [AutoProfile(), Pinned(tokens=64), Fraction()], ids=repr)
 @pytest.mark.parametrize("action", ["probe", "build"])
 def test_leak_fails_at_once(policy: MemoryPolicy, action: str) -> None:
-    """A leak is not an out-of-memory: nothing is shrunk, whichever attempt it is found on."""
+    """A leak is not an out-of-memory: nothing is shrunk, whichever attempt finds it."""
     earlier = attempted("probe", 8192)
     answer = policy.plan(memory_view(earlier, attempted(action, 64, "leak", released_bytes=7)))
     message = refused(answer)
@@ -318,7 +318,7 @@ def test_pinned_takes_tokens_or_bytes() -> None:
 
 
 def test_pinned_refuses_what_did_not_hold() -> None:
-    """The operator's size is not shrunk behind his back."""
+    """The operator's size is not reduced silently."""
     message = refused(Pinned(bytes=640).plan(memory_view(attempted("build", 64, "out_of_memory"))))
     assert "value 64 tokens (640 bytes), peak 244.8 KiB, headroom 0 bytes" in message
     assert in_order(message, "lower generate.memory.bytes", "generate.max_batch_tokens")
@@ -336,7 +336,7 @@ def test_pinned_fits_the_fraction_of_what_is_left(fraction: float, tokens_max: i
 
 
 def test_pinned_leaves_what_encoders_do_not_hold_yet() -> None:
-    """50,000 bytes of growth are not there for the KV cache."""
+    """50,000 bytes of growth are not available for the KV cache."""
     policy = Pinned(tokens=65_001, mem_fraction=1.0)
     assert isinstance(policy.plan(memory_view()), Build)
     assert "65000 tokens" in refused(policy.plan(memory_view(reservations=[reserved(50_000)])))
@@ -356,7 +356,7 @@ def test_pinned_needs_the_size_once() -> None:
 
 
 def test_fraction_takes_a_share_and_hopes() -> None:
-    """The way to compare with: of 700,000 free bytes, whatever encoders reserve, without a profiling run."""
+    """A baseline: of 700,000 free bytes, whatever encoders reserve, without a profiling run."""
     view = memory_view(reservations=[reserved(650_000)])
     assert Fraction().plan(view) == Build(63_000, profile=False)
     assert Fraction(mem_fraction=0.5).plan(view) == Build(35_000, profile=False)

@@ -1,4 +1,4 @@
-"""What the built-in policies for preemption decide, case by case."""
+"""Decisions of the built-in preemption policies, case by case."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vsched_policies.preemption import Cheapest, ReaderPace, SwapLong, Youngest
 
 
 def running(*tokens: int, blocks: int = 1) -> PreemptionView:
-    """Return a view of requests with so many computed tokens each, oldest first."""
+    """A view of requests with these numbers of computed tokens, oldest first."""
     requests = [
         RunningView(tokens=size, blocks=blocks, outputs=size, priority=0, arrived_ns=index)
         for index, size in enumerate(tokens)
@@ -38,14 +38,14 @@ def test_cheapest_takes_the_fewest_tokens_of_several_the_youngest(
 @pytest.mark.parametrize(
     ("now_s", "victim"),
     [
-        (1, 1),  # nobody reads yet: leads are 20, 40, 30 and 10
+        (1, 1),  # no output is read yet: leads are 20, 40, 30 and 10
         (2, 2),  # 20 - 10, 40 - 10, 30 and 10: of equals the youngest
         (4, 2),  # 20 - 30, 40 - 30, 30 - 10 and 10
         (7, 3),  # 20 - 60, 40 - 60, 30 - 40 and 10 - 10
     ],
 )
 def test_reader_pace_takes_who_is_furthest_ahead(now_s: int, victim: int) -> None:
-    """At 10 tokens a second from a second after the arrival on."""
+    """At 10 tokens a second, starting a second after the arrival."""
     second = 1_000_000_000
     requests = [
         RunningView(tokens=outputs, blocks=1, outputs=outputs, priority=0, arrived_ns=at * second)
@@ -59,7 +59,7 @@ def test_reader_pace_takes_who_is_furthest_ahead(now_s: int, victim: int) -> Non
 def long_view(
     tokens: int, *, shared: int = 0, free: int = 1000, measured: Measurements | None = None
 ) -> PreemptionView:
-    """Return a view of an old request, and of a young one of so many tokens in blocks of 16."""
+    """A view of an old request, and of a young one with this number of tokens in blocks of 16."""
     young = RunningView(
         tokens=tokens,
         blocks=-(-tokens // 16),
@@ -79,7 +79,7 @@ def long_view(
 
 
 def took(*, token_ns: int, block_ns: int) -> Measurements:
-    """Return steps in which a prompt token took so long, and a copy of a block so long."""
+    """Steps with these times of a prompt token and of a block copy."""
     return Measurements(
         steps=[
             StepTime(1, busy_ns=5_000, decodes=3),
@@ -102,7 +102,7 @@ def took(*, token_ns: int, block_ns: int) -> Measurements:
         (long_view(32, measured=took(token_ns=1_000, block_ns=7_900)), "swap"),
         # One of the two is not known.
         (long_view(64, measured=Measurements(swaps=[SwapTime(3, 1, 1)])), "recompute"),
-        # The kernel would have no room for it.
+        # The kernel would have no host memory for it.
         (long_view(640, free=39), "recompute"),
     ],
 )

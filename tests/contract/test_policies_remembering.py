@@ -1,4 +1,4 @@
-"""Admission policies that remember: what they decide from what they have seen."""
+"""Stateful admission policies: decisions that depend on earlier requests."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_fair_share_counts_what_runs() -> None:
 
 
 def test_fair_share_lifts_who_comes_later() -> None:
-    """A tenant that was away has not saved up, and one that took more before still has."""
+    """A tenant that was away has no credit, and one that took more before keeps its debt."""
     state = ServedTokens(tokens={"a": 900.0, "b": 1000.0}, waited=["a"])
     chosen(FairShare(), of("abc"), state=state)
     assert state.tokens == {"a": 900.0, "b": 1000.0, "c": 900.0}
@@ -80,7 +80,7 @@ def test_fair_share_keeps_a_bounded_number_of_counters() -> None:
 
 
 def test_shortest_first_learns_lengths_by_prompt() -> None:
-    """Short prompts had long answers, so the longer prompt is done first."""
+    """Short prompts had long outputs, so the longer prompt is done first."""
     ends = [end(1, 10, 500), end(2, 200, 5)]
     waiting = [Item(12), Item(180)]
     assert chosen(ShortestFirst(), waiting, state=OutputLengths()) == [0, 1]

@@ -1,4 +1,4 @@
-"""What the built-in policies for routing decide, case by case."""
+"""Decisions of the built-in routing policies, case by case."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ def test_least_loaded_takes_the_fewest_tokens(
 
 
 def test_least_loaded_equals_take_turns() -> None:
-    """Without this, an idle server would use its first replica only."""
+    """Otherwise an idle server would use its first replica only."""
     idle = replicas(0, 7, 0, 0, down=[3])
     chosen = [LeastLoaded().choose(routing_view(idle, routed=routed)) for routed in range(4)]
     assert chosen == [0, 2, 0, 2]
 
 
 def test_least_loaded_spreads_a_burst_by_tokens() -> None:
-    """With what nobody has pulled yet in the load, large and small requests come to the same sum."""
+    """Since the load includes requests not pulled yet, large and small requests reach the same sum."""
     loads = [0, 0]
     for routed, tokens in enumerate([900, 100, 100, 100, 100, 100, 100, 100, 100, 100]):
         loads[LeastLoaded().choose(routing_view(replicas(*loads), routed=routed))] += tokens
@@ -130,12 +130,12 @@ def test_least_loaded_none_has_less(loads: list[int], well: int, routed: int) ->
         # Of a text: the longest cached prefix, however long.
         (replicas(0, 9, 9, prefix=[0, 16, 48]), 0, 2),
         (replicas(9, 5, 7, prefix=[48, 48, 48]), 0, 1),
-        # Who has seen more of the images, even though others know the beginning that all prompts share.
+        # The replica that has seen more of the images, although others have the prefix that all prompts share.
         (replicas(0, 9, prefix=[16, 0], seen=[0, 1]), 1, 1),
         (replicas(0, 9, 9, seen=[0, 1, 2]), 3, 2),
         # A prefix is a fact: it wins over an image that went elsewhere with another prompt.
         (replicas(9, 0, prefix=[90], seen=[0, 1]), 1, 0),
-        # Whoever is down knows nothing.
+        # A replica that is down knows nothing.
         (replicas(0, 9, 5, prefix=[0, 48, 16], down=[1]), 0, 2),
         (replicas(5, 9, seen=[0, 1], down=[0, 1]), 1, 1),
     ],
@@ -152,7 +152,7 @@ def test_image_affinity_goes_where_most_is_known(
     [(0.25, 350, 1), (0.25, 351, 0), (1.0, 1100, 1), (0.001, 102, 0)],
 )
 def test_image_affinity_is_bounded_by_load(imbalance: float, load: int, chosen: int) -> None:
-    """The bound is a share of what a replica can run, above the least loaded replica."""
+    """The bound is a share of the replica's capacity, above the least loaded replica."""
     of = replicas(100, load, prefix=[0, 99], seen=[0, 1])
     policy = ImageAffinity(imbalance=imbalance)
     assert policy.choose(routing_view(of, items=[image(1)])) == chosen
@@ -182,7 +182,7 @@ def test_image_affinity_spreads_unseen_images() -> None:
 
 
 def test_image_affinity_unseen_images_stay_when_a_replica_comes_or_goes() -> None:
-    """Only the images of the replica that went move, and those of the rest come to the new one."""
+    """Only the images of the replica that went move, and a new one gets images of all others."""
     for number in range(200):
         before = first_choice(number, 3)
         assert first_choice(number, 4) in {before, 3}
@@ -191,7 +191,7 @@ def test_image_affinity_unseen_images_stay_when_a_replica_comes_or_goes() -> Non
 
 
 def test_image_affinity_unseen_image_avoids_the_busy() -> None:
-    """The next choice of the hash is as good for everyone who asks about this image."""
+    """The next choice of the hash is the same for every request with this image."""
     for number in range(50):
         before = first_choice(number, 3)
         of = [
@@ -203,7 +203,7 @@ def test_image_affinity_unseen_image_avoids_the_busy() -> None:
 
 
 def test_image_affinity_popular_image_does_not_pile_up() -> None:
-    """Everyone asks about one image: no replica ever has more than the bound and one request above the others."""
+    """All requests have one image: no replica ever exceeds the others by more than the bound and one request."""
     loads, seen = [0, 0, 0], [0, 0, 0]
     for routed in range(300):
         of = replicas(*loads, seen=seen)

@@ -1,4 +1,4 @@
-"""Step policies: who advances in a step, by how much, and how long that may take."""
+"""Step policies: the requests that advance in a step, their tokens, and the time of the step."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_fair_prefill_goes_on_with_whose_turn_it_is() -> None:
 
 
 def test_fair_prefill_shares_the_time_as_well() -> None:
-    """There is room for 1,000 tokens and time for 200: nobody takes all of that."""
+    """The step has space for 1,000 tokens and time for 200: no request takes all of that."""
     asked = view(
         request(900, "a"), request(900, "b"), time_ns=MS, token_ns=5000.0, state=Deficits()
     )
@@ -98,7 +98,7 @@ def test_fair_prefill_shares_the_time_as_well() -> None:
 
 
 def test_fair_prefill_shares_between_sessions_where_it_is_told_to() -> None:
-    """Two requests of one conversation have one turn; of one tenant they had it with those of the other."""
+    """Two requests of one conversation have one turn; requests of one tenant share its turn."""
     talk = [request(900, "a", session="talk"), request(900, "a", session="talk")]
     asked = view(*talk, request(900, "a", session="other"), state=Deficits())
     answer = FairPrefill(by="session", quantum_tokens=250).share(asked)

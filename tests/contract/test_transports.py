@@ -1,4 +1,4 @@
-"""Every transport keeps the contract of one, and a transport that does not is refused."""
+"""Every transport keeps the contract, and broken transports are refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SimTransport:
         return self.network.connect(ADDRESS, rank)
 
     def close(self) -> None:
-        """The network goes with its loop."""
+        """The network ends with its loop."""
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ async def test_zmq_transport_keeps_the_contract(tmp_path: Path) -> None:
 @pytest.mark.sim
 @pytest.mark.parametrize("seed", range(2))
 async def test_sim_transport_keeps_the_contract(seed: int) -> None:
-    """In memory, so that what a simulation finds is true of the sockets."""
+    """In memory, so that findings of a simulation also hold for the sockets."""
     await check_transport(SimTransport, seed=seed)
 
 
@@ -106,13 +106,13 @@ BROKEN = {
 @pytest.mark.parametrize("complaint", BROKEN)
 async def test_check_transport_refuses_a_network_with_faults(complaint: str) -> None:
     """Loss, reordering, duplication, damage, and a queue without a bound."""
-    # Greetings may be struck, too; another seed spares them.
+    # Greetings may be hit, too; another seed spares them.
     with pytest.raises(ContractBroken, match=complaint):
         await check_transport(lambda: SimTransport(BROKEN[complaint]), seed=1)
 
 
 class Broadcasting(SimTransport):
-    """What is for a rank that is not there goes to one that is."""
+    """Frames for a missing rank go to an existing one."""
 
     def listen(self, on_frame: OnFrame) -> LeaderEnd:
         leader = super().listen(on_frame)
@@ -127,7 +127,7 @@ class Broadcasting(SimTransport):
 
 
 class Hushing(SimTransport):
-    """Takes for a rank that is not there what it sends nowhere."""
+    """Reports frames for a missing rank as sent."""
 
     def listen(self, on_frame: OnFrame) -> LeaderEnd:
         leader = super().listen(on_frame)
@@ -137,14 +137,14 @@ class Hushing(SimTransport):
 
 
 class Anonymous(SimTransport):
-    """Says of every report that rank 0 has sent it."""
+    """Attributes every report to rank 0."""
 
     def listen(self, on_frame: OnFrame) -> LeaderEnd:
         return super().listen(lambda _, frame: on_frame(rank_identity(0), frame))
 
 
 class Undying(SimTransport):
-    """Goes on listening once closed."""
+    """Keeps listening once closed."""
 
     def listen(self, on_frame: OnFrame) -> LeaderEnd:
         leader = super().listen(on_frame)
@@ -153,7 +153,7 @@ class Undying(SimTransport):
 
 
 class Stalling(SimTransport):
-    """A queue for all ranks together."""
+    """One queue for all ranks together."""
 
     def listen(self, on_frame: OnFrame) -> LeaderEnd:
         leader = super().listen(on_frame)
@@ -170,7 +170,7 @@ class Stalling(SimTransport):
 
 
 class Forgetful(SimTransport):
-    """A rank that goes takes along what it has said."""
+    """A rank that leaves takes its reports with it."""
 
     def connect(self, rank: int) -> RankEnd:
         end = super().connect(rank)
@@ -192,7 +192,7 @@ class Forgetful(SimTransport):
     ],
 )
 async def test_check_transport_refuses(broken: Callable[[], Transport], complaint: str) -> None:
-    """Each respect of the contract has a transport that fails in it alone."""
+    """Each part of the contract has a transport that breaks only that part."""
     with pytest.raises(ContractBroken, match=complaint):
         await check_transport(broken)
 

@@ -1,4 +1,4 @@
-"""Worker plug-ins keep their contract, and each that does not, in one respect, is refused."""
+"""Worker plug-ins keep their contract, and each that breaks it in one respect is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INFO = fake_plugin.model_info()
 
 @pytest.fixture(autouse=True, scope="module")
 def _collect_little() -> Iterator[None]:
-    """Sizing collects garbage again and again: leave out what other tests have loaded."""
+    """Exclude objects of other tests from the many garbage collections of sizing."""
     gc.collect()
     gc.freeze()
     yield
@@ -83,7 +83,7 @@ def test_check_worker_needs_no_images() -> None:
 
 
 class Rejoining(FakeGenerator):
-    """Is wrong where a request that was preempted is computed anew."""
+    """Wrong if a preempted request is computed again."""
 
     def prepare(self, sequence: SequenceState) -> None:
         sequence.state = 0
@@ -101,7 +101,7 @@ class Rejoining(FakeGenerator):
 
 
 class Reborn(FakeGenerator):
-    """Is wrong for a request that brings outputs of an earlier life."""
+    """Wrong for a request with outputs from before a loss."""
 
     def prepare(self, sequence: SequenceState) -> None:
         sequence.state = sequence.length > sequence.prompt_length
@@ -114,7 +114,7 @@ class Reborn(FakeGenerator):
 
 
 class Crowded(FakeGenerator):
-    """Is wrong where three decode."""
+    """Wrong if three requests decode."""
 
     def step(self, batch: Batch) -> Sampled:
         tokens = super().step(batch).tokens
@@ -122,7 +122,7 @@ class Crowded(FakeGenerator):
 
 
 class Cutting(FakeGenerator):
-    """Is wrong where a chunk begins inside a prompt."""
+    """Wrong if a chunk begins inside a prompt."""
 
     def step(self, batch: Batch) -> Sampled:
         tokens = super().step(batch).tokens
@@ -140,7 +140,7 @@ class Leaking(FakeGenerator):
 
 
 class Untyped(FakeGenerator):
-    """Says in its own words that memory is out."""
+    """Raises an error of its own when out of memory."""
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         if blocks * block_size > 1 << 30:
@@ -149,7 +149,7 @@ class Untyped(FakeGenerator):
 
 
 class Boasting(FakeGenerator):
-    """Takes any size for built."""
+    """Reports any size as built."""
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         blocks = min(blocks, 1 << 24)
@@ -157,7 +157,7 @@ class Boasting(FakeGenerator):
 
 
 class Tight(FakeGenerator):
-    """Does not know how to say that headroom finds no room."""
+    """Cannot report that the headroom does not fit."""
 
     def device_memory(self) -> SimulatedMemory:
         memory = super().device_memory()
@@ -188,7 +188,7 @@ class Long(FakeGenerator):
 
 
 class Scribbling(FakeGenerator):
-    """Sorts out the block tables that it is handed."""
+    """Sorts its block tables in place."""
 
     def step(self, batch: Batch) -> Sampled:
         batch.block_tables[0] += 1
@@ -196,7 +196,7 @@ class Scribbling(FakeGenerator):
 
 
 class OldBuild(FakeGenerator):
-    """Does not know `touch`."""
+    """Lacks `touch`."""
 
     def build_kv(self, *, blocks: int, block_size: int) -> None:  # type: ignore[override]
         super().build_kv(blocks=blocks, block_size=block_size)
@@ -220,7 +220,7 @@ class OldBuild(FakeGenerator):
     ],
 )
 def test_check_worker_refuses_generators(generator: type[FakeGenerator], complaint: str) -> None:
-    """Leaks, and what else a generate worker may have wrong."""
+    """Leaks, and other faults of a generate worker."""
     with pytest.raises(ContractBroken, match=complaint):
         check_worker(plugin_of(generator=generator), INFO, images=IMAGES, seeds=range(20))
 
@@ -244,7 +244,7 @@ class Sparing(FakeEncoder):
 
 
 class Staining(FakeEncoder):
-    """Normalises the pixels where they lie."""
+    """Normalises the pixels in place."""
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         job = jobs[0]
@@ -268,7 +268,7 @@ class Hasty(FakeEncoder):
 
 
 class Forgetful(Hasty):
-    """It fails in its second layer."""
+    """Fails in its second layer."""
 
     def advance(self, layers: int) -> bool:
         if self._left == 1:

@@ -1,4 +1,4 @@
-"""The worker plug-in of simulations, which reads and writes KV, keeps the contract of one."""
+"""The worker plug-in of simulations, which reads and writes KV, keeps the contract."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SimProcess:
 class SimGenerator(SymbolicGenerator):
     """Knows its images by their numbers of tokens, and serves once the KV cache is built for the last time.
 
-    As with a real model, all KV that it reads is in its answers.
+    As with a real model, its output depends on all KV that it reads.
     """
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
@@ -84,7 +84,7 @@ def key_of(tokens: int) -> bytes:
 
 
 class SimPlugin(SimulatedPlugin):
-    """Both halves of the simulated plug-in: what an engine and what a rank loads."""
+    """The simulated plug-in, with the parts of engine and rank."""
 
     generator: type[SimGenerator] = SimGenerator
 
@@ -121,14 +121,14 @@ def check_simulated(plugin: SimPlugin, seeds: Sequence[int]) -> None:
 
 
 def test_simulated_plugin_keeps_the_contract() -> None:
-    """And the schedules keep theirs: it appearances at every position of KV that it reads."""
+    """The schedules keep theirs: it checks every position of KV that it reads."""
     plugin = SimPlugin()
     check_simulated(plugin, range(20))
     assert plugin.world.violations == []
 
 
 class Straying(SimGenerator):
-    """Writes one position too far: at the end of a block, wherever a stale entry of the table leads."""
+    """Writes one position too far: at the end of a block, into the block of a stale table entry."""
 
     def step(self, batch: Batch) -> Sampled:
         sampled = super().step(batch)
@@ -139,7 +139,7 @@ class Straying(SimGenerator):
 
 
 class Borrowing(SimGenerator):
-    """Is wrong after a prefix that another request has computed."""
+    """Wrong after a prefix that another request has computed."""
 
     def step(self, batch: Batch) -> Sampled:
         ends = [chunk for chunk in batch.chunks if chunk.samples]

@@ -11,7 +11,7 @@ SECOND_NS = 1_000_000_000
 
 
 class Item(msgspec.Struct, frozen=True):
-    """An entry that waits."""
+    """A waiting entry."""
 
     tokens: int | None
     blocks: int = 0
@@ -34,7 +34,7 @@ def ask(
     measured: Measured = NOTHING_MEASURED,
     state: object = None,
 ) -> Admission:
-    """Ask a policy about entries; in the encode stage, or the generate stage where they are divisible."""
+    """Call a policy with these entries, of the generate stage if divisible, else of the encode stage."""
     view = AdmissionView(
         stage="generate" if divisible else "encode",
         now_ns=now_ns,
@@ -61,7 +61,7 @@ def admit(
     default_tokens: int = 2048,
     now_ns: int = 0,
 ) -> tuple[list[int | None], list[int | None]]:
-    """Return the sizes admitted and the sizes that remain, each in order; the entries came at 0."""
+    """Return the sizes admitted and the sizes that remain, each in order; the entries arrived at 0."""
     admission = ask(
         policy,
         [Item(size) for size in sizes],

@@ -1,4 +1,4 @@
-"""What clients ask, and how an answer is read: shared by all end-to-end tests."""
+"""Questions of clients, and reading of answers, shared by all end-to-end tests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def data_url(image: Image.Image) -> str:
 
 @dataclass(frozen=True)
 class Ask:
-    """One question: text, images before it, and how many tokens to answer with."""
+    """One question: text, images before it, and the number of tokens of the answer."""
 
     text: str = TEXTS[0]
     images: Sequence[Image.Image] = ()
@@ -68,7 +68,7 @@ class Ask:
 
 
 def mixed_asks() -> list[Ask]:
-    """Return 24 questions with 0 to 4 images of mixed sizes; some share a beginning, some an image."""
+    """Return 24 questions with 0 to 4 images of mixed sizes; some share a prefix, some an image."""
     asks = []
     for number in range(24):
         images = [
@@ -83,7 +83,7 @@ def mixed_asks() -> list[Ask]:
 
 @dataclass
 class Answer:
-    """All that came back for one request."""
+    """Everything received for one request."""
 
     deltas: list[OutputDelta] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ async def begin(
     *,
     adapter: str = "",
 ) -> Generation:
-    """Submit a question; without `sampling` it is greedy and has as many tokens as the question says."""
+    """Submit a question; without `sampling` it is greedy and gets exactly the question's number of tokens."""
     chosen = sampling or SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ask.count)
     async with patience():
         return await engine.generate(
@@ -137,12 +137,12 @@ async def read(generation: Generation) -> Answer:
 async def answer(
     engine: Engine, ask: Ask, sampling: SamplingParams | None = None, request_id: str = ""
 ) -> Answer:
-    """Ask and read the whole answer."""
+    """Ask and read the complete answer."""
     return await read(await begin(engine, ask, sampling, request_id))
 
 
 async def answers(engine: Engine, asks: Sequence[Ask], *, at_once: int) -> list[Answer]:
-    """Answer all, so many at a time; in order."""
+    """Ask all, `at_once` at a time; return the answers in order."""
     gate = asyncio.Semaphore(at_once)
 
     async def one(ask: Ask) -> Answer:
@@ -155,7 +155,7 @@ async def answers(engine: Engine, asks: Sequence[Ask], *, at_once: int) -> list[
 
 
 def held(engine: Engine) -> dict[str, int]:
-    """Return what requests hold at this moment, by name; all 0 when nobody is served."""
+    """Resources held by requests at this moment, by name; all 0 when no request is served."""
     now = engine.statistics()
     encode, generate, media = now["encode"], now["generate"], now["media"]
     return {
@@ -171,7 +171,7 @@ def held(engine: Engine) -> dict[str, int]:
 
 
 def in_flight(engine: Engine) -> dict[str, int]:
-    """Return what steps that are out still use; 0 once their results are in."""
+    """Resources used by steps in flight; 0 once their results are in."""
     now = engine.statistics()
     encode, generate = now["encode"], now["generate"]
     used = encode["pages_total"] - encode["pages_free"] - encode["pages_evictable"]
@@ -183,7 +183,7 @@ def in_flight(engine: Engine) -> dict[str, int]:
 
 
 def now_and_then(token: int, say: Callable[[float], list[int]]) -> tuple[float, list[int]]:
-    """Return a bias with which a model says a token among others, and what it says then."""
+    """Return a bias with which a model yields a token among others, and its output then."""
     low, high = 0.0, 64.0
     while True:
         bias = (low + high) / 2

@@ -1,4 +1,4 @@
-"""Ways to configure admission, encoding and caching: the whole product where they meet, all pairs of the rest."""
+"""Configurations of admission, encoding and caching: all combinations of core factors, all pairs of the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vsched.types import ModelInfo
 
 FAMILIES = ("nano25", "nano3")
 THRASHING_PAGES = 4
-"""Embedding pages when thrashing: what the images of the largest request need, and not a page more."""
+"""Embedding pages for thrashing: exactly those of the images of the largest request."""
 PAGE_ROWS = 64
 
 CORE: dict[str, dict[str, tuple[str, ...]]] = {

@@ -8,7 +8,7 @@ from vsched.cli import app, main
 
 
 def run_vsched(*words: str, columns: int = 120) -> str:
-    """Run a command, which must succeed; return what it printed."""
+    """Run a command, which must succeed; return its output."""
     main.import_commands()
     shown = {"COLUMNS": str(columns), "NO_COLOR": "1"}
     done = CliRunner().invoke(app, words, env=shown, catch_exceptions=False)

@@ -1,4 +1,4 @@
-"""Engines with real rank processes, shared by as many tests as can be: a start takes seconds."""
+"""Engines with real rank processes, shared by as many tests as possible: a start takes seconds."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ SETTINGS = (
     "arena.embedding_bytes=8388608",
     f"media.images_max={IMAGES_MAX}",
     "media.threads=1",
-    # Their loop stands still while tests run that have none.
+    # Their loop does not run during synchronous tests.
     "deadlines.rank_timeout_s=3600",
     "server.port=0",
 )
 BATCHED = {"VSCHED__ENCODE__ADMISSION__MAX_ITEMS": "4"}
-"""A step would take one image on a CPU: what is tested is batches of them, unless a test says otherwise."""
+"""By default a step would take one image on a CPU; these tests are about batches of them, with few exceptions."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_fork_server() -> Iterator[None]:
-    """Let all engines have one fork server, for each would import for seconds; see `own_fork_server`."""
+    """Let all engines share one fork server, for each would import for seconds; see `own_fork_server`."""
     with one_fork_server():
         yield
 
 
 @pytest.fixture
 def own_fork_server(shared_fork_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engines of a test have fork servers of their own, as they have in production."""
+    """Let the engines of a test have fork servers of their own, as in production."""
     monkeypatch.setattr(launcher, "ForkServer", fork_server.ForkServer)
 
 
@@ -97,7 +97,7 @@ def configure(checkpoints: Callable[[str], Path]) -> Callable[..., Config]:
 def generated(
     checkpoints: Callable[[str], Path],
 ) -> Callable[[str, Sequence[Ask]], list[list[int]]]:
-    """Return what transformers' `generate` answers to questions, greedily and with its options."""
+    """Return a function that answers questions with transformers' `generate`, greedily and with its options."""
 
     @functools.cache
     def load(size: str) -> tuple[Reference, Preprocessor]:
@@ -119,7 +119,7 @@ def generated(
 def expected(
     generated: Callable[[str, Sequence[Ask]], list[list[int]]],
 ) -> Callable[[str], list[list[int]]]:
-    """Return what transformers' `generate` answers to each of them."""
+    """Return a function for the answers of transformers' `generate` to all mixed questions."""
     return functools.cache(lambda size: generated(size, mixed_asks()))
 
 
@@ -145,13 +145,13 @@ async def together_engine(configure: Callable[..., Config]) -> AsyncIterator[Eng
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def engine(shared_engine: Engine) -> AsyncIterator[Engine]:
-    """The shared engine; whatever a test does, nothing may be held after it."""
+    """The shared engine, which must hold nothing after the test."""
     yield shared_engine
     await assert_idle(shared_engine)
 
 
 async def assert_idle(engine: Engine) -> None:
-    """Fail unless every request has given everything back."""
+    """Fail unless every request has returned its resources."""
     assert not any(held(engine).values()), held(engine)
     await until(lambda: not any(in_flight(engine).values()), f"steps end: {in_flight(engine)}")
     assert engine._running is not None

@@ -19,7 +19,7 @@ ASKS = [
     Ask("0 1 2 3 4 5"),
 ]
 SILENCE_S = 10.0
-"""The deadline of these tests: far below that of a test, and far above what a process needs that is alive."""
+"""The deadline of these tests: far below that of a test, and far above the pauses of a live process."""
 
 
 def new_key(folder: Path) -> Path:
@@ -55,7 +55,7 @@ async def engine_on(
 
 
 def exchange_of(engine: Engine) -> Exchange:
-    """Return what knows how rows went."""
+    """Return the exchange, which knows the routes of rows."""
     assert engine._running is not None
     launcher = engine._running.launcher
     assert isinstance(launcher, PlacedLauncher)
@@ -63,5 +63,5 @@ def exchange_of(engine: Engine) -> Exchange:
 
 
 def losses(engine: Engine) -> dict[str, dict[str, int]]:
-    """Return how often each stage lost its group, by the reason."""
+    """Number of losses of each stage, by reason."""
     return {row["stage"]: row["losses"] for row in engine.groups()}

@@ -1,8 +1,7 @@
-"""The workers that are served otherwise, in ranks that can be made to diverge, and that some requests kill.
+"""The transformers workers, in ranks that can be made to diverge, and that some requests kill.
 
-A test sends SIGUSR1 to a rank that is ready: from the next entry of its log on, it has heard something else than the
-leader said. After SIGUSR2 its next results differ from those of its peers; that of the first rank would be what
-clients get, so it is for others.
+A test sends SIGUSR1 to a rank that is ready: the next entry of its log then differs from the leader's. After SIGUSR2
+its next results differ from those of its peers; it is used for other ranks than the first, whose results go to clients.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ POISON_SEED = 13131313
 
 
 class Wanted:
-    """What this rank has been told to do wrong."""
+    """Faults that this rank has been signalled to have."""
 
     def __init__(self) -> None:
         self.signals: set[int] = set()
@@ -92,7 +91,7 @@ def _is_deadly(sequence: SequenceState) -> bool:
 
 
 class FaultyPlugin(TransformersPlugin):
-    """Loads the workers, and listens."""
+    """Loads the workers, and handles signals."""
 
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress

@@ -13,7 +13,7 @@ from vsched.aio.replicas import fork_server, launcher, rank_environment
 
 
 class SharedForkServer(fork_server.ForkServer):
-    """Is there before the engines that use it, and outlives them."""
+    """Exists before the engines that use it, and outlives them."""
 
     async def import_all(self) -> None:
         (await self.open()).close()
@@ -24,7 +24,7 @@ class SharedForkServer(fork_server.ForkServer):
 
 @contextmanager
 def one_fork_server() -> Iterator[None]:
-    """Let all engines have one fork server, which has imported what most tests need."""
+    """Let all engines share one fork server, which has imported the modules of most tests."""
     environment = rank_environment.rank_environment(1)
     shared = SharedForkServer(forkable_everywhere(), environment)
     asyncio.run(shared.import_all())

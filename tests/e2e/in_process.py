@@ -1,6 +1,6 @@
-"""An engine whose ranks live in its own process: it starts in milliseconds, so a test can have a hundred of them.
+"""An engine with in-process ranks: it starts in milliseconds, so a test can have a hundred of them.
 
-Everything else is the real thing: media pipeline, arena, kernel, policies, decision log, rank state, models.
+Everything else is real: media pipeline, arena, kernel, policies, decision log, rank state, models.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vsched_workers.plugin import plugin
 
 
 class InProcessEngine(Engine):
-    """Serves as `Engine` does, without rank processes."""
+    """Serves like `Engine`, without rank processes."""
 
     def _worker_groups(
         self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents
@@ -47,18 +47,18 @@ class InProcessEngine(Engine):
 
 
 ENCODE_SHARE = 0.8
-"""How often the encode group has the turn when both could: it runs ahead of generate steps that are out."""
+"""Share of turns of the encode group when both could run: it runs ahead of generate steps in flight."""
 
 
 @dataclass(frozen=True)
 class InProcessLeader:
-    """Takes the decisions of one group."""
+    """Carries out the decisions of one group."""
 
     decide: Callable[[Decision], None]
 
 
 class InProcessRanks(WorkerGroup):
-    """Carries decisions out on the event loop, one a turn: those of a group in order, the groups at their own pace."""
+    """Carries out decisions on the event loop, one per turn, in order within each group."""
 
     def __init__(
         self, config: Config, info: ModelInfo, arena: Arena, events: WorkerGroupEvents
@@ -117,7 +117,7 @@ class InProcessRanks(WorkerGroup):
         self._events.on_result(group, result)
 
     async def stop(self, *, grace_s: float = 0.0) -> None:
-        """Let go of the arena, which closes next."""
+        """Release the arena, which closes next."""
         self._encoder = self._generator = None
 
     @property

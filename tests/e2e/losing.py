@@ -1,4 +1,4 @@
-"""A host is lost in the middle of a stream, and comes back: what is to hold however it went."""
+"""A host is lost in the middle of a stream, and comes back: invariants for any kind of loss."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ async def check_stream_outlives_host(
     strike: Callable[[], object],
     mend: Callable[[], object],
 ) -> None:
-    """Lose the host of the generate stage; questions come with the tokens that are expected of them.
+    """Lose the host of the generate stage; questions come with their expected tokens.
 
-    The stream goes on with its tokens, what is asked meanwhile is answered, the host is used again, and nothing is
-    left of it.
+    The stream resumes with its tokens, questions asked meanwhile are answered, the host is used again, and nothing is
+    left
+    of the loss.
     """
     ask, expected = long
     stream = await begin(engine, ask)

@@ -1,4 +1,4 @@
-"""Random JSON schemas, how they are damaged, and a check of values that knows what they use."""
+"""Random JSON schemas, damage to them, and a validator for the keywords in them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def random_schema(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def damaged(schema: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Return a schema in which something is not what it must be, mostly."""
+    """Return a schema with random changes, which mostly make it invalid."""
     broken = copy.deepcopy(schema)
     inner = [broken]
     for each in inner:
@@ -67,7 +67,7 @@ def damaged(schema: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """Return whether a value matches a schema of these."""
+    """Return True if a value matches a schema of this module."""
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
         return any(value == each and type(value) is type(each) for each in values)

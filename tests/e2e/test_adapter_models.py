@@ -1,4 +1,4 @@
-"""Adapters over HTTP on every kind of model, with real ranks: each request answers as PEFT's own model does."""
+"""Adapters over HTTP on every kind of model, with real ranks: each request gets the output of PEFT's own model."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ LOOKUP = (
     'generate.drafting={use="prompt-lookup", ngram=1, gain_min=0.01, speedup_min=0, pause_steps=4}'
 )
 CLOSE, FAR = 0.06, 0.5
-"""How far logarithms of probabilities are from PEFT's in float32, at the mean: in bfloat16 at most, with another
-adapter at least."""
+"""Mean distance from PEFT's float32 log-probabilities: maximum in bfloat16, minimum with another adapter."""
 
 
 class Kind(NamedTuple):
-    """How a model of text is served; `weights` are those that it is compared with, in so few bits."""
+    """How a text model is served; `weights` is the quantization of the reference."""
 
     settings: Sequence[str] = ()
     weights: tuple[str, int] | None = None
@@ -69,7 +68,7 @@ KINDS = {
 
 @contextmanager
 def adapted(model: Any, name: str) -> Iterator[None]:
-    """Have PEFT's model answer with one of its adapters, or as it is without."""
+    """Let PEFT's model use one of its adapters, or none."""
     if name == "base":
         with model.disable_adapter():
             yield
@@ -146,7 +145,7 @@ def adapted_ranks(engine: Engine) -> list[tuple[str, str]]:
 
 
 def make_texts(folder: Path, **changes: Any) -> Path:
-    """Write a checkpoint of text, `base`, and adapters of it by their names; return the checkpoint."""
+    """Write a text checkpoint, `base`, and adapters of it by their names; return the checkpoint."""
     base = folder / "base"
     base.mkdir()
     make_checkpoint("llama", base, **changes)
@@ -225,12 +224,12 @@ async def test_models_with_towers_answer_as_peft(
 async def test_bfloat16_tells_the_probabilities_of_peft(
     tmp_path: Path, settings: Sequence[str]
 ) -> None:
-    """Its own layers round otherwise than modules do: what is compared are probabilities, of prompt and answer."""
+    """The layers of vsched round differently, so the test compares probabilities of prompt and output."""
     base = make_texts(tmp_path, initializer_range=0.1)
     reference = peft_model(base, tmp_path)
 
     def told(name: str, tokens: Sequence[int]) -> torch.Tensor:
-        """Return the logarithm of the probability of each token but the first."""
+        """Return the log-probability of each token but the first."""
         ids = torch.tensor([list(tokens)])
         with torch.inference_mode(), adapted(reference, name):
             logits = reference(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)

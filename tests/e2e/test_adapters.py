@@ -36,7 +36,7 @@ ADAPTERS = ("one", "two")
 
 
 class Adapted(NamedTuple):
-    """A folder of adapters, and what PEFT answers with each."""
+    """A folder of adapters, and PEFT's output with each."""
 
     folder: Path
     references: dict[str, AdaptedReference]
@@ -62,7 +62,7 @@ def adapted(
 async def adapting(
     configure: Callable[..., Config], adapted: Adapted, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[RunningServer]:
-    """A server with two replicas, one adapter at start, and room for another; all that it decides is recorded."""
+    """A server with two replicas, one adapter at start, and space for another; all its decisions are recorded."""
     record = tmp_path_factory.mktemp("record") / "run.vlog"
     settings = (
         f"record.path={record}",
@@ -76,7 +76,7 @@ async def adapting(
     )
     async with running_server(configure("nano25", *settings)) as server:
         yield server
-    # With its losses, and adapters that came and went; each segment begins with what the scheduler knew then.
+    # With its losses, and adapters that came and went; each segment begins with the scheduler's state at that point.
     report = replay(record)
     assert report.difference is None
     assert report.segments > 2
@@ -127,7 +127,7 @@ async def streamed(client: Any, name: str, ask: Ask, tokens: list[int]) -> None:
 
 @asynccontextmanager
 async def busy(client: Any, ask: Ask, wanted: dict[str, list[int]]) -> AsyncIterator[None]:
-    """Have streams with these adapters run all the time until the context ends; each says what it must."""
+    """Keep streams with these adapters running until the context ends, and compare the output of each."""
     done, rounds = asyncio.Event(), 0
     begun: list[list[int]] = [[] for _ in wanted]
 
@@ -152,7 +152,7 @@ async def busy(client: Any, ask: Ask, wanted: dict[str, list[int]]) -> AsyncIter
 async def test_requests_with_and_without_adapters_answer_as_peft_does(
     client: Any, adapting: RunningServer, adapted: Adapted, generated: Any
 ) -> None:
-    """Side by side in two replicas, the same prompts with each: cached blocks of one are not another's."""
+    """Concurrently in two replicas, the same prompts with each: cached blocks are not shared between adapters."""
     await loaded(client)
     engine, questions = adapting.engine, asks(100)
     wanted = {name: [adapted.tokens(engine, ask, name) for ask in questions] for name in ADAPTERS}
@@ -237,7 +237,7 @@ async def test_openai_client_uses_an_adapter_as_a_model(
 async def test_a_killed_rank_comes_back_with_its_adapters(
     client: Any, adapting: RunningServer, adapted: Adapted
 ) -> None:
-    """Streams go on with the same tokens, though the files that the adapters came from are gone by then."""
+    """Streams resume with the same tokens, although the files of the adapters are gone by then."""
     shutil.copytree(adapted.folder / "two", adapted.folder / "passing")
     await loaded(client)
     await client.delete("/admin/adapters/two")
@@ -278,7 +278,7 @@ async def test_an_adapter_is_unloaded_once_its_requests_have_ended(
     assert (await read(stream)).token_ids == adapted.tokens(engine, ask, "two")
     assert (await gone).status_code == 200
     assert "two" not in state()
-    # Under its name another adapter answers, and nothing that was cached of the first is its.
+    # Another adapter has its name now, and cached blocks of the first are not used for it.
     await loaded(client, "two", "one")
     again = await read(await begin(engine, ask, adapter="two"))
     assert again.token_ids == adapted.tokens(engine, ask, "one")
@@ -286,7 +286,7 @@ async def test_an_adapter_is_unloaded_once_its_requests_have_ended(
 
 
 def spoil(folder: Path) -> None:
-    """Write adapters that cannot be served, each named by what is wrong with it."""
+    """Write invalid adapters, each named after its fault."""
     from safetensors import torch as files
 
     save: Any = files.save_file
@@ -316,7 +316,7 @@ def spoil(folder: Path) -> None:
 async def test_what_cannot_be_loaded_is_refused_and_nothing_is_lost(
     client: Any, adapting: RunningServer, adapted: Adapted, generated: Any, tmp_path: Path
 ) -> None:
-    """While requests run, which hear nothing of it."""
+    """While requests run, which are not affected."""
     folder = adapted.folder
     spoil(folder)
     shutil.copytree(folder / "one", tmp_path / "outside")

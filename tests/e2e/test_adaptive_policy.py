@@ -1,4 +1,4 @@
-"""The policy that docs/writing-a-policy.md writes from nothing runs in `vsched serve` by its configuration."""
+"""The policy that docs/writing-a-policy.md develops runs in `vsched serve` with its configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEAT = 'seat="generate.admission"'
 
 
 def from_the_page(before: str) -> str:
-    """Return the first block behind some words."""
+    """Return the first block after some words."""
     text = PAGE.read_text()
     found = re.compile(r"```\w*\n(.*?)```", re.DOTALL).search(text, text.index(before))
     assert found is not None

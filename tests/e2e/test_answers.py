@@ -1,4 +1,4 @@
-"""Several answers to a prompt, and several prompts, with real ranks: what they yield, and that they share."""
+"""Several choices per prompt, and several prompts, with real ranks: outputs, and sharing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
-    """A client; `engine` sees that nothing is held after the test."""
+    """A client; `engine` checks that nothing is held after the test."""
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
         yield client
 
@@ -100,7 +100,7 @@ async def test_choices_of_a_chat(client: Any, engine: Engine) -> None:
 
 
 async def test_choices_of_a_list_of_prompts(client: Any) -> None:
-    """Each is what it is alone; texts and tokens alike."""
+    """Each is the same as alone; for texts and tokens alike."""
     body = {"max_tokens": 8, "temperature": 1.2, "seed": 3, "ignore_eos": True}
 
     async def texts(**fields: Any) -> list[str]:

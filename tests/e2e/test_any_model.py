@@ -1,4 +1,4 @@
-"""A small Llama behind `vsched serve`, with no word about what kind of model it is."""
+"""A small Llama behind `vsched serve`, without any setting for the kind of model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(llama: Path) -> Iterator[tuple[str, list[str]]]:
-    """The address of the server, and what it logged until it was ready."""
+    """The address of the server, and its log until it was ready."""
     command = [
         sys.executable,
         "-c",

@@ -1,6 +1,6 @@
-"""Models that have no path of their own, served: over HTTP, with a killed rank, and from their records.
+"""Models without a path of their own, served: over HTTP, with a killed rank, and from their records.
 
-In Gemma 3 the positions of an image see each other, in PaliGemma those of a prompt, so chunks hold them whole.
+Images are bidirectional in Gemma 3, whole prompts in PaliGemma, so a chunk contains them completely.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def seeing(config: Config) -> AsyncIterator[RunningServer]:
 def generated(
     path: Path, preprocessor: Preprocessor, asks: Sequence[Ask], **options: Any
 ) -> list[list[int]]:
-    """Return what the whole model of transformers answers."""
+    """Greedy outputs of transformers' complete model."""
     made: Any = AutoModelForImageTextToText
     model = made.from_pretrained(path, dtype=torch.float32).eval()
     found = []
@@ -76,7 +76,7 @@ def generated(
         ids = torch.tensor([ask.prompt(preprocessor)])
         kinds: dict[str, torch.Tensor] = {}
         if "token_type_ids" in inspect.signature(model.model.forward).parameters:
-            # In PaliGemma a 1 begins an answer that is trained for.
+            # In PaliGemma, token type 1 marks the part after the bidirectional prefix.
             prefix = preprocessor.info.prompt_atomic
             kinds["token_type_ids"] = (
                 torch.zeros_like(ids) if prefix else (ids == preprocessor.info.placeholder).int()
@@ -132,7 +132,7 @@ class SecondTurn(Ask):
 async def test_the_next_turn_finds_the_turn_before_where_that_is_right(
     seeing: RunningServer, config: Config
 ) -> None:
-    """All full blocks of it, with its image; none where their content depends on tokens that came later."""
+    """All its full blocks, with its image; none if their content depends on later tokens."""
     engine = seeing.engine
     turns = [Ask(TEXTS[1], [drawn_image(4)], 8), SecondTurn(TEXTS[1], [drawn_image(4)], OUTPUTS)]
     wanted = generated(Path(config.model.path), engine.preprocessor, turns)
@@ -158,7 +158,7 @@ async def test_the_next_turn_finds_the_turn_before_where_that_is_right(
 async def test_a_killed_rank_loses_no_token(
     seeing: RunningServer, wanted: list[list[int]], killed: int
 ) -> None:
-    """Whether it is the one that encodes or the one that generates."""
+    """For a rank that encodes and for one that generates."""
     engine = seeing.engine
     begun = [await begin(engine, ask) for ask in ASKS]
     await until(lambda: sum(one.output_tokens for one in begun) > 20, "streams are under way")
@@ -172,7 +172,7 @@ async def test_a_killed_rank_loses_no_token(
 async def test_simulation_takes_the_model_as_it_is_served(
     seeing: RunningServer, config: Config
 ) -> None:
-    """Nothing of it cuts what a chunk has to hold whole, and each request ends."""
+    """No chunk splits a span that must stay whole, and each request ends."""
     info, cost = seeing.engine.info, load_cost_model("tiny25")
     arrivals = [
         Arrival(
@@ -193,7 +193,7 @@ async def test_simulation_takes_the_model_as_it_is_served(
 async def test_a_sampled_placeholder_stands_for_no_image(
     seeing: RunningServer, config: Config
 ) -> None:
-    """Positions say what an image fills, not ids: also when the answer becomes a part of what is computed anew."""
+    """Image positions come from the prompt, not from ids, even when outputs are recomputed as context."""
     engine, ask = seeing.engine, ASKS[0]
     placeholder = engine.info.placeholder
 

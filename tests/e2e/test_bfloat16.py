@@ -45,6 +45,6 @@ async def test_sampled_requests_are_served_and_their_probabilities_are_numbers(
             assert answer.finish_reason == "length"
             assert len(answer.token_ids) == sampling.max_tokens
             assert all(-20 < one.logprob <= 0 for one in answer.logprobs)
-            # NaN draws the last token of the vocabulary, and logits that are all equal any.
+            # NaNs draw the last token of the vocabulary, and equal logits any.
             assert len(set(answer.token_ids)) > 2
         await assert_idle(engine)

@@ -52,7 +52,7 @@ PENALISED = SamplingParams(
 
 @dataclass(frozen=True)
 class Conversation(Ask):
-    """The turns of a chat so far: an image and a text each, and what was answered."""
+    """The turns of a chat so far: an image and a text each, and the answers."""
 
     texts: Sequence[str] = ()
 
@@ -68,7 +68,7 @@ class Conversation(Ask):
 
 @dataclass(frozen=True)
 class Question:
-    """One request; the images at `brought` come as embeddings where that is allowed."""
+    """One request; the images at `brought` are sent as embeddings if that is allowed."""
 
     ask: Ask
     sampling: SamplingParams | None = None
@@ -83,7 +83,7 @@ class Question:
 
 
 def clients() -> list[list[Question]]:
-    """Return what each client asks, one after the other; the clients ask at the same time."""
+    """Questions of each client, asked one after the other; the clients ask at the same time."""
     turns = [
         Question(Conversation(images=IMAGES[: turn + 1], count=14, texts=TEXTS[: turn + 1]))
         for turn in range(3)
@@ -128,7 +128,7 @@ class Drawn(LogitsProcessor):
 
 @dataclass(frozen=True)
 class Sent:
-    """What a client sends, made once for all engines, and the answer that `generate` gives."""
+    """A client's request, prepared once for all engines, and the output of `generate`."""
 
     question: Question
     prompt: str
@@ -138,7 +138,7 @@ class Sent:
 
 
 class Model:
-    """A checkpoint and what the clients ask it."""
+    """A checkpoint and the questions of the clients."""
 
     def __init__(self, path: Path) -> None:
         self.info: ModelInfo = plugin.inspect(str(path), dtype="auto", item_tokens_max=0)
@@ -146,7 +146,7 @@ class Model:
         self.clients = [[self._sent(each) for each in client] for client in clients()]
 
     def distinct(self, *, brought: bool) -> tuple[int, int]:
-        """Return how many images, and how many embeddings, differ from each other."""
+        """Number of distinct images, and of distinct embeddings."""
         sent = [sent for client in self.clients for sent in client]
         references = {one for each in sent for one in (each.brought if brought else each.raw)}
         urls = sum(isinstance(one, str) for one in references)
@@ -193,7 +193,7 @@ async def check_answers(engine: Engine, model: Model, *, brought: bool) -> None:
 
 
 def check_statistics(combination: Combination, counts: dict[str, Any], model: Model) -> None:
-    """Fail where a combination did not do what its name says."""
+    """Fail if the counters of a combination contradict its values."""
     encode, generate = counts["encode"], counts["generate"]
     items = combination["encoding"] != "combined"
     keeps = combination["eviction"] != "none"
@@ -227,7 +227,7 @@ async def test_combinations_cover_every_pair() -> None:
 async def test_every_combination_of_policies_equals_generate(
     family: str, models: Callable[[str], Model], configure: Callable[..., Config]
 ) -> None:
-    """Cached, thrashing, preempted, sampled, brought, whatever the policies are."""
+    """Cached, thrashing, preempted, sampled, with client embeddings, whatever the policies are."""
     model = models(family)
     preemptions: Counter[str] = Counter()
     steals: Counter[str] = Counter()

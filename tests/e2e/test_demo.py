@@ -51,7 +51,7 @@ def test_demo_shows_answer_timeline_and_memory(
 
 @pytest.mark.slow
 def test_demo_answers_right_and_encodes_each_picture_once(tmp_path: Path) -> None:
-    """The checkpoint of the repository sees: every answer is right, and a turn encodes its own picture alone."""
+    """With the checkpoint of the repository every answer is right, and a turn encodes only its own picture."""
     done = subprocess.run(
         [sys.executable, "-c", "from vsched.cli.main import main; main()", "demo"],
         cwd=tmp_path,
@@ -76,6 +76,6 @@ def test_demo_answers_right_and_encodes_each_picture_once(tmp_path: Path) -> Non
 
 
 def test_trained_checkpoint_is_found_and_small() -> None:
-    """What is in the repository is at most 12 MB."""
+    """Files in the repository have at most 12 MB."""
     assert TransformersPlugin().trained_checkpoint() == str(TRAINED)
     assert sum(path.stat().st_size for path in TRAINED.iterdir()) <= 12_000_000

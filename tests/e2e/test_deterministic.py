@@ -40,7 +40,7 @@ async def test_tokens_are_the_same_alone_among_others_and_after_a_kill(
     asks = [
         Ask(TEXTS[n % 5], [drawn_image(3000 + 10 * n + k) for k in range(n % 3)]) for n in range(6)
     ]
-    # What a process has compiled itself may round otherwise than what it reads from the cache (docs/determinism.md).
+    # Kernels that a process compiled itself may round differently from cached ones (docs/determinism.md).
     async with Engine(configure("nano25", *settings)):
         pass
     async with Engine(configure("nano25", *settings)) as engine:

@@ -1,4 +1,4 @@
-"""Other vendors' APIs with real ranks behind them: the same answers as the chat's, in their own events."""
+"""Other vendors' APIs with real ranks: the same outputs as in chats, in their own events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vsched.api.server import RunningServer  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-# Long enough that its tokens cannot all wait together for a loop that was held up.
+# Long enough that its tokens cannot all wait together for a delayed event loop.
 ASK = Ask(TEXTS[1], [drawn_image(6000, (112, 84))], count=200)
 OPTIONS: dict[str, Any] = {"model": "nano25", "temperature": 0.0, "ignore_eos": True}
 SCHEMA = {
@@ -32,7 +32,7 @@ SCHEMA = {
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
-    """A client of the server; `engine` sees that nothing is held after the test."""
+    """A client of the server; `engine` checks that nothing is held after the test."""
     del engine
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
         yield client
@@ -46,7 +46,7 @@ async def events_of(client: Any, path: str, body: dict[str, Any]) -> list[dict[s
 
 
 async def leave(client: Any, path: str, body: dict[str, Any]) -> None:
-    """Read the first events of a stream, and go."""
+    """Read the first events of a stream, and disconnect."""
     async with client.stream("POST", path, json=body | {"stream": True}) as reply:
         async for line in reply.aiter_lines():
             if "delta" in line:
@@ -54,7 +54,7 @@ async def leave(client: Any, path: str, body: dict[str, Any]) -> None:
 
 
 def anthropic_messages(ask: Ask) -> list[dict[str, Any]]:
-    """Return the messages of a chat as Anthropic has them."""
+    """Return the messages of a chat in Anthropic's format."""
     made: list[dict[str, Any]] = []
     for message in ask.messages:
         content: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Whatever ranks draft, whatever happens to them: each client gets the tokens that it would have got without."""
+"""With any source of draft tokens, each client gets the same tokens as without speculative decoding."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_drafts_change_no_answer(
     tmp_path: Path,
     way: str,
 ) -> None:
-    """Side by side with too few blocks for all, and through the loss of the ranks; in fewer steps than tokens."""
+    """Concurrently with too few blocks for all, and through the loss of the ranks; in fewer steps than tokens."""
     settings: tuple[str, ...] = (LOOKUP,)
     if way == "its own model":
         settings = by_model(checkpoints("nano25"))
@@ -110,7 +110,7 @@ async def test_drafts_change_no_answer(
 
 @pytest.mark.slow
 async def test_what_a_grammar_forces_takes_no_steps(configure: Callable[..., Config]) -> None:
-    """By default: the answer is the same, and comes in fewer steps."""
+    """By default: the output is the same, and comes in fewer steps."""
     steps, texts = [], []
     for settings in ((NONE,), ()):
         async with Engine(configure("nano25", *settings)) as engine:
@@ -146,7 +146,7 @@ async def test_drafts_are_refused_where_ranks_cannot_verify_them(
 async def test_a_draft_model_has_its_lines_in_the_ledger(
     configure: Callable[..., Config], checkpoints: Callable[[str], Path]
 ) -> None:
-    """Its weights have a line of their own, and its KV is among the KV."""
+    """Its weights have a line of their own, and its KV is included in the KV."""
     lines: list[dict[str, int]] = []
     pinned = 'generate.memory={use="pinned", tokens=2048}'
     for settings in ((), by_model(checkpoints("nano25"))):

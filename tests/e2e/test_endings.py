@@ -1,4 +1,4 @@
-"""However a request ends before its time, it gives everything back within one step."""
+"""However a request ends early, it returns all its resources within one step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = Ask(TEXTS[1], [drawn_image(1000, (112, 84)), drawn_image(1001)], count=30
 
 
 async def test_abort_in_mid_stream_frees_everything_within_a_step(engine: Engine) -> None:
-    """At the abort the request holds nothing; when the step that is out is back, neither does the step."""
+    """After the abort the request holds nothing; after the step in flight, neither does the step."""
     generation = await begin(engine, LONG)
     await anext(generation)
     steps = engine.statistics()["generate"]["steps"] + in_flight(engine)["steps_in_flight"]
@@ -34,7 +34,7 @@ async def test_abort_in_mid_stream_frees_everything_within_a_step(engine: Engine
 
 
 async def test_abort_while_prefilling_and_waiting(engine: Engine) -> None:
-    """Twelve of twenty go, wherever they are; the others get the tokens they would have had."""
+    """Twelve of twenty are aborted in any state; the others get the tokens they would have had."""
     asks = [Ask(f"{TEXTS[n % 5]} {n}", [drawn_image(1010 + n)], count=40) for n in range(20)]
     alone = [(await answer(engine, ask)).token_ids for ask in asks[::5]]
     async with asyncio.TaskGroup() as group:
@@ -66,7 +66,7 @@ async def test_cancelled_preparation_leaves_nothing(engine: Engine) -> None:
 
 
 async def test_stream_that_is_left_is_aborted(engine: Engine) -> None:
-    """`Engine.stream` gives up the request when its reader does."""
+    """`Engine.stream` aborts the request when its reader stops."""
     prompt = engine.preprocessor.render(Ask("Count.").messages)
     stream = engine.stream(prompt=prompt, request_id="left")
     await anext(stream)
@@ -77,7 +77,7 @@ async def test_stream_that_is_left_is_aborted(engine: Engine) -> None:
 
 
 async def test_clear_interrupts_all_and_reports_zero(engine: Engine) -> None:
-    """One call ends every running and waiting request; each client is told, and the next is served."""
+    """One call ends every running and waiting request; each client gets an error, and the next request is served."""
     asks = [Ask(f"{TEXTS[n % 5]} {n}", [drawn_image(1040 + n)], count=150) for n in range(16)]
     async with asyncio.TaskGroup() as group:
         begun = [group.create_task(begin(engine, ask)) for ask in asks]
@@ -96,7 +96,7 @@ async def test_clear_interrupts_all_and_reports_zero(engine: Engine) -> None:
 
 
 async def test_clear_interrupts_requests_whose_images_are_being_decoded(engine: Engine) -> None:
-    """Six at work or in line for a thread: they count as waiting, and end at once with the reply of those."""
+    """Six being decoded or queued for a thread: they count as waiting, and end at once like waiting ones."""
     gate = threading.Event()
 
     def hold(name: str, _subject: str) -> None:

@@ -1,4 +1,4 @@
-"""The main claim: whatever is batched, chunked, cached or preempted, each client gets the tokens of `generate`."""
+"""The main claim: with any batching, chunks, caching and preemption, each client gets the tokens of `generate`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_engine_equals_generate_where_encoding_pauses(
     expected: Callable[[str], list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Images are encoded layer by layer between the steps of those who decode."""
+    """Images are encoded layer by layer between the decode steps of other requests."""
     pauses: list[Paused] = []
     plain = EncodeSlices.go_on
 

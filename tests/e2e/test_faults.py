@@ -1,4 +1,4 @@
-"""A rank that dies or hangs loses nobody's tokens."""
+"""A rank that dies or hangs costs no request a token."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAMPLED = SamplingParams(
 
 
 def asks(seed: int, count: int) -> list[Ask]:
-    """Return questions about images that nobody has sent before."""
+    """Return questions about images that were not sent before."""
     return [
         Ask(TEXTS[n % 5], [drawn_image(seed + 10 * n + k) for k in range(n % 3)], count=60)
         for n in range(1, count + 1)
@@ -47,7 +47,7 @@ async def back(engine: Engine) -> None:
 
 
 async def test_killed_generate_rank_loses_no_token(engine: Engine, generated: Generated) -> None:
-    """Streams stop for as long as a restart takes, and go on where they were; seeded draws too."""
+    """Streams pause for the restart, and resume where they were; seeded sampling, too."""
     questions = asks(2000, 7)
     wanted = generated("nano25", questions)
     drawn = (await answer(engine, questions[1], SAMPLED)).token_ids
@@ -71,7 +71,7 @@ async def test_killed_generate_rank_loses_no_token(engine: Engine, generated: Ge
 async def test_a_sampled_placeholder_stands_for_no_image(
     engine: Engine, generated: Generated
 ) -> None:
-    """Also when the answer becomes a part of what is computed anew."""
+    """Also when outputs are recomputed as a part of the context."""
     (ask,) = [one for one in asks(2500, 7) if one.images][:1]
     placeholder = engine.info.placeholder
 
@@ -90,7 +90,7 @@ async def test_a_sampled_placeholder_stands_for_no_image(
 
 
 async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Generated) -> None:
-    """Killed with a batch in its hands; text is served meanwhile, images when it is back."""
+    """Killed during a batch; text is served meanwhile, images when it is back."""
     questions = [ask for ask in asks(3000, 9) if ask.images]
     text = Ask(TEXTS[4], count=30)
     encode_pid, generate_pid = engine.rank_pids
@@ -112,7 +112,7 @@ async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Gene
 async def test_hung_rank_is_replaced(
     configure: Callable[..., Config], generated: Generated
 ) -> None:
-    """A rank that neither answers nor exits; both its groups come back, in one process."""
+    """A rank that neither replies nor exits; both its groups come back, in one process."""
     questions = asks(4000, 5)
     wanted = generated("nano3", questions)
     config = configure("nano3", "placement=together", "deadlines.rank_timeout_s=4")

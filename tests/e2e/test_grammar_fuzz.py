@@ -1,4 +1,4 @@
-"""Hostile schemas and grammars over HTTP, by every door; `python -m tests.fuzz` sends many more."""
+"""Hostile schemas and grammars over HTTP, in every field; `python -m tests.fuzz` sends many more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNT = 150
 async def test_hostile_schemas_and_grammars_are_answered(
     server: RunningServer, engine: Engine
 ) -> None:
-    """No rank and no plain request ends by them; and some are served, so that ranks follow them."""
+    """No rank and no plain request fails because of them; and some are served, so that ranks apply them."""
     ranks = engine.rank_pids
     counted = await fuzz_grammars(server.url, "nano25", seed=1, count=COUNT)
     assert engine.state == "ready"

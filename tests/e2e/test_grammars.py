@@ -1,4 +1,4 @@
-"""Answers are held to a form, whatever the model knows, and whatever happens to its ranks."""
+"""Outputs keep to a grammar, whatever the model prefers, and whatever happens to its ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def chat(client: Any, **options: Any) -> Any:
 
 
 async def test_chat_keeps_to_a_json_schema(client: Any) -> None:
-    """Drawn and greedy, many at once beside one without a form."""
+    """Sampled and greedy, many at once together with an unconstrained one."""
     asked = {"type": "json_schema", "json_schema": {"name": "l", "schema": LIST, "strict": True}}
     tasks = [
         chat(client, response_format=asked, seed=seed, temperature=0.0 if seed == 0 else 1.5)

@@ -1,6 +1,7 @@
 """Groups of two ranks, two of each stage: equal to one rank, and to themselves when ranks are lost.
 
-Small by default. `VSCHED_REQUESTS=200` asks so many questions of a larger model, with every fault in every stage.
+Small by default. `VSCHED_REQUESTS=200` asks that number of questions of a larger model, with every fault in every
+stage.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ GROUPS = (
     "generate.tensor_parallel=2",
     f"encode.plugin={faulty_plugin.NAME}",
     f"generate.plugin={faulty_plugin.NAME}",
-    # Nothing is kept, so the encoders are never without work.
+    # Nothing is kept, so the encoders never run out of work.
     "encode.eviction.use=none",
     "deadlines.rank_timeout_s=6",
 )
@@ -67,21 +68,21 @@ DRAWS = SamplingParams(
 KILL, HANG = signal.SIGKILL, signal.SIGSTOP
 OTHER_LOG, OTHER_RESULT = faulty_plugin.OTHER_LOG, faulty_plugin.OTHER_RESULT
 SEEN_AS = {
-    # A decision may find the rank gone before the engine is told of its child's end.
+    # A decision may find the rank gone before the engine gets the exit of its child.
     KILL: ("killed by SIGKILL", "is gone"),
     HANG: ("deadlines.", "was silent"),
     OTHER_LOG: ("RankDesync",),
     OTHER_RESULT: ("RankDesync",),
 }
-"""What the reason of the loss has to say, one of these."""
+"""Parts of the reason of the loss; one of them must be there."""
 
 
-# --- what is asked ---
+# --- questions ---
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question, and the tokens that one rank answers with."""
+    """A question, and the tokens of its answer from one rank."""
 
     ask: Ask
     sampling: SamplingParams | None
@@ -96,7 +97,7 @@ async def read(generation: Generation) -> Answer:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def questions(configure: Callable[..., Config]) -> list[Question]:
-    """Return 24 greedy questions and some that draw, with the answers of a single undisturbed rank."""
+    """Return 24 greedy questions and some sampled ones, with the answers of a single undisturbed rank."""
     asked: list[tuple[Ask, SamplingParams | None]] = [(ask, None) for ask in mixed_asks()]
     for number, ask in enumerate(mixed_asks()[:DRAWN]):
         asked.append((ask, msgspec.structs.replace(DRAWS, seed=number)))
@@ -119,19 +120,19 @@ class Load:
         self._over = asyncio.Event()
 
     async def run(self, requests: int, *, clients: int) -> None:
-        """Ask so many questions at least, and go on until it is over."""
+        """Ask at least this number of questions, and continue until `end`."""
         numbers = count()
         async with asyncio.TaskGroup() as group:
             for _ in range(clients):
                 group.create_task(self._client(numbers, requests))
 
     async def more(self, tokens: int) -> None:
-        """Wait until so many more tokens have come."""
+        """Wait for a number of further tokens."""
         enough = self.tokens + tokens
         await patiently(lambda: self.tokens >= enough, "tokens come")
 
     def end(self) -> None:
-        """Ask nothing more than what was promised."""
+        """Ask nothing after the minimum number of questions."""
         self._over.set()
 
     async def _client(self, numbers: Iterator[int], requests: int) -> None:
@@ -151,7 +152,7 @@ class Load:
         self.answered += 1
 
 
-# --- groups, and what may happen to them ---
+# --- groups, and their faults ---
 
 
 class Fault(NamedTuple):
@@ -163,7 +164,7 @@ class Fault(NamedTuple):
 
 
 def row(engine: Engine, group: str) -> dict[str, Any]:
-    """Return what an operator sees of a group."""
+    """An operator's view of a group."""
     return next(each for each in engine.groups() if each["name"] == group)
 
 
@@ -187,7 +188,7 @@ def planned(rng: random.Random) -> list[Fault]:
     chosen = []
     for turn, number in enumerate([*faults, *faults]):
         stage = stages[(turn + turn // len(faults)) % 2]
-        # What the first rank says is taken for the truth; a stage's replicas take turns, so none is lost too often.
+        # The first rank's result counts as true; a stage's replicas take turns, so none is lost too often.
         rank = 1 if number == OTHER_RESULT else rng.randrange(2)
         chosen.append(Fault(number, f"{stage}-{turn // 2 % 2}", rank))
     return chosen
@@ -203,7 +204,7 @@ async def groups(configure: Callable[..., Config]) -> AsyncIterator[Engine]:
     assert not any(map(is_alive, every))
 
 
-# --- what holds ---
+# --- invariants ---
 
 
 async def test_groups_of_ranks_equal_one_rank(groups: Engine, questions: list[Question]) -> None:
@@ -239,7 +240,7 @@ async def test_groups_lose_no_token_to_faults(groups: Engine, questions: list[Qu
 
 
 async def lose(engine: Engine, fault: Fault) -> None:
-    """Strike a rank, and wait until its group is back, alone."""
+    """Signal a rank, and wait until its group, and no other, has been lost and is back."""
     before = {each["name"]: each["restarts"] for each in engine.groups()}
     os.kill(pids(engine, fault.group)[fault.rank], fault.number)
     await patiently(lambda: row(engine, fault.group)["state"] == "down", f"{fault} is noticed")
@@ -274,7 +275,7 @@ def fresh(engine: Engine, group: str) -> list[int]:
 
 
 def started_ranks() -> set[int]:
-    """Return the children of this process that are no servers of isolated calls."""
+    """Return the children of this process that are not servers of isolated calls."""
     servers = (b"vsched: grammars", b"vsched: pictures", b"grammar_server", b"pictures.server")
 
     def is_server(pid: int) -> bool:
@@ -300,15 +301,15 @@ async def test_group_that_loses_a_rank_while_it_starts_serves_or_says_why(
             "placement=together",
             "encode.tensor_parallel=2",
             "generate.tensor_parallel=2",
-            # A rank that hangs is found by this deadline alone.
+            # Only this deadline detects a rank that hangs.
             f"deadlines.ready_s={4 if number == HANG else 300}",
         )
     )
     starting = asyncio.create_task(engine.start())
     await patiently(lambda: len(started_ranks() - before) == 2, "both ranks are started")
     if number == KILL:
-        await asyncio.sleep(random.Random(SEED).uniform(0, 2))  # somewhere on their way
-    # A rank that is to hang does so at once: after its start, other deadlines find it, for which no test waits.
+        await asyncio.sleep(random.Random(SEED).uniform(0, 2))  # at a random point of the start
+    # A rank that is to hang does so at once: after its start, other deadlines apply, which take too long for a test.
     os.kill(max(started_ranks() - before), number)
     try:
         async with patience(LIMIT_S):
@@ -341,7 +342,7 @@ def children() -> set[int]:
 async def test_groups_end_a_poison_request_and_no_other(
     groups: Engine, questions: list[Question]
 ) -> None:
-    """It takes down its own group, never another, and is not tried for ever."""
+    """It takes down its own group, never another, and is not retried for ever."""
     before = {each["name"]: each["restarts"] for each in groups.groups()}
     load = Load(groups, questions)
     deadly = SamplingParams(seed=faulty_plugin.POISON_SEED, max_tokens=9, ignore_eos=True)

@@ -51,7 +51,7 @@ GRAMMARS = {
 
 
 async def refused(client: httpx.AsyncClient, path: str, fields: dict[str, Any]) -> None:
-    """Send a request, and check that it is answered by a 400 with a remedy, or served."""
+    """Send a request, and check that the response is a 400 with a remedy, or 200."""
     body = body_at(path, fields, model=MODEL, tokens=4)
     reply = await client.post(
         path, content=json.dumps(body), headers={"content-type": "application/json"}
@@ -93,7 +93,7 @@ def checker_of(engine: Engine) -> GrammarProcesses:
 
 
 async def test_killed_grammar_server_loses_no_request(engine: Engine) -> None:
-    """32 requests are under way, some of them held to a grammar, and some to one that crashes."""
+    """32 requests are in flight, some of them with a grammar, and some with one that crashes."""
     held = SamplingParams(max_tokens=40, seed=5, grammar=json.dumps({"regex": "[ab]{30}"}))
     free = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     checker = checker_of(engine)

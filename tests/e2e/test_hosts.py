@@ -36,7 +36,7 @@ def key(tmp_path: Path) -> Path:
 async def struck(
     request: pytest.FixtureRequest, key: Path
 ) -> AsyncIterator[tuple[str, Callable[[], object], Callable[[], object]]]:
-    """Yield the address of a host, what takes it from the engine, and what gives it back."""
+    """Yield the address of a host, a function that takes it away from the engine, and one that restores it."""
     async with AsyncExitStack() as stack:
         if request.param == "network cut":
             if why := why_no_network():
@@ -80,8 +80,9 @@ async def test_hosts_answer_as_one_host_and_streams_outlive_a_loss(
 ) -> None:
     """The tokens of one host, with images; and those of a stream whose host is lost in the middle of it.
 
-    By its end, which the connection tells; or in silence, which only the deadline does. Rows go through the engine, or
-    from host to host, encrypted or not.
+    The host ends, which closes the connection, or is cut off in silence, which only the deadline detects. Rows go
+    through
+    the engine, or from host to host, encrypted or not.
     """
     here = [one.token_ids for one in await answers(engine, [*ASKS, LONG], at_once=4)]
     far, strike, mend = struck

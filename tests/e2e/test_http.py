@@ -1,4 +1,4 @@
-"""The server as the openai client sees it, with real ranks behind it."""
+"""The server as the openai client sees it, with real ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {"temperature": 0.0, "extra_body": {"ignore_eos": True
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
-    """A client that does not try again; `engine` sees that nothing is held after the test."""
+    """A client without retries; `engine` checks that nothing is held after the test."""
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
     ) as client:
@@ -128,7 +128,7 @@ async def test_completions_take_text_and_tokens(client: Any, engine: Engine) -> 
 
 @pytest.mark.parametrize("token", ["<|image_pad|>", "<|vision_start|>", "<|im_end|>"])
 async def test_a_special_token_in_a_text_is_text(client: Any, engine: Engine, token: str) -> None:
-    """A client's text stands for no image, ends no turn, and is served, alone and beside an image."""
+    """In a client's text it is no image and no end of a turn; the request is served, alone and next to an image."""
     pad = engine.info.placeholder
     ask = Ask(f"What is {token}?", [drawn_image(6020)], count=4)
     plan = engine.preprocessor.plan_image(*ask.images[0].size)
@@ -194,7 +194,7 @@ async def test_bad_request_is_a_400_and_others_are_served(
 
 
 async def test_full_queue_is_a_429_with_retry_after(client: Any, engine: Engine) -> None:
-    """What is accepted is answered; the rest is told when to come again."""
+    """Accepted requests are answered; the others get a time to retry."""
     ask = Ask(TEXTS[1], count=100)
     outcomes = await asyncio.gather(*(chat(client, ask) for _ in range(60)), return_exceptions=True)
     refused = [one for one in outcomes if isinstance(one, openai.RateLimitError)]
@@ -212,7 +212,6 @@ async def freed(engine: Engine) -> None:
 
 
 async def test_client_that_leaves_a_stream_is_aborted(client: Any, engine: Engine) -> None:
-    """No token is generated for nobody."""
     before = engine.statistics()["finished"]["abort"]
     stream = await chat(client, Ask(TEXTS[1], [drawn_image(6020)], count=400), stream=True)
     await anext(aiter(stream))
@@ -237,7 +236,7 @@ async def test_client_that_leaves_while_it_waits_is_aborted(client: Any, engine:
 async def test_clear_ends_all_and_tells_them(
     client: Any, server: RunningServer, engine: Engine
 ) -> None:
-    """E20 over HTTP: a stream ends in an error event, a waiting request in a 503."""
+    """A stream ends in an error event, a waiting request in a 503."""
     ask = Ask(TEXTS[1], count=400)
     stream = await chat(client, ask, stream=True)
     await anext(aiter(stream))
@@ -272,7 +271,7 @@ async def test_operations_answer(server: RunningServer, engine: Engine) -> None:
 async def test_tokenize_counts_images_as_a_prompt_does(
     server: RunningServer, engine: Engine
 ) -> None:
-    """Every placeholder stands for as many tokens as its image has; nothing is held afterwards."""
+    """Every placeholder counts as the tokens of its image; nothing is held afterwards."""
     ask = Ask(TEXTS[1], [drawn_image(6700, (112, 84)), drawn_image(6701)])
     async with httpx.AsyncClient(base_url=server.url) as plain:
         reply = (await plain.post("/tokenize", json={"messages": ask.messages})).json()
@@ -282,7 +281,7 @@ async def test_tokenize_counts_images_as_a_prompt_does(
 async def test_images_are_resized_within_the_bounds_of_a_request(
     server: RunningServer, engine: Engine
 ) -> None:
-    """Two sizes of a picture are two embeddings; each is counted as it is asked about."""
+    """Two sizes of a picture are two embeddings; each is counted at the size of its request."""
     small = {"max_pixels": 8 * 28 * 28}
     ask = Ask(TEXTS[0], [drawn_image(6702, (224, 168))])
     whole = {"messages": ask.messages, "max_tokens": 2, "temperature": 0}
@@ -314,7 +313,7 @@ async def test_images_are_resized_within_the_bounds_of_a_request(
 async def test_server_is_unavailable_until_the_engine_is_ready(
     configure: Callable[..., Config],
 ) -> None:
-    """503 while loading, for health and requests alike, and when to come again."""
+    """503 while loading, for health and requests alike, with a time to retry."""
     app = create_app(Engine(configure("nano25")), ApiSettings())
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as plain:
@@ -326,7 +325,7 @@ async def test_server_is_unavailable_until_the_engine_is_ready(
 
 
 async def test_image_url_is_fetched_as_data_only(client: Any) -> None:
-    """Remote images are off unless hosts are named."""
+    """Remote images are off unless hosts are configured."""
     content = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a.png"}}]
     with pytest.raises(openai.BadRequestError, match=r"add its host to media\.hosts"):
         await client.chat.completions.create(
@@ -335,7 +334,7 @@ async def test_image_url_is_fetched_as_data_only(client: Any) -> None:
 
 
 async def test_statistics_hold_the_ledger_and_what_of_it_is_in_use(engine: Engine) -> None:
-    """Every pool adds up to its total, and what requests take of it shows while they run."""
+    """Every pool adds up to its total, and the use by requests shows while they run."""
     generation = await begin(engine, Ask(TEXTS[1], [drawn_image(6400)], count=60))
     while not (await anext(generation)).token_ids:
         pass

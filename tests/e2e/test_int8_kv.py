@@ -23,7 +23,7 @@ SWAPS = ("generate.preemption.manner=swap", "generate.swap_memory=64MiB")
 
 
 async def asked(config: Config) -> list[list[int]]:
-    """Return the tokens of 24 requests that nothing disturbs."""
+    """Return the tokens of 24 undisturbed requests."""
     async with Engine(config) as engine:
         found = await answers(engine, mixed_asks(), at_once=1)
         assert engine.statistics()["generate"]["preemptions"] == 0

@@ -1,7 +1,7 @@
-"""Nothing is compiled while requests are served, whatever they ask for: ranks have every kernel when they are ready.
+"""No kernel is compiled while requests are served: ranks have every kernel when they are ready.
 
-Ranks count what they compile, and what they read from disk, since that is compiled on a machine that has not served
-before. So the tests need no empty folder to fail.
+Ranks count the kernels that they compile, and those that they read from disk, since a new machine would have to compile
+them. So the tests need no empty folder to fail.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 
 def requests() -> Iterator[tuple[Ask, SamplingParams]]:
-    """Yield each way to sample, for text, for a picture and for several of other sizes."""
+    """Yield each kind of sampling, for text, for a picture and for several of other sizes."""
     for number, sampling in enumerate(SAMPLINGS):
         pictures = [drawn_image(6000 + number + k, (90 + 50 * k, 60)) for k in range(number % 3)]
         yield Ask(TEXTS[number % 5] * (1 + number % 4), pictures), sampling
@@ -76,10 +76,10 @@ def requests() -> Iterator[tuple[Ask, SamplingParams]]:
 
 
 async def late(engine: Engine, asked: Callable[[], Any]) -> dict[str, int]:
-    """Do something, and return how many kernels each group has had since it was ready."""
+    """Do something, and return the number of kernels that each group got since it was ready."""
     await asked()
     before = {row["name"]: row["heartbeats"]["sent"] for row in engine.groups()}
-    # The beat that is on its way may have been sent before; the one after it was not.
+    # The heartbeat in flight may have been sent before; the next one was not.
     await until(
         lambda: all(row["heartbeats"]["sent"] > before[row["name"]] + 1 for row in engine.groups()),
         "each group says how many kernels it has",
@@ -90,7 +90,7 @@ async def late(engine: Engine, asked: Callable[[], Any]) -> dict[str, int]:
 
 
 async def ask_all(engine: Engine, adapter: str = "") -> None:
-    """Ask for everything, one by one and then at once, more than the KV cache can hold."""
+    """Send every request, one by one and then at once, more than the KV cache can hold."""
     for ask, sampling in requests():
         await read(await begin(engine, ask, sampling, adapter=adapter))
     begun = [await begin(engine, ask, sampling) for ask, sampling in [*requests()] * 2]

@@ -1,4 +1,4 @@
-"""`python -m tests.bench.kv`: the same memory holds more tokens in 8 bits, and nobody is preempted for it."""
+"""`python -m tests.bench.kv`: the same memory holds more tokens in 8 bits, which avoids preemptions."""
 
 from __future__ import annotations
 

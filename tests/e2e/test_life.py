@@ -1,4 +1,4 @@
-"""Starting, failing to start, draining and stopping: in words, and without leaving anything behind."""
+"""Starting, failing to start, draining and stopping: clear errors, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def temporary(
 
 @pytest.fixture
 def copy(checkpoints: Checkpoints, tmp_path: Path) -> Path:
-    """A checkpoint of its own to be spoilt."""
+    """A copy of a checkpoint for tests that damage it."""
     return Path(shutil.copytree(checkpoints("nano25"), tmp_path / "spoilt"))
 
 
@@ -108,7 +108,7 @@ async def test_corrupt_weights_are_an_error(
 async def test_missing_tensor_is_an_error_of_the_rank_and_the_start(
     configure: Configure, temporary: Path, copy: Path
 ) -> None:
-    """Found while loading, in the rank's process; told here, and the other rank is stopped."""
+    """Found while loading in the rank's process; reported here, and the other rank is stopped."""
     from safetensors.numpy import load_file, save_file
 
     weights = load_file(copy / "model.safetensors")
@@ -138,7 +138,7 @@ async def test_kv_cache_that_does_not_fit_is_an_error(
 async def test_long_temporary_path_is_an_error(
     configure: Configure, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A socket's address holds a hundred characters or so."""
+    """The address of a Unix socket is limited to about a hundred characters."""
     folder = temporary / ("x" * 100)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -202,7 +202,7 @@ def children_of(pid: int) -> list[int]:
 
 @pytest.mark.slow
 async def test_killed_server_leaves_no_process(checkpoints: Checkpoints, temporary: Path) -> None:
-    """SIGKILL gives the engine no chance to clean up: its children notice, clean up and go."""
+    """SIGKILL gives the engine no chance to clean up: its children notice, clean up and exit."""
     process = serve(checkpoints("nano25"))
     children: list[int] = []
 
@@ -221,7 +221,7 @@ async def test_killed_server_leaves_no_process(checkpoints: Checkpoints, tempora
 
 @pytest.mark.slow
 async def test_interrupted_server_drains(checkpoints: Checkpoints, temporary: Path) -> None:
-    """One Ctrl-C: the running answer is given to its end, and the process ends well."""
+    """One Ctrl-C: the running response is completed, and the process exits with 0."""
     process = serve(checkpoints("nano25"))
     try:
         url = await asyncio.to_thread(_address, process)

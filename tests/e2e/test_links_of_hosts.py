@@ -1,4 +1,4 @@
-"""Links between hosts that are slow, and the way from host to host that fails: nothing but time is lost."""
+"""Slow links between hosts, and failing direct links: only time is lost."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ pytestmark = [
 ]
 SLOW_BYTES_PER_S = 1e6
 MANY = 24
-"""Large images: a batch of nearly all of them, of 0.6 MB each, takes longer than silence may last."""
+"""Large images: a batch of nearly all of them, of 0.6 MB each, takes longer than the silence deadline."""
 TRICKLE_BYTES_PER_S = 20_000
-"""Slow enough that the rows of a large image are under way for seconds: one has about 65,000 bytes of them."""
+"""Slow enough that the rows of a large image, about 65,000 bytes, are in flight for seconds."""
 HALF_BYTES = 40_000
 
 
 def large(seed: int) -> Ask:
-    """Ask about an image of which many bytes travel."""
+    """Ask about an image with many bytes to send."""
     return Ask("What is in the image?", [drawn_image(seed, (448, 448))], count=12)
 
 
@@ -47,7 +47,7 @@ def hosts(tmp_path: Path) -> Iterator[tuple[HostProcess, HostProcess]]:
 async def test_hosts_on_a_slow_link_are_waited_for(
     configure: Callable[..., Config], engine: Engine, hosts: tuple[HostProcess, HostProcess]
 ) -> None:
-    """The pixels of a batch take longer than the deadline of silence, and nobody is taken for dead, nor stops.
+    """The pixels of a batch take longer than the silence deadline, and no host is declared dead, nor stops.
 
     Every token is that of one host.
     """
@@ -71,7 +71,7 @@ async def test_hosts_on_a_slow_link_are_waited_for(
 
 
 async def use_way(engine: Engine, exchange: Exchange, asks: list[Ask]) -> list[list[int]]:
-    """Have rows go from host to host: the first image goes through the engine; return all answers."""
+    """Have rows sent directly: the first image goes through the engine; return all answers."""
     first = await answers(engine, asks[:1], at_once=1)
     await until(lambda: exchange._ways and all(way.reached for way in exchange._ways.values()))
     before = exchange.bytes_direct
@@ -88,7 +88,7 @@ async def test_direct_rows_that_break_off_half_way_come_otherwise(
     monkeypatch: pytest.MonkeyPatch,
     lost: str,
 ) -> None:
-    """While rows are under way: they go through the engine, or are encoded again, and the way is used again."""
+    """While rows are in flight: they go through the engine, or are encoded again, and the direct link is used again."""
     monkeypatch.setattr(exchange_module, "RETRY_S", 0.0)
     asks = [large(seed) for seed in range(40, 45)]
     here = [one.token_ids for one in await answers(engine, asks, at_once=1)]
@@ -133,7 +133,7 @@ async def test_direct_rows_that_break_off_half_way_come_otherwise(
 async def test_direct_way_that_nobody_finds_costs_no_group(
     configure: Callable[..., Config], engine: Engine, hosts: tuple[HostProcess, HostProcess]
 ) -> None:
-    """Hosts that do not reach each other, while the engine reaches both: rows go through it."""
+    """Hosts that cannot reach each other, while the engine reaches both: rows go through it."""
     here = [one.token_ids for one in await answers(engine, ASKS, at_once=1)]
     near, far = hosts
     async with engine_on(configure, near.key, near.address, far.address, direct=True) as there:

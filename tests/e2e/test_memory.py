@@ -1,4 +1,4 @@
-"""What was measured at start holds under the most that is legal, with a real limit on the process."""
+"""Measurements at start hold under the maximum legal load, with a real limit on the process."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_adversarial_load_within_a_hard_limit_loses_nothing(
     assert run.served >= ANSWERS
     assert run.kv_tokens > 2048
     assert "out of memory" not in capfd.readouterr().err
-    # The limit was real, and near: more than half of it was in use.
+    # The limit was real, and close: more than half of it was in use.
     assert LIMIT_BYTES / 2 < max(sample.bytes for sample in run.samples) <= LIMIT_BYTES + (1 << 20)
 
 
@@ -87,7 +87,7 @@ async def test_adversarial_load_within_a_hard_limit_loses_nothing(
 async def test_limit_that_leaves_no_room_fails_at_start_and_says_what_to_change(
     checkpoints: Callable[[str], Path],
 ) -> None:
-    """A typed error with the knobs and the ledger, and nothing is left behind."""
+    """A typed error with the settings and the ledger, and nothing is left behind."""
     sets = [f"model.path={checkpoints('nano25')}", "generate.memory_limit=560MiB"]
     engine = Engine(load_config(None, sets=sets, environ={}).config)
     with pytest.raises(DeviceOutOfMemory) as caught:
@@ -105,7 +105,7 @@ async def test_limit_that_leaves_no_room_fails_at_start_and_says_what_to_change(
 async def test_kv_pages_come_when_the_configuration_says(
     pages: str, checkpoints: Callable[[str], Path]
 ) -> None:
-    """The sizes are those of the limit either way; what is resident differs by the cache."""
+    """The sizes follow from the limit either way; the resident memory differs by the cache."""
     sets = [
         f"model.path={checkpoints('nano25')}",
         "generate.memory_limit=1536MiB",
@@ -129,7 +129,7 @@ async def test_kv_pages_come_when_the_configuration_says(
 async def test_replicas_on_one_host_get_equal_shares_and_keep_them(
     checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Limits that are together more than the host has free: both fit, and a killed rank comes back as it was."""
+    """The sum of their limits exceeds the free memory: both fit, and a killed rank comes back with its size."""
     engine_bytes, free_bytes = (
         9 << 28,
         11 << 28,
@@ -168,7 +168,7 @@ async def test_replicas_on_one_host_get_equal_shares_and_keep_them(
 def test_profile_shows_writes_and_draws_the_ledger(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The procedure without serving; the table, the JSON and the picture tell the same."""
+    """The procedure without serving; the table, the JSON and the picture agree."""
     pytest.importorskip("matplotlib")
     limits = ["generate.memory_limit=1GiB", "generate.context_tokens=2048"]
     words = [word for each in limits for word in ("--set", each)]

@@ -1,4 +1,4 @@
-"""How an answer ends and what comes with it, through the whole engine."""
+"""Ends of outputs and their details, through the whole engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sampled(**changes: Any) -> SamplingParams:
 
 
 async def test_deltas_are_the_text_of_the_tokens(engine: Engine) -> None:
-    """Random weights give broken UTF-8 galore: pieces must still add up to the text of the whole."""
+    """Random weights yield much broken UTF-8: pieces must still add up to the complete text."""
     found = await answer(engine, ASK, sampled(max_tokens=200))
     assert len(found.deltas) > 5
     assert found.text == engine.preprocessor.detokenize(found.token_ids)
@@ -41,7 +41,7 @@ async def test_max_tokens_ends_with_length(engine: Engine) -> None:
 
 
 async def test_stop_string_ends_before_it(engine: Engine) -> None:
-    """The stop string is found across tokens, and is no part of the text."""
+    """The stop string is found across tokens, and is not part of the text."""
     whole = (await answer(engine, ASK, sampled(max_tokens=60))).text
     stop = whole[20:25]
     found = await answer(engine, ASK, sampled(max_tokens=60, stop=("never comes", stop)))
@@ -53,7 +53,7 @@ async def test_stop_string_ends_before_it(engine: Engine) -> None:
 
 
 async def test_special_tokens_are_text_where_they_are_asked_for(engine: Engine) -> None:
-    """They are found by stop strings, and what ended the answer is told as any other stop."""
+    """Stop strings find them, and the stop reason is reported as for any other stop."""
     end, *_ = engine.info.stop_token_ids
     name = engine.preprocessor.token_bytes(end).decode()
     ignoring = sampled(logit_bias=((end, 100.0),), max_tokens=3)
@@ -90,7 +90,7 @@ async def test_stop_token_ends_with_it(engine: Engine) -> None:
 
 
 async def end_at(engine: Engine, wanted: int) -> tuple[Ask, int]:
-    """Return a greedy question, and a token that its answer has first at an index of at least `wanted`."""
+    """Return a greedy question, and a token that first occurs in its answer at an index of at least `wanted`."""
     for number in range(40):
         ask = Ask(f"{TEXTS[number % 5]} {number}", [drawn_image(410 + number)])
         whole = (await answer(engine, ask, greedy())).token_ids
@@ -101,7 +101,7 @@ async def end_at(engine: Engine, wanted: int) -> tuple[Ask, int]:
 
 
 async def test_min_tokens_puts_the_end_off(engine: Engine) -> None:
-    """No stop token is drawn before so many tokens, and the answer goes on as if it could not be."""
+    """No stop token is drawn before that number of tokens, and the output continues as if there were none."""
     ask, end = await end_at(engine, 4)
     whole = (await answer(engine, ask, greedy())).token_ids
     stop = whole[end]
@@ -114,7 +114,7 @@ async def test_min_tokens_puts_the_end_off(engine: Engine) -> None:
 
 
 async def test_end_of_sequence_token_ends_unless_ignored(engine: Engine) -> None:
-    """High temperature draws the end token sooner or later; `ignore_eos` goes on past it."""
+    """High temperature draws the end token sooner or later; `ignore_eos` continues past it."""
     (end,) = engine.info.stop_token_ids
     for seed in range(60):
         params: dict[str, Any] = {"temperature": 3.0, "seed": seed, "max_tokens": 120}

@@ -55,7 +55,7 @@ async def shared(config: Config) -> AsyncIterator[RunningServer]:
 async def test_two_ranks_answer_as_generate_and_one_that_is_killed_costs_no_token(
     shared: RunningServer, config: Config
 ) -> None:
-    """Streams that are under way when it happens have neither a gap nor a token twice."""
+    """Streams in progress have neither a gap nor a repeated token."""
     engine = shared.engine
     wanted = generated(Path(config.model.path), prompts(), outputs=OUTPUTS)
     assert len(engine.rank_pids) == 2

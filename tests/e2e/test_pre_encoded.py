@@ -1,4 +1,4 @@
-"""With real ranks, a client that brings embeddings gets the tokens that the image itself would have got."""
+"""With real ranks, a client that sends embeddings gets the tokens that the image itself would have got."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _numbers = iter(range(1 << 30))
 
 
 def media(engine: Engine) -> tuple[int, int]:
-    """Return how many images the engine decoded, and how many embeddings it took."""
+    """Number of images that the engine decoded, and of embeddings that it received."""
     counts = engine.statistics()["media"]
     return counts["processed"], counts["embedded"]
 
@@ -72,7 +72,7 @@ def media(engine: Engine) -> tuple[int, int]:
 async def test_embeddings_answer_as_their_images_do(
     served: Served, generated: Callable[[str, Sequence[Ask]], list[list[int]]]
 ) -> None:
-    """Alone, every mixture of raw and brought, in order, deepstack levels included."""
+    """Alone, every mixture of raw and embedded, in order, deepstack levels included."""
     engine, tower = served.engine, served.tower
     [wanted] = generated(engine.model_name, [ASK])
     urls = [data_url(image) for image in IMAGES]
@@ -89,7 +89,7 @@ async def test_embeddings_answer_as_their_images_do(
 
 
 async def test_rows_that_came_are_what_the_model_reads(served: Served) -> None:
-    """The answer hangs on the rows, on every level of them: equality above is no accident."""
+    """The output depends on the rows, on every level of them: equality above is no coincidence."""
     engine, tower = served.engine, served.tower
     rows, grid = tower.encode(IMAGES[0])
     hidden = tower.info.hidden_size
@@ -123,7 +123,7 @@ async def test_text_only_beside_embeddings_has_no_items(
 
 
 async def test_bad_embeddings_are_refused_and_others_are_served(served: Served) -> None:
-    """A code a cause; no rank hears of it."""
+    """A code per cause; no rank gets them."""
     engine, tower = served.engine, served.tower
     rows, grid = tower.encode(IMAGES[0])
     pids = engine.rank_pids
@@ -160,7 +160,7 @@ async def test_embedding_over_the_token_budget_is_refused(served: Served) -> Non
 
 
 async def test_embeddings_over_http(served: Served) -> None:
-    """The content part of the chat endpoint, beside a raw image."""
+    """The content part of the chat endpoint, next to a raw image."""
     engine, brought = served.engine, served.tower.embed(IMAGES[0])
     urls = [{"type": "image_url", "image_url": {"url": data_url(one)}} for one in IMAGES]
     embeds = {"type": "image_embeds", "image_embeds": {"data": brought.data}}

@@ -1,4 +1,4 @@
-"""Several processes that serve HTTP: the same answers, and what happens when one of them dies, or the engine."""
+"""Several processes that serve HTTP: the same responses, and deaths of one of them, or of the engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def split(configure: Callable[..., Config]) -> AsyncIterator[RunningServer]:
-    """A server of two processes beside the engine's."""
+    """A server of two processes next to the engine's."""
     async with running_server(configure("nano25", "server.processes=2", ROOM)) as running:
         yield running
 
@@ -55,7 +55,7 @@ def body(ask: Ask, **fields: Any) -> dict[str, Any]:
 
 
 def owner(server_port: int, client_port: int, pids: Sequence[int]) -> int:
-    """Return which process has accepted a connection on this machine."""
+    """Return the process that has accepted a connection on this machine."""
     wanted = (f":{server_port:04X}", f":{client_port:04X}")
     rows = [line.split() for line in Path("/proc/net/tcp").read_text("ascii").splitlines()[1:]]
     inodes = {row[9] for row in rows if (row[1][8:], row[2][8:]) == wanted}
@@ -69,7 +69,7 @@ def owner(server_port: int, client_port: int, pids: Sequence[int]) -> int:
 
 @contextlib.asynccontextmanager
 async def clients(server: RunningServer) -> AsyncIterator[dict[int, Any]]:
-    """Yield a client of each process, by the process: the system chooses, so there are as many attempts as it takes."""
+    """Yield a client of each process, by the process: the system chooses one, so clients connect until each has one."""
     port = int(server.url.rpartition(":")[2])
     found: dict[int, Any] = {}
     async with contextlib.AsyncExitStack() as opened, patience():
@@ -94,7 +94,7 @@ async def said(response: Any) -> AsyncIterator[str]:
 
 
 async def test_processes_answer_as_the_engine_does(split: RunningServer) -> None:
-    """The same tokens from each, streamed or whole, with images; each request is counted once, wherever one asks."""
+    """The same tokens from each, streaming or not, with images; each request is counted once, on any process."""
     wanted = await answer(split.engine, ASK)
     async with clients(split) as found:
         assert len(found) == 2
@@ -123,7 +123,7 @@ async def test_processes_cancel_what_a_client_leaves(split: RunningServer) -> No
 
 
 async def test_process_that_dies_takes_only_its_own_requests(split: RunningServer) -> None:
-    """In the middle of streams: the other's go on, the engine ends those of the dead one, and it is started anew."""
+    """In mid-stream: streams of the other go on, the engine ends those of the dead one, and it is restarted."""
     wanted = await answer(split.engine, LONG)
     async with clients(split) as found, contextlib.AsyncExitStack() as opened:
         dead, alive = found
@@ -153,7 +153,7 @@ async def test_process_that_dies_takes_only_its_own_requests(split: RunningServe
 
 
 async def answered(client: Any) -> float:
-    """Return how many requests were answered at their full length."""
+    """Return the number of requests that were answered at their full length."""
     name = 'vsched_requests_total{endpoint="chat",outcome="length"} '
     lines = (await client.get("/metrics")).text.splitlines()
     return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
@@ -162,7 +162,7 @@ async def answered(client: Any) -> float:
 async def test_process_that_stands_still_is_replaced(
     split: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has a link that nobody closes: what it no longer says is how it is found."""
+    """Its link is never closed; only its silence shows the failure."""
     dead, _ = split.api_pids
     os.kill(dead, signal.SIGSTOP)
     monkeypatch.setattr(supervisor, "SILENT_S", 3.0)
@@ -176,7 +176,7 @@ async def test_process_that_stands_still_is_replaced(
 async def test_processes_answer_before_the_engine_is_ready_and_end_where_it_never_is(
     configure: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They listen from the start; an engine that cannot start takes them with it."""
+    """They listen from the start; an engine that cannot start ends them, too."""
     asked = asyncio.Event()
 
     async def start(_: Engine) -> None:
@@ -211,7 +211,7 @@ async def test_processes_answer_before_the_engine_is_ready_and_end_where_it_neve
 
 @contextlib.contextmanager
 def standing_still(pids: Sequence[int]) -> Iterator[None]:
-    """Have processes do nothing in the body."""
+    """Stop processes with SIGSTOP during the body."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -222,7 +222,7 @@ def standing_still(pids: Sequence[int]) -> Iterator[None]:
 
 
 class Served:
-    """`vsched serve` with two processes, and the ids of these."""
+    """`vsched serve` with two processes, and their ids."""
 
     def __init__(self, path: Path, record: Path) -> None:
         self.record = record
@@ -272,7 +272,7 @@ async def stream_of(served: Served, ask: Ask) -> AsyncIterator[Any]:
 
 
 async def test_processes_drain_with_the_engine(served: Served) -> None:
-    """After a signal, what is being answered is answered to its end, and nothing is left; the record replays."""
+    """After a signal, responses in progress are completed, and nothing is left; the record replays."""
     async with stream_of(served, LONG) as response:
         texts = said(response)
         await anext(texts)
@@ -287,7 +287,7 @@ async def test_processes_drain_with_the_engine(served: Served) -> None:
 
 
 async def test_processes_end_with_an_engine_that_dies(served: Served) -> None:
-    """A client reads an error as the last event of its stream, not silence; then nobody listens any more."""
+    """The last event of a stream is an error, not silence; then the port is closed."""
     async with stream_of(served, Ask(TEXTS[2], count=1500)) as response:
         lines = response.aiter_lines()
         await anext(lines)

@@ -1,4 +1,4 @@
-"""What a request tells of its prompt, with real ranks: against the logits of transformers' own model."""
+"""Prompt log-probabilities with real ranks, compared with the logits of transformers' own model."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ TEXT = (
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
-    """A client; `engine` sees that nothing is held after the test."""
+    """A client; `engine` checks that nothing is held after the test."""
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoints: Callable[[str], Path]) -> Callable[[list[int]], Any]:
-    """Return the log-probabilities [tokens, vocabulary] behind each token of a text."""
+    """Return a function for the log-probabilities [tokens, vocabulary] after each token of a text."""
     model = Reference(checkpoints("nano25")).model
 
     def logprobs(token_ids: list[int]) -> Any:
@@ -61,7 +61,7 @@ def check(told: list[PromptToken], token_ids: list[int], wanted: Any, *, top: in
 async def test_prompt_logprobs_are_those_of_the_model_however_chunks_cut(
     engine: Engine, expected: Callable[[list[int]], Any]
 ) -> None:
-    """The second time, all but the last token is cached, and computed nevertheless."""
+    """The second time, all but the last token is cached, and still computed."""
     token_ids = engine.preprocessor.tokenize(TEXT)
     assert len(token_ids) > 2 * engine.config.generate.chunk_tokens
     wanted = expected(token_ids)
@@ -122,7 +122,7 @@ async def test_more_values_than_can_be_kept_are_refused(engine: Engine) -> None:
 async def test_loglikelihoods_as_lm_eval_asks_for_them(
     client: Any, engine: Engine, expected: Callable[[list[int]], Any], max_tokens: int
 ) -> None:
-    """Its `local-completions`: batches of token lists, and what it reads of the answer."""
+    """Requests of its `local-completions`: batches of token lists, and the fields that it reads."""
     texts = ["The sky is blue", "One and two are three, and that is all"]
     prompts = [engine.preprocessor.tokenize(text) for text in texts]
     body = {

@@ -53,7 +53,7 @@ class Nodes:
         self._nodes[stage] = self._cluster.add_node(**self._small(stage))
 
     def kill(self, stage: str) -> None:
-        """Kill a node, as the system does."""
+        """Kill a node with SIGKILL."""
         self._cluster.remove_node(self._nodes.pop(stage), allow_graceful=False)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""SmolLM2 behind an engine: a real model, whose answers mean something.
+"""SmolLM2 behind an engine: a real model with meaningful answers.
 
 Skipped unless `VSCHED_SMOLLM2` names the folder that `vsched make-checkpoint --smollm2` has written.
 """
@@ -32,7 +32,7 @@ def conversation(question: str) -> list[dict[str, str]]:
 
 
 def generated(tokenizer: Any, question: str) -> str:
-    """Return what transformers' `generate` answers, in float32."""
+    """Output of transformers' `generate`, in float32."""
     library: Any = transformers
     model = library.AutoModelForCausalLM.from_pretrained(
         CHECKPOINT, dtype="float32", local_files_only=True

@@ -1,4 +1,4 @@
-"""What cannot be served is refused at once, in words, and nobody beside it notices."""
+"""Invalid requests are refused at once with clear errors, without effect on others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IMAGES: dict[str, Callable[[], str]] = {
 
 
 async def refusal(engine: Engine, **request: Any) -> RequestRefused:
-    """Return how a request is refused while another is served, which must come out whole."""
+    """Return the error of a refused request while another is served, which must be complete."""
     plain = await answer(engine, BESIDE)
     beside = await begin(engine, BESIDE)
     reading = asyncio.create_task(read(beside))
@@ -52,7 +52,7 @@ async def refusal(engine: Engine, **request: Any) -> RequestRefused:
 
 @pytest.mark.parametrize("name", IMAGES)
 async def test_bad_image_is_refused_and_others_are_served(engine: Engine, name: str) -> None:
-    """A 400 for that request, which says which image."""
+    """A 400 for that request, which names the image."""
     good = drawn_image(903)
     prompt = engine.preprocessor.render(Ask(TEXTS[0], [good, good]).messages)
     error = await refusal(
@@ -67,7 +67,7 @@ async def test_bad_image_is_refused_and_others_are_served(engine: Engine, name: 
 @pytest.mark.parametrize(
     ("prompt_tokens", "max_tokens", "code", "value"),
     [
-        # A prompt that leaves no room is refused before its images are even decoded.
+        # A prompt that leaves no space is refused before its images are even decoded.
         (CONTEXT_TOKENS + 1, 1, "context_exceeded", f"{CONTEXT_TOKENS + 1} prompt tokens"),
         (40, CONTEXT_TOKENS, "context_exceeded", CONTEXT_TOKENS + 40),
         (KV_TOKENS, 1, "kv_exceeded", KV_TOKENS + 1),
@@ -87,7 +87,7 @@ async def test_request_that_can_never_fit_is_refused(
 
 
 async def test_prompt_without_room_for_a_token_is_refused(engine: Engine) -> None:
-    """`max_tokens` of 0 takes what the context leaves, and says so where that is nothing."""
+    """`max_tokens` of 0 means the rest of the context, and is an error if that is nothing."""
     error = await refusal(engine, prompt=[100] * KV_TOKENS, sampling=SamplingParams(max_tokens=0))
     assert error.code in ("context_exceeded", "kv_exceeded")
     assert f"limit {KV_TOKENS} tokens" in error.message
@@ -130,7 +130,7 @@ async def test_too_many_stop_tokens_are_refused(engine: Engine) -> None:
 
 
 async def test_full_queue_refuses_and_takes_again(engine: Engine) -> None:
-    """The queue is bounded; what was accepted is served."""
+    """The queue is bounded; accepted requests are served."""
     ask = Ask(TEXTS[1], count=100)
     outcomes = await asyncio.gather(
         *(begin(engine, ask) for _ in range(60)), return_exceptions=True

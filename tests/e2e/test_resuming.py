@@ -1,4 +1,4 @@
-"""The engine dies: another one goes on with its answers, and clients read them to their ends."""
+"""The engine dies: another one resumes its requests, and clients read them to their ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 async def go_on(engine: Engine, token_ids: list[int], sampling: SamplingParams) -> Any:
-    """Have an answer go on behind tokens that it has."""
+    """Resume a request after tokens that it has."""
     prompt = engine.preprocessor.render(ASK.messages)
     prompt_token_ids = engine.preprocessor.tokenize(prompt)
     request = Request(request_id="", prompt_token_ids=prompt_token_ids)
@@ -54,7 +54,7 @@ async def go_on(engine: Engine, token_ids: list[int], sampling: SamplingParams) 
 async def test_answer_goes_on_with_the_tokens_that_it_would_have_had(
     engine: Engine, way: str
 ) -> None:
-    """Wherever it was, and its stream tells all of it, with the same text."""
+    """After any number of tokens; its stream has all of them, with the same text."""
     sampling = SamplingParams(max_tokens=40, ignore_eos=True, **WAYS[way])
     whole = await answer(engine, ASK, sampling)
     for known in (0, 1, 17, 39):
@@ -148,7 +148,7 @@ class Serving:
         return [one for one in running() if parent(one) == self.process.pid]
 
     def kill(self) -> None:
-        """Give it no chance to clean up."""
+        """Kill it without a chance to clean up."""
         self.process.kill()
         self.process.wait()
         self._listener.join()
@@ -187,7 +187,7 @@ def asked(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def told(lines: list[str]) -> list[dict[str, Any]]:
-    """Return the events of a stream without what tells one request from another."""
+    """Return the events of a stream without fields that differ between requests."""
     events = []
     for line in lines:
         if line.startswith("data: {"):
@@ -217,7 +217,7 @@ def event_ids(lines: list[str]) -> list[int]:
 async def test_killed_server_goes_on_with_its_streams(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """In float32 each client has, after all, the events of an undisturbed stream, and one end.
+    """In float32 each client gets the events of an undisturbed stream, and one end.
 
     The second server starts at once, on the same port, while the ranks of the first may still be there.
     """

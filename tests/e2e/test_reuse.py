@@ -1,4 +1,4 @@
-"""What was computed once is not computed again: conversations, and the same image from many."""
+"""Nothing is computed twice: conversations, and the same image from many clients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def grown(engine: Engine, before: dict[str, int]) -> dict[str, int]:
 @pytest.mark.slow
 async def test_next_turn_encodes_the_new_image_and_prefills_the_new_tokens(engine: Engine) -> None:
     """Turn k of a conversation costs its own image and its own tokens, not those of the turns before."""
-    # Random weights may say anything, an image placeholder too: then that conversation has no next turn.
+    # Random weights may yield an image placeholder: then that conversation has no next turn.
     turns = [
         await converse(engine, [drawn_image(700 + 4 * n + k) for k in range(4)]) for n in range(4)
     ]
@@ -42,7 +42,7 @@ async def test_next_turn_encodes_the_new_image_and_prefills_the_new_tokens(engin
 
 
 async def converse(engine: Engine, images: list[Image.Image]) -> int:
-    """Check the cost of each turn of a conversation; return how many turns it had."""
+    """Check the cost of each turn of a conversation; return the number of its turns."""
     preprocessor = engine.preprocessor
     prompt: list[int] = []
     computed = 0  # tokens whose KV the turns before left behind

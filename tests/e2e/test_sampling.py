@@ -14,7 +14,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 ASK = Ask(TEXTS[1], [drawn_image(101), drawn_image(102, (64, 64))], count=100)
 OLDER = [Ask(TEXTS[number], [drawn_image(200 + number)]) for number in range(3)]
-"""Three long answers fill the KV cache, so a younger request beside them has to give way."""
+"""Three long answers fill the KV cache, so a younger request has to be preempted."""
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.3, "seed": 1},
@@ -54,7 +54,7 @@ def sampling(name: str, **changes: Any) -> SamplingParams:
 async def test_seeded_sampling_is_the_same_alone_and_preempted_in_a_crowd(
     engine: Engine, name: str
 ) -> None:
-    """Neither neighbours nor a forced preemption change what a seed gives."""
+    """Neither other requests nor a forced preemption change the tokens of a seed."""
     alone = await answer(engine, ASK, sampling(name))
     older = [
         await begin(engine, ask, SamplingParams(max_tokens=110, temperature=0.0, ignore_eos=True))

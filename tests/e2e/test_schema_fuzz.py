@@ -1,4 +1,4 @@
-"""Random schemas over HTTP, good and damaged: an answer that matches, or a 400 in a sentence, and nothing else."""
+"""Random schemas over HTTP, good and damaged: output that matches, or a 400 with a clear error, and nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BOUNDLESS: list[Any] = [
 
 
 def asked(schema: Any, seed: int, *, as_tool: bool) -> dict[str, Any]:
-    """Return the body of a request whose answer, or whose call, must match a schema."""
+    """Return the body of a request whose output, or whose call, must match a schema."""
     body: dict[str, Any] = {"model": "nano25", "messages": MESSAGES, "max_tokens": 48, "seed": seed}
     if as_tool:
         parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
@@ -57,7 +57,7 @@ def asked(schema: Any, seed: int, *, as_tool: bool) -> dict[str, Any]:
 
 
 def check(client: httpx.Client, schema: Any, seed: int, *, as_tool: bool, known: bool) -> int:
-    """Ask, and check what comes; `known` says that `fits` knows all that the schema says."""
+    """Send a request, and check the response; `known` is set if `fits` knows all keywords of the schema."""
     body = json.dumps(asked(schema, seed, as_tool=as_tool))
     headers = {"content-type": "application/json"}
     reply = client.post("/v1/chat/completions", content=body, headers=headers)
@@ -81,7 +81,7 @@ def check(client: httpx.Client, schema: Any, seed: int, *, as_tool: bool, known:
 
 
 async def test_random_schemas_are_kept_to_or_refused(server: RunningServer, engine: Engine) -> None:
-    """Each good one beside one that it becomes when it is damaged; the event loop serves them meanwhile."""
+    """Each good one together with a damaged version; the event loop keeps running meanwhile."""
     found: set[int] = set()
 
     @REPEATABLE

@@ -1,6 +1,6 @@
-"""Requests that are swapped to host memory and back get the tokens that they get undisturbed, also over a loss.
+"""Requests that are swapped to host memory and back get the tokens of undisturbed ones, also over a loss.
 
-What the server decided is recorded, and replayed byte for byte.
+The server's decisions are recorded, and replayed byte for byte.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server without encode ranks: text is answered as ever, images are refused, and nobody speaks of them."""
+"""A server without encode ranks: text is served as usual, images are refused, and nothing mentions them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VISION_WORDS = re.compile("image|vision|encod|pixel|arena", re.IGNORECASE)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def text_server(configure: Callable[..., Config]) -> AsyncIterator[RunningServer]:
-    """A checkpoint that could see, served for text alone."""
+    """A vision checkpoint, served for text alone."""
     async with running_server(configure(SIZE, "encode.replicas=0")) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""Models of text, served: a killed rank, a shared beginning, a record, a simulation; one of them keeps states."""
+"""Text models, served: a killed rank, a shared prefix, a record, a simulation; one of them keeps states."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_killed_rank_loses_no_token_and_every_beginning_has_its_own_state(
 
 
 async def test_prompts_are_told_of_by_every_path(served: Engine, config: Config) -> None:
-    """One of these models has its head within, which is run by itself for the rows that tell."""
+    """One of these models has its head inside, which is run separately for the rows with log-probabilities."""
     wanted = expected_of(Path(config.model.path), PROMPTS[:1], outputs=1)[0]
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     (one,) = await served.generate_answers(
@@ -98,7 +98,7 @@ async def test_prompts_are_told_of_by_every_path(served: Engine, config: Config)
 
 
 async def test_states_of_all_slots_are_in_the_ledger_and_in_the_metrics(served: Engine) -> None:
-    """Where there are any."""
+    """If there are any."""
     size = 16 * served.info.state_bytes
     assert (size > 0) == (served.info.family == HYBRID)
     assert served.ledger is not None
@@ -110,7 +110,7 @@ async def test_states_of_all_slots_are_in_the_ledger_and_in_the_metrics(served: 
 
 
 async def test_simulation_takes_the_model_as_it_is_served(served: Engine, config: Config) -> None:
-    """With its snapshots; requests that share a beginning find it, and each ends."""
+    """With its snapshots; requests that share a prefix find it, and each ends."""
     cost = load_cost_model("tiny25")
     limits = prepare(config, cost, info=served.info).limits
     assert (limits.prefix_cache, limits.state_snapshots) == (

@@ -1,4 +1,4 @@
-"""Calls of tools: forced ones are held to their schemas, streamed or whole, whatever happens to the ranks."""
+"""Tool calls: forced ones keep to their schemas, streaming or not, whatever happens to the ranks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A fuzz of the HTTP API: bent and broken requests, and hostile schemas and grammars; none is answered by a 500."""
+"""A fuzz of the HTTP API: damaged requests, and hostile schemas and grammars; none leads to a 500."""

@@ -1,4 +1,4 @@
-"""Hostile documents that hold an answer to a form, and requests by every door that they come in by."""
+"""Hostile schemas and grammars, and requests with them in every field that takes one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Body = dict[str, Any]
 
 
 class Document(NamedTuple):
-    """A schema, or a text in one of the other forms."""
+    """A schema, or a text in one of the other grammar languages."""
 
     kind: str
     value: Any
 
 
 class Asked(NamedTuple):
-    """A request with a document, and the door: the field that has it."""
+    """A request with a document, and the field that contains it."""
 
     document: Document
     door: str
@@ -34,7 +34,7 @@ class Asked(NamedTuple):
 
     @property
     def answers_json(self) -> bool:
-        """Whether the answer is JSON when it is whole."""
+        """Return True if complete output is JSON."""
         return self.document.kind == "schema"
 
 
@@ -45,7 +45,7 @@ def draw_document(rng: random.Random) -> Document:
 
 
 def draw_asked(rng: random.Random, model: str) -> Asked:
-    """Draw a request with a document: mostly for a few tokens, at times for more, so that ranks follow it a while."""
+    """Draw a request with a document: mostly for a few tokens, at times for more, to test ranks with it."""
     document = draw_document(rng)
     tokens = rng.choice((1, 2, 4, 4, 8, 8, 16, 64))
     field = "json" if document.kind == "schema" else _FIELDS[document.kind]

@@ -1,4 +1,4 @@
-"""Requests as clients write them, with odd values in some places and broken bytes in others; all from one seed."""
+"""Requests of clients, with odd values in some places and broken bytes in others; all from one seed."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ ODD += ([], {}, [[]], [None], [0], [""], ["x"] * 40, {"": 0}, {"type": "text"}, 
 
 
 IMAGE = Image("fuzz", 3)
-"""The one that is sent; a simulated encoder knows what it looks like."""
+"""The image of all requests; simulated encoders know its appearance."""
 
 
 class FuzzRequest(NamedTuple):
-    """A request; `headers` beside what every client sends."""
+    """A request; `headers` are added to those that every client sends."""
 
     method: str
     path: str
@@ -76,7 +76,7 @@ class FuzzRequest(NamedTuple):
 
 
 def draw_request(rng: random.Random) -> FuzzRequest:
-    """Draw a request: a legal one, bent in up to three places, and often broken in up to four bytes."""
+    """Draw a request: a legal one, changed in up to three places, and often broken in up to four bytes."""
     (path,) = rng.choices(PATHS, WEIGHTS)
     method = "POST" if PATHS.index(path) < POSTED else "GET"
     if rng.random() < 0.03:
@@ -121,7 +121,7 @@ def bend(value: Any, rng: random.Random) -> None:
 
 
 def break_bytes(raw: bytes, rng: random.Random) -> bytes:
-    """Change up to four places: a bit, a byte, a piece doubled or gone, or what parsers stumble over."""
+    """Change up to four places: a bit, a byte, a repeated or missing piece, or input that is hard to parse."""
     data = bytearray(raw)
     for _ in range(rng.randint(1, 4)):
         place, end = sorted((rng.randrange(len(data) + 1), rng.randrange(len(data) + 1)))
@@ -151,7 +151,7 @@ def _nothing(rng: random.Random) -> dict[str, Any]:
 
 
 def _sampling(rng: random.Random) -> dict[str, Any]:
-    """Return the fields that both endpoints share; every one comes up in one of a few requests."""
+    """Return the fields that both endpoints share; every one occurs in one of a few requests."""
     fields: dict[str, Any] = {
         "model": "simulated",
         "stream": rng.random() < 0.5,
@@ -200,7 +200,7 @@ def _messages(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def _image_part(rng: random.Random) -> dict[str, Any]:
-    """Return an image, at times with a name, or by its name alone, under which there may be none."""
+    """Return an image, at times with a name, or only by a name, which may be unknown."""
     url = _image_url(rng)
     part: dict[str, Any] = {"type": "image_url", "image_url": rng.choice(({"url": url}, url))}
     if rng.random() < 0.3:

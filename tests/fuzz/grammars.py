@@ -1,4 +1,4 @@
-"""Sends hostile schemas and grammars to a server with real ranks, and checks that each gets an answer."""
+"""Sends hostile schemas and grammars to a server with real ranks, and checks every response."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def fuzz_grammars(url: str, model: str, *, seed: int, count: int) -> Count
 
 
 def fuzz_ranks(seed: int, count: int) -> Counter[str]:
-    """Do so with a server of its own; count the answers.
+    """The same with a server of its own; count the responses.
 
     Raises:
         AssertionError: Also when a rank has died.
@@ -118,7 +118,7 @@ def _named(number: int, asked: Asked) -> str:
 
 
 def _whole(reply: dict[str, Any]) -> str | None:
-    """Return the JSON of an answer that ended by itself; None of one that was cut."""
+    """Return the JSON of output that ended by itself; None if it was cut."""
     match reply:
         case {"choices": [{"finish_reason": "stop", "text": str(text)}]}:
             return text

@@ -53,7 +53,7 @@ _PARAMETRIC = (
 
 
 def draw_lark(rng: random.Random) -> str:
-    """Draw a grammar in Lark: of random rules, or one shape of which there is too much."""
+    """Draw a grammar in Lark: random rules, or one excessive construct."""
     made = rng.choice(_SHAPES)(rng) if rng.random() < 0.5 else _rules(rng)
     if rng.random() < 0.25:
         made += "\n" + "\n".join(rng.choice(STATEMENTS) for _ in range(rng.randrange(1, 4)))
@@ -62,7 +62,7 @@ def draw_lark(rng: random.Random) -> str:
 
 def draw_gbnf(rng: random.Random) -> str:
     """Draw a grammar in llama.cpp's form."""
-    if rng.random() < 0.4:  # the same shapes, by their other form
+    if rng.random() < 0.4:  # the same shapes, in the other language
         made = rng.choice(_SHAPES)(rng).replace("start", "root").replace(": ", " ::= ")
         return made if rng.random() < 0.9 else _damaged(made, rng)
     names = ["root", *(f"r{at}" for at in range(rng.choice((1, 3, 8))))]
@@ -181,7 +181,7 @@ def _terminal(rng: random.Random, names: list[str], depth: int) -> str:
 
 
 def _structured(rng: random.Random) -> str:
-    """Return a regular expression as llguidance writes them in JSON."""
+    """Return a regular expression in llguidance's JSON form."""
     words = " ".join(
         rng.choice(("foo", "bar", "é", "", "a.")) for _ in range(rng.choice((0, 3, 100, 3000)))
     )
@@ -200,7 +200,7 @@ def _slashed(rng: random.Random) -> str:
 
 
 def _chain(rng: random.Random) -> str:
-    """Return rules, or terminals, of which each refers to the next."""
+    """Return rules, or terminals, that each refer to the next."""
     links, name = rng.choice((10, 100, 1000, 2500, 5000)), rng.choice("rR")
     around = rng.choice(
         (

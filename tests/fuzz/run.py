@@ -1,4 +1,4 @@
-"""Sends what the grammar draws: to a whole simulated engine, and byte by byte over sockets."""
+"""Sends the drawn requests: to a complete simulated engine, and byte by byte over sockets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.workload.images import appearance_of
 
 HANG_S = 600.0
-"""In virtual time, which nothing but a hang takes."""
+"""In virtual time, which only a hang uses up."""
 TOGETHER = 8
 DELIBERATE = 503
 
@@ -26,7 +26,7 @@ def fuzz_engine(seed: int, count: int) -> Counter[int]:
     """Send requests to a production engine whose ranks are simulated, on a virtual clock; count the statuses.
 
     Raises:
-        AssertionError: With the request, where one hangs or is answered by 5xx that is not deliberate.
+        AssertionError: With the request, if one hangs or gets an unintended 5xx.
     """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(_fuzz_engine(random.Random(seed), count))
@@ -53,7 +53,7 @@ async def _fuzz_engine(rng: random.Random, count: int) -> Counter[int]:
 
 
 def fuzz_sockets(seed: int, count: int) -> Counter[int]:
-    """Send requests with broken heads and bodies over sockets; count the statuses, 0 where there was no answer."""
+    """Send requests with broken heads and bodies over sockets; count the statuses, 0 for no response."""
     return asyncio.run(_fuzz_sockets(random.Random(seed), count))
 
 
@@ -86,7 +86,7 @@ def _as_bytes(request: FuzzRequest, rng: random.Random) -> bytes:
 
 
 async def _exchange(port: int, sent: bytes) -> bytes:
-    """Return the head of the answer, and what of its body comes with it."""
+    """Return the head of the response, and the part of its body that comes with it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(sent)

@@ -54,7 +54,7 @@ NESTED = (1, 3, 10, 40, 64, 65, 130, 300, 400)
 LINKS = (2, 10, 60, 200, 500, 1000, 1500)
 SIZES = (3, 30, 300, 2500)
 DUPLICATE = "duplicate:"
-"""A key that begins so becomes, in the text that is sent, the key that follows: one that is there twice."""
+"""Prefix of a key that becomes, in the text that is sent, a duplicate of the key after it."""
 
 _LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
 _ONE = (
@@ -89,11 +89,11 @@ _SERVED = (
     "exclusiveMinimum", "multipleOf", "type", "enum", "const", "pattern", "format", "required",
     "$ref",
 )  # fmt: skip
-"""Those that are mostly served: a schema with any other may go no further than the check of its keywords."""
+"""Keywords that are mostly served: a schema with any other may fail the check of its keywords."""
 
 
 def draw_schema(rng: random.Random) -> Any:
-    """Draw a schema: of few keywords or many, or one shape of which there is too much."""
+    """Draw a schema: few keywords or many, or one excessive construct."""
     shape = rng.choice(_SHAPES) if rng.random() < 0.4 else _keywords
     return shape(rng)
 
@@ -200,7 +200,7 @@ def _literal(rng: random.Random, depth: int) -> Any:
 
 
 def _wrapped(rng: random.Random, inner: Any, keyword: str = "") -> dict[str, Any]:
-    """Return a schema that has another within it."""
+    """Return a schema that contains another one."""
     keyword = keyword or rng.choice((*_LIST, *_ONE, *_NAMED))
     if keyword in _LIST:
         return {keyword: [inner, *rng.choice(((), ({"type": "null"},), (True,)))]}
@@ -232,7 +232,7 @@ def _chain(rng: random.Random) -> Any:
 
 
 def _web(rng: random.Random) -> Any:
-    """Return definitions of which each refers to several, itself perhaps among them."""
+    """Return definitions that each refer to several, perhaps to themselves."""
     names = [f"d{at}" for at in range(rng.choice((2, 3, 8, 30, 120)))]
 
     def reference(_: int = 0) -> dict[str, Any]:
@@ -303,7 +303,7 @@ def _wide(rng: random.Random) -> Any:
 
 
 def _products(rng: random.Random) -> Any:
-    """Return alternatives of which all pairs are to be looked at."""
+    """Return alternatives that have to be compared pair by pair."""
     first, second = rng.choice((3, 12, 40)), rng.choice((3, 12, 40))
 
     def part(at: int, other: int) -> Any:
@@ -379,4 +379,4 @@ _VALUES: dict[str, Callable[[random.Random], Any]] = {
     **dict.fromkeys(_FLAGS, lambda rng: rng.random() < 0.7),
     **dict.fromkeys(("discriminator", "$vocabulary"), lambda rng: {"propertyName": _text(rng)}),
 }
-"""How the value of a keyword is drawn that holds no schema; of others, a text."""
+"""Generators of values for keywords that hold no schema; others get a text."""

@@ -1,4 +1,4 @@
-"""A small fuzz for every day; `python -m tests.fuzz` is the large one."""
+"""A small fuzz for every run; `python -m tests.fuzz` is the large one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fuzz.run import fuzz_engine, fuzz_sockets
 @pytest.mark.slow
 @pytest.mark.parametrize("fuzz", [fuzz_engine, fuzz_sockets])
 def test_fuzz_is_answered(fuzz: Callable[[int, int], Counter[int]]) -> None:
-    """No 500, no hang; and the grammar is near enough to what is legal that a fair part is served."""
+    """No 500, no hang; and requests are close enough to legal ones that a fair part is served."""
     statuses = fuzz(1, 600)
     assert statuses.total() == 600
     assert statuses[200] > 50

@@ -41,7 +41,7 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Outcomes(dict[Case, Outcome]):
-    """What came of which case, also in a file from which a later run goes on."""
+    """Outcomes by case, also in a file from which a later run resumes."""
 
     def __init__(self, path: Path | None) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Outcomes(dict[Case, Outcome]):
 def _sweep(
     cases: Sequence[Case], outcomes: Outcomes, worker: Worker, *, served_max: int
 ) -> Iterator[Case]:
-    """Try cases until so many in a row were served; yield each when it is done."""
+    """Try cases until `served_max` in a row were served; yield each when it is done."""
     served = 0
     for case in cases:
         if case not in outcomes or case in failures(outcomes):
@@ -74,7 +74,7 @@ def _sweep(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Try all limits and show what came of them; 1 when one was neither served nor told clearly."""
+    """Try all limits and print the outcomes; 1 if one was neither served nor reported clearly."""
     options = _options(words)
     limits = range(options.first, options.last + 1, options.step)
     outcomes = Outcomes(options.results)

@@ -1,4 +1,4 @@
-"""One start under a limit of memory, with one request, and what is to be said of how it ended."""
+"""One start under a limit of memory, with one request, and the verdict on its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GOOD: tuple[Verdict, ...] = ("served", "told")
 DEMO = Path(__file__).parents[2] / "workers" / "demo-model"
 KEYS = {"encode": "encode.memory_limit", "generate": "generate.memory_limit"}
 AMPLE = "2GiB"
-"""The limit of the stage that a case is not about."""
+"""The limit of the other stage."""
 SMALL_LOAD = (
     "encode.threads=1",
     "generate.threads=1",
@@ -33,7 +33,7 @@ SMALL_LOAD = (
     "arena.embedding_bytes=8388608",
 )
 PINNED = 'generate.memory={use="pinned", tokens=8192}'
-"""What the KV cache is where the limit is not on the generate stage's memory."""
+"""The KV cache of cases that do not limit the generate stage's memory."""
 
 
 class Case(NamedTuple):
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
 
 
 async def attempt(case: Case) -> Outcome:
-    """Start an engine and ask it one question about an image; what its processes wrote is not looked at.
+    """Start an engine and ask it one question about an image, without looking at the output of its processes.
 
     Blocks: up to the patience of tests, and as long as the engine takes to stop.
     """
@@ -88,7 +88,7 @@ async def attempt(case: Case) -> Outcome:
 
 
 def verdict_on(stage: Stage, message: str) -> Verdict:
-    """Tell whether an error names each setting that would help, and none that would not."""
+    """Judge whether an error names each setting that would help, and none that would not."""
     named = {name for name, key in KEYS.items() if key in message}
     if not named:
         return "no setting"
@@ -97,7 +97,7 @@ def verdict_on(stage: Stage, message: str) -> Verdict:
 
 
 def judged(outcome: Outcome, written: str) -> Outcome:
-    """Return the outcome, given what the processes wrote to standard error: a traceback is no clear error."""
+    """Return the outcome, given the standard error of the processes: a traceback is no clear error."""
     if outcome.verdict in GOOD and "Traceback (most recent call last)" in written:
         last = written.strip().splitlines()[-1]
         return Outcome("traceback", outcome.message or last)
@@ -105,7 +105,7 @@ def judged(outcome: Outcome, written: str) -> Outcome:
 
 
 def gist(message: str) -> str:
-    """Return what an error says happened, without its numbers and its remedy."""
+    """Return the cause in an error, without its numbers and its remedy."""
     what = re.split(r": value |\. Remedy|, under a memory limit| \(bytes\)", message)[0]
     what = re.sub(r"\(.*", "", what)
     return re.sub(r" on cpu limit of \d+| of \d+ tokens|rank \d+ ", "", what).strip()

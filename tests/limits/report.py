@@ -1,4 +1,4 @@
-"""What came of all limits, as a table in which neighbours that ended alike are one row."""
+"""The outcomes of all limits, as a table with one row for neighbouring limits with equal outcomes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COLUMNS = ("limit on", "ranks are", "MiB", "outcome", "settings named")
 
 
 def failures(outcomes: Mapping[Case, Outcome]) -> dict[Case, Outcome]:
-    """Return the cases that were neither served nor told clearly."""
+    """Return the cases that were neither served nor reported clearly."""
     return {case: one for case, one in outcomes.items() if one.verdict not in GOOD}
 
 

@@ -1,4 +1,4 @@
-"""What is said of a start under a limit, and how the limits are gone through."""
+"""Verdicts on starts under a limit, and the order of limits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_table_joins_neighbours_that_ended_alike() -> None:
 
 
 class FakeWorker:
-    """Serves from 80 MiB on, and tells of less; of 60 MiB once with the wrong setting."""
+    """Serves from 80 MiB on, and reports less; 60 MiB once with the wrong setting."""
 
     def __init__(self, _folder: Path) -> None:
         self.tried.clear()

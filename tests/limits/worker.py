@@ -1,4 +1,4 @@
-"""A process of its own for starts: one that hangs or dies is replaced, and what was written there is read."""
+"""A process for starts, which is replaced when it hangs or dies, and whose output is read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Worker:
         theirs.close()
 
     def attempt(self, case: Case) -> Outcome:
-        """Return what came of a case.
+        """Return the outcome of a case.
 
         Blocks: up to `DEADLINE_S`.
         """
@@ -58,7 +58,7 @@ class Worker:
 
 
 def serve(pipe: Connection, written: Path) -> None:
-    """Try what comes, until nobody is there any more."""
+    """Try cases from the pipe until it is closed."""
     with written.open("wb") as file:
         os.dup2(file.fileno(), 2)
     with one_fork_server():

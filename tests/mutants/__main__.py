@@ -1,4 +1,4 @@
-"""`python -m tests.mutants`: mutate what handles loss, put-front, claims and digests; say which mutants survive.
+"""`python -m tests.mutants`: mutate the code of loss, put-front, claims and digests, and print surviving mutants.
 
 Each mutant meets the tests, random runs of the kernel and scenarios of the swarm that reach its line, until one fails.
 """
@@ -60,7 +60,7 @@ class Run:
         self.verdicts = _load(options.results)
         self._deadline_s = time.monotonic() + options.seconds if options.seconds else None
         due = [one for one in self.mutants if self._is_due(one)]
-        # What was never tried comes first, then what survived.
+        # Untried ones come first, then survivors.
         due.sort(key=lambda one: one.key in self.verdicts)
         if options.sample is not None:
             due = random.Random(options.seed).sample(due, min(options.sample, len(due)))
@@ -70,7 +70,7 @@ class Run:
         return mutant.key not in self.verdicts or self.verdicts[mutant.key].outcome in report.ALIVE
 
     def try_all(self) -> None:
-        """Try what is due, as far as the time reaches."""
+        """Try the due mutants within the time limit."""
         with_tests(self._checks, self._try)
 
     def _try(self, items: Sequence[pytest.Item]) -> None:
@@ -78,7 +78,7 @@ class Run:
             TextColumn("{task.description}"),
             *(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
             console=Console(stderr=True),
-            auto_refresh=False,  # in a thread, it would hold its locks in a fork for ever
+            auto_refresh=False,  # a refresh thread would hold its locks in a fork for ever
             redirect_stdout=False,
             redirect_stderr=False,
         )
@@ -106,7 +106,7 @@ class Run:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Try mutants, and show what came of them; 1 when one survives, or is wrongly said to change nothing."""
+    """Try mutants, and print results; 1 if one survives, or is wrongly listed as equivalent."""
     options = _options(words)
     run = Run(options)
     if not options.table:

@@ -1,4 +1,4 @@
-"""Mutants that survive because they change nothing that anybody could notice, each with the reason."""
+"""Mutants that survive because they change nothing observable, each with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of a function: one change each, as whoever makes a slip would make it, in the running process."""
+"""Mutants of a function: one likely mistake each, applied in the running process."""
 
 from __future__ import annotations
 import __future__
@@ -47,9 +47,9 @@ class Mutant(NamedTuple):
     Attributes:
         place: The function: `module:Class.method`.
         line: The line of the file on which the statement begins.
-        before: What is changed.
-        after: What stands there then.
-        number: Tells it from others of the function with the same words.
+        before: The code before the change.
+        after: The code after it.
+        number: Distinguishes it from others of the function with the same code.
         make: Returns the function with the change.
     """
 
@@ -62,7 +62,7 @@ class Mutant(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What names it as long as its function stays as it is."""
+        """Its name, valid while its function stays the same."""
         return f"{self.place}: {self.before} -> {self.after} #{self.number}"
 
 
@@ -77,7 +77,7 @@ def function_at(place: str) -> FunctionType:
 
 
 def file_of(place: str) -> str:
-    """Return the file of a place, as people name it."""
+    """Return the file of a place, relative to the repository."""
     return place.partition(":")[0].replace(".", "/") + ".py"
 
 
@@ -127,7 +127,7 @@ def _statement_lines(tree: ast.Module) -> dict[int, int]:
 
 
 def _silent_nodes(tree: ast.Module) -> set[int]:
-    """Return what does nothing, with all that is in it: also what only asks for a probe, or words a failure."""
+    """Return the nodes without effect, with all nodes below them: also probes alone, and texts of failures."""
     silent: set[int] = set()
     for node in ast.walk(tree):
         if _is_silent(node) or (
@@ -161,7 +161,7 @@ def _changes(node: ast.AST, tree: ast.Module) -> Iterator[Change]:
 
 
 def _is_silent(node: ast.AST) -> bool:
-    """Return whether this is a statement that does nothing: a docstring, a declaration, or a probe."""
+    """Return True for a statement that does nothing: a docstring, a declaration, or a probe."""
     if isinstance(node, ast.AnnAssign):
         return node.value is None
     if not isinstance(node, ast.Expr):
@@ -173,7 +173,7 @@ def _is_silent(node: ast.AST) -> bool:
 
 
 def _ends(node: ast.AST, tree: ast.Module) -> bool:
-    """Return whether this returns None at the end of its function."""
+    """Return True if this returns None at the end of its function."""
     (function,) = tree.body
     assert isinstance(function, ast.FunctionDef)
     if not isinstance(node, ast.Return) or node is not function.body[-1]:
@@ -232,12 +232,12 @@ def _another_order(twin: ast.Name, _: ast.Module) -> str:
 
 
 def plant(mutant: Mutant) -> None:
-    """Put a mutant in place of its function, for the rest of this process."""
+    """Replace its function by a mutant, for the rest of this process."""
     _replace(mutant.place, mutant.make())
 
 
 def watch(places: tuple[str, ...]) -> set[tuple[str, int]]:
-    """Have functions note which of their statements run, for the rest of this process; return where they do."""
+    """Have functions record their executed statements, for the rest of this process; return the set of these."""
     reached: set[tuple[str, int]] = set()
     vars(builtins)[REACHED] = lambda place, line: reached.add((place, line))
     for place in places:
@@ -251,7 +251,7 @@ def watch(places: tuple[str, ...]) -> set[tuple[str, int]]:
                     ]
         (function,) = tree.body
         assert isinstance(function, ast.FunctionDef)
-        # What stands in its head counts as reached by a call.
+        # The head of a function counts as reached by a call.
         function.body.insert(0, _note(place, first + function.lineno - 1))
         _replace(place, ast.fix_missing_locations(tree))
     return reached

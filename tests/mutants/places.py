@@ -1,4 +1,4 @@
-"""Which functions are mutated, and which tests are asked."""
+"""The functions that are mutated, and the tests for them."""
 
 from __future__ import annotations
 
@@ -64,4 +64,4 @@ PLACES: tuple[str, ...] = tuple(
     for owner, names in _FUNCTIONS.items()
     for name in names.split()
 )
-"""What handles loss, put-front, claims and digests, and the comparison of keys: `module:Class.method`."""
+"""The code of loss, put-front, claims and digests, and the comparison of keys: `module:Class.method`."""

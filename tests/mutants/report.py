@@ -1,4 +1,4 @@
-"""What came of all mutants: a table by file, and the survivors as differences."""
+"""Results of all mutants: a table by file, and the survivors as differences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = ("mutants", "killed", "of these by an endless loop", "equivalent", "su
 
 
 def survivors(mutants: Sequence[Mutant], verdicts: Mapping[str, Verdict]) -> list[Mutant]:
-    """Return the mutants that were not noticed, and are not known to change nothing."""
+    """Return the mutants that were not noticed, and are not listed as equivalent."""
     return [
         one
         for one in mutants
@@ -23,7 +23,7 @@ def survivors(mutants: Sequence[Mutant], verdicts: Mapping[str, Verdict]) -> lis
 
 
 def misjudged(mutants: Sequence[Mutant], verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return the judgements of mutants that are killed, or are no more."""
+    """Return the entries of `EQUIVALENT` that are killed, or no longer exist."""
     known = {one.key for one in mutants}
     return [
         key

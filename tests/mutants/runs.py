@@ -1,6 +1,6 @@
-"""What mutants meet beside unit tests: random runs of the kernel, and scenarios of the swarm.
+"""Checks of mutants in addition to unit tests: random runs of the kernel, and scenarios of the swarm.
 
-The name keeps it from the suite, which has the same at length.
+Its name excludes it from the test suite, which has longer ones of the same.
 """
 
 from __future__ import annotations

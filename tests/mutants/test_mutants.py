@@ -1,4 +1,4 @@
-"""The mutation of functions, and its trial against tests: what is noticed, what survives, what hangs."""
+"""The mutation of functions, and trials against tests: killed, surviving and hanging mutants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLACE = f"{HERE}:countdown"
 
 
 def countdown(start: int, *, limit: int = 0) -> list[int]:
-    """Return the numbers from `start` down to what is above `limit`."""
+    """Return the numbers from `start` down to, but not including, `limit`."""
     if start > 100:
         probe("nobody.knows")
     found = []
@@ -118,7 +118,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_trial_tells_what_is_killed_what_hangs_and_what_survives(tmp_path: Path) -> None:
-    """An endless loop that eats no memory ends by its time, one that does by its memory or its time."""
+    """An endless loop ends at its time limit, one that allocates also at its memory limit."""
     path = tmp_path / "test_weak.py"
     path.write_text(WEAK_TESTS)
     said = run("-c", TRY, str(path)).stdout.splitlines()
@@ -143,7 +143,7 @@ def test_trial_refuses_tests_that_fail_with_nothing_changed(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_command_finds_that_a_loss_is_handled_in_full(tmp_path: Path) -> None:
-    """Requests that settle when their group is lost, and claims of those that ran there: each once went unnoticed."""
+    """Requests that settle when their group is lost, and claims of those that ran there: each was once missed."""
     results = tmp_path / "results.jsonl"
     ended = run(
         *("-m", "tests.mutants", "_suspend", "GenerateGroup.lose", "take_requeueable"),

@@ -1,7 +1,7 @@
 """Trials of mutants: pytest collects once; every mutant meets the tests that reach it in a process forked from there.
 
-A fork has imported and collected everything, so a mutant costs what its tests cost, and it leaves nothing behind. The
-tests of a mutant run until one fails: first those that noticed others of its function, then the cheapest. One that
+A fork has imported and collected everything, so a mutant costs the time of its tests, and it leaves nothing behind. The
+tests of a mutant run until one fails: first those that noticed others of its function, then the cheapest. A test that
 takes ten times its usual processor time, or is silent for long, has noticed it as well: an endless loop is a change.
 """
 
@@ -26,30 +26,30 @@ from hypothesis import Phase, settings
 from tests.mutants.mutate import Mutant, plant, watch
 
 SILENT_S = 60.0
-"""A test that runs for so long without an end hangs."""
+"""A test that does not end within this time hangs."""
 SLOWER = 10.0
 MEMORY_BYTES = 2 << 30
-"""A mutant may have so much address space more than its parent."""
+"""Address space that a mutant may have in addition to its parent's."""
 OPTIONS = (
     *("-q", "-s", "--tb=native", "-p", "no:cacheprovider", "-o", "timeout=0", "-m", "not slow"),
-    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # what imports this has imported plug-ins
+    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # plug-ins are already imported here
 )
 
 
 class Known(NamedTuple):
-    """What is known of a test: its processor time, and the statements that it reaches."""
+    """Facts about a test: its processor time, and the statements that it reaches."""
 
     cpu_s: float
     reached: frozenset[tuple[str, int]]
 
 
 class Verdict(NamedTuple):
-    """What came of a mutant.
+    """The result of a mutant.
 
     Attributes:
         outcome: `killed`, `timeout`, `survived` or `unreached`.
         by: The test that noticed it.
-        tests: How many tests reach it.
+        tests: Number of tests that reach it.
     """
 
     outcome: str
@@ -85,7 +85,7 @@ class Trials:
         """Try a mutant."""
         where = (mutant.place, mutant.line)
         chosen = [at for at, known in enumerate(self._known) if where in known.reached]
-        # What has noticed others of this function is likely to notice this one.
+        # A test that has noticed others of this function is likely to notice this one.
         kills = self._kills.setdefault(mutant.place, Counter())
         chosen.sort(key=lambda at: self._known[at].cpu_s / (1 + 10 * kills[at]))
         if not chosen:
@@ -104,7 +104,7 @@ class Trials:
     def _fork(
         self, run: Callable[[Sequence[int]], Iterator[object]], chosen: Sequence[int]
     ) -> Iterator[dict[str, Any] | None]:
-        """Yield what a fork says of each of the chosen tests; None, and no more, where it stops before the last."""
+        """Yield a fork's result of each of the chosen tests; ends with None if it stops before the last."""
         reading, writing = os.pipe()
         process = os.fork()
         if not process:
@@ -155,7 +155,7 @@ class Trials:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Be silent, and let a mutant that eats memory fail."""
+    """Suppress output, and limit memory, so that a mutant that allocates without end fails."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     for one in (1, 2):
         os.dup2(nothing, one)
@@ -166,7 +166,7 @@ def _alone() -> Iterator[None]:
 
 
 def _lines(file: io.FileIO) -> Iterator[dict[str, Any]]:
-    """Yield what a fork says, line by line, until it ends or is silent for too long."""
+    """Yield a fork's output line by line, until it ends or is silent for too long."""
     heard = b""
     while select.select([file], [], [], SILENT_S)[0] and (more := file.read(1 << 16)):
         *lines, heard = (heard + more).split(b"\n")
@@ -174,7 +174,7 @@ def _lines(file: io.FileIO) -> Iterator[dict[str, Any]]:
 
 
 class Collected:
-    """A pytest plug-in: instead of running what was collected, hand it over."""
+    """A pytest plug-in that passes the collected tests on instead of running them."""
 
     def __init__(self, work: Callable[[Sequence[pytest.Item]], None]) -> None:
         self._work = work
@@ -182,7 +182,7 @@ class Collected:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Take the place of the loop over the tests."""
+        """Replace the loop over the tests."""
         try:
             self._work(session.items)
         except Exception as error:  # noqa: BLE001 - pytest would make a report of it
@@ -192,7 +192,7 @@ class Collected:
 
 def with_tests(paths: Sequence[str], work: Callable[[Sequence[pytest.Item]], None]) -> None:
     """Collect tests, and do some work with them while pytest stands ready to run them."""
-    # Who looks for the shortest example that fails looks for too long.
+    # Shrinking a failing example would take too long.
     settings.register_profile(
         "mutants", phases=(Phase.explicit, Phase.generate), derandomize=True, database=None
     )

@@ -1,1 +1,1 @@
-"""Tiny random models of every architecture, run as a worker runs them and as transformers' `generate` does."""
+"""Tiny random models of every architecture, run by a worker and by transformers' `generate`."""

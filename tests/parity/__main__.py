@@ -1,7 +1,7 @@
 """`python -m tests.parity`: compare architectures with transformers' `generate`, and write docs/models.md's tables.
 
-With names, only these are compared and nothing is written; with `images` those that take images, and the table of these
-is written. It takes about ten minutes.
+With names, only these are compared and nothing is written; with `images`, those that take images are compared, and
+their table is written. It takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WORDS = {True: "yes", False: "no", None: "one rank"}
 
 
 def tables(rows: list[str], refused: list[str]) -> str:
-    """Return what stands between the marks of the page."""
+    """Content between the markers of the page."""
     return "\n".join(
         [
             HEAD.format("text", " two ranks |", "---|"),
@@ -56,14 +56,14 @@ def tables(rows: list[str], refused: list[str]) -> str:
 
 
 def write(begin: str, end: str, content: str) -> None:
-    """Put content between two marks of the page."""
+    """Replace the content between two markers of the page."""
     text = PAGE.read_text()
     before, after = text.split(begin)[0], text.split(end)[1]
     PAGE.write_text(f"{before}{begin}{content}{end}{after}")
 
 
 def main(names: list[str]) -> int:
-    """Compare, say so, and return how many are unequal."""
+    """Compare, print results, and return the number of differences."""
     logging.disable_progress_bar()
     if names == ["images"]:
         return compare_images()
@@ -89,7 +89,7 @@ def main(names: list[str]) -> int:
 
 
 def compare_images() -> int:
-    """Compare the architectures that take images, write their table, and return how many are unequal."""
+    """Compare the architectures that take images, write their table, and return the number of differences."""
     rows, unequal = [HEAD.format("image", "", "")], 0
     seeing = [name for name in VISION_ARCHITECTURES if name not in VISION_REFUSED]
     for name in (*FAMILY_SIZES, *seeing):

@@ -190,7 +190,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "youtu": {**_LATENT, "q_lora_rank": 24},
     **HYBRIDS,
 }
-"""What a model of each `model_type` has beyond `COMMON`."""
+"""Configuration of a model of each `model_type`, in addition to `COMMON`."""
 
 REFUSED: Mapping[str, Mapping[str, Any]] = {
     "bloom": {"n_layer": 4, "n_head": 4},
@@ -229,7 +229,7 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
 """Architectures that are refused before weights are read."""
 
 FAMILY_SIZES = {"qwen2_5_vl": "nano25", "qwen3_vl": "nano3", "qwen3_vl_moe": "nano3moe"}
-"""Families with a path of their own, each with the size of its smallest checkpoint; here they are asked in text."""
+"""Families with a path of their own, each with the size of its smallest checkpoint; here only for text."""
 
 SAMPLE = (
     *("deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama", "phi3", "qwen3_moe", "stablelm"),
@@ -246,11 +246,11 @@ def make_checkpoint(name: str, directory: Path, **changes: Any) -> None:
         return
     options = {**COMMON, **ARCHITECTURES.get(name, {}), **REFUSED.get(name, {}), **changes}
     if name == "falcon":
-        del options["head_dim"]  # it is a property there
+        del options["head_dim"]  # a property in this class
     config = CONFIG_MAPPING[name](**options)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    # What is zero or one by default (norms, biases, sinks) differs a little, so that nothing hides.
+    # Parameters that are zero or one by default (norms, biases, sinks) get random offsets, so that errors show.
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():

@@ -29,21 +29,21 @@ CHUNK = 7
 FIRST_TOKEN, PAST_TOKEN = 10, 299
 WEIGHTS = "model.safetensors"
 _EMPTY_FILE = b"\x02" + bytes(7) + b"{}"
-"""A file of no tensors."""
+"""A file without tensors."""
 
 
 class Parity(NamedTuple):
-    """Whether each way of running gave the tokens of `generate`.
+    """Whether each kind of run had the tokens of `generate`.
 
     Attributes:
-        path: How `vsched check` says that it is computed.
+        path: The path of the computation, as in `vsched check`.
         text: Each prompt in one step, all together.
-        chunked: Prompts in chunks of 7, decodes beside them, blocks shuffled. Every second one tells the
-            log-probabilities of its tokens, and they are the model's.
+        chunked: Prompts in chunks of 7, in steps with decodes, blocks shuffled. Every second request has prompt
+      log-probabilities, which are the model's.
         preempted: The same, with requests that lose their blocks and are computed again.
         prefix_cache: With the blocks of an earlier request for the beginning of the prompt.
-        two_ranks: On both of two ranks, in chunks and with preemptions; None where ranks cannot share the model, or
-            were not asked.
+        two_ranks: On both of two ranks, in chunks and with preemptions; None if ranks cannot share the model, or there
+      were none.
     """
 
     path: str
@@ -55,13 +55,13 @@ class Parity(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """Whether all of them did."""
+        """Return True if all of them had."""
         ways = (self.text, self.chunked, self.preempted, self.prefix_cache)
         return all(ways) and self.two_ranks is not False
 
 
 def prompts() -> list[list[int]]:
-    """Return the prompts: text of no meaning."""
+    """Return the prompts: random text."""
     return [
         torch.randint(
             FIRST_TOKEN, PAST_TOKEN, (length,), generator=torch.Generator().manual_seed(seed)
@@ -71,14 +71,14 @@ def prompts() -> list[list[int]]:
 
 
 class Expected(NamedTuple):
-    """What transformers' model says to a prompt: its answer, and the log-probabilities of the prompt's own tokens."""
+    """Results of transformers' model for a prompt: its output, and log-probabilities of the prompt's own tokens."""
 
     output: list[int]
     told: list[float]
 
 
 def telling(questions: Sequence[Question]) -> list[Question]:
-    """Return questions of which every second one tells the log-probabilities of its prompt."""
+    """Return the questions, every second one with prompt log-probabilities."""
     sampling = msgspec.structs.replace(questions[0].sampling, prompt_logprobs=0)
     return [
         dataclasses.replace(each, sampling=sampling) if index % 2 else each
@@ -87,7 +87,7 @@ def telling(questions: Sequence[Question]) -> list[Question]:
 
 
 def answers_so(answers: Sequence[Running], expected: Sequence[Expected]) -> bool:
-    """Return whether answers are as they must be, and what is told of prompts is."""
+    """Return True if outputs and prompt log-probabilities are as expected."""
     pairs = list(zip(answers, expected, strict=True))
     told = [(one.told, wanted.told) for one, wanted in pairs if one.told]
     assert told, "no question asks for it"
@@ -107,7 +107,7 @@ def told_by(model: Any, **inputs: Any) -> list[float]:
 def generated(
     path: Path, asked: Sequence[Sequence[int]], *, outputs: int = OUTPUTS
 ) -> list[list[int]]:
-    """Return what transformers' `generate` says, greedily."""
+    """Greedy outputs of transformers' `generate`."""
     return [each.output for each in expected_of(path, asked, outputs=outputs)]
 
 
@@ -115,7 +115,7 @@ def generated(
 def expected_of(
     path: Path, asked: Sequence[Sequence[int]], *, sees: bool = False, outputs: int = OUTPUTS
 ) -> list[Expected]:
-    """Return what transformers' `generate` says, greedily; `sees` is whether the model takes images, too."""
+    """Greedy results of transformers' `generate`; `sees` is set for models that take images, too."""
     made: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     model = made.from_pretrained(path, dtype=torch.float32).eval()
     found = []
@@ -135,7 +135,7 @@ def expected_of(
 
 
 def compare(name: str, *, attention: str = "exact", ranks: Ranks | None = None) -> Parity:
-    """Make a model of an architecture and compare; with `ranks` as two of them, too, where they can share it.
+    """Create a model of an architecture and compare; with `ranks` also on two of them, if they can share it.
 
     Raises:
         CheckpointError: When the architecture is refused.
@@ -168,7 +168,7 @@ def compare(name: str, *, attention: str = "exact", ranks: Ranks | None = None) 
 def on_two_ranks(
     ranks: Ranks, path: str, questions: Sequence[Question], expected: list[list[int]]
 ) -> bool | None:
-    """Return whether both of two ranks answer so; None where they cannot share the model."""
+    """Return True if both of two ranks have the expected output; None if they cannot share the model."""
     try:
         info = plugin.inspect(path, dtype="auto", item_tokens_max=0)
         plugin.check_parallel(info, stage="generate", ranks=2)
@@ -179,7 +179,7 @@ def on_two_ranks(
 
 
 def with_cached_prefixes(stage: Stage, questions: Sequence[Question]) -> list[Running]:
-    """Ask all, then all again over the blocks that the first answers left."""
+    """Ask all, then all again over the blocks that the first run left."""
     driver = Driver(stage, chunk=CHUNK, seed=2)
     first = driver.run(questions)
     again = [driver.start(index, question) for index, question in enumerate(questions)]
@@ -197,9 +197,9 @@ def tokens_of(answers: Sequence[Running]) -> list[list[int]]:
 
 
 def refusal_of(name: str) -> str:
-    """Return what keeps an architecture from being served; empty where nothing does.
+    """Return the reason why an architecture cannot be served, or an empty string.
 
-    The weights are not there: it is told before they are read.
+    The weights are missing: the reason is found before they are read.
     """
     with tempfile.TemporaryDirectory(prefix=f"vsched-{name}-") as folder:
         path = Path(folder)

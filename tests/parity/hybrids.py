@@ -1,4 +1,4 @@
-"""The architectures with layers that keep a state, beside `architectures.py`; those have their own sizes for it."""
+"""The architectures with layers that keep a state, as in `architectures.py`, with state sizes of their own."""
 
 from __future__ import annotations
 
@@ -93,4 +93,4 @@ HYBRIDS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_text": _DELTA,
     "qwen3_next": {**_EXPERTS, "shared_expert_intermediate_size": 32, **_DELTA},
 }
-"""What a model of each `model_type` has beyond `COMMON`."""
+"""Configuration of a model of each `model_type`, in addition to `COMMON`."""

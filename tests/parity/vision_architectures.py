@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 Arrays = dict[str, npt.NDArray[Any]]
 
 IMAGE, START, END, VIDEO = 5, 6, 7, 8
-"""Tokens that the models take for parts of an image or a video."""
+"""Tokens that the models reserve for parts of an image or a video."""
 
 SIZES = ((4, 8), (8, 4), (6, 4), (4, 4))
 """Heights and widths of the images, in patches."""
@@ -154,7 +154,7 @@ def _any_size(seed: int, h: int, w: int) -> Arrays:
 
 
 def _any_resolution(seed: int, _h: int, _w: int) -> Arrays:
-    """An image as a whole, and the pieces that it is cut to."""
+    """A complete image, and the tiles it is cut into."""
     height, width, pieces = ((28, 56, 3), (50, 28, 3), (56, 56, 5))[seed % 3]
     return {
         "pixel_values": _noise(seed, 1, pieces, 3, 28, 28),
@@ -183,11 +183,11 @@ def _padded(seed: int, h: int, w: int) -> Arrays:
 
 @dataclass(frozen=True)
 class VisionArchitecture:
-    """An architecture: what its configuration has beyond the defaults, and how its images look.
+    """An architecture: its configuration in addition to the defaults, and the form of its images.
 
     Attributes:
         image: From a seed, and a height and a width in patches, to the arrays of an image.
-        family: The `model_type`, where it is not the name.
+        family: The `model_type`, if it is not the name.
     """
 
     options: Mapping[str, Any]
@@ -257,7 +257,7 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
             "mm_tokens_per_image": 4,
             "boi_token_index": START,
             "eoi_token_index": END,
-            "tie_word_embeddings": False,  # tied, its scaled embeddings make it repeat each token
+            "tie_word_embeddings": False,  # if tied, its scaled embeddings make it repeat each token
         },
         _square(),
     ),
@@ -534,7 +534,7 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
 
 
 VISION_SAMPLE = ("ernie4_5_vl_moe", "gemma3", "llava", "qwen2_vl")
-"""Experts for images alone, images that see themselves, rows in a list, positions of three axes."""
+"""Experts for images alone, bidirectional images, rows in a list, positions of three axes."""
 
 VISION_REFUSED = ("ovis2",)
 """Architectures of these that are refused."""
@@ -549,7 +549,7 @@ def images_of(name: str) -> list[Arrays]:
 def make_model(
     name: str, *, image_token_id: int = IMAGE, vocab_size: int = 300, **options: Any
 ) -> Any:
-    """Return a model of random float32 weights, in which everything has an influence."""
+    """Return a model of random float32 weights, in which every parameter has an influence."""
     architecture = VISION_ARCHITECTURES[name]
     chosen = {**architecture.options, **options, "image_token_id": image_token_id}
     if "image_token_index" in chosen:

@@ -1,4 +1,4 @@
-"""Whole checkpoints of vision-language models: weights, tokenizer, processor and chat template, all tiny."""
+"""Complete checkpoints of vision-language models: weights, tokenizer, processor and chat template, all tiny."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _NO_TENSORS = b"\x02" + bytes(7) + b"{}"
 
 @dataclass(frozen=True)
 class Processing:
-    """What a checkpoint has for its images.
+    """The parts of a checkpoint for images.
 
     Attributes:
-        marker: What stands for an image in a prompt; `placeholder` is the token of each row, where it is another.
-        tokens: Special tokens, by the names under which the tokenizer has them.
-        processor: What `processor_config.json` says, and `images` what `preprocessor_config.json` does.
+        marker: The text of an image in a prompt; `placeholder` is the token of each row, if it is another.
+        tokens: Special tokens, by their names in the tokenizer.
+        processor: Content of `processor_config.json`; `images` is that of `preprocessor_config.json`.
         torchvision: Whether transformers has its image processor for torchvision alone.
     """
 
@@ -212,7 +212,7 @@ ON_PILLOW = tuple(sorted(name for name, each in PROCESSING.items() if not each.t
 
 
 def make_vision_checkpoint(name: str, directory: Path, *, weights: bool = True) -> None:
-    """Write a checkpoint of random float32 weights that answers to images, or everything but the weights."""
+    """Write a checkpoint of random float32 weights that takes images, or everything but the weights."""
     processing = PROCESSING[name]
     tokenizer = _tokenizer(processing)
     image = tokenizer.convert_tokens_to_ids(processing.placeholder or processing.marker)
@@ -234,7 +234,7 @@ def _tokenizer(processing: Processing) -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {"<pad>": 0, "<s>": 1, "</s>": 2}
     words |= {character: 3 + index for index, character in enumerate(alphabet)}
-    # Line breaks that stand together are tokenized together, as with the tokenizers of large models.
+    # Adjacent line breaks are tokenized together, as with the tokenizers of large models.
     words["ĊĊ"] = len(words)
     words["ĊĊĊ"] = len(words)
     backend = Tokenizer(models.BPE(vocab=words, merges=[("Ċ", "Ċ"), ("ĊĊ", "Ċ")]))

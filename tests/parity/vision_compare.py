@@ -48,7 +48,7 @@ ASKED = ((0,), (1,), (2, 3), ())
 """The images of each prompt."""
 
 PICTURES = ((60, 40), (40, 90), (84, 56), (56, 56))
-"""Widths and heights of the pictures that a path of its own is asked about."""
+"""Widths and heights of pictures for families with a path of their own."""
 
 WHOLE = 512
 """A chunk that holds any prompt."""
@@ -56,7 +56,7 @@ WHOLE = 512
 
 @dataclass(frozen=True)
 class MadeImage:
-    """An image that is arrays already; `size` is what a plan is asked for by."""
+    """An image that is already arrays; its plan is made from `size`."""
 
     index: int
 
@@ -66,7 +66,7 @@ class MadeImage:
 
 
 class MadeImages:
-    """Stands in for a preprocessor: what it tells of an image, it knows from its arrays and its rows."""
+    """Stands in for a preprocessor: its plans follow from an image's arrays and rows."""
 
     def __init__(self, images: Sequence[Arrays], rows: Sequence[int]) -> None:
         self.images = images
@@ -89,7 +89,7 @@ class MadeImages:
 
 @dataclass
 class VisionStage(Stage):
-    """Its prompts are tokens with the placeholders of made images among them."""
+    """Its prompts are tokens with the placeholders of generated images among them."""
 
     def prompt(self, question: Question) -> tuple[list[int], list[Spans]]:
         assert not isinstance(question.text, str)
@@ -105,7 +105,7 @@ class VisionStage(Stage):
 
 
 def prompts(rows: Sequence[int]) -> list[list[int]]:
-    """Return the prompts: tokens of no meaning, and placeholders."""
+    """Return the prompts: random tokens, and placeholders."""
     found = []
     for number, images in enumerate(ASKED):
         tokens = _words(5 + 9 * (not images) + number, 100 + number)
@@ -125,7 +125,7 @@ def _words(count: int, seed: int) -> list[int]:
 def expected_of(
     path: Path, name: str, asked: Sequence[Sequence[int]], images: Sequence[Arrays]
 ) -> list[Expected]:
-    """Return what transformers' `generate` says, greedily, of the whole model with pixels."""
+    """Greedy results of transformers' `generate` with the complete model and pixels."""
     made: Any = AutoModelForImageTextToText
     model = made.from_pretrained(path, dtype=torch.float32).eval()
     found = []
@@ -170,7 +170,7 @@ def _inputs(model: Any, name: str, ids: torch.Tensor, images: Sequence[Arrays]) 
 
 
 def _padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of one size, all dimensions but the first: images of one batch are padded to the largest."""
+    """Return tensors of one size in all dimensions but the first: images of one batch are padded to the largest."""
     shapes = [tensor.shape[1:] for tensor in tensors]
     largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
     padded = []
@@ -219,14 +219,14 @@ def load_stage(path: Path, name: str, *, attention: str = "exact") -> VisionStag
 
 @torch.inference_mode()
 def rows_of(path: Path, images: Sequence[Arrays]) -> list[int]:
-    """Return the rows of each image, as the whole model of transformers makes them."""
+    """Return the number of rows of each image in the complete model of transformers."""
     made: Any = AutoModelForImageTextToText
     tower = AnyTower(made.from_pretrained(path, dtype=torch.float32).eval(), torch.float32)
     return [len(tower(image)) for image in images]
 
 
 def compare_vision(name: str) -> Parity:
-    """Make a model of an architecture and compare.
+    """Create a model of an architecture and compare.
 
     Raises:
         CheckpointError: When the architecture is refused.
@@ -246,7 +246,7 @@ def compare_vision(name: str) -> Parity:
 
 
 def compare_own(name: str) -> Parity:
-    """Compare a family that has a path of its own, from pictures on: by its own processing, too."""
+    """Compare a family with a path of its own, starting from pictures: its processing is compared, too."""
     with tempfile.TemporaryDirectory(prefix="vsched-own-") as folder:
         path = Path(folder)
         make_checkpoint(name, path)
@@ -274,7 +274,7 @@ def _compared(
     expected = [each.output for each in wanted]
     distinct = {token for answer in expected for token in answer}
     assert len(distinct) > len(ASKED) // 2, f"the answers say too little, {distinct}"
-    # Each must get on between two that are preempted.
+    # Each request must advance between two preemptions.
     preempts = 5 + max(len(stage.prompt(each)[0]) for each in questions) // CHUNK
     return Parity(
         path=path,

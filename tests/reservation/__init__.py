@@ -1,1 +1,1 @@
-"""Whether random batches of images stay within what was reserved for the encoder."""
+"""Random batches of images stay within the memory reserved for the encoder."""

@@ -1,6 +1,6 @@
 """Prove the encoder's reservation: `python -m tests.reservation CHECKPOINT --tokens 128 256 512 --batches 1000`.
 
-Prints a table, a line for each budget, and ends with status 1 where a batch needed more than was reserved.
+Prints a table, a line for each budget, and ends with status 1 if a batch needed more than was reserved.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reserves for the encoder under a limit on the process, then encodes random legal batches: one budget, one process.
 
 `python -m tests.reservation.measure CHECKPOINT TOKENS BATCHES SEED BLOCKS` writes a `Found` to standard output.
-The environment must be that of a rank, as the C library reads it when the process starts.
+It must run in the environment of a rank, which the C library reads at process start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WORST_EVERY = 10
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What one budget needed, in bytes beyond what the loaded worker holds.
+    """Memory needs of one budget, in bytes, excluding the loaded worker.
 
     `above` counts the batches that needed more than was reserved.
     """
@@ -116,7 +116,7 @@ def random_batches(info: ModelInfo, tokens: int, rng: random.Random) -> Iterator
 def _sides(
     units: Mapping[int, int], left: int, least: int, rng: random.Random
 ) -> tuple[int, int] | None:
-    """Return the sides of an image of at most `left` tokens, any short side as likely as any other."""
+    """Return the sides of an image of at most `left` tokens, with uniformly drawn short sides."""
     fitting = [
         (few, max(few, -(-least // few)), min(many, left // few)) for few, many in units.items()
     ]

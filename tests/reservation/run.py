@@ -14,7 +14,7 @@ from vsched.aio.replicas.rank_environment import rank_environment
 def run(
     checkpoint: str, *, tokens: int, batches: int, seed: int, blocks: int, timeout_s: float | None
 ) -> Found:
-    """Return what a process of its own measured.
+    """Measure in a process of its own.
 
     Raises:
         subprocess.CalledProcessError, subprocess.TimeoutExpired: When it failed, or took too long.

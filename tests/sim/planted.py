@@ -1,4 +1,4 @@
-"""Known defects, planted one at a time by changing a line of production code, as whoever makes the mistake would."""
+"""Known defects, planted one at a time by changing a line of production code into a likely mistake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 class Plant(NamedTuple):
     """A defect: in this function (`module:Class.method`), `right` is changed to `wrong`.
 
-    `twice` says that it shows in two runs that differ.
+    With `twice`, it shows as a difference between two runs.
     """
 
     name: str
@@ -103,7 +103,7 @@ PLANTS = (
 
 @contextmanager
 def planted(plant: Plant) -> Iterator[None]:
-    """Have a defect meanwhile."""
+    """Have a defect within the context."""
     path, _, name = plant.place.partition(":")
     module = importlib.import_module(path)
     holder_name, _, method = name.partition(".")

@@ -1,4 +1,4 @@
-"""Adapters in simulated engines: requests keep to theirs, whatever happens to ranks while others come and go."""
+"""Adapters in simulated engines: each request keeps its adapter, whatever happens to ranks while others come and go."""
 
 from __future__ import annotations
 

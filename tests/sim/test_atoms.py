@@ -1,4 +1,4 @@
-"""Whole engines of models in which positions see later ones: whatever happens, no chunk cuts what sees itself."""
+"""Engines of models with bidirectional positions: no chunk ever splits a bidirectional span."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SCENARIOS = 12
 
 
 def digests(hash_seed: str) -> list[str]:
-    """Return what a process printed: the digests of its scenarios, and its hash of a string."""
+    """Run in a process; return the digests of its scenarios, and its hash of a string."""
     path = os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
     done = subprocess.run(
         [sys.executable, "-m", "tests.sim.digests", str(SCENARIOS)],
@@ -48,7 +48,7 @@ def busy_cores() -> Iterator[None]:
 
 @pytest.mark.slow
 def test_run_is_the_same_under_any_hash_seed_and_load() -> None:
-    """A digest is over all that the kernel heard and decided, and when."""
+    """A digest covers all events and decisions of the kernel, with their times."""
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(digests, ("1", "2"))
     with busy_cores():

@@ -39,7 +39,7 @@ def test_requests_get_their_tokens_while_groups_are_lost_and_drafts_are_wrong() 
 def test_drafts_from_what_lies_in_another_block_are_noticed(
     monkeypatch: pytest.MonkeyPatch, forgotten: str
 ) -> None:
-    """A draft model that takes blocks for its own that are another's: its KV tells."""
+    """A draft model that reads blocks of another request finds wrong KV."""
     monkeypatch.setattr(DraftModel, forgotten, lambda *_: None)
     assert any(run_scenario(draw_scenario(seed)).violations for seed in SEEDS)
 

@@ -1,4 +1,4 @@
-"""An example to copy: a whole engine on a virtual clock, requests that share images, and whatever can go wrong."""
+"""An example to copy: a complete engine on a virtual clock, requests that share images, and any faults."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ SECOND_NS = 1_000_000_000
 async def test_requests_survive_whatever_happens(
     sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan
 ) -> None:
-    """A failure is told with its seed, its faults, and the command that repeats it."""
+    """A failure is reported with its seed, its faults, and the command that repeats it."""
     async with sim_engine(faults=faults) as engine:
         await engine.run(workload)
-        await engine.heal()  # everything has ended, every answer is right, nothing is held any more
+        await (
+            engine.heal()
+        )  # all requests have ended, every output is right, nothing is held any more
 
 
 @pytest.mark.sim

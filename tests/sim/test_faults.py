@@ -1,4 +1,4 @@
-"""What each kind of fault does to an engine, and what becomes of the requests."""
+"""Effects of each kind of fault on an engine and its requests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def requests() -> list[Arrival]:
 
 
 async def strike(sim_engine: Engines, *faults: AnyFault, ranks: int = 1) -> SimEngine:
-    """Run requests past faults to the healed end; all of the faults must have struck."""
+    """Run requests past faults to the healed end; all of the faults must have occurred."""
     base = small_config()
     config = small_config(
         encode=msgspec.structs.replace(base.encode, tensor_parallel=ranks),
@@ -71,13 +71,13 @@ async def strike(sim_engine: Engines, *faults: AnyFault, ranks: int = 1) -> SimE
 
 
 def losses(engine: SimEngine) -> list[str]:
-    """Return why groups were lost."""
+    """Return the reasons of lost groups."""
     assert engine.observer is not None
     return [f"{loss.group}: {loss.reason}" for loss in engine.observer.losses]
 
 
 def ends(engine: SimEngine) -> dict[str, int]:
-    """Return how many requests ended how, those apart that finished."""
+    """Number of requests by kind of end, other than finished ones."""
     found: dict[str, int] = {}
     for session in engine.sessions:
         if session.outcome != "finished":
@@ -139,7 +139,7 @@ async def test_small_trouble_costs_nothing_but_time(sim_engine: Engines, fault: 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.sim
 async def test_missed_decision_is_a_desync(sim_engine: Engines, group: str) -> None:
-    """One rank of two does not hear what the other hears."""
+    """One rank of two misses an entry that the other receives."""
     engine = await strike(sim_engine, MissedDecision(at_ns=SECOND_NS, group=group, rank=1), ranks=2)
     assert "rank 1 stopped with RankDesync" in losses(engine)[0]
     assert not ends(engine)
@@ -151,7 +151,7 @@ async def test_missed_decision_is_a_desync(sim_engine: Engines, group: str) -> N
 async def test_damaged_link_is_recovered_from(
     sim_engine: Engines, effect: Effect, direction: Direction
 ) -> None:
-    """Links are ordered and reliable: what is not, is noticed, and costs a restart."""
+    """Links are ordered and reliable: violations are detected, and cost a restart."""
     fault = MessageFault(
         at_ns=SECOND_NS,
         group="generate",
@@ -206,7 +206,7 @@ async def test_damaged_image_is_refused(sim_engine: Engines) -> None:
 @pytest.mark.parametrize(("group", "lost"), [("encode", 0), ("generate", 1)])
 @pytest.mark.sim
 async def test_step_without_memory(sim_engine: Engines, group: str, lost: int, ranks: int) -> None:
-    """An encoder tries its batch in parts; a generator starts anew."""
+    """An encoder splits its batch and retries; a generator restarts."""
     engine = await strike(sim_engine, OutOfMemory(at_ns=SECOND_NS, group=group), ranks=ranks)
     assert len(losses(engine)) == lost
     assert not ends(engine)
@@ -249,7 +249,7 @@ def test_every_kind_of_fault_is_tried() -> None:
 
 @pytest.mark.sim
 async def test_faults_of_whole_groups_are_refused(sim_engine: Engines) -> None:
-    """They would find no occasion: an engine loses a group through its ranks."""
+    """They could never occur: an engine loses a group through its ranks."""
     plan = FaultPlan(faults=(GroupOutage(group="generate"),))
     with pytest.raises(ConfigError, match=r"group_outage at 0 s: .*worker_crash"):
         sim_engine(faults=plan)
@@ -257,7 +257,7 @@ async def test_faults_of_whole_groups_are_refused(sim_engine: Engines) -> None:
 
 @pytest.mark.sim
 async def test_slow_stretch_leaves_nothing_behind(sim_engine: Engines) -> None:
-    """A neighbour takes the cores for half a minute: no group and no request is lost, and chunks are what they were."""
+    """A neighbour takes the cores for half a minute: no group or request is lost, and chunk sizes recover."""
     stretch = Slowdown(
         at_ns=5 * SECOND_NS, group="generate", duration_ns=30 * SECOND_NS, factor=5.0
     )

@@ -1,4 +1,4 @@
-"""What becomes of an engine whose hosts end, stand still or are cut off, and how long bytes take on the way there."""
+"""An engine whose hosts end, freeze or are cut off, and the time of bytes on the way there."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def cluster(encode: Sequence[str] = ("far",), generate: Sequence[str] = ("far",)) -> ClusterConfig:
-    """Return hosts, and which stage runs there."""
+    """Return hosts, and the stages that run there."""
     return ClusterConfig(
         hosts=HOSTS, key_file="simulated", encode=[*encode], generate=[*generate], connect_s=1.0
     )
 
 
 async def strike(sim_engine: Engines, *faults: AnyFault, **hosts: Sequence[str]) -> list[str]:
-    """Run requests past faults of hosts; all end well. Return the groups that were lost, and why."""
+    """Run requests past faults of hosts; all end well. Return the lost groups, with reasons."""
     plan = FaultPlan(faults=faults)
     async with sim_engine(small_config(cluster=cluster(**hosts)), faults=plan) as engine:
         sessions = await engine.run(requests())
@@ -68,7 +68,7 @@ async def test_power_failure_is_noticed_by_silence(sim_engine: Engines) -> None:
 @pytest.mark.sim
 @pytest.mark.parametrize("kind", [HostCut, HostStall])
 async def test_short_standstill_costs_no_group(sim_engine: Engines, kind: type[Any]) -> None:
-    """What was under way comes afterwards, in its order."""
+    """Messages in flight arrive afterwards, in order."""
     fault = kind(at_ns=SECOND_NS, duration_ns=SECOND_NS, host="far")
     assert not await strike(sim_engine, fault)
 
@@ -88,7 +88,7 @@ async def test_slow_link_costs_time_alone(sim_engine: Engines) -> None:
 
 
 async def first_token_ns(sim_engine: Engines, links: HostLinkProfile, image: int) -> int:
-    """Return when a request with an image has ended, from its arrival."""
+    """Time from the arrival of a request with an image to its end."""
     config = small_config(cluster=cluster(["far"], ["farther"]))
     arrival = Arrival(
         at_ns=0,
@@ -106,7 +106,7 @@ async def first_token_ns(sim_engine: Engines, links: HostLinkProfile, image: int
 
 @pytest.mark.sim
 async def test_pixels_and_rows_take_their_time_on_links(sim_engine: Engines) -> None:
-    """A link of a hundredth of the bandwidth makes an answer later by what its bytes take, whatever the window is."""
+    """With a hundredth of the bandwidth, the delay is the time of the bytes, whatever the window."""
     quick = HostLinkProfile(bytes_per_s=1e9)
     slow = HostLinkProfile(bytes_per_s=100e3)
     narrow = HostLinkProfile(bytes_per_s=100e3, latency_ns=20_000_000, window_bytes=256)
@@ -145,7 +145,7 @@ async def test_broken_connection_that_nobody_looks_at_goes_unnoticed_without_a_c
 async def test_broken_connection_that_nobody_looks_at_is_found_by_a_crash(
     sim_engine: Engines,
 ) -> None:
-    """Silence would tell, too, and much later."""
+    """Silence would be detected, too, but much later."""
     crash = HostCrash(at_ns=SECOND_NS, duration_ns=SECOND_NS, host="far")
     with planted(UNSEEN), pytest.raises(SimulationFailed, match="not lost in time with its host"):
         await strike(sim_engine, crash)

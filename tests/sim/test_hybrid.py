@@ -1,4 +1,4 @@
-"""Whole engines of a model whose layers keep a state: whatever happens, none goes on from another's."""
+"""Engines of a model whose layers keep a state: no request ever resumes with the state of another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def hybrid_config(**generate: Any) -> Config:
 async def test_states_survive_whatever_happens(
     sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan, places: int
 ) -> None:
-    """Requests share beginnings, are preempted, and lose their ranks; a rank says where a state is not its own."""
+    """Requests share prefixes, are preempted, and lose their ranks; a rank reports a wrong state."""
     async with sim_engine(hybrid_config(state_snapshots=places), faults=faults) as engine:
         await engine.run(workload)
         await engine.heal()
@@ -42,7 +42,7 @@ async def test_states_survive_whatever_happens(
 async def test_beginning_is_taken_from_a_snapshot(
     sim_engine: Engines, workload: tuple[Arrival, ...]
 ) -> None:
-    """The same prompt again: all but its last block is there, with the state at its end."""
+    """The same prompt again: all but its last block is cached, with the state at its end."""
     longest = max(workload, key=lambda one: len(str(one.prompt)))
     async with sim_engine(hybrid_config()) as engine:
         for name in ("first", "second"):

@@ -86,7 +86,7 @@ ODD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Recorded:
-    """Lets the simulated engine's own observer and a record see every event."""
+    """Sends every event to the simulated engine's own observer and to a record."""
 
     def __init__(self, *each: Any) -> None:
         self._each = each

@@ -11,7 +11,7 @@ SEEDS = 1000
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # what is broken on purpose leaves things behind
+@pytest.mark.filterwarnings("ignore")  # planted defects leave things behind
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
 def test_swarm_finds_a_planted_bug(plant: Plant) -> None:
     with planted(plant):

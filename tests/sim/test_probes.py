@@ -1,4 +1,4 @@
-"""Probes: the swarm reaches every coincidence that is declared, and the code marks each in one place."""
+"""Probes: the swarm reaches every declared coincidence, and the code marks each in one place."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ REACHING = (
     1216,
     1379,
 )
-"""Seeds that reach everything together, to begin with; a change of what is decided may make others necessary."""
+"""Seeds that reach every probe together; after changes of decisions, others may be necessary."""
 SEEDS_MAX = 600
 
 
 def placed() -> Counter[str]:
-    """Return how often each name is marked in the product."""
+    """Number of marks of each name in the product."""
     names: Counter[str] = Counter()
     for path in Path(vsched.__path__[0]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -107,7 +107,7 @@ def test_probes_change_no_decision() -> None:
 def test_probe_whose_place_is_not_reached_any_more_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Declared and marked is not reached: what counts is that a scenario comes there."""
+    """A probe that is declared and marked still counts as missing until a scenario reaches it."""
     seed = FIRST_PRESSED + 3
     reached = {name for name, count in swarm(1, seed=seed).probes.items() if count}
     passed = {name for name in reached if f'probe("{name}")' in inspect.getsource(group)}
@@ -119,7 +119,7 @@ def test_probe_whose_place_is_not_reached_any_more_is_missing(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_swarm_reaches_every_probe() -> None:
-    """A coincidence that no scenario reaches is one of which all the other tests say nothing."""
+    """No other test covers a coincidence that no scenario reaches."""
     missing = set(PROBES)
     for seed in (*REACHING, *range(FIRST_PRESSED, FIRST_PRESSED + SEEDS_MAX)):
         if not missing:

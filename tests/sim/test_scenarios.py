@@ -1,4 +1,4 @@
-"""Whole engines of many shapes, with whatever can go wrong: what must never happen does not, and all heal."""
+"""Engines of many shapes, with any faults: invariants hold, and all heal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vsched.testing.plugin import SimCase
 
 @pytest.mark.sim(seeds=500)
 async def test_scenario_heals(sim: SimCase) -> None:
-    """The same as `vsched simulate --swarm 500`, and ties are permuted on top."""
+    """The same as `vsched simulate --swarm 500`, with ties permuted in addition."""
     scenario = draw_scenario(sim.seed)
     report = await play(scenario.with_faults(sim.faults_or(scenario.plan)))
     if report.violations:

@@ -1,4 +1,4 @@
-"""The swarm: what it says of a scenario that fails, and how that is repeated."""
+"""The swarm: its report of a failing scenario, and how to repeat one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: fetch, run the files that ask a server, write the table."""
+"""The command line: fetch, run the files that use a server, write the table."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prepared(checkpoint: Path, cache: Path, context: int) -> Path:
-    """Return the checkpoint as tests ask for it: with this context, and a template that shows tools.
+    """Return the checkpoint as tests expect it: with this context, and a template that shows tools.
 
     Its other files are links.
     """
@@ -54,7 +54,7 @@ def prepared(checkpoint: Path, cache: Path, context: int) -> Path:
 
 
 def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
-    """Run files of tests in a process of vLLM's environment; the shim writes what became of each."""
+    """Run files of tests in a process of vLLM's environment; the shim writes the results."""
     cache = options.cache.absolute()
     python = source.environment(cache, sources)
     text = prepared(options.text, cache, options.context)
@@ -74,15 +74,18 @@ def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
         },
     }
     shutil.copytree(HERE, cache / "shim" / "vllm_suite", dirs_exist_ok=True)
-    environment = os.environ | {
-        "VSCHED_SUITE": json.dumps(settings),
-        "VSCHED_SUITE_PORT": str(port),
-        "PYTHONPATH": os.pathsep.join([str(cache / "shim"), str(sources)]),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_TARGET_DEVICE": "cpu",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # those of vsched's own environment are behind
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = (
+        os.environ
+        | {
+            "VSCHED_SUITE": json.dumps(settings),
+            "VSCHED_SUITE_PORT": str(port),
+            "PYTHONPATH": os.pathsep.join([str(cache / "shim"), str(sources)]),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_TARGET_DEVICE": "cpu",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # plug-ins of vsched's own environment are visible, too
+            "OMP_NUM_THREADS": "1",
+        }
+    )
     command = [str(python), "-m", "pytest", "-v"]
     for plugin in ("pytest_asyncio.plugin", "pytest_timeout", "vllm_suite.shim"):
         command += ["-p", plugin]

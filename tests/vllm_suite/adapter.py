@@ -1,4 +1,4 @@
-"""An adapter in place of those that vLLM's tests download: of the checkpoint at hand, with random weights."""
+"""A replacement for the adapters that vLLM's tests download: for the given checkpoint, with random weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make(folder: Path, checkpoint: Path) -> Path:
 
 
 def _projections(file: Path) -> dict[str, list[int]]:
-    """Return the shapes of the matrices that are adapted, from the head of a file of safetensors."""
+    """Return the shapes of the adapted matrices, from the head of a safetensors file."""
     with file.open("rb") as opened:
         (size,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(size))

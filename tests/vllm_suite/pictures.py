@@ -1,4 +1,4 @@
-"""Pictures in place of those that vLLM's tests download: drawn, of any name, and served by the tests themselves."""
+"""Replacements for the pictures that vLLM's tests download: drawn for any name, and served by the tests themselves."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from functools import cache
 from pathlib import Path
 
 PORT = int(os.environ.get("VSCHED_SUITE_PORT", "0"))
-"""Where vLLM's tests serve pictures; it is known before the servers start, which may fetch from it."""
+"""Port on which vLLM's tests serve pictures; it is known before the servers start, which may fetch from it."""
 SIZE = (160, 112)
 
 
 @cache
 def folder() -> Path:
-    """Return the folder of the pictures that were drawn."""
+    """Return the folder of the drawn pictures."""
     return Path(tempfile.mkdtemp(prefix="vllm-suite-"))
 
 
 def draw(filename: str, s3_prefix: str | None = None) -> Path:
-    """Return a picture of that name, of the mode that the name tells."""
+    """Return a picture of that name, in the mode that the name contains."""
     from PIL import Image
 
     path = folder() / filename

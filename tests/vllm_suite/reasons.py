@@ -1,4 +1,4 @@
-"""Why a test of vLLM's says nothing about vsched: tables of patterns, read by the runner and by the shim."""
+"""Reasons why a test of vLLM's does not apply to vsched: tables of patterns, read by the runner and by the shim."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FLAGS = {
     "--speculative-config": "speculative decoding",
     "--worker-extension-cls": "calls of vLLM's workers",
 }
-"""Flags of `vllm serve` that change the interface to what vsched has not; any other is translated or dropped."""
+"""Flags of `vllm serve` that change the interface to one that vsched lacks; any other is translated or dropped."""
 
 MODELS = (
     (r"gpt-oss", "GPT-OSS"),
     (r"translategemma", "TranslateGemma"),
     (r"ultravox|omni|whisper", "audio"),
 )
-"""Models whose own interface is tested, so that no other stands in for them."""
+"""Models whose own interface is tested, so that no other can replace them."""
 
 TESTS = (
     (r"audio|speech|transcription", "audio"),
@@ -76,7 +76,7 @@ TESTS = (
     ),
     (r"error_on_invalid_image_url_type", "image URLs that are no objects: they are taken here"),
 )
-"""Parts of a test's name that tell what it is about."""
+"""Parts of a test's name that show its subject."""
 
 UNSERVED = frozenset(
     {
@@ -114,7 +114,7 @@ UNSERVED = frozenset(
         "image URLs that are no objects: they are taken here",
     }
 )
-"""Reasons that name what vsched does not serve, or serves otherwise; the others are about other things."""
+"""Reasons that name features that vsched lacks, or has in another form; others are about other subjects."""
 
 ERRORS = (
     (
@@ -127,7 +127,7 @@ ERRORS = (
     ),
     (r"No module named", "a package that the environment lacks"),
 )
-"""Errors of a test that vsched has no part in."""
+"""Errors that are independent of vsched."""
 
 ANSWERS: tuple[tuple[str, str], ...] = (
     (r"test_single_completion", r"assert \d >= 5|prompt_tokens=6"),
@@ -139,7 +139,7 @@ ANSWERS: tuple[tuple[str, str], ...] = (
     (r"test_complex_message_content", r"assert '.*' == '2'"),
     (
         r"outputs_json_chat|structured_output|streaming_forced_tool_choice\[",
-        r"JSONDecodeError: Unterminated string|EOF while parsing",  # it went on until it was cut
+        r"JSONDecodeError: Unterminated string|EOF while parsing",  # it continued until it was cut
     ),
     (r"test_reasoning_item", r"'message' == 'reasoning'"),
     (r"reasoning_tokens_e2e", r"Expected reasoning_tokens"),
@@ -158,28 +158,28 @@ ANSWERS: tuple[tuple[str, str], ...] = (
     ),
     (r"test_anthropic_tool_call", r"'end_turn' == 'tool_use'"),
     (r"chat_completion_with_tool_use", r"startswith"),
-    # The text of an answer that ends by itself lacks the token that ended it.
+    # Text that ends by itself lacks the token that ended it.
     (r"comparison_with_prompt_logprobs", r"text\.endswith\(response_text\)"),
 )
-"""Tests that failed, by name and error, because they judge what the model says: another model is at hand.
+"""Failed tests, by name and error, that depend on the model's output: another model is used here.
 
-Whether it calls a tool, thinks, goes on for long enough, or says the same twice is up to the model as well.
+Whether it calls a tool, reasons, continues for long enough, or repeats itself exactly depends on the model as well.
 """
 
 
 def by_server(model: str, flags: dict[str, str]) -> str | None:
-    """Return why a server of this model with these flags is not started, or None."""
+    """Return the reason why a server of this model with these flags is not started, or None."""
     named = next((FLAGS[flag] for flag in flags if flag in FLAGS), None)
     return named or _first(MODELS, model.lower())
 
 
 def by_test(name: str) -> str | None:
-    """Return why a test of this name (path::test) is not run, or None."""
+    """Return the reason why a test of this name (path::test) is not run, or None."""
     return _first(TESTS, name)
 
 
 def by_failure(name: str, text: str) -> str | None:
-    """Return why a test that failed with this text says nothing, or None."""
+    """Return the reason why a failure with this text does not count, or None."""
     if reason := _first(ERRORS, text):
         return reason
     judged = any(re.search(test, name) and re.search(error, text) for test, error in ANSWERS)
@@ -187,7 +187,7 @@ def by_failure(name: str, text: str) -> str | None:
 
 
 def starts_server(source: str, conftest: str) -> bool:
-    """Say whether a file's tests ask a server: its own, or that of its folder's fixtures."""
+    """Return True if a file's tests use a server, of their own or from their folder's fixtures."""
     if "RemoteOpenAIServer" in source:
         return True
     return "RemoteOpenAIServer" in conftest and bool(

@@ -1,6 +1,6 @@
-"""A pytest plug-in in the process of vLLM's tests: servers are vsched's, models the checkpoints at hand.
+"""A pytest plug-in in the process of vLLM's tests: servers are vsched's, models the given checkpoints.
 
-It is copied beside vLLM's tests, whose package is named `tests` as well, so it imports nothing of the repository but
+It is copied next to vLLM's tests, whose package is named `tests` as well, so it imports nothing of the repository but
 its neighbours.
 """
 
@@ -54,7 +54,7 @@ def flags(arguments: list[str]) -> dict[str, str]:
 
 
 def settings(model: str, arguments: list[str], environment: dict[str, str]) -> list[str]:
-    """Translate the arguments that vsched knows into `--set`; others are vLLM's own affair."""
+    """Translate the arguments that vsched knows into `--set`; others concern vLLM's internals."""
     asked = flags(arguments)
     found = {"model.name": asked.get("--served-model-name", model)}
     keys = {
@@ -104,7 +104,7 @@ def adapters(modules: str) -> str:
 
 
 def make_server(base: type) -> type:
-    """Make the class that tests start servers with, from that of vLLM, whose clients it keeps."""
+    """Derive the class with which tests start servers from vLLM's, whose clients it keeps."""
 
     class RemoteOpenAIServer(base):  # type: ignore[misc]
         def __init__(
@@ -159,14 +159,14 @@ def make_server(base: type) -> type:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on."""
+    """Return a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 class Hub:
-    """What vLLM's tests take from the model hub: the checkpoint or the adapter at hand, whatever it is asked for."""
+    """The model hub of vLLM's tests: returns the given checkpoint or adapter for any name."""
 
     def snapshot_download(self, repo_id: str, **_: object) -> str:
         """Return the folder of a model, or of an adapter."""
@@ -174,7 +174,7 @@ class Hub:
 
 
 class ModelConfig:
-    """What tests ask vLLM's configuration of a model."""
+    """The part of vLLM's model configuration that tests use."""
 
     def __init__(self, model: str, **_: object) -> None:
         self.folder = checkpoint(model)
@@ -187,7 +187,7 @@ class ModelConfig:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Put vsched and its checkpoints in front before the first test file or its fixtures are imported."""
+    """Replace vLLM's servers and models before the first test file or its fixtures are imported."""
     utilities: Any = importlib.import_module("tests.utils")
     utilities.RemoteOpenAIServer = make_server(utilities.RemoteOpenAIServer)
     transformers = importlib.import_module("transformers")
@@ -214,7 +214,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is about something else."""
+    """Skip tests of other subjects."""
     for item in items:
         own = reasons.by_test(item.nodeid.lower())
         reason = own if asks_server(item) else reasons.INTERNALS
@@ -223,7 +223,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def asks_server(item: pytest.Item) -> bool:
-    """Say whether a test, or a fixture that it uses, starts a server."""
+    """Return True if a test, or a fixture that it uses, starts a server."""
     information: Any = getattr(item, "_fixtureinfo", None)
     definitions = information.name2fixturedefs.values() if information else ()
     functions = [
@@ -238,13 +238,13 @@ OUTCOMES: list[dict[str, str]] = []
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note what became of a test: of its set-up where that ended it, otherwise of itself."""
+    """Record the outcome of a test, or of its set-up if that failed."""
     if report.when == "call" or not report.passed:
         note(report)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Note a file that could not be imported."""
+    """Record a file that could not be imported."""
     if report.failed:
         note(report)
         write(report.nodeid)
@@ -267,7 +267,7 @@ def note(report: pytest.TestReport | pytest.CollectReport) -> None:
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """Write a file's outcomes once its last test has run, so that a run that is cut off goes on at a file."""
+    """Write a file's outcomes after its last test, so that an interrupted run resumes with a file."""
     result = yield
     file = item.nodeid.partition("::")[0]
     if nextitem is None or nextitem.nodeid.partition("::")[0] != file:

@@ -1,4 +1,4 @@
-"""vLLM's sources and what its tests import, from PyPI: the sdist, of which nothing is built, and an environment."""
+"""vLLM's sources and the packages that its tests import, from PyPI: an sdist that is not built, and an environment."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 UNWANTED = re.compile(
     r"(xgrammar|depyf|compressed.tensors|ninja|lm.format.enforcer|outlines.core|setuptools|six)\b"
 )
-"""Requirements of vLLM that its server's tests do without, or that would bring CUDA's libraries."""
+"""Requirements of vLLM that its server's tests do without, or that would install CUDA's libraries."""
 
 ALONE = ("xgrammar==0.2.8", "apache-tvm-ffi", "tblib", "cloudpickle")
-"""What the tests import, without what it requires itself."""
+"""Imports of the tests that are installed without their own requirements."""
 
 TESTING = (
     "pytest==8.4.2",
@@ -38,7 +38,7 @@ def prepare_metadata_for_build_wheel(directory, config_settings=None):
     (folder / "METADATA").write_text("Metadata-Version: 2.1\\nName: vllm\\nVersion: {version}\\n")
     return folder.name
 """
-"""pip asks a source for its metadata, for which vLLM's own build would want torch and a compiler."""
+"""Pip queries a source for its metadata, for which vLLM's own build would need torch and a compiler."""
 
 
 def fetch(cache: Path, version: str) -> Path:
@@ -67,10 +67,10 @@ def fetch(cache: Path, version: str) -> Path:
 
 
 def environment(cache: Path, sources: Path) -> Path:
-    """Return the Python of an environment in which vLLM's tests can be imported, made unless it is in the cache.
+    """Return the Python of an environment in which vLLM's tests can be imported, created unless it is in the cache.
 
     vLLM is not installed: its Python files are imported as they are. torch is that of vsched's own environment, which
-    stands behind this one.
+    is added to the path of this one.
     """
     folder, done = cache / "environment", cache / "environment" / "done"
     python = folder / "bin" / "python"

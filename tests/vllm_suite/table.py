@@ -1,4 +1,4 @@
-"""What became of the tests: read from the shim's reports, written as tables."""
+"""Results of the tests: read from the shim's reports, written as tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("passed", "failed", "not served", "not applicable")
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What pytest said of one test: `message` is its error in short, `text` at length."""
+    """Pytest's report of one test: `message` is its error in short, `text` at length."""
 
     test: str
     outcome: str
@@ -30,7 +30,7 @@ class FileReport(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of one test, one of `KINDS`; `why` is the reason, or the first line of the error."""
+    """Result of one test, one of `KINDS`; `why` is the reason, or the first line of the error."""
 
     test: str
     kind: str
@@ -44,7 +44,7 @@ def read(lines: list[str]) -> dict[str, list[Report]]:
 
 
 def judge(file: str, report: Report) -> Outcome:
-    """Say what a report means, by the tables of reasons as they are now."""
+    """Judge a report by the current tables of reasons."""
     if report.outcome == "passed":
         return Outcome(report.test, "passed")
     name = f"{file}::{report.test}".lower()
@@ -61,12 +61,12 @@ def judge(file: str, report: Report) -> Outcome:
 
 
 def excused(test: str, reason: str) -> Outcome:
-    """Return the outcome of a test that says nothing of what vsched serves."""
+    """Return the outcome of a test that does not apply to vsched."""
     return Outcome(test, "not served" if reason in reasons.UNSERVED else "not applicable", reason)
 
 
 def write(results: dict[str, list[Outcome]]) -> str:
-    """Write the tables: what passed by file, what was not applicable by reason, and what failed."""
+    """Write the tables: passed tests by file, not applicable ones by reason, and failures."""
     total = Counter(outcome.kind for outcomes in results.values() for outcome in outcomes)
     lines = ["| file | " + " | ".join(KINDS) + " |", "|---|" + "--:|" * len(KINDS)]
     for file, outcomes in sorted(results.items()):

@@ -1,4 +1,4 @@
-"""Anthropic's own client: messages whole and streamed, images, tools and their runner, models, counts, and errors."""
+"""Anthropic's own client: messages, streams, images, tools and their runner, models, counts, and errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_tool_runner_streamed() -> None:
 
 
 def run_tools(*, stream: bool) -> None:
-    """By default, with the thread that the client asks for."""
+    """By default, with the thread that the client requests."""
     called: list[str] = []
 
     @anthropic.beta_tool(input_schema=asked.PARAMETERS)

@@ -1,4 +1,4 @@
-"""guidellm: a synchronous benchmark and one with several at a time; what it counts must be what was asked for."""
+"""guidellm: a synchronous and a concurrent benchmark; its counts must match the requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def benchmark(profile: str) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """Fail unless every request succeeded with the tokens asked for, and times between them were seen."""
+    """Fail unless every request succeeded with its number of tokens, and inter-token times were measured."""
     metrics = found["metrics"]
     totals = metrics["request_totals"]
     assert totals["successful"] == totals["total"] == REQUESTS, totals

@@ -1,4 +1,4 @@
-"""litellm: the chat whole and streamed, tools, structured output, and its errors."""
+"""litellm: chat with and without streaming, tools, structured output, and its errors."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def check_schema() -> None:
 
 
 def check_tools() -> None:
-    """Tools are never forced: whether so small a model calls one is its own affair, the answer is not."""
+    """Tools are never forced, and so small a model may not call one, but it must reply."""
     words = ["-m", "text", "-T", "llm_version", "-o", "temperature", "0", "-o", "max_tokens", "100"]
     assert llm(*words, "What version of llm is this?").strip()
 

@@ -1,4 +1,4 @@
-"""lm-eval by `local-completions`: a multiple-choice task that is made here."""
+"""lm-eval with `local-completions`: a generated multiple-choice task."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ metric_list:
 
 
 def evaluate(folder: Path) -> dict[str, Any]:
-    """Run the task; return what is told of it."""
+    """Run the task; return its results."""
     file = folder / "capitals.jsonl"
     lines = [
         {"country": country, "choices": CHOICES, "answer": number}

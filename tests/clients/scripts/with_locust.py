@@ -1,4 +1,4 @@
-"""locust: users that stream chats for some seconds, from a file of load of its own kind."""
+"""locust: users that stream chats for some seconds, from a locustfile of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's own client of Python."""
+"""OpenAI's own client for Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pydantic-ai: typed output in its three ways, tools, streams, images."""
+"""pydantic-ai: typed output in three modes, tools, streams, images."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_typed_by_prompt() -> None:
 
 
 def check_tools() -> None:
-    """Its tools are never forced: whether so small a model calls one is its own affair, the answer is not."""
+    """Its tools are never forced, and so small a model may not call one, but it must reply."""
     agent = Agent(model, model_settings=settings)
     agent.tool_plain(get_weather)
     assert agent.run_sync(asked.WEATHER).output

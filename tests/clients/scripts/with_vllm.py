@@ -1,4 +1,4 @@
-"""`vllm bench serve`: chats and completions; what it counts must be what was asked for."""
+"""`vllm bench serve`: chats and completions; its counts must match the requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ parser = argparse.ArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-"""What `vllm bench serve` runs, without importing what serves."""
+"""The entry point of `vllm bench serve`, without importing the server."""
 PROMPTS, OUTPUT_TOKENS = 8, 16
 
 
@@ -40,7 +40,7 @@ def bench(backend: str, endpoint: str) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """Fail unless every request succeeded with the tokens asked for, and times between them were seen."""
+    """Fail unless every request succeeded with its number of tokens, and inter-token times were measured."""
     assert found["completed"] == PROMPTS, found
     assert found["total_output_tokens"] == PROMPTS * OUTPUT_TOKENS, found
     assert found["mean_itl_ms"] > 0, found

@@ -1,4 +1,4 @@
-"""Dispatch policies: which encode group has which images next."""
+"""Dispatch policies assign images to encode groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Insertion policies: what of a request that ended the prefix cache keeps."""
+"""Insertion policies decide which blocks of a finished request the prefix cache keeps."""
 
 from __future__ import annotations
 

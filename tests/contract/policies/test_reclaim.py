@@ -1,4 +1,4 @@
-"""Reclaim policies: whose ready embedding gives way."""
+"""Reclaim policies choose the ready embeddings to evict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker plug-in without a model: a token is a byte, and every step is over at once. What is left is the server."""
+"""A worker plug-in without a model: a token is a byte, and every step ends at once, so only the server takes time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _device() -> SimulatedMemory:
 
 
 class IdlePlugin:
-    """What the configuration names."""
+    """The plug-in that the configuration names."""
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
         return stand_in_info(
@@ -78,7 +78,7 @@ class IdlePlugin:
         )
 
     def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
-        """Every number of ranks will do."""
+        """Any number of ranks is valid."""
 
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
         letters: Any = Letters(info)

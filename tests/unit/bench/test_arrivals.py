@@ -1,4 +1,4 @@
-"""Simulated requests become real ones of the same sizes, with the same in common."""
+"""Simulated requests become real ones of the same sizes, with the same shared parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vsched.bench.fidelity.arrivals import RequestTexts, draw_picture
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, workload_of
 
 LIMIT = 64
-"""The most tokens of an image; one is 8 pixels square."""
+"""Maximum tokens of an image; a token is 8 pixels square."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What a calibration asks of an engine stays within what it can take, and what it may cost."""
+"""Requests of a calibration stay within the engine's limits and the budget."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_machine_is_described() -> None:
 
 
 def test_others_are_counted_without_oneself() -> None:
-    """What this process does itself, and what ended processes did, is no other's work."""
+    """Work of this process and of ended processes does not count."""
     others = OtherLoad(lambda: [2**22 + 1])
     sum(range(10**6))
     assert 0 <= others.cores() < 1000

@@ -1,4 +1,4 @@
-"""The checkpoint of the demo: what its record says of it meets the aims, and its page says the same."""
+"""The demo checkpoint: its record meets the targets, and its page agrees with the record."""
 
 from __future__ import annotations
 

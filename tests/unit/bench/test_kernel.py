@@ -1,4 +1,4 @@
-"""`vsched bench kernel` measures what it says, however few events it is asked for."""
+"""`vsched bench kernel` works with any number of events."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ ANSWER += piece("ab") + piece("c") + USAGE + b"data: [DONE]\n\n"
 
 
 class Server:
-    """Answers with canned bytes, the last ones over and over; keeps the bodies, counts what is in flight."""
+    """Replies with canned bytes, the last ones repeatedly; keeps the bodies, counts requests in flight."""
 
     def __init__(self, answers: Sequence[bytes]) -> None:
         self.answers = list(answers)
@@ -122,7 +122,7 @@ async def test_client_waits_for_a_server_that_is_loading(monkeypatch: pytest.Mon
 async def test_client_gives_up_on_a_server_that_never_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a clock of its own, which goes on by a tenth of the timeout whenever it is read."""
+    """On a clock of its own, which advances by a tenth of the timeout whenever it is read."""
     clock = itertools.count(step=PATIENCE_S / 10)
     monkeypatch.setattr("vsched.bench.load.client._READY_POLL_S", 0.0)
     own_time = SimpleNamespace(perf_counter=lambda: next(clock))
@@ -175,7 +175,7 @@ async def test_run_keeps_the_concurrency_and_sends_every_session() -> None:
 
 
 async def test_sampled_load_leaves_sampling_to_the_server() -> None:
-    """Nothing is asked for but a length: what people send who set no parameter."""
+    """Requests set only a length, like those of clients that set no parameters."""
     async with serving(whole(ANSWER)) as server:
         await run_on(server, plan_of(Case.SAMPLED, warmup=1))
     assert not [body for body in server.bodies if "temperature" in body]
@@ -266,6 +266,6 @@ def test_sessions_follow_the_concurrency() -> None:
 
 
 def test_sessions_keep_all_clients_at_work() -> None:
-    """Rates of 256 clients that are rates of the six which have something to do are refused."""
+    """Rates of 256 clients of which only six have work are refused."""
     with pytest.raises(ConfigError, match="value 6 sessions, limit at least 256. Remedy: ask"):
         sessions_for(Case.TEXT, 256, 6)

@@ -1,4 +1,4 @@
-"""The load of the bench harness on a server of canned answers."""
+"""The load of the bench harness on a server with canned responses."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def chunk(content: Any) -> bytes:
 
 
 class Server:
-    """Streams as many pieces as asked for; a decoder goes on only once an image has been answered.
+    """Streams the requested number of pieces; a decoder continues only once an image has been answered.
 
     Attributes:
         asked: The messages of all requests, in their order.
-        running: Decoders that have told enough to count as running, at each arrival of an image.
+        running: Number of decoders with enough output to count as running, at each arrival of an image.
         broken: Texts in a request that make it fail.
     """
 

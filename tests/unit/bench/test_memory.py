@@ -1,4 +1,4 @@
-"""`vsched bench memory`: a load that the checkpoint allows, and what may be said of the outcome."""
+"""`vsched bench memory`: a load within the checkpoint's limits, and the verdicts."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def memory_run(**changes: Any) -> MemoryRun:
     ],
 )
 def test_memory_run_says_no_more_than_was_seen(changes: dict[str, Any], verdict: Verdict) -> None:
-    """Where nothing finished, nothing was kept and nothing was broken."""
+    """If nothing finished, the result is inconclusive."""
     assert memory_run(**changes).verdict == verdict
 
 
 def test_memory_load_fits_the_context_of_the_demo_model() -> None:
-    """Which was made for less than 8,192 tokens; an image may take half of it."""
+    """The model was trained for less than 8,192 tokens; an image may take half of them."""
     config = load_config(None, sets=default_settings(DEMO), environ={}).config
     info = inspect_checkpoint(config, resolve_policies(config))
     assert context_tokens(config, info) == info.context_tokens == 4096

@@ -1,4 +1,4 @@
-"""How the bench harness reads options, starts sides, resumes, and mends a peer."""
+"""Options of the bench harness, start of servers, resuming, and repair of a peer's environment."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def write_config(folder: Path) -> None:
     (folder / "config.json").write_bytes(msgspec.json.encode({**content, "hidden_size": 32}))
 
 
-# --- what is sent ---
+# --- requests ---
 
 
 def plan(case: str, *, seed: str = "0", concurrency: int = 2, turns: int = 1) -> LoadPlan:
@@ -251,7 +251,7 @@ def test_turns_repeat_all_that_was_said_whatever_a_server_answers() -> None:
     assert session[1][1]["role"] == "assistant"
 
 
-# --- what is kept ---
+# --- records ---
 
 
 def key_of(side: str, repeat: int, **fields: Any) -> Key:
@@ -404,7 +404,7 @@ def test_an_installed_peer_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_an_index_out_of_reach_is_told_before_anything_is_installed(tmp_path: Path) -> None:
-    """Pip asks it again and again, for each package: a stall of half an hour."""
+    """Pip retries for each package: a stall of half an hour."""
     with socket.socket() as closed:
         closed.bind((HOST, 0))
         url = f"http://{HOST}:{closed.getsockname()[1]}/whl"
@@ -416,7 +416,7 @@ def test_an_index_out_of_reach_is_told_before_anything_is_installed(tmp_path: Pa
 
 
 def test_server_of_an_earlier_run_is_not_taken_for_the_new_one(tmp_path: Path) -> None:
-    """It would answer that it is healthy, at once."""
+    """The old server would report at once that it is healthy."""
     with socket.socket() as other:
         other.bind((HOST, 0))
         other.listen()

@@ -1,4 +1,4 @@
-"""What the bench harness makes of its runs: figures, ratios, tables, and parts of a page."""
+"""Results of the bench harness: figures, ratios, tables, and parts of a page."""
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ def test_page_refuses_to_guess_a_place(text: str) -> None:
 
 
 def test_what_a_server_does_when_it_is_not_its_turn_is_told_where_it_was_looked_at() -> None:
-    """A peer that works while vsched is measured takes its cores, and is not among the others."""
+    """A peer that works while vsched is measured takes its cores; it is left out of the others' figures."""
     old = run_of("vsched", 1)
     figures = msgspec.structs.replace(old.figures, waiting=0.4)
     told = "whose turn it was not at most 0.40"

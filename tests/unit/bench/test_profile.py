@@ -19,7 +19,7 @@ MACHINE = MachineRates(bytes_s=1e9, operations_s=1e12, message_s=1e-5)
 
 
 class Clocks:
-    """A wall clock and a thread's CPU clock that only move when told to, in milliseconds."""
+    """A wall clock and a thread's CPU clock that only tests advance, in milliseconds."""
 
     def __init__(self) -> None:
         self.wall_ns = self.cpu_ns = 0
@@ -33,7 +33,7 @@ class Clocks:
 
 
 class Parts:
-    """Three functions, each the way into a component."""
+    """Three functions, each the entry point of a component."""
 
     def __init__(self, clocks: Clocks) -> None:
         self._clocks = clocks
@@ -85,7 +85,7 @@ def test_meter_gives_time_to_the_innermost_seam_and_puts_everything_back(clocks:
 
 
 async def test_meter_counts_a_coroutine_while_it_runs(clocks: Clocks) -> None:
-    """Not while it waits; what is raised into it arrives."""
+    """Not while it waits; exceptions raised into it arrive."""
     meter, probe_points = _meter(clocks)
     with meter.at(probe_points):
         assert await Parts(clocks).task() == 1

@@ -1,4 +1,4 @@
-"""`vsched bench ranks` measures what it says, over real processes."""
+"""`vsched bench ranks` over real processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vsched.bench.ranks.measure import PAUSES_S, WAYS, measure_ranks
 
 @pytest.mark.slow
 async def test_ranks_bench_measures_every_way() -> None:
-    """The digest is checked on the way that is measured; all ways and pauses have their row."""
+    """The digest is checked on the measured transport; all transports and pauses have their row."""
     advanced: list[None] = []
     rows = await measure_ranks(messages=40, rounds=2, advanced=lambda: advanced.append(None))
     assert [(row.way, row.pause_ms) for row in rows] == [

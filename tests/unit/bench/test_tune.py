@@ -1,4 +1,4 @@
-"""`vsched tune`: ways to share the cores, tried with a real server whose ranks have no model."""
+"""`vsched tune`: core assignments, tried with a real server whose ranks have no model."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def planned(text: float, image: float, *, limit_s: float, start_s: float = 10.0)
 
 
 def test_plan_has_runs_as_long_as_there_is_time_for() -> None:
-    """A fast model has all; a slow one fewer requests and repeats, and as many ways."""
+    """A fast model has all; a slow one fewer requests and repeats, and as many assignments."""
     fast = planned(40.0, 30.0, limit_s=300.0)
     assert (fast.requests, fast.repeats) == ({"text": 48, "image": 48}, 3)
     assert fast.seconds == pytest.approx(5 * (10 + 3 * (2 + 48 / 40 + 2 + 48 / 30)))
@@ -109,7 +109,7 @@ def test_plan_has_runs_as_long_as_there_is_time_for() -> None:
 
 
 class FakeServer:
-    """Serves at rates that are given, on a clock of its own."""
+    """Serves at given rates, on a clock of its own."""
 
     def __init__(self, **rates: float) -> None:
         self.rates = rates
@@ -133,7 +133,7 @@ async def begun(limit_s: float, **rates: float) -> tuple[Tuning, FakeServer]:
 
 
 async def test_way_that_cannot_win_is_given_up() -> None:
-    """By its first case where that is enough, whatever the other would be; what was lost is never chosen."""
+    """After its first case if that suffices, whatever the other would be; one that lost requests is never chosen."""
     tuning, server = await begun(600.0, text=10.0, image=10.0)
     assert [len(runs) for runs in tuning.trials[0].runs.values()] == [3, 3]
     server.rates = {"text": 4.0, "image": 1000.0}

@@ -31,7 +31,7 @@ LIMITS = SchedulerLimits(blocks=8, slots=2, context_tokens=64, pages=4)
 
 
 class RestoredCluster(ModelCluster):
-    """Goes on with a restored scheduler after every event."""
+    """Restores its scheduler after every event."""
 
     def __init__(self, limits: SchedulerLimits, policies: KernelPolicies | None) -> None:
         self.policies = policies or default_policies()
@@ -48,7 +48,7 @@ class RestoredCluster(ModelCluster):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_snapshot_holds_all_that_decides(seed: int) -> None:
-    """A run whose scheduler is restored before every event decides as one whose scheduler lives on."""
+    """A run whose scheduler is restored before every event decides as one without restarts."""
     decided: list[list[str]] = []
     for make in (ModelCluster, RestoredCluster):
         rng = random.Random(seed)
@@ -64,11 +64,11 @@ CACHES = {
     *("PlanMarks", "Loads", "Holds", "Asked"),
     *("FrontDoor._due", "EncodeStage._all_at_work", "PolicyFaults.first"),
 }
-"""Fields and whole classes that a restored scheduler may have otherwise; no decision depends on the difference."""
+"""Fields and whole classes that may differ in a restored scheduler; no decision depends on them."""
 
 
 def differing(one: Any, other: Any, path: str, seen: set[int]) -> Iterator[str]:
-    """Yield the paths of what differs between two objects of one class, all fields of all objects below them."""
+    """Yield the paths of differences between two objects of one class, in all fields of all objects below them."""
     kind = type(one)
     if one is other or id(one) in seen or kind.__name__ in CACHES:
         return
@@ -139,7 +139,7 @@ def test_every_field_of_a_kernel_object_is_saved_or_derived_or_constant(seed: in
     cluster = run_random(rng, policies, make=ComparedCluster)
     assert isinstance(cluster, ComparedCluster)
     assert cluster.handled > 20
-    # A field that changes and is not declared is found, in any object.
+    # A changing field that is not declared is found, in any object.
     objects = kernel_objects(cluster.kernel, {})
     assert len({type(one) for one in objects.values()}) > 15
     for one in objects.values():
@@ -151,7 +151,7 @@ def test_every_field_of_a_kernel_object_is_saved_or_derived_or_constant(seed: in
 
 
 def noting(make: type[ModelCluster], commands: list[str]) -> type[ModelCluster]:
-    """Return a cluster class that notes what was decided."""
+    """Return a cluster class that notes its commands."""
 
     class Noting(make):  # type: ignore[valid-type, misc]
         def _handle(self, event: Event) -> list[Command]:

@@ -1,4 +1,4 @@
-"""`python -m tests.bench.apart`: each half of two replicas is simulated with the work of the other taken away."""
+"""`python -m tests.bench.apart`: each half of two replicas is simulated without the work of the other."""
 
 from __future__ import annotations
 

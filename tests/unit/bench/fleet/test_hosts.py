@@ -1,4 +1,4 @@
-"""`python -m tests.bench.hosts`: its links carry what they say, and its table compares rounds."""
+"""`python -m tests.bench.hosts`: its links have the configured rates, and its table compares rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.patience import patience, until
 
 @pytest_asyncio.fixture
 async def echo() -> AsyncIterator[str]:
-    """Yield the address of somebody who answers with what was said."""
+    """Yield the address of an echo server."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError):
@@ -32,7 +32,7 @@ async def echo() -> AsyncIterator[str]:
 
 
 async def said_over(address: str, words: bytes) -> bytes:
-    """Return what comes back of words."""
+    """Return the reply to these words."""
     ip, _, port = address.removeprefix("tcp://").rpartition(":")
     async with patience():
         reader, writer = await asyncio.open_connection(ip, int(port))

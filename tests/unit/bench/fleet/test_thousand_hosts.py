@@ -1,4 +1,4 @@
-"""`python -m tests.bench.thousand_hosts` drives the real kernel, and counts as far as it says."""
+"""`python -m tests.bench.thousand_hosts` drives the real kernel, for the configured numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_replicas_of_a_core_follow_from_a_line_through_the_costs_of_a_step() -> 
     rows = [Row(1, [9.0, 11.0], [1.0], [1.0]), Row(101, [110.0], [1.0], [1.0])]
     # A step costs 9 + 1 x replicas: with 137 of them 146 µs, and all of them 20,002.
     assert most_replicas(rows, 20.0) == 136
-    # Where nothing grows, it is the time of a step by the cost of one.
+    # If nothing grows, it is the time of a step by the cost of one.
     assert most_replicas([rows[0], Row(10, [10.0], [1.0], [1.0])], 20.0) == pytest.approx(
         2000, rel=0.01
     )

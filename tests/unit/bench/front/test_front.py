@@ -1,4 +1,4 @@
-"""A server whose ranks compute nothing: what it is measured by."""
+"""The benchmark server, whose ranks compute nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is carried to a machine that can fetch nothing: all that vsched imports there, in versions that are known."""
+"""The package for a machine without a network: all modules that vsched imports there, in known versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of what came back from a GPU: all of it, and what there is when the run was cut short."""
+"""The page of results from a GPU: all of them, and those available when the run was cut short."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_page_tells_what_there_is_of_a_run_that_was_cut_short(tmp_path: Path) ->
 
 
 def test_page_has_one_place_in_the_benchmarks(folder: Path) -> None:
-    """What an earlier run left there goes."""
+    """Results of an earlier run are removed."""
     once = replaced(PAGE.read_text(), page(folder))
     twice = replaced(once, "Other figures.\n")
     assert "70.00 ready" in once

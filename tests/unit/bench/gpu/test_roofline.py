@@ -1,4 +1,4 @@
-"""What steps cost at the least: the counts are those of the models, and one case is written out by hand."""
+"""Lower bounds of step times: counts match the models, and one case is written out by hand."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def test_least_time_is_that_of_what_takes_longer() -> None:
 
 
 def test_page_has_what_the_command_writes() -> None:
-    """`python -m tests.bench.gpu.roofline` was run since the costs were changed."""
+    """Run `python -m tests.bench.gpu.roofline` after changing the costs."""
     assert roofline() in PAGE.read_text()

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 @pytest.mark.slow
 def test_dry_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps that no other test has: servers under load and killed ranks are tested elsewhere."""
+    """Only steps without another test: servers under load and killed ranks are tested elsewhere."""
     cpu = ["--device=cpu", "--models=nano", "--served=nano25", "--seconds=280"]
     only = "--only=models-nano,checkpoint,weights"
     monkeypatch.setattr(sys, "argv", ["gpu", f"--out={tmp_path}", *cpu, only])

@@ -1,4 +1,4 @@
-"""The steps of a run on a GPU: whatever one does, the others get their turn, and what was seen is on disk."""
+"""The steps of a run on a GPU: a failing step does not stop the others, and results are on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def written(folder: Path) -> list[StepResult]:
 
 @pytest.mark.slow
 def test_a_step_that_fails_or_hangs_does_not_end_the_rest(tmp_path: Path) -> None:
-    """Nor does one that ignores that its time is up, or that cannot be started."""
+    """Nor does one that ignores its timeout, or that cannot be started."""
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1e4)"
     steps = [
         python("fails", "print('a reason'); raise SystemExit(3)"),
@@ -60,7 +60,7 @@ def test_no_step_begins_when_the_time_is_up(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_a_step_leaves_behind_is_ended(tmp_path: Path) -> None:
-    """It would take the memory of the next one."""
+    """Its processes would take the memory of the next step."""
     sleeps = "[sys.executable, '-c', 'import time; time.sleep(1e4)']"
     child = f"import subprocess, sys; print(subprocess.Popen({sleeps}).pid)"
     run_steps([python("leaves", child)], tmp_path, seconds=NEVER_S, environment=os.environ)
@@ -70,7 +70,7 @@ def test_what_a_step_leaves_behind_is_ended(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_of_a_step_whose_time_is_up_is_ended(tmp_path: Path) -> None:
-    """Though it has a session of its own, and nobody told it."""
+    """Although it has a session of its own and got no signal."""
     server = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1e4)'], start_new_session=True)"
     code = f"import subprocess, sys, time; print({server}.pid, flush=True); time.sleep(1e4)"
     (result,) = run_steps(

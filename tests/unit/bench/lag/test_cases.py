@@ -1,4 +1,4 @@
-"""`vsched bench lag` sends what it says, and counts what would have been late."""
+"""`vsched bench lag` sends the described cases, and counts events that would have been late."""
 
 from __future__ import annotations
 

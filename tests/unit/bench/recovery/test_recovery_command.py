@@ -1,4 +1,4 @@
-"""The recovery table: what is shown of losses, and what counts as a broken promise."""
+"""The recovery table: figures of losses, and lost tokens as failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vsched bench sampler` measures what it says: every case, and only rows that ask for something are special."""
+"""`vsched bench sampler` measures every case, and only rows with sampling parameters are special."""
 
 from __future__ import annotations
 

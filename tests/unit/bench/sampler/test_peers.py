@@ -1,4 +1,4 @@
-"""Samplers beside ours: what peers are asked, how their tokens are judged, and what becomes of their figures."""
+"""Samplers of other servers: their inputs, the check of their tokens, and their figures."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def write_config(folder: Path, **more: Any) -> None:
 
 
 class Maker:
-    """Takes the place of subprocess.run: notes each command, and makes what it would make."""
+    """Replaces subprocess.run: records each command, and creates its output."""
 
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
@@ -166,7 +166,7 @@ def test_a_conversion_that_fails_leaves_nothing_to_be_taken_for_a_model(tmp_path
 
 
 class Pipe:
-    """Counts who writes at a time, and ends each request at once."""
+    """Counts concurrent writers, and ends each request at once."""
 
     def __init__(self, front: openvino_server.Front) -> None:
         self.front, self.loop = front, asyncio.get_running_loop()
@@ -183,7 +183,7 @@ class Pipe:
 
 
 class Writer:
-    """Keeps what is written."""
+    """Keeps written bytes."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -196,7 +196,7 @@ class Writer:
 
 
 async def test_requests_of_several_clients_are_written_one_by_one() -> None:
-    """A pipe mixes up what several threads write into it, and the pipeline ends."""
+    """Writes of several threads would interleave in the pipe and break the pipeline."""
     front = object.__new__(openvino_server.Front)
     front.sees, front._names, front._streams = False, itertools.count(), {}
     front._sending = asyncio.Lock()

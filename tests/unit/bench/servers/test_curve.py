@@ -1,4 +1,4 @@
-"""The curve of requests over pauses: what it says of limits beside peers."""
+"""The curve of requests over pauses: statements about limits compared with peers."""
 
 from __future__ import annotations
 

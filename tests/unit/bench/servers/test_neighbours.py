@@ -1,4 +1,4 @@
-"""Busy loops beside a server: they end with the measurement, and with the bench if it is killed."""
+"""Busy loops next to a server end with the measurement, and with the bench if it is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bench of starts reads in a server's log."""
+"""Lines that the bench of starts reads in a server's log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of all sides: rounds on servers of canned answers, how they go on, and the page."""
+"""The table of all sides: rounds on servers with canned responses, resuming, and the page."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def fake(side: str, *, version: str = "1", code: str = SERVER) -> Spec:
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Spec]:
-    """Return what each side is started as; a test may change it."""
+    """Server specifications by side, which a test may change."""
     result = {side: fake(side) for side in SIDES}
     monkeypatch.setattr(measure, "checkpoint_of", lambda *_: Path())
     monkeypatch.setattr(measure, "specs_of", lambda *_: list(result.values()))
@@ -69,7 +69,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Spec]:
 
 
 def run_table(found: argparse.Namespace) -> str:
-    """Return what the command says."""
+    """Return the output of the command."""
     said = io.StringIO()
     try:
         measure.table(found, Console(file=said, width=200))
@@ -191,7 +191,7 @@ def test_all_peers_but_the_simple_one_are_sides() -> None:
     assert set(report.PRECISIONS) | set(report.OURS.values()) | {"vsched"} == set(found.sides)
 
 
-# --- how long it takes ---
+# --- duration ---
 
 
 def key(side: str, clients: int = 1, repeat: int = 0, neighbours: int = 0) -> Key:

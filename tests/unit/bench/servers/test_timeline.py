@@ -79,7 +79,7 @@ def test_table_has_a_line_a_side_and_the_picture_is_drawn(tmp_path: Path) -> Non
 
 
 class InstantClient:
-    """Answers at once, or after a moment, with as many pieces as there were tokens asked for."""
+    """Replies at once, or after a moment, with the requested number of tokens as pieces."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -91,7 +91,7 @@ class InstantClient:
 
 
 def run_load(client: InstantClient, monkeypatch: pytest.MonkeyPatch, sessions: int) -> list[int]:
-    """Return the neighbours that came."""
+    """Return the numbers of neighbours over time."""
     came = []
 
     @contextlib.contextmanager
