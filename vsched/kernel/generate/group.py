@@ -21,7 +21,7 @@ OSDI 2024). Rejected: planning every running request in every step, which takes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
@@ -30,7 +30,6 @@ from vsched.kernel.events import Stepped
 from vsched.kernel.generate.blocks import BlockPool, PrefixInsertion
 from vsched.kernel.generate.chunks import chunk_stop, drop_claims_before, pin_items
 from vsched.kernel.generate.drafts import NO_DRAFTS, DraftGrants, count_drafts
-from vsched.kernel.generate.group_views import GroupViews
 from vsched.kernel.generate.in_flight import ChunkRead, InFlightSteps
 from vsched.kernel.generate.measures import Measures
 from vsched.kernel.generate.quarantine import Quarantine
@@ -45,7 +44,7 @@ from vsched.kernel.generate.step_budget import (
 )
 from vsched.kernel.generate.step_shares import StepSharing
 from vsched.kernel.generate.swap_space import SwapSpace
-from vsched.kernel.groups import PlanMarks
+from vsched.kernel.groups import Group, Loads, PlanMarks
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import GuardedOrder, ask_admission, ask_preemption
 from vsched.kernel.policy_seats import PolicySeats
@@ -63,7 +62,7 @@ COUNTED = (
 """Counters of a group, by their names in its statistics."""
 
 
-class GenerateGroup(GroupViews):
+class GenerateGroup(Group):
     """One generate group: its requests from the moment their first chunk could run until they leave their slot.
 
     `requests` are all live ones of the scheduler, by number.
@@ -93,7 +92,10 @@ class GenerateGroup(GroupViews):
         seats: PolicySeats,
         marks: PlanMarks,
     ) -> None:
-        super().__init__(name, index, marks)
+        self.index = index
+        self._marks = marks
+        self.loads: Loads | None = None  # set once all groups are there
+        super().__init__(name)
         self._limits = limits
         self._prefix_eviction = policies.prefix_eviction
         self._admission = seats.place(f"{name}.admission", policies.generate_admission)
@@ -563,6 +565,103 @@ class GenerateGroup(GroupViews):
             self._know_outputs(state)
         self._reset()
         return sorted(lost, key=order_of), poison
+
+    # --- views ---
+
+    def look(self) -> None:
+        self._marks.mark(self.index)
+        if self.loads is not None:
+            self.loads.change(self.index)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._running or self._in_flight.count or self._in_flight.preempted)
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps that have not completed."""
+        return self._in_flight.planned - self._in_flight.done
+
+    @property
+    def decoding(self) -> int:
+        """Requests that get a token in every step."""
+        return len(self._running.decoding)
+
+    @property
+    def running(self) -> list[RequestState]:
+        """Requests that hold a slot, oldest first."""
+        return self._running.in_order()
+
+    @property
+    def slots_held(self) -> int:
+        """Slots that requests hold."""
+        return len(self._running)
+
+    def slots_held_from(self, priority: int) -> int:
+        """Return the number of slots that requests of this priority or a higher one hold."""
+        running = self._running
+        held = (*running.prefilling.values(), *running.decoding.values())
+        return sum(one.request.priority >= priority for one in held)
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens of all its requests, prompts and outputs, waiting and running."""
+        return self._known_tokens + self._running.decoded(self._in_flight.planned)
+
+    @property
+    def unannounced(self) -> set[int]:
+        """Ended requests that ranks drop with the next decision."""
+        return self._running.unannounced
+
+    def decode_slack_ns(self, decodes: int) -> int:
+        """Return how long other work may keep `decodes` requests from their next step; 0 for no limit."""
+        return int(self.step_times.left_ns(decodes))
+
+    def explain(self, state: RequestState) -> str:
+        """Return the phase of one of its requests, and what it waits for, in words for operators."""
+        match state.phase:
+            case Phase.ITEMS:
+                missing = [
+                    index
+                    for index in sorted(state.wanted)
+                    if not self._cache.is_ready(state.items[index].key)
+                ]
+                why = f"items {missing} of {len(state.items)} are not encoded yet"
+            case Phase.READY:
+                need = self._limits.blocks_for(len(state.tokens))
+                why = f"needs {need} KV blocks, {self._pool.available} available"
+            case Phase.PREFILL:
+                why = f"{state.computed} of {len(state.tokens)} tokens in slot {state.slot}"
+            case Phase.DECODE:
+                outputs = max(0, self._in_flight.done - state.decoding_since + 1)
+                why = f"{outputs} tokens since it joined slot {state.slot}"
+            case Phase.SUSPENDED:
+                why = f"{self.name} is {self.status}"
+            case _:
+                return str(state.phase)
+        return f"{state.phase}: {why}"
+
+    def running_tokens(self) -> Iterable[tuple[str, int]]:
+        """Return the tenant and the tokens so far of each running request, with those of steps in flight."""
+        return self._running.tokens(self._in_flight.planned)
+
+    def counts(self) -> dict[str, int]:
+        """Return the counters, and the sizes of the KV cache."""
+        return {**self._counts, **self._pool.statistics(), **self._swap.statistics()}
+
+    def statistics(self) -> dict[str, int]:
+        """Return counters and gauges of the group."""
+        return {
+            "load_tokens": self.load_tokens,
+            "waiting": len(self.queue),
+            "prefilling": len(self._running.prefilling),
+            "decoding": len(self._running.decoding),
+            "preempted": len(self._in_flight.preempted),
+            "steps": self._in_flight.done,
+            "steps_in_flight": self._in_flight.count,
+            **self.counts(),
+            "slots_total": self._limits.slots,
+        }
 
     # --- snapshots ---
 
