@@ -28,7 +28,6 @@ class HostProcess:
         self.start()
 
     def start(self) -> None:
-        """Start the process."""
         options = ["--listen", self.address, "--key-file", str(self.key), "--name", self._name]
         command = [*self._within, sys.executable, "-m", "vsched", "host", *options]
         self._process = subprocess.Popen(command)
@@ -48,7 +47,6 @@ class HostProcess:
 
 
 def free_port(ip: str) -> int:
-    """Return a free port."""
     with socket.socket() as free:
         free.bind((ip, 0))
         return int(free.getsockname()[1])

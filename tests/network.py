@@ -60,9 +60,7 @@ def network() -> Iterator[Network]:
         try:
             yield Network(name)
         finally:
-            _ip(
-                "link", "del", near
-            )  # at once; with its namespace it would disappear some time later
+            _ip("link", "del", near)  # at once; with its namespace it would vanish some time later
     finally:
         _ip("netns", "del", name)
 

@@ -45,10 +45,7 @@ def test_forced_tokens_grants_what_is_held_to_a_form_drafts_without_lookup() -> 
         ({"last": ALL, "drafted": 64, "accepted": 8}, ALL),
         ({"last": ALL, "drafted": 64, "accepted": 7}, PAUSE),
         ({"last": PAUSE}, TRIAL),
-        (
-            {"last": Draft(0, 64, 3)},
-            ALL,
-        ),  # it found no free row, which proves nothing about draft tokens
+        ({"last": Draft(0, 64, 3)}, ALL),  # without a free row, it proved nothing
     ],
 )
 def test_prompt_lookup_goes_on_while_drafts_bring_enough(

@@ -98,7 +98,7 @@ def test_fair_prefill_shares_the_time_as_well() -> None:
 
 
 def test_fair_prefill_shares_between_sessions_where_it_is_told_to() -> None:
-    """Two requests of one conversation have one turn; requests of one tenant share its turn."""
+    """Requests of one conversation share a turn; by tenant, all of a tenant's requests would."""
     talk = [request(900, "a", session="talk"), request(900, "a", session="talk")]
     asked = view(*talk, request(900, "a", session="other"), state=Deficits())
     answer = FairPrefill(by="session", quantum_tokens=250).share(asked)

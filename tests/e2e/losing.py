@@ -20,9 +20,8 @@ async def check_stream_outlives_host(
 ) -> None:
     """Lose the host of the generate stage; questions come with their expected tokens.
 
-    The stream resumes with its tokens, questions asked meanwhile are answered, the host is used again, and nothing is
-    left
-    of the loss.
+    The stream resumes with its tokens, questions asked meanwhile are answered, the host is used again, and the loss
+    leaves nothing behind.
     """
     ask, expected = long
     stream = await begin(engine, ask)

@@ -81,8 +81,7 @@ async def test_hosts_answer_as_one_host_and_streams_outlive_a_loss(
     """The tokens of one host, with images; and those of a stream whose host is lost in the middle of it.
 
     The host ends, which closes the connection, or is cut off in silence, which only the deadline detects. Rows go
-    through
-    the engine, or from host to host, encrypted or not.
+    through the engine, or from host to host, encrypted or not.
     """
     here = [one.token_ids for one in await answers(engine, [*ASKS, LONG], at_once=4)]
     far, strike, mend = struck

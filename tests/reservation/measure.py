@@ -1,7 +1,7 @@
 """Reserves for the encoder under a limit on the process, then encodes random legal batches: one budget, one process.
 
-`python -m tests.reservation.measure CHECKPOINT TOKENS BATCHES SEED BLOCKS` writes a `Found` to standard output.
-It must run in the environment of a rank, which the C library reads at process start.
+`python -m tests.reservation.measure CHECKPOINT TOKENS BATCHES SEED BLOCKS` writes a `Found` to standard output. It
+must run in the environment of a rank, which the C library reads at process start.
 """
 
 from __future__ import annotations

@@ -21,9 +21,7 @@ async def test_requests_survive_whatever_happens(
     """A failure is reported with its seed, its faults, and the command that repeats it."""
     async with sim_engine(faults=faults) as engine:
         await engine.run(workload)
-        await (
-            engine.heal()
-        )  # all requests have ended, every output is right, nothing is held any more
+        await engine.heal()  # all requests have ended, every output is right, nothing is held
 
 
 @pytest.mark.sim

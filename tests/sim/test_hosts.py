@@ -106,7 +106,7 @@ async def first_token_ns(sim_engine: Engines, links: HostLinkProfile, image: int
 
 @pytest.mark.sim
 async def test_pixels_and_rows_take_their_time_on_links(sim_engine: Engines) -> None:
-    """With a hundredth of the bandwidth, the delay is the time of the bytes, whatever the window."""
+    """The delay follows from the bandwidth, and from the latency if the window is small."""
     quick = HostLinkProfile(bytes_per_s=1e9)
     slow = HostLinkProfile(bytes_per_s=100e3)
     narrow = HostLinkProfile(bytes_per_s=100e3, latency_ns=20_000_000, window_bytes=256)

@@ -27,7 +27,7 @@ def test_process_exited_while_starting_without_a_limit_blames_no_setting() -> No
 
 
 def test_process_killed_while_starting_is_not_told_to_take_more_memory() -> None:
-    """SIGKILL is the host's: a higher limit would make that worse."""
+    """SIGKILL means that the host ran out of memory: a higher limit would make that worse."""
     failure = ProcessExited(("encode",), 0, -signal.SIGKILL, doing="loading", memory_limit=LIMIT)
     assert "raise" not in failure.words
     assert "Remedy: free memory there, or lower" in failure.words

@@ -133,7 +133,7 @@ async def test_orders_tell_a_group_that_was_lost_meanwhile_when_it_is_back() -> 
 
 
 async def test_orders_tell_a_group_that_is_back_while_others_add() -> None:
-    """An adapter that is still being added is not restored otherwise."""
+    """Restoring a group does not cover an adapter that is still being added."""
     groups = FakeGroups()
     groups.all[1].down = True
     slow = groups.all[2].leader

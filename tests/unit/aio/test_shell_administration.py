@@ -92,7 +92,7 @@ async def test_drain_that_takes_too_long_is_told_and_goes_on(played: ShellHarnes
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_drain_ends_when_it_is_taken_back(played: ShellHarness) -> None:
-    """The caller that waited gets an error."""
+    """The waiting call returns False."""
     streams = streams_of(played)
     played.ranks.run_all(2)
     played.shell.administration._drain_s = 60

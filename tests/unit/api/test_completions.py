@@ -239,7 +239,6 @@ async def test_state_decides_who_is_served(state: str, status: int) -> None:
 
 
 async def test_refusal_carries_status_and_retry_after() -> None:
-    """429 with Retry-After."""
     engine = FakeEngine()
     engine.refusal = RequestRefused("full", code="queue_full", status=429, retry_after_s=3)
     for stream in (False, True):

@@ -256,7 +256,7 @@ async def test_version_load_and_ping() -> None:
 
 
 async def test_statistics_and_clear() -> None:
-    """Both in one call; the remaining requests are reported."""
+    """Clearing takes one call, which reports the remaining requests."""
     engine = FakeEngine()
     engine.numbers["since"] = dt.date(2024, 1, 2)
     reply = await call(engine, "GET", "/admin/statistics")

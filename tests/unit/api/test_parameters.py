@@ -455,7 +455,6 @@ async def test_last_message_cannot_go_on_and_end() -> None:
 
 
 async def test_template_arguments_are_passed_from_the_allow_list() -> None:
-    """An allow-list for template arguments."""
     engine = FakeEngine()
     await post(engine, CHAT, chat(chat_template_kwargs={"enable_thinking": False}))
     assert engine.calls[0]["prompt"] == "enable_thinking=False;user:hi"

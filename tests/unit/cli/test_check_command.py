@@ -221,7 +221,7 @@ def test_check_compares_the_weights_with_the_limit() -> None:
 @pytest.mark.parametrize("stage", ["encode", "generate"])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_check_counts_a_scale_for_each_group_of_inputs(stage: str, kind: str) -> None:
-    """Smaller groups have more scales; counting by default assumes groups of the usual size."""
+    """Smaller groups have more scales; 0 stands for groups of the default size."""
     of = {
         group: check_json(
             DEMO,

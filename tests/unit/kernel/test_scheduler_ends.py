@@ -215,9 +215,7 @@ def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache:
     assert cluster.restarts == ["generate"]
     alive = [name for name in cluster.requests if name not in cluster.ended]
     before = len(joined(cluster))
-    while (
-        cluster.encode_log
-    ):  # a request whose image is not ready would be overtaken, loss or no loss
+    while cluster.encode_log:  # a request whose image is not ready would be overtaken anyway
         cluster.run_encode()
     cluster.restore("generate")
     cluster.drain()

@@ -95,7 +95,6 @@ def differing(one: Any, other: Any, path: str, seen: set[int]) -> Iterator[str]:
 
 
 def field_names(one: object) -> list[str]:
-    """Return the names of all fields of an object."""
     slots = [name for cls in type(one).__mro__ for name in getattr(cls, "__slots__", ())]
     return [*getattr(one, "__struct_fields__", slots), *getattr(one, "__dict__", ())]
 

@@ -46,7 +46,7 @@ async def test_cancelling_at_work_keeps_the_bytes_until_the_thread_is_done() -> 
 
 
 async def test_deadline_while_waiting_gives_everything_back() -> None:
-    """The waiting request gets a 503 with Retry-After; the one being processed is not disturbed."""
+    """Both requests get a 503; the image being processed is not interrupted."""
     with closing(bench_with(work_bytes() + SLACK, prepare_s=0.02)) as bench:
         bench.preprocessor.gate.clear()
         urls = [image_url(), image_url(value=1)]

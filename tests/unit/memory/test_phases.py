@@ -44,7 +44,7 @@ def test_phases_are_the_reservations_and_then_every_attempt_with_its_retries() -
 
 
 def test_phases_are_drawn_with_what_ranks_said() -> None:
-    """Configured sizes differ from measured ones."""
+    """The table distinguishes configured sizes from measured ones."""
     given = msgspec.structs.replace(reserved(0), measured=False)
     view = msgspec.structs.replace(retried(), reservations=[given])
     table = group_ledger(view, view.attempts[-1], encoders=[ENCODER]).render_phases()

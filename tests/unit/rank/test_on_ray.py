@@ -284,7 +284,6 @@ def test_ray_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 
 def imports_of_ray(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    """Return the imports of Ray in a file."""
     text = path.read_text()
     if "import ray" not in text and "from ray" not in text:
         return []  # parsing all takes seconds

@@ -48,7 +48,7 @@ def deliver(source: Side, sink: Side) -> None:
 
 
 async def test_stream_keeps_order_between_messages_and_bytes() -> None:
-    """Bytes arrive before the decision that reads them."""
+    """So bytes arrive before the decision that reads them."""
     engine, host = Side(), Side()
     engine.arena.put(100, b"abc")
     engine.stream.put(Kill(1))

@@ -127,7 +127,7 @@ async def test_large_bodies_wait_for_room_and_are_told_to_come_back() -> None:
 
 
 async def test_a_body_keeps_its_room_until_its_request_is_prepared() -> None:
-    """Until the request is prepared; waiting bodies are served in order."""
+    """Until the request is prepared, not until it is answered; waiting bodies are served in order."""
     written = asyncio.Event()
     engine = FakeEngine(written, OutputDelta("x", [1], finish_reason="stop"))
     engine.entering = asyncio.Event()

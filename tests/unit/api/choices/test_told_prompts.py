@@ -196,7 +196,7 @@ async def test_long_reports_are_worded_off_the_loop(monkeypatch: pytest.MonkeyPa
 async def test_echo_of_a_chat_tells_the_message_that_goes_on(
     last: dict[str, Any], echoed: str, stream: bool
 ) -> None:
-    """Once, before the choice; the user's message is not repeated."""
+    """Once, before the output; the user's message is not repeated."""
     engine = FakeEngine(OutputDelta(" a", [97]), OutputDelta(" day", [98], None, "stop"))
     body = chat(echo=True, stream=stream)
     reply = await post(engine, CHAT, {**body, "messages": [*body["messages"], last]})

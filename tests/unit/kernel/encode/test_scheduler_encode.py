@@ -169,7 +169,6 @@ def test_encode_newcomers_stand_behind_refused_items() -> None:
 def test_encode_chunk_encodes_only_items_that_it_meets(
     chunk_tokens: int, batches: list[list[bytes]]
 ) -> None:
-    """A prefill chunk encodes only items that overlap it."""
     cluster = ModelCluster(make_limits(chunk_tokens=chunk_tokens))
     items = [(0, 20, b"a"), (30, 20, b"b"), (100, 20, b"c")]
     cluster.submit(make_request("r", words(150), items))
