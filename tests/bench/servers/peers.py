@@ -173,6 +173,8 @@ def _llamacpp_command(weights: str, start: PeerStart, port: int) -> list[str]:
     )
     tower = llamacpp.model_of(start.folder, start.checkpoint, llamacpp.TOWER)
     model = llamacpp.model_of(start.folder, start.checkpoint, weights)
+    # With a unified KV cache attention would read other slots, and --cache-ram would add memory that
+    # the other side lacks. So a slot owns its share of the same bytes.
     return [
         str(llamacpp.tool_of(start.folder)),
         *("--model", str(model), "--alias", MODEL),

@@ -3,6 +3,9 @@
 Transformers reads the file and dequantizes it, unless quantized weights are kept (`gguf_levels.py`). Additions here are
 SmolLM's pre-tokenizer, the EOS token in the generation settings, and a tokenizer class that does not change its rules
 on loading.
+
+Rejected: serving GGUF files directly, which takes 30 s of conversion at each start of a rank and the memory of both
+forms; a reader of our own, since transformers and `gguf` are maintained.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 Rescaling and normalization depend on a value and its channel only, so the preprocessor calls transformers' processor
 once for all 256 values of each channel, and sends this table with the pixels. The lookup yields the processor's number
 by definition, regardless of its float operations and their order.
+
+Pixels are bytes in the arena and between hosts, an eighth of float32 patches for both slices of time. Rejected:
+normalization by the formula, float16 patches, and scale and mean folded into the first layer, since the bits would
+differ; compressed images, since limits, budgets and isolated processes of media belong to the engine.
 """
 
 from __future__ import annotations

@@ -4,7 +4,11 @@ The plan (`base_model_tp_plan`) lists modules and parameters with the kind of sp
 on the meta device to verify that the model runs, and again when weights are in mapped files, of which a rank copies
 only its share. Hooks sum or gather the results, in the order of the ranks.
 
-Modules that are not in the plan are replicated: embeddings, heads, norms.
+Modules that are not in the plan are replicated: embeddings, heads, norms. Parameters outside the plan in a module with
+split ones are refused: each rank would add them, or they belong to all heads (sinks).
+
+Rejected: transformers' own implementation, whose collectives neither report the rank that failed nor sum in a fixed
+order.
 """
 
 from __future__ import annotations
