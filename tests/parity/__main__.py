@@ -1,7 +1,7 @@
 """`python -m tests.parity`: compare architectures with transformers' `generate`, and write docs/models.md's tables.
 
-With names, only these are compared and nothing is written; with `images`, those that take images are compared, and
-their table is written. It takes about ten minutes.
+With names, only these are compared and nothing is written; with `images` those that take images, and the table of these
+is written. It takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -25,80 +25,83 @@ from tests.workers.parallel.ranks import Ranks
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- parity: begin -->\n", "<!-- parity: end -->\n"
 SEEING_BEGIN, SEEING_END = "<!-- image parity: begin -->\n", "<!-- image parity: end -->\n"
-HEAD = "| architecture | path | {} | chunked | preempted | prefix cache |{} equal |\n|---|---|---|---|---|---|{}---|"
+HEAD = "| path | ranks | architectures |\n|---|---|---|"
 
 
-def row(name: str, parity: Parity, *, sees: bool = False) -> str:
-    """Return the table's line of an architecture."""
-    ways: list[bool | None] = [parity.text, parity.chunked, parity.preempted]
-    ways.append(parity.prefix_cache)
-    ways += [] if sees else [parity.two_ranks]
-    cells = [f"`{name}`", parity.path, *(_WORDS[one] for one in ways)]
-    return f"| {' | '.join(cells)} | {'yes' if parity.equal else '**no**'} |"
+def row(name: str, parity: Parity) -> str:
+    """One line of the terminal for an architecture."""
+    ways = ("text", "chunked", "preempted", "prefix_cache", "two_ranks")
+    unequal = [way for way in ways if getattr(parity, way) is False]
+    return f"{name}: {parity.path}, {'equal' if parity.equal else 'UNEQUAL: ' + ', '.join(unequal)}"
 
 
-_WORDS = {True: "yes", False: "no", None: "one rank"}
+def grouped(found: dict[str, Parity]) -> list[str]:
+    """Table rows: the names of equal architectures by path and number of ranks, then the unequal ones."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, parity in found.items():
+        ranks = "several" if parity.two_ranks else "one"
+        key = (parity.path, ranks) if parity.equal else (parity.path, "**unequal**")
+        groups.setdefault(key, []).append(f"`{name}`")
+    return [f"| {path} | {ranks} | {', '.join(names)} |" for (path, ranks), names in groups.items()]
 
 
-def tables(rows: list[str], refused: list[str]) -> str:
-    """Content between the markers of the page."""
-    return "\n".join(
-        [
-            HEAD.format("text", " two ranks |", "---|"),
-            *rows,
-            "",
-            "| refused | because it has |",
-            "|---|---|",
-            *refused,
-            "",
-        ]
-    )
+def refused_rows(refused: dict[str, str]) -> list[str]:
+    """Table rows: the names of refused architectures by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in refused.items():
+        reasons.setdefault(why or "**is not refused**", []).append(f"`{name}`")
+    return [f"| {why} | {', '.join(names)} |" for why, names in reasons.items()]
+
+
+def tables(found: dict[str, Parity], refused: dict[str, str]) -> str:
+    """Content between the marks of the page: equal architectures, then refused ones."""
+    head = [HEAD, *grouped(found), "", "| reason of the refusal | architectures |", "|---|---|"]
+    return "\n".join([*head, *refused_rows(refused), ""])
 
 
 def write(begin: str, end: str, content: str) -> None:
-    """Replace the content between two markers of the page."""
+    """Put content between two marks of the page."""
     text = PAGE.read_text()
     before, after = text.split(begin)[0], text.split(end)[1]
     PAGE.write_text(f"{before}{begin}{content}{end}{after}")
 
 
 def main(names: list[str]) -> int:
-    """Compare, print results, and return the number of differences."""
+    """Compare, say so, and return the number of differences."""
     logging.disable_progress_bar()
     if names == ["images"]:
         return compare_images()
-    rows, refused, unequal = [], [], 0
+    found: dict[str, Parity] = {}
+    refused: dict[str, str] = {}
+    unequal = 0
     with tempfile.TemporaryDirectory(prefix="vsched-ranks-") as folder:
         ranks = Ranks(2, Path(folder))
         for name in names or [*FAMILY_SIZES, *ARCHITECTURES]:
             sees = name in VISION_ARCHITECTURES
             parity = compare_vision(name) if sees else compare(name, ranks=ranks)
             unequal += not parity.equal
-            rows.append(row(name, parity, sees=sees))
-            print(rows[-1], flush=True)
+            found[name] = parity
+            print(row(name, parity), flush=True)
         ranks.stop()
     for name in () if names else REFUSED:
-        why = refusal_of(name)
-        unequal += not why
-        refused.append(f"| `{name}` | {why or '**is not refused**'} |")
-        print(refused[-1], flush=True)
+        refused[name] = refusal_of(name)
+        unequal += not refused[name]
+        print(f"{name}: {refused[name] or 'NOT REFUSED'}", flush=True)
     if not names:
-        write(BEGIN, END, tables(rows, refused))
+        write(BEGIN, END, tables(found, refused))
         unequal += compare_images()
     return unequal
 
 
 def compare_images() -> int:
     """Compare the architectures that take images, write their table, and return the number of differences."""
-    rows, unequal = [HEAD.format("image", "", "")], 0
+    found: dict[str, Parity] = {}
     seeing = [name for name in VISION_ARCHITECTURES if name not in VISION_REFUSED]
     for name in (*FAMILY_SIZES, *seeing):
-        parity = compare_own(name) if name in FAMILY_SIZES else compare_vision(name)
-        unequal += not parity.equal
-        rows.append(row(name, parity, sees=True))
-        print(rows[-1], flush=True)
-    write(SEEING_BEGIN, SEEING_END, "\n".join([*rows, ""]))
-    return unequal
+        found[name] = compare_own(name) if name in FAMILY_SIZES else compare_vision(name)
+        print(row(name, found[name]), flush=True)
+    write(SEEING_BEGIN, SEEING_END, "\n".join([HEAD, *grouped(found), ""]))
+    return sum(not parity.equal for parity in found.values())
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def command_line() -> Any:
 def unknown_words(words: list[str]) -> Iterator[str]:
     """Yield the subcommands and options of a `vsched` command line that do not exist."""
     command = command_line()
-    rest = list(words)
+    rest = [word for word in words if word != "--help"]
     while rest and (subcommands := getattr(command, "commands", None)):
         name = rest.pop(0)
         if name not in subcommands:
@@ -266,6 +266,12 @@ def test_docs_name_commands_that_exist() -> None:
 )
 def test_docs_command_check_can_fail(words: list[str]) -> None:
     assert list(unknown_words(words))
+
+
+def test_docs_reference_lists_every_command() -> None:
+    names = {name for name, one in command_line().commands.items() if not one.hidden}
+    page = (ROOT / "docs/reference/cli.md").read_text()
+    assert set(re.findall(r"^\| `vsched ([\w-]+)` \|", page, re.MULTILINE)) == names
 
 
 # --- examples ---

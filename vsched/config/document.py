@@ -97,16 +97,22 @@ def _policy_schemas(
 
 
 def keys_table() -> str:
-    """Return every key as a Markdown table."""
-    rows = ["| key | type | default | |", "|---|---|---|---|"]
+    """Every key as Markdown: a heading and a table per section, top-level keys first."""
+    sections: dict[str, list[str]] = {"": []}
     for path, field in config_keys().items():
         default = field.default
         if default is msgspec.NODEFAULT:
             default = policy_table(Config(), path)
         shown = f"`{toml_value(default)}`" if default is not None else "not set"
         kind = "policy" if path in POLICY_TABLES else type_text(field.type).replace("'", "`")
-        rows.append(f"| `{path}` | {kind} | {shown} | {_description(field.type)} |")
-    return "\n".join(rows) + "\n"
+        row = f"| `{path}` | {kind} | {shown} | {_description(field.type)} |"
+        sections.setdefault(path.rpartition(".")[0], []).append(row)
+    head = ["", "| key | type | default | |", "|---|---|---|---|"]
+    parts = [
+        "\n".join([f"### {f'`{name}`' if name else 'Top level'}", *head, *rows])
+        for name, rows in sections.items()
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _description(annotation: Any) -> str:

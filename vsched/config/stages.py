@@ -225,7 +225,7 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
         str,
         Meta(
             description="Folder of a smaller checkpoint of the same vocabulary that drafts, where `generate.drafting` "
-            "says so; empty for none. See docs/drafts.md."
+            "says so; empty for none. See docs/speculative-decoding.md."
         ),
     ] = ""
     admission: Annotated[
@@ -251,7 +251,7 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     drafting: Annotated[
         PolicyTable,
         Meta(
-            description="How many tokens a step may draft for a request beyond one; see docs/drafts.md."
+            description="How many tokens a step may draft for a request beyond one; see docs/speculative-decoding.md."
         ),
     ] = msgspec.field(default_factory=partial(dict, use="forced-tokens"))
     step: Annotated[

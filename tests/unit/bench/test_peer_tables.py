@@ -318,10 +318,9 @@ def test_page_replaces_what_lies_between_its_markers(tmp_path: Path) -> None:
     "name",
     [
         "scheduler",
-        "samplers",
         *(f"{peer}-{SMOLLM2}" for peer in ("vllm", "llamacpp")),
         *(f"{peer}-{checkpoint}" for peer in ("vllm", "transformers") for checkpoint in MADE),
-        *(f"{kind}-{checkpoint}" for kind in ("growth-vllm", "regress") for checkpoint in MADE),
+        *(f"growth-vllm-{checkpoint}" for checkpoint in MADE),
     ],
 )
 def test_page_of_benchmarks_has_a_place_for_each(name: str) -> None:
