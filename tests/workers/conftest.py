@@ -1,4 +1,4 @@
-"""Checkpoints and loaded workers, made once a session: the smallest of each family, in float32, one torch thread."""
+"""Checkpoints and loaded workers, created once per session: the smallest of each family, float32, one torch thread."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def references(checkpoints: Callable[[str], Path]) -> Callable[[str], Reference]
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Return processes that stand in for up to four ranks."""
+    """Return processes for up to four ranks."""
     made = Ranks(4, tmp_path_factory.mktemp("groups"))
     yield made
     made.stop()

@@ -1,7 +1,7 @@
-"""A small scheduler that drives the workers through the contract alone: it stands in for kernel, rank and arena.
+"""A small scheduler that drives the workers through their contract alone, in place of kernel, rank and arena.
 
-Chunks are cut without regard for images, prefill of one request shares a step with the decode of others, and blocks are
-dealt in a shuffled order, so that nothing works by being contiguous or alone.
+Chunks split images, prefill of one request shares a step with the decode of others, and blocks are allocated in a
+shuffled order, so that nothing works only because it is contiguous or alone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def drawn_image(seed: int, width: int, height: int) -> Image.Image:
 
 
 def values_of(images: Sequence[Arrays]) -> torch.Tensor:
-    """Return what a rank makes of the pixels of images of a family with a path of its own."""
+    """Return the pixel values of images of a supported family, as computed by a rank."""
     assert all(arrays[PIXELS].dtype == np.uint8 for arrays in images)
     pixels = torch.from_numpy(np.concatenate([arrays[PIXELS] for arrays in images]))
     return pixel_values(pixels, images, torch.float32, temporal=2)
@@ -59,7 +59,7 @@ def values_of(images: Sequence[Arrays]) -> torch.Tensor:
 
 @dataclass
 class Question:
-    """A request: text, or tokens as they are, the images that come before it, how to sample, and its adapter."""
+    """A request: text or token ids, the images before it, sampling parameters, and its adapter."""
 
     text: str | Sequence[int]
     images: Sequence[Image.Image] = ()
@@ -79,7 +79,7 @@ class Running:
     budget: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     told: list[float] = field(default_factory=list)
-    """Log-probabilities of the prompt's tokens but the first, where it asks for them."""
+    """Log-probabilities of the prompt's tokens except the first, if requested."""
 
     @property
     def output(self) -> list[int]:
@@ -139,7 +139,7 @@ class Stage:
 
 
 class Driver:
-    """Runs questions to their end; `run` returns them in order."""
+    """Runs questions to completion; `run` returns them in order."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Driver:
         seed: int = 0,
         embeddings: npt.NDArray[np.uint8] | None = None,
     ) -> None:
-        """Prepare for a stage; `embeddings` is what ranks share, where there are several."""
+        """Prepare for a stage; `embeddings` is shared memory of several ranks."""
         self.stage = stage
         self.chunk = chunk
         shuffle = random.Random(seed)
@@ -223,7 +223,7 @@ class Driver:
         return [self.pages.pop() for _ in range(-(-tokens // ROWS_A_PAGE))]
 
     def cover(self, running: Running, length: int) -> None:
-        """Give a request the blocks for `length` tokens."""
+        """Allocate the blocks for `length` tokens of a request."""
         table = self.tables[running.slot]
         for index in range(-(-length // BLOCK_SIZE)):
             if table[index] < 0:
@@ -297,7 +297,7 @@ class Driver:
         )
 
     def end_of_chunk(self, running: Running, stop: int) -> int:
-        """Return where a chunk ends that would end at `stop`: behind what one chunk must hold."""
+        """Return the end of a chunk that should end at `stop`, extended to include a span that must not be split."""
         if self.stage.info.prompt_atomic:
             return max(stop, running.sequence.prompt_length)
         if self.stage.info.item_atomic:
@@ -307,10 +307,10 @@ class Driver:
         return stop
 
     def adopt(self, running: Running, other: Running) -> int:
-        """Take the blocks of what a request and an earlier one begin with, as a prefix cache does; return the tokens.
+        """Share the blocks of a common prefix with an earlier request, like a prefix cache; return their tokens.
 
-        At least one token is left to compute. Where layers keep a state, too, it goes on from the snapshot that was
-        taken at the last end of a block in the earlier prompt. Nothing is taken where blocks depend on later tokens.
+        At least one token is left to compute. Recurrent models continue from the snapshot at the last block boundary of
+        the earlier prompt. Nothing is shared if blocks depend on later tokens.
         """
         if self.stage.info.prompt_atomic:
             return 0
@@ -328,7 +328,7 @@ class Driver:
         return running.computed
 
     def preempt(self, running: Running) -> None:
-        """Take a request's blocks away, so that it is computed again, output and all."""
+        """Free a request's blocks, so that it is recomputed, including its output."""
         table = self.tables[running.slot]
         self.blocks[:0] = [int(block) for block in table if block >= 0]
         table[:] = -1
@@ -336,7 +336,7 @@ class Driver:
 
 
 def told_rows(running: Running, stop: int) -> int:
-    """Return how many rows of a chunk up to `stop` tell of the prompt; none of what was told before a preemption."""
+    """Return the number of a chunk's rows up to `stop` with prompt log-probabilities not reported before."""
     sequence = running.sequence
     if sequence.sampling.prompt_logprobs is None:
         return 0
@@ -346,7 +346,7 @@ def told_rows(running: Running, stop: int) -> int:
 
 
 def last_end(sequence: SequenceState) -> int:
-    """Return where the last whole block of a prompt ends that leaves a token to compute."""
+    """Return the last block boundary of a prompt that leaves a token to compute."""
     return (sequence.prompt_length - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 

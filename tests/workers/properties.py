@@ -1,4 +1,4 @@
-"""How property tests run here: the same examples every time, and no files left behind."""
+"""Settings of property tests: the same examples every time, and no files left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answers to compare with: transformers' own `generate` on the same checkpoint."""
+"""Reference outputs: transformers' own `generate` on the same checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 
 class Reference:
-    """The whole model, as transformers loads and runs it."""
+    """The whole model, loaded and run by transformers."""
 
     def __init__(self, path: Path) -> None:
         self.model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
@@ -31,7 +31,7 @@ class Reference:
         return tokens
 
     def inputs(self, prompt: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Any]:
-        """Return a prompt and its images as the model takes them."""
+        """Return the model's inputs for a prompt and its images."""
         ids = torch.tensor([list(prompt)])
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if images:

@@ -1,4 +1,4 @@
-"""Models that have no path of their own: what they are, what is refused, and how they are loaded."""
+"""Models on the generic path: properties, refusals, and loading."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def generic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model that is not of the usual make: its norms have a mean and a bias."""
+    """Return a model without a decoder description: its norms have a mean and a bias."""
     path = tmp_path_factory.mktemp("stablelm")
     make_checkpoint("stablelm", path)
     return path
@@ -85,7 +85,7 @@ def test_facts_of_a_model_of_text(llama: Path) -> None:
 
 
 def test_model_type_that_nobody_knows_stands_for_its_class(edited: Callable[..., Path]) -> None:
-    """Of several that share the class, the one that it is named after."""
+    """Of several types that share the class, the one that it is named after."""
     assert inspect(edited(model_type="nonsense")).family == "llama"
 
 
@@ -94,7 +94,7 @@ def test_model_type_that_nobody_knows_stands_for_its_class(edited: Callable[...,
 def test_weights_in_many_files_and_heads_of_both_kinds(
     tmp_path: Path, name: str, tied: bool
 ) -> None:
-    """As large checkpoints are, on either path: a tied head is in no file, and in memory once."""
+    """As in large checkpoints, on either path: a tied head is in no file, and in memory once."""
     make_checkpoint(name, tmp_path, tie_word_embeddings=tied)
     library: Any = AutoModelForCausalLM
     model = library.from_pretrained(tmp_path)
@@ -102,7 +102,7 @@ def test_weights_in_many_files_and_heads_of_both_kinds(
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     stage = Stage.load(str(tmp_path), attention="exact", dtype="auto")
-    held = sum(weight.nbytes for weight in model.parameters())  # a tied one is one
+    held = sum(weight.nbytes for weight in model.parameters())  # tied weights count once
     assert stage.generator.weights_bytes == held
     questions = [Question(prompt, count=6) for prompt in prompts()]
     found = [each.output for each in Driver(stage, chunk=16).run(questions)]
@@ -167,7 +167,7 @@ def test_check_parallel_of_the_usual_make(llama: Path) -> None:
 def test_description_tells_the_path(
     edited: Callable[..., Path], changes: dict[str, Any], path: str
 ) -> None:
-    """By the make that the configuration tells, and nothing else."""
+    """It depends on the configuration's structure only."""
     assert describe_checkpoint(str(edited(**changes))).path == path
 
 
@@ -195,7 +195,7 @@ def test_load_refuses_what_such_models_cannot(
 def test_settings_that_such_models_cannot_have_are_refused_before_weights_are_read(
     generic: Path, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    """Also where the device and the processor could."""
+    """Even if the device and the processor support them."""
     path = edit(generic, tmp_path)
     (path / "model.safetensors").write_bytes(b"no tensors at all")
     backend: Any = object()
@@ -217,7 +217,7 @@ def test_settings_that_such_models_cannot_have_are_refused_before_weights_are_re
 def test_ranks_that_share_a_usual_make_by_plan_are_told_that_one_rank_could(
     tmp_path: Path, settings: dict[str, Any], remedy: str
 ) -> None:
-    """It has a path of its own, on which only one rank runs it."""
+    """It has its own path, which supports only one rank."""
     make_checkpoint("phi3", tmp_path)
     backend: Any = object()
     if "device" not in settings:
@@ -229,7 +229,7 @@ def test_ranks_that_share_a_usual_make_by_plan_are_told_that_one_rank_could(
 
 
 def inspect_written(made: Path, path: Path) -> ModelInfo:
-    """Return the facts of a checkpoint for its copy, whose weights are no more."""
+    """Return the properties of a checkpoint for its copy without weights."""
     return msgspec.structs.replace(inspect(made), path=str(path))
 
 
@@ -257,7 +257,7 @@ def test_load_tells_a_missing_tensor_and_one_of_another_shape(
 def test_load_tells_layers_that_keep_more_than_was_told(
     edited_generic: Callable[..., Path],
 ) -> None:
-    """The ledger reckons with what the configuration tells; a rank does not even read weights for another figure."""
+    """The memory ledger relies on the configuration; a rank does not even read weights if sizes differ."""
     path = edited_generic()
     info = inspect(path)
     (path / "model.safetensors").unlink()
@@ -270,7 +270,7 @@ def test_load_tells_layers_that_keep_more_than_was_told(
 
 
 def test_load_tells_states_that_are_not_what_was_told(tmp_path: Path) -> None:
-    """So many bytes of each slot are in the ledger; they do not depend on weights."""
+    """These bytes per slot are in the memory ledger; they do not depend on weights."""
     make_checkpoint("lfm2", tmp_path)
     info = inspect(tmp_path)
     assert info.state_bytes == 2 * 64 * 3 * 4, "two convolutions over three tokens"
@@ -294,7 +294,7 @@ def test_states_of_all_slots_stand_with_the_cache_and_go_with_it(tmp_path: Path)
 
 
 def test_load_tells_windows_that_attention_is_not_told_of(edited: Callable[..., Path]) -> None:
-    """They may come by a mask alone, which is not built: a Llama would attend to all."""
+    """They may be expressed by a mask alone, which is not built: a Llama would attend to all tokens."""
     path = edited(layer_types=["full_attention", "sliding_attention"] * 2)
     (path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     with pytest.raises(CheckpointError, match="windows that attention is not told of"):
@@ -313,7 +313,7 @@ def test_weights_are_memory_of_the_process_alone(generic: Path) -> None:
 def test_weights_that_are_packed_are_memory_of_the_process_alone(
     edited_generic: Callable[..., Path],
 ) -> None:
-    """They are read where the file is mapped, and nothing is left there once they are packed."""
+    """They are read from the mapped file, and nothing refers to it once they are packed."""
     path = edited_generic(dtype="bfloat16")
     file = path / "model.safetensors"
     save_file({name: each.bfloat16() for name, each in load_file(file).items()}, file)
@@ -334,7 +334,7 @@ def test_a_weight_with_two_names_is_copied_unless_both_are_packed() -> None:
 
 @pytest.mark.parametrize("name", ["stablelm", "deepseek_v3", "cohere2"])
 def test_first_layers_of_each_kind_run_and_come_back(name: str, tmp_path: Path) -> None:
-    """A profiling run needs each kind of layer: dense, experts, windows."""
+    """A profiling run needs each kind of layer: dense, experts, sliding windows."""
     make_checkpoint(name, tmp_path)
     worker = load(tmp_path, attention="exact")
     assert worker.frugal

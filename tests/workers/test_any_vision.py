@@ -1,4 +1,4 @@
-"""The tower of any architecture, without its language model, against the whole model of transformers."""
+"""Vision towers on the generic path, without their language model, compared with transformers' whole model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from vsched_workers.plugin import TransformersPlugin
 plugin = TransformersPlugin()
 
 SAMPLE = ("idefics3", "internvl", "llava_onevision", "mistral3", "qwen3_omni_moe_thinker")
-"""Crops in a dimension of their own or in the first one, several resolutions, any size, deepstack."""
+"""Crops in a separate dimension or in the first one, several resolutions, any size, deepstack."""
 
 
 def load_tower(path: Path, family: str) -> AnyTower:
@@ -52,7 +52,7 @@ def load_tower(path: Path, family: str) -> AnyTower:
 @pytest.mark.parametrize("name", SAMPLE)
 @torch.inference_mode()
 def test_tower_alone_gives_the_rows_of_the_whole_model(tmp_path: Path, name: str) -> None:
-    """To the bit, and of the right images."""
+    """Bit-identical, and of the right images."""
     save_model(name, tmp_path)
     alone = load_tower(tmp_path, VISION_ARCHITECTURES[name].family or name)
     whole = AnyTower(make_model(name), torch.float32)
@@ -105,7 +105,7 @@ def test_a_model_without_features_of_images_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted({*SAMPLE, "gemma3", "llava"}))
 @torch.inference_mode()
 def test_packed_weights_give_the_rows_of_those_that_are_not(name: str) -> None:
-    """In bfloat16, as far as its precision goes."""
+    """In bfloat16, within its precision."""
     (image, *_) = images_of(name)
     plain = AnyTower(make_model(name).to(torch.bfloat16), torch.bfloat16)(image)
     backend = ReferenceBackend(WorkerSettings(attention="exact"), torch.bfloat16)
@@ -118,7 +118,7 @@ def test_packed_weights_give_the_rows_of_those_that_are_not(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelInfo, AnyPreprocessor, Any]:
-    """Facts, preprocessor and encode worker of a checkpoint whose images have a size of their own."""
+    """Properties, preprocessor and encode worker of a checkpoint with images of variable size."""
     path = tmp_path_factory.mktemp("served")
     make_vision_checkpoint("mistral3", path)
     info = plugin.inspect(str(path), dtype="auto", item_tokens_max=0)
@@ -187,7 +187,7 @@ def test_worker_pauses_between_layers(encoder: Any, layers: int) -> None:
 
 
 def test_worst_batch_is_a_real_image_of_the_most_tokens(encoder: Any) -> None:
-    """Its arrays can be encoded, masks and all; and it is given away once."""
+    """Its arrays can be encoded, including masks; and it can be taken once."""
     info, *_ = encoder
     batches = plugin.worst_batches(info, items=4, tokens=64, pixels_max=1 << 20)
     plans = [plan for batch in batches for plan in batch]
@@ -205,7 +205,7 @@ def test_worst_batch_is_a_real_image_of_the_most_tokens(encoder: Any) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "idefics3", "llava_onevision"])
 def test_reservation_encodes_the_worst_image(tmp_path: Path, name: str) -> None:
-    """Crops that are all padding are left out by the model: zeros would have reserved too little."""
+    """The model skips crops of padding alone: zeros would have reserved too little."""
     make_vision_checkpoint(name, tmp_path)
     info = plugin.inspect(str(tmp_path), dtype="auto", item_tokens_max=0)
     worker = plugin.load_encoder(info, WorkerSettings(), lambda _label, _fraction: None)

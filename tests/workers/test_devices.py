@@ -1,4 +1,4 @@
-"""Devices that are not there are refused with the key to change; workers report the threads of a CPU."""
+"""Missing devices are refused with the key to change; workers report their CPU threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vsched_workers.plugin import plugin
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str | None], None]:
-    """Give the machine a number of GPUs, and torch a version of CUDA."""
+    """Simulate a number of GPUs, and torch's CUDA version."""
 
     def give(count: int, cuda: str | None) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -83,7 +83,7 @@ def test_workers_tell_the_threads_of_their_process(
     stage: str,
     attention: str,
 ) -> None:
-    """With kernels these are threads in use of the pool, which may be fewer; else torch's, which do not change."""
+    """With kernels, the threads in use of the pool, which may be fewer; otherwise torch's, which are constant."""
     monkeypatch.setattr(threads, "_POOL", [])
     info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
     load = {"encode": plugin.load_encoder, "generate": plugin.load_generator}[stage]

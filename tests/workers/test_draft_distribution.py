@@ -1,4 +1,4 @@
-"""Drafts keep the distribution: of many answers drawn with a draft model, tokens are as frequent as they are likely."""
+"""Speculative decoding keeps the distribution: output frequencies match their probabilities."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLING = SamplingParams(temperature=0.9, max_tokens=LENGTH, ignore_eos=True)
 
 
 class Markov(Script):
-    """A model whose logits follow from the last token, and the sampler of real ones."""
+    """A model whose logits depend on the last token, with the real sampler."""
 
     def __init__(self, logits: npt.NDArray[np.float32]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Markov(Script):
 
 
 def answers(target: Markov, draft: Markov) -> tuple[Counter[tuple[int, ...]], list[Drafted]]:
-    """Return how often each answer came, with a seed of its own each, and what came of drafts."""
+    """Return the frequency of each output, with a seed for each, and the results of draft tokens."""
     model = DraftModel(
         DraftWorker(draft, stand_in_info(context_tokens=16, vocab_size=TOKENS)),
         vocabulary=TOKENS,
@@ -98,7 +98,7 @@ def _token(result: GenerateResult) -> int:
 
 
 def likelihoods(logits: npt.NDArray[np.float32]) -> dict[tuple[int, ...], float]:
-    """Return how likely each answer is."""
+    """Return the probability of each output."""
     odds = np.exp(logits.astype(np.float64) / SAMPLING.temperature)
     odds /= odds.sum(axis=1, keepdims=True)
     found: dict[tuple[int, ...], float] = {(): 1.0}
@@ -114,7 +114,7 @@ def likelihoods(logits: npt.NDArray[np.float32]) -> dict[tuple[int, ...], float]
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 0.7, 3.0])
 def test_answers_are_as_frequent_as_they_are_likely(noise: float) -> None:
-    """Of 125 answers; the statistic of 124 degrees of freedom stays below 1 in 10,000. Seeds are fixed."""
+    """Of 125 outputs; the statistic with 124 degrees of freedom stays below the 1 in 10,000 limit. Seeds are fixed."""
     rng = np.random.default_rng(5)
     logits = rng.normal(0, 1.2, (TOKENS, TOKENS)).astype(np.float32)
     other = (logits + rng.normal(0, noise, logits.shape)).astype(np.float32)

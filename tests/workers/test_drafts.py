@@ -1,4 +1,4 @@
-"""Drafts through real models: rows behind the last token give the tokens and numbers of steps with one row each."""
+"""Speculative decoding with real models: the same tokens and log-probabilities as with one row per step."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ PARAMS = [
     SamplingParams(temperature=0.8, top_k=40, min_p=0.01, seed=6, max_tokens=33),
 ]
 ARCHITECTURES = ("llama", "stablelm", "gemma3_text", "mixtral")
-"""A usual make, one that has no path of its own, one with windows, one with experts."""
+"""A decoder-only model, one on the generic path, one with sliding windows, one with experts."""
 
 
 class Oracle:
-    """Drafts what will come, and now and then something else, so that every place is where drafts go wrong."""
+    """Drafts the actual next tokens, with random errors, so that drafts are rejected at every position."""
 
     def __init__(self, answers: list[Heard]) -> None:
         self._answers = answers

@@ -42,7 +42,7 @@ def tokens_of(info: ModelInfo, size: int) -> int:
 def test_carry_out_returns_the_memory_and_proves_it(
     checkpoints: Callable[[str], Path], size: str
 ) -> None:
-    """What is dropped is no longer resident; the next cache takes its place."""
+    """A dropped cache is no longer resident; the next one takes its place."""
     worker, info = load_language(checkpoints(size))
     sizing = KvSizing(worker, info, LOAD, image=IMAGE)
     order = SizeKv(tokens_of(info, 64 * MIB), profile=True, headroom_bytes=0, probe=True)
@@ -54,7 +54,7 @@ def test_carry_out_returns_the_memory_and_proves_it(
 
 
 def test_carry_out_finds_a_view_that_keeps_the_cache(checkpoints: Callable[[str], Path]) -> None:
-    """One layer of it is enough."""
+    """A view of one layer is enough."""
     worker, info = load_language(checkpoints("nano25"))
     sizing = KvSizing(worker, info, LOAD)
     sizing.carry_out(SizeKv(tokens_of(info, 32 * MIB), profile=False, headroom_bytes=0))
@@ -129,10 +129,10 @@ def in_process(script: str, *arguments: str) -> list[str]:
 def test_profiling_run_is_frugal_without_missing_the_peak(
     checkpoints: Callable[[str], Path], size: str, dtype: str
 ) -> None:
-    """Two layers and one long chunk reach what all layers and all chunks at the longest context reach.
+    """Two layers and one long chunk reach the same peak as all layers and all chunks at the longest context.
 
-    What was reached is kept, and kept in pieces, so the whole run takes a little on top: 0 to 24 MiB, another amount
-    in each process. A build's headroom, 256 MiB by default, is free when it serves.
+    The heap keeps its peak in fragments, so the whole run takes slightly more: 0 to 24 MiB, different in each process.
+    A build's headroom, 256 MiB by default, is free while serving.
     """
     frugal, again, whole = map(int, in_process(FRUGAL_AND_WHOLE, str(checkpoints(size)), dtype))
     assert frugal > (8 if dtype == "float32" else 1) * MIB
@@ -174,7 +174,7 @@ print(sizing.carry_out(SizeKv(tokens, profile=True, headroom_bytes=0, probe=True
 def test_kv_cache_is_touched_where_no_thread_can_start(
     checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Near the limit there may be no room for a thread's stack, which is no reason to stop."""
+    """Near the limit there may be no memory for a thread's stack, which is not fatal."""
 
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -187,13 +187,13 @@ def test_kv_cache_is_touched_where_no_thread_can_start(
 
 @pytest.mark.parametrize(
     ("dtype", "rooms"),
-    # oneDNN, which multiplies bfloat16, may crash where memory runs out within its products.
+    # oneDNN, which multiplies bfloat16, may crash if memory runs out within its products.
     [("float32", (42, 33, 10, 1)), ("bfloat16", (33, 10, 1))],
 )
 def test_carry_out_survives_real_out_of_memory(
     checkpoints: Callable[[str], Path], dtype: str, rooms: Sequence[int]
 ) -> None:
-    """Under a real limit the allocator's own failure arrives as the one outcome, and the rank goes on."""
+    """Under a real limit, the allocator's own failure becomes the outcome, and the rank continues."""
     path = str(checkpoints("nano25"))
     found = in_process(UNDER_A_LIMIT, path, dtype, *map(str, rooms))
     assert found == [*["out_of_memory"] * len(rooms), "fits"]

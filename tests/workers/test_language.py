@@ -1,4 +1,4 @@
-"""The generate worker against transformers' own generate, on checkpoints of both families."""
+"""The generate worker compared with transformers' own generate, on checkpoints of both families."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ References = Callable[[str], Reference]
 
 
 def mixed_questions(sampling: SamplingParams | None = None) -> list[Question]:
-    """Return questions of none to three images of different sizes."""
+    """Return questions with none to three images of different sizes."""
     chosen = sampling or SamplingParams(temperature=0.0)
     return [
         Question("What is in the image?", [drawn_image(1, 90, 60)], sampling=chosen),
@@ -65,7 +65,7 @@ def test_step_equals_generate(
 def test_step_equals_generate_after_preemption(
     stages: Stages, references: References, size: str
 ) -> None:
-    """A request that is computed again from its tokens, output included, goes on as if nothing had happened."""
+    """A request that is recomputed, including its output, continues unchanged."""
     stage = stages(size)
     questions = mixed_questions()
     found = Driver(stage, chunk=40).run(questions, preempts=5)
@@ -73,7 +73,7 @@ def test_step_equals_generate_after_preemption(
 
 
 def test_step_answers_depend_on_the_images(stages: Stages, size: str) -> None:
-    """Two images, two answers: without it the comparisons with `generate` would prove little."""
+    """Different images give different outputs: otherwise comparisons with `generate` would prove little."""
     questions = [Question("What is it?", [drawn_image(seed, 90, 60)]) for seed in range(4)]
     found = outputs(Driver(stages(size), chunk=64).run(questions))
     assert len({tuple(each) for each in found}) == len(found)
@@ -91,7 +91,7 @@ def test_step_answers_depend_on_the_images(stages: Stages, size: str) -> None:
 def test_step_samples_the_same_alone_and_in_a_crowd(
     stages: Stages, size: str, sampling: SamplingParams
 ) -> None:
-    """A seeded request draws the same tokens whatever runs beside it, preemption included."""
+    """A seeded request draws the same tokens in any batch, even with preemption."""
     stage = stages(size)
     questions = mixed_questions(sampling)
     together = Driver(stage, chunk=40, seed=3).run(questions, arrivals=1, preempts=6)
@@ -165,7 +165,7 @@ def test_weights_bytes_counts_tied_weights_once(stages: Stages, size: str) -> No
 
 
 def test_first_layers_run_and_come_back(stages: Stages, size: str) -> None:
-    """A profiling run takes a few layers; what is served after it runs them all."""
+    """A profiling run uses a few layers; afterwards all are run."""
     stage = stages(size)
     model = stage.generator.module  # type: ignore[attr-defined]
     layers = len(model.layers)
@@ -175,7 +175,7 @@ def test_first_layers_run_and_come_back(stages: Stages, size: str) -> None:
 
 
 def test_prepare_tells_out_of_memory(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions are computed outside of a step, and can fail as well."""
+    """Positions are computed outside of a step, and may fail as well."""
     generator = stages("nano25").generator
 
     def positions(*_: object) -> None:
@@ -197,7 +197,7 @@ def test_prepare_tells_out_of_memory(stages: Stages, monkeypatch: pytest.MonkeyP
 
 
 def test_build_kv_refuses_what_cannot_fit(checkpoints: Callable[[str], Path]) -> None:
-    """Value, limit and remedy; and nothing was allocated."""
+    """Value, limit and remedy; nothing is allocated."""
     info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
     worker = plugin.load_generator(info, WorkerSettings(), lambda _label, _fraction: None)
     with pytest.raises(DeviceOutOfMemory, match=r"value \d+, limit \d+. Remedy: "):
@@ -229,7 +229,7 @@ def test_load_reports_progress_and_holds_no_vision_weights(
 def test_positions_equal_those_of_the_model(
     stages: Stages, references: References, size: str
 ) -> None:
-    """The stand-in gives what the whole model gives, for several images of different sizes."""
+    """The stand-in computes the same positions as the whole model, for several images of different sizes."""
     stage = stages(size)
     running = Driver(stage, chunk=64).start(0, mixed_questions()[2])
     sequence = running.sequence

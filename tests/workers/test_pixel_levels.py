@@ -1,4 +1,4 @@
-"""What ranks make of pixels is what the checkpoint's image processor makes of them, to the bit, whatever it is told."""
+"""Pixel values computed by ranks are bit-identical to the checkpoint's image processor, for all settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS = {
 def test_pixel_levels_are_those_of_the_processor(
     checkpoints: Callable[[str], Path], size: str, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
-    """All 256 values in each channel, in patches of a picture; the library processes the picture itself."""
+    """All 256 values in each channel, in patches of a picture; the processor handles the picture itself."""
     shutil.copytree(checkpoints(size), tmp_path / "changed")
     file = tmp_path / "changed" / "processor_config.json"
     settings = json.loads(file.read_text())
@@ -64,7 +64,7 @@ def test_pixel_values_of_a_type_are_rounded_as_the_numbers_are(dtype: torch.dtyp
 
 
 def test_pixel_values_repeat_an_image_in_time_each_by_its_own_levels() -> None:
-    """Each channel by its own numbers, a slice of time after the other."""
+    """Each channel with its own values, one temporal slice after the other."""
     levels = np.arange(2 * 256, dtype=np.float32).reshape(2, 256)
     pixels = np.array([[0, 1, 2, 255]], dtype=np.uint8)
     images: list[Arrays] = [{PIXELS: pixels, LEVELS: levels}, {PIXELS: pixels, LEVELS: -levels}]

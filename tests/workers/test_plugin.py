@@ -1,4 +1,4 @@
-"""The plug-in object: what it costs to import, and that its preprocessor is the same with and without torch."""
+"""The plug-in object: the cost of its import, and the same preprocessor with and without torch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_plugin_that_forgoes_models_has_the_same_preprocessor(
 def test_weights_are_loaded_without_leaving_holes(
     checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    """What loading frees would otherwise be held as much as the weights, and no KV cache could have it."""
+    """Otherwise memory that loading frees, as much as the weights, would stay in the heap, lost to the KV cache."""
     module = importlib.import_module(f"vsched_workers.{stage}")
     seen: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The command that measures the price of `model.deterministic`, at its smallest."""
+"""The benchmark of `model.deterministic`, at its smallest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The encode worker against the vision tower of transformers' whole model."""
+"""The encode worker compared with the vision tower of transformers' whole model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IMAGES = [drawn_image(1, 90, 60), drawn_image(2, 200, 70), drawn_image(3, 33, 33
 
 
 def jobs_of(stage: Stage) -> list[EncodeJob]:
-    """Return one job an image, each with pages of its own in falling order."""
+    """Return one job per image, each with its own pages in descending order."""
     jobs: list[EncodeJob] = []
     page = 100
     for image in IMAGES:
@@ -85,7 +85,7 @@ def test_encode_equals_the_whole_model(
 def test_encode_gives_the_same_in_parts(
     stages: Stages, checkpoints: Callable[[str], Path], tokens_max: int
 ) -> None:
-    """A token cap splits a batch; what an image becomes does not depend on its neighbours."""
+    """A token limit splits a batch; an image's rows do not depend on the other images."""
     stage = stages("nano3")
     settings = WorkerSettings(encode_tokens_max=tokens_max)
     worker = plugin.load_encoder(stage.info, settings, lambda _label, _fraction: None)
@@ -105,7 +105,7 @@ def test_encode_gives_the_same_in_parts(
 def test_encode_pauses_between_blocks(
     stages: Stages, size: str, attention: str, layers: int
 ) -> None:
-    """The rows to the bit, written at the end; the thread is in nobody's inference mode meanwhile."""
+    """Bit-identical rows, written at the end; between slices the thread is not in inference mode."""
     stage = stages(size)
     settings = WorkerSettings(attention=attention)
     worker = plugin.load_encoder(stage.info, settings, lambda _label, _fraction: None)
@@ -126,7 +126,7 @@ def test_encode_pauses_between_blocks(
 
 
 class BehindBackend(ReferenceBackend):
-    """A device that is behind the host, so that an encoder does not pause between layers."""
+    """A device that runs behind the host, so that an encoder does not pause between layers."""
 
     synchronous = False
 
@@ -134,7 +134,7 @@ class BehindBackend(ReferenceBackend):
 def test_encode_without_pauses_needs_no_greenlets(
     checkpoints: Callable[[str], Path], stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are not where a GPU is, perhaps: what switches stacks is not even imported."""
+    """With GPUs, greenlet may not be installed: the module that needs it is not even imported."""
     jobs, expected = jobs_of(stages("nano25")), empty_pages(stages("nano25").info)
     stages("nano25").encoder.encode(jobs, expected)
     monkeypatch.setattr(vision, "choose_backend", BehindBackend)
@@ -147,7 +147,7 @@ def test_encode_without_pauses_needs_no_greenlets(
 
 
 def test_encode_that_fails_within_a_batch_takes_the_next(stages: Stages) -> None:
-    """The error comes out of the layer that it happens in; a batch that is given up leaves nothing behind."""
+    """The error is raised by the failing layer; an abandoned batch leaves nothing behind."""
     stage = stages("nano25")
     worker = plugin.load_encoder(stage.info, WorkerSettings(), lambda _label, _fraction: None)
     assert can_pause(worker)
@@ -173,7 +173,7 @@ def test_encode_that_fails_within_a_batch_takes_the_next(stages: Stages) -> None
 
 
 def test_encode_writes_nothing_beyond_its_rows(stages: Stages) -> None:
-    """The last page of an item is partly filled; the rest of it is somebody else's."""
+    """The last page of an item is partly filled; the rest of it is not written."""
     stage = stages("nano25")
     job = next(job for job in jobs_of(stage) if job.tokens % ROWS_A_PAGE)
     embeddings = empty_pages(stage.info)
@@ -184,7 +184,7 @@ def test_encode_writes_nothing_beyond_its_rows(stages: Stages) -> None:
 
 
 def test_encode_refuses_a_job_whose_tokens_do_not_fit_its_grid(stages: Stages) -> None:
-    """A length mismatch is an error; it is never trimmed into shape."""
+    """A length mismatch is an error; rows are never trimmed."""
     stage = stages("nano25")
     job = jobs_of(stage)[0]
     wrong = replace(job, tokens=job.tokens - 1)
@@ -209,7 +209,7 @@ def test_encoded_rows_own_their_storage(stages: Stages) -> None:
 
 
 def test_encode_writes_the_rows_of_a_job_and_nothing_else(stages: Stages) -> None:
-    """The bytes of an entry are those of its own rows, in its own pages."""
+    """An entry contains only its own rows, in its own pages."""
     stage = stages("nano25")
     jobs = jobs_of(stage)
     together = empty_pages(stage.info)

@@ -1,1 +1,1 @@
-"""Trains the small checkpoint that the demo and the accuracy benchmark use, on images that it draws itself."""
+"""Training of the small checkpoint for the demo and the accuracy benchmark, on generated images."""

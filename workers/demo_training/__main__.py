@@ -1,4 +1,4 @@
-"""`python -m demo_training OUT`: trains the small checkpoint from scratch, or goes on where a run stopped."""
+"""`python -m demo_training OUT`: train the small checkpoint from scratch, or resume a stopped run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MEASURED_EVERY = 250
 SAVED_EVERY_S = 150.0
 QUICK_COUNT = 50
 QUICK_SEED = 7
-"""What is watched along the way has another seed than what the final table is made of."""
+"""Seed of the evaluation during training, other than for the final table."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train; return the exit status: 0 when the run is complete, 3 when the time was up before."""
+    """Train; return the exit status: 0 when the run is complete, 3 when the time limit was reached first."""
     parser = argparse.ArgumentParser(prog="python -m demo_training", description=__doc__)
     parser.add_argument("out", type=Path, help="folder of the checkpoint; a stopped run goes on")
     parser.add_argument(
@@ -97,7 +97,7 @@ def _run(trainer: Trainer, console: Console, seconds: float) -> bool:
 
 
 def _finish(trainer: Trainer, console: Console) -> None:
-    """Sit the final exam; objects look the same whatever the font."""
+    """Run the final evaluation; only numbers depend on the font."""
     sets = {
         "built-in font": ((BUILT_IN_FONT,), TASKS),
         "other fonts": (tuple(HELD_OUT_FONTS)[1:], ("number", "second")),

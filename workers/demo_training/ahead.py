@@ -1,7 +1,7 @@
-"""Draws the next step's batch in a process of its own while this step's is learnt from.
+"""Generation of the next step's batch in a separate process during the current step.
 
-Drawing takes one core a sixth of a step, and learning seldom keeps two busy. What a step learns from is a function of
-the plan and its number alone, so that it does not matter where it was drawn.
+Drawing takes one core a sixth of a step, and training seldom keeps two cores busy. A step's batch is a function of the
+plan and its number alone, regardless of the process that draws it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ END_S = 5.0
 
 
 class DrawnAhead:
-    """Batches by step, each drawn while the one before is learnt from.
+    """Batches by step, each drawn during the step before.
 
     Use as a context manager: the process ends with it.
 
     Args:
-        start: Called in that process, once: returns what makes a step's batch. It is one of a module's functions.
+        start: Called once in that process: returns the function that makes a step's batch. Must be picklable.
     """
 
     def __init__(self, start: Callable[[], Callable[[int], TrainingBatch]]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        # A daemon, so that nothing waits for it when this process ends; it ends when the pipe does.
+        # A daemon, so that nothing waits for it when this process ends; it ends when the pipe is closed.
         self._process = context.Process(target=_draw, args=(theirs, start), daemon=True)
         self._process.start()
         theirs.close()
@@ -81,7 +81,7 @@ class DrawnAhead:
 
 
 def _draw(pipe: Any, start: Callable[[], Callable[[int], TrainingBatch]]) -> None:
-    """Answer the number of each step with its batch, until the pipe ends."""
+    """Send the batch for each step number that is received, until the pipe is closed."""
     torch.set_num_threads(1)
     make = start()
     while True:
@@ -93,12 +93,12 @@ def _draw(pipe: Any, start: Callable[[], Callable[[int], TrainingBatch]]) -> Non
 
 
 def encode_batch(batch: TrainingBatch) -> bytes:
-    """Write a batch as safetensors; a tensor's name is its way through the fields."""
+    """Encode a batch as safetensors; a tensor's name is the path of its fields."""
     return save({name: tensor.contiguous() for name, tensor in _tensors("", batch)})
 
 
 def decode_batch(content: bytes) -> TrainingBatch:
-    """Read what `encode_batch` wrote."""
+    """Decode the result of `encode_batch`."""
     batch: TrainingBatch = _made(TrainingBatch, "", load(content))
     return batch
 

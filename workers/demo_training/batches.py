@@ -1,4 +1,4 @@
-"""Turns conversations into tensors: token ids, positions, patches, and what is to be predicted where."""
+"""Conversion of conversations to tensors: token ids, positions, patches, and targets."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class TrainingRows:
     Attributes:
         ids: Token ids, [rows, length].
         positions: Rotary positions, [3, rows, length].
-        image_places: Flat places of the image tokens.
-        image_rows: Which embedding goes to each of those places.
-        asked: Flat places whose next token is part of an answer.
-        answers: That next token.
-        turns: Which turn, of all conversations' turns, each of those belongs to.
+        image_places: Flat indices of the image tokens.
+        image_rows: The embedding row for each of these.
+        asked: Flat indices of tokens whose next token is part of an answer.
+        answers: These next tokens.
+        turns: The turn of each of these tokens, numbered over all conversations.
     """
 
     ids: torch.Tensor
@@ -47,12 +47,12 @@ class TrainingRows:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """A batch: its images, its conversations in buckets, and what its images show.
+    """A batch: its images, its conversations in buckets, and the contents of its images.
 
     Attributes:
-        marks: What lies where: rows of (embedding, quarter of its square, slot, value, shape).
-        counts: For each embedding, how many objects its image shows.
-        loose: For each embedding, whether its image shows digits of no one number.
+        marks: Contents of the images: rows of (embedding, quarter of its square, slot, value, shape).
+        counts: For each embedding, the number of objects in its image.
+        loose: For each embedding, whether its image shows digits that form no number.
     """
 
     vision: VisionBatch
@@ -107,14 +107,14 @@ def make_batch(
 
 
 def _values(front: QwenPreprocessor, image: Image.Image) -> npt.NDArray[np.float32]:
-    """Return what the rank that encodes an image makes of it."""
+    """Return the pixel values of an image as computed by an encode rank."""
     arrays = front.process_image(image)
     pixels = torch.from_numpy(arrays[PIXELS])
     return pixel_values(pixels, [arrays], torch.float32, temporal=1).numpy()
 
 
 def placed(mark: Mark, grid: tuple[int, int], begin: int) -> tuple[int, ...]:
-    """Return which embedding a mark is at, in which quarter of its square, and the mark's slot, value and shape.
+    """Return a mark's embedding, quarter of its square, slot, value and shape.
 
     The grid is the image's tokens down and across; `begin` is its first embedding.
     """
@@ -132,7 +132,7 @@ def _line(
     end: int,
     first_turn: int,
 ) -> _Line:
-    """Lay one conversation out as the chat template does."""
+    """Lay one conversation out like the chat template."""
     pad = front.info.placeholder
     ids: list[int] = []
     places: list[int] = []
@@ -197,7 +197,7 @@ def _rows(lines: Sequence[_Line]) -> TrainingRows:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the patches of one grid lie: window order of its units, positions, lengths of the windows."""
+    """The layout of a grid's patches: window order of its units, positions, lengths of the windows."""
 
     order: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]

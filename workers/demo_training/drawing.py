@@ -1,7 +1,7 @@
-"""Draws the pictures that the small model learns from: printed numbers and coloured shapes.
+"""Generation of the small model's training images: printed numbers and coloured shapes.
 
-Fonts come from installed packages. Those of `HELD_OUT_FONTS` are never trained on; the first of them is the one that
-Pillow carries, so that pictures for a demonstration need no font package.
+Fonts come from installed packages. Fonts in `HELD_OUT_FONTS` are not used for training; the first of them is included
+in Pillow, so that pictures for a demonstration need no font package.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ _OVERSAMPLING = 3
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where something lies in a picture: a digit of a number, or an object.
+    """The position of something in a picture: a digit of a number, or an object.
 
     Attributes:
-        x: Place of the centre, as a share of the width.
+        x: Position of the center, as a share of the width.
         y: As a share of the height.
-        slot: The digit's place in the number, from 0; `OBJECT` for an object, `LOOSE` for a digit of no one number.
+        slot: The digit's place in the number, from 0; `OBJECT` for an object, `LOOSE` for a digit that forms no number.
         value: The digit, or the colour's index.
         shape: The shape's index; -1 for a digit.
     """
@@ -91,7 +91,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image and what lies where in it."""
+    """An image and the marks in it."""
 
     image: Image.Image
     marks: tuple[Mark, ...]
@@ -99,7 +99,7 @@ class Picture:
 
 @functools.cache
 def font_files(*, held_out: bool, packages: tuple[str, ...] | None = None) -> tuple[str, ...]:
-    """Return the paths of the fonts to train on or to hold out; "" is the one inside Pillow.
+    """Return the paths of the training or held-out fonts; "" is the one inside Pillow.
 
     Raises:
         ConfigError: When a font package is not installed.
@@ -134,9 +134,9 @@ def _font(path: str, size: int) -> ImageFont.FreeTypeFont:
 def draw_number(
     rng: np.random.Generator, text: str, fonts: Sequence[str], difficulty: float
 ) -> Picture:
-    """Draw a number: its size, place, slant, colours and noise vary the more, the greater the difficulty.
+    """Draw a number; the difficulty increases the variation of its size, place, slant, colours and noise.
 
-    Above 1, which is where what is held out is drawn, so does the thickness of its strokes.
+    Above 1, the difficulty of held-out samples, the thickness of strokes varies, too.
     """
     font = _any_font(rng, fonts, difficulty)
     left, top, right, bottom = font.getbbox(text)
@@ -175,20 +175,20 @@ def draw_number(
 def _any_font(
     rng: np.random.Generator, fonts: Sequence[str], difficulty: float
 ) -> ImageFont.FreeTypeFont:
-    """Return a font of which a digit is 24 to 28 pixels high when it is easy, 16 to 36 when it is not."""
+    """Return a font with digits of 24 to 28 pixels at difficulty 0, 16 to 36 at 1."""
     height = rng.uniform(24 - 8 * difficulty, 28 + 8 * difficulty)
     return _font(fonts[int(rng.integers(len(fonts)))], round(height / 0.72))
 
 
 def _stroke(rng: np.random.Generator, difficulty: float) -> float:
-    """Return by how many pixels to thicken strokes: a 6 whose end nearly meets its bow is not an 8 yet."""
+    """Return the thickening of strokes in pixels, small enough that a 6 does not become an 8."""
     if difficulty <= 1 or rng.random() < 0.6:
         return 0.0
     return float(rng.uniform(0.2, 0.9))
 
 
 def draw_page(rng: np.random.Generator, fonts: Sequence[str], difficulty: float) -> Picture:
-    """Draw lines full of digits: many more to learn from than one number has."""
+    """Draw lines full of digits: much more training signal than a single number."""
     width, height = (int(side) for side in rng.integers(84, 141, size=2))
     back, front = _contrasting(rng, difficulty)
     canvas = _background(rng, width, height, back, difficulty)
@@ -255,7 +255,7 @@ def draw_objects(
 def _places(
     rng: np.random.Generator, width: int, height: int, radii: list[float]
 ) -> list[tuple[float, float, float]]:
-    """Find places for circles of these radii that do not touch; they shrink where there is no room."""
+    """Place circles of these radii without contact; shrink them if necessary."""
     while True:
         placed: list[tuple[float, float, float]] = []
         for radius in radii:
@@ -342,7 +342,7 @@ def _contrasting(
 def _backdrop(
     rng: np.random.Generator, colours: Sequence[tuple[int, int, int]]
 ) -> tuple[int, int, int]:
-    """Return a background that stands off from every object on it: pale or dark grey, tinted a little."""
+    """Return a background that contrasts with every object on it: pale or dark grey, slightly tinted."""
     for _ in range(64):
         level = int(rng.integers(40, 240))
         red, green, blue = (int(level + v) for v in rng.integers(-15, 16, size=3))
@@ -358,7 +358,7 @@ def _background(
     colour: tuple[int, int, int],
     difficulty: float,
 ) -> Image.Image:
-    """Return a plain background, or one that gets lighter from one corner to the other."""
+    """Return a plain background, or a gradient between the corners."""
     if rng.random() < 0.6:
         return Image.new("RGB", (width, height), colour)
     change = rng.uniform(-24, 24, size=4) * difficulty
@@ -368,7 +368,7 @@ def _background(
 
 
 def _finished(rng: np.random.Generator, image: Image.Image, difficulty: float) -> Image.Image:
-    """Add what a camera or a scanner adds: blur and noise; sometimes scale the picture up."""
+    """Add the effects of a camera or a scanner: blur and noise; sometimes scale the picture up."""
     if rng.random() < 0.25 * difficulty:
         image = image.filter(ImageFilter.GaussianBlur(float(rng.uniform(0.3, 0.8))))
     if rng.random() < 0.7 * difficulty:

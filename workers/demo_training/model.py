@@ -1,7 +1,7 @@
-"""The small model: configuration, tokenizer, processor settings, and a forward pass made for training.
+"""The small model: configuration, tokenizer, processor settings, and a forward pass for training.
 
-The architecture is Qwen2.5-VL's, window attention included; the modules are transformers' own. `encode` runs them over
-images of many sizes at once, a call of the attention kernel for each length instead of each window.
+The architecture is Qwen2.5-VL's, including window attention; the modules are transformers' own. `encode` runs them over
+images of many sizes at once, with one attention call per length instead of per window.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TEXT = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    # Pictures are a few tokens wide: frequencies of a large model would hardly tell one column from the next.
+    # Pictures are a few tokens wide: the frequencies of a large model would hardly distinguish columns.
     "rope_parameters": {"rope_type": "default", "rope_theta": 16.0, "mrope_section": [4, 4, 8]},
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6,
@@ -51,11 +51,11 @@ VISION = {
 
 @dataclass(frozen=True)
 class Groups:
-    """Runs of patches that see each other, those of one length together.
+    """Sequences of patches that attend to each other, grouped by length.
 
     Attributes:
-        indexes: For each length, which rows: [runs, length].
-        back: Where each row is in the groups' concatenation.
+        indexes: For each length, the row numbers: [runs, length].
+        back: The index of each row in the groups' concatenation.
     """
 
     indexes: tuple[torch.Tensor, ...]
@@ -64,7 +64,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class VisionBatch:
-    """Images made ready: patches in window order, one frame of the two (a still image repeats it)."""
+    """Preprocessed images: patches in window order, one frame of the two (a still image repeats it)."""
 
     patches: torch.Tensor
     positions: torch.Tensor
@@ -74,7 +74,7 @@ class VisionBatch:
 
 
 def make_tokenizer() -> Any:
-    """Make a byte-level tokenizer whose words are those of the questions; digits stand alone."""
+    """Make a byte-level tokenizer that is trained on the questions; each digit is a token."""
     from tokenizers import Regex, pre_tokenizers
 
     cut = pre_tokenizers.Sequence(
@@ -161,10 +161,10 @@ def write_model(directory: Path, model: Any, weights: dict[str, Any]) -> None:
 
 
 def encode(tower: Any, batch: VisionBatch) -> torch.Tensor:
-    """Return the embeddings of all images, [tokens, hidden], image after image."""
+    """Return the embeddings of all images, [tokens, hidden], concatenated."""
     import torch.nn.functional as F  # noqa: N812
 
-    # Both frames of a still image are the same, so their two kernels add up.
+    # Both frames of a still image are the same, so their two kernels are summed.
     kernel = tower.patch_embed.proj.weight.sum(dim=2).flatten(1)
     rows = F.linear(batch.patches, kernel)
     cos, sin = (part[:, None] for part in tower.rotary_pos_emb(rows, batch.positions))
@@ -207,7 +207,7 @@ def _attend(
 
 
 def read_text(model: Any, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Run the language model over rows padded on the right; causality alone keeps the padding out."""
+    """Run the language model over rows padded on the right; causal attention excludes the padding."""
     hidden: torch.Tensor = model.model.language_model(
         inputs_embeds=embeddings, position_ids=positions, use_cache=False
     ).last_hidden_state

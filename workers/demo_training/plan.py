@@ -1,4 +1,4 @@
-"""The plan of a run: how long its parts are, and what a step learns from and how fast."""
+"""The plan of a run: its schedule, learning rates and difficulty."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Plan:
-    """What fixes a run.
+    """The settings that determine a run.
 
     Attributes:
-        batch: Conversations a step.
+        batch: Conversations per step.
         ramp: Steps over which the pictures get harder.
-        opening: Steps over which finding the marks loses weight.
-        looking: Steps, from the first, of which only every fourth asks for answers. The others find marks alone, in
-            pictures that are full of them: a digit seen costs a tenth, and no answer is right before digits are.
-        cooling: Share of the first round's steps, at its end, over which the learning rate falls.
-        again: Steps of a second round after them: the rate is up again, to `rewarmed` of its peak, and falls; the
-            pictures vary more than any that is held out (`docs/demo-model.md` says why).
-        memory: How much of the averaged weights a step keeps.
-        peak: The highest learning rate, of all that is no matrix of a layer.
-        matrix_peak: That of the layers' matrices.
-        threads: Torch's threads; sums come out differently, in the last bit, with another number.
+        opening: Steps over which the weight of the marks loss decreases.
+        looking: Steps, from the first, of which only every fourth asks for answers. The others only find marks, in
+            pictures that are full of them: a digit there costs a tenth, and answers require reading digits first.
+        cooling: Share of the first round's steps, at its end, over which the learning rate decreases.
+        again: Steps of a second round: the rate rises again, to `rewarmed` of its peak, and decreases; the pictures
+            vary more than held-out ones (`docs/demo-model.md` has the reason).
+        memory: Decay of the moving average of the weights per step.
+        peak: The highest learning rate, of all parameters except the layers' matrices.
+        matrix_peak: The highest learning rate of the layers' matrices.
+        threads: Torch's threads; another number changes sums in the last bit.
     """
 
     seed: int = 0
@@ -49,11 +49,11 @@ class Plan:
 
     @property
     def plateau(self) -> int:
-        """The step up to which nothing depends on how many steps there are to be."""
+        """The step up to which nothing depends on the number of steps."""
         return int(self.steps * (1 - self.cooling))
 
     def rate(self, step: int) -> float:
-        """Return the share of the learning rates' peaks: a linear rise, a plateau, and a linear fall to nothing."""
+        """Return the current share of the peak learning rates: a linear rise, a plateau, and a linear fall to zero."""
         if step < min(self.warmup, self.plateau):
             return (step + 1) / self.warmup
         if step >= self.steps:
@@ -62,18 +62,18 @@ class Plan:
         return min(1.0, left)
 
     def difficulty(self, step: int) -> float:
-        """Return how hard the pictures are that a step may draw: 0 to 1, and `varied` in the second round."""
+        """Return the maximum difficulty of a step's pictures: 0 to 1, and `varied` in the second round."""
         return self.varied if step >= self.steps else min(1.0, step / self.ramp)
 
     def mark_weight(self, step: int) -> float:
-        """Return the weight of finding the marks: it opens the eyes, then fades."""
+        """Return the weight of the marks loss, which dominates at the beginning."""
         return max(0.25, 1 - 0.75 * step / self.opening)
 
     def asks(self, step: int) -> bool:
-        """Return whether a step asks for answers; if not, it only looks."""
+        """Return whether a step asks for answers; otherwise it only finds marks."""
         return step % 4 == 0 or step >= self.looking
 
     def may_follow(self, other: Plan, step: int) -> bool:
-        """Return whether this plan may go on from a step of another: nothing before it would have been different."""
+        """Return whether this plan may continue from a step of another, with the same steps before it."""
         same = replace(other, steps=self.steps) == self
         return same and (other == self or step <= min(self.plateau, other.plateau))

@@ -1,4 +1,4 @@
-"""What a run leaves besides its weights: `training.json`, the curve as a picture, the table of accuracies."""
+"""Reports of a run: `training.json`, a plot of the training curve, the table of accuracies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VERSIONS = (
     *("torch", "transformers", "tokenizers", "pillow", "numpy"),
     *(name for name in (*TRAINING_FONTS, *HELD_OUT_FONTS) if name != BUILT_IN_FONT),
 )
-"""Packages that the weights depend on, where they are installed."""
+"""Packages that the weights depend on, if installed."""
 
 Measured = Mapping[str, Mapping[str, tuple[int, int]]]
 """Right answers and questions, by set of fonts and by task."""
@@ -58,7 +58,7 @@ def accuracy_table(measured: Measured) -> Table:
 
 
 def write_report(directory: Path, plan: Plan, progress: Progress, measured: Measured) -> None:
-    """Write `training.json` and, where matplotlib is there, `training-curve.png`."""
+    """Write `training.json` and, if matplotlib is installed, `training-curve.png`."""
     window = max(1, len(progress.losses) // CURVE_POINTS)
     curve = smoothed(progress.losses, window)
     accuracy = {

@@ -1,4 +1,4 @@
-"""Conversations about drawn pictures: what the small model trains on, and what its accuracy is measured with."""
+"""Conversations about generated pictures, for training the small model and measuring its accuracy."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class DrawnTurn:
     """A question, the images shown before it, and its answer.
 
     Attributes:
-        marks: What lies where in each image; used in training only.
+        marks: The contents of each image; used in training only.
     """
 
     images: tuple[Image.Image, ...]
@@ -95,7 +95,7 @@ class DrawnConversation:
 
 
 _Asked: TypeAlias = dict[str, tuple[tuple[str, ...], str]]
-"""Task to question wordings and answer."""
+"""Question wordings and answer by task."""
 
 
 @dataclass
@@ -114,7 +114,7 @@ def _shown(turn: DrawnTurn, pictures: Sequence[Picture]) -> DrawnTurn:
 
 
 class _Author:
-    """Writes samples out of one random stream."""
+    """Generates samples from one random stream."""
 
     def __init__(self, rng: np.random.Generator, fonts: tuple[str, ...], difficulty: float) -> None:
         self.rng = rng
@@ -173,7 +173,7 @@ class _Author:
         return DrawnConversation(tasks[0], tuple(turns))
 
     def pair(self, *, turns: int) -> DrawnConversation:
-        """Write questions on the first or the second of two images; the opening one is on the second."""
+        """Write questions about the first or the second of two images; the opening one is about the second."""
         makers: list[Callable[[], _Scene]] = [self.thing, lambda: self.number(3)]
         kind = int(self.rng.integers(2))
         other = kind if self.rng.random() < 0.8 else 1 - kind
@@ -194,7 +194,7 @@ class _Author:
         return DrawnTurn((), question, scene.asked[task][1])
 
     def conversation(self, turns: int) -> DrawnConversation:
-        """Write turns that bring an image each; a later one may ask about an earlier image instead."""
+        """Write turns with an image each; a later one may ask about an earlier image instead."""
         scenes: list[_Scene] = []
         written: list[DrawnTurn] = []
         for _ in range(turns):
@@ -222,7 +222,7 @@ class _Author:
 
 
 def train_sample(rng: np.random.Generator, difficulty: float) -> DrawnConversation:
-    """Write a conversation to train on; difficulty goes from 0 (short, large, plain) to 1, or a little above it."""
+    """Write a training conversation; difficulty goes from 0 (short, large, plain) to 1, or slightly above."""
     author = _Author(rng, font_files(held_out=False), difficulty)
     kind = rng.random()
     if kind < 0.42:
@@ -242,7 +242,7 @@ def train_sample(rng: np.random.Generator, difficulty: float) -> DrawnConversati
 
 
 def looking_samples(rng: np.random.Generator, difficulty: float) -> list[DrawnConversation]:
-    """Draw pictures to look at without a question: pages of digits, and some numbers and objects."""
+    """Draw pictures without a question: pages of digits, and some numbers and objects."""
     author = _Author(rng, font_files(held_out=False), difficulty)
     pictures = [draw_page(rng, author.fonts, difficulty) for _ in range(14)]
     pictures += [author.number(3).picture for _ in range(5)]
@@ -263,18 +263,18 @@ def page_sample(rng: np.random.Generator, difficulty: float) -> DrawnConversatio
 def held_out(
     task: str, count: int, *, seed: int = 0, packages: tuple[str, ...] = (BUILT_IN_FONT,)
 ) -> list[DrawnConversation]:
-    """Write questions of one task in fonts that are never trained on; the same arguments give the same samples.
+    """Write questions of one task in fonts that are not used for training; deterministic.
 
     Args:
         task: One of `TASKS`.
-        count: How many; a smaller count gives the beginning of a larger one.
+        count: Number of samples; a smaller count gives the beginning of a larger one.
         seed: Another seed gives other pictures.
         packages: Of `drawing.HELD_OUT_FONTS`; the default needs nothing besides Pillow.
     """
     fonts = font_files(held_out=True, packages=packages)
     samples = []
     for index in range(count):
-        # Four parts: a seed of training's has two.
+        # Four parts: a seed of training has two.
         rng = np.random.default_rng([seed, TASKS.index(task), index, 0x7E57])
         author = _Author(rng, fonts, 1.0)
         if task == "number":

@@ -1,8 +1,8 @@
-"""The training loop: what a step learns from, how it is measured, and how a run goes on after it was stopped.
+"""The training loop: batches, evaluation, and resuming of a stopped run.
 
 Everything random is a function of the seed and the number of the step, so that the state of a run is its weights, the
-optimiser's moments and that number. The same seed, steps, thread count, fonts and versions of torch and Pillow give the
-same weights; how often a run was stopped does not matter.
+optimizer's moments and that number. The same seed, steps, thread count, fonts and versions of torch and Pillow give the
+same weights, regardless of interruptions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MARK_CLASSES = (
 
 @dataclass
 class Progress:
-    """How far a run is, and what was seen on the way."""
+    """The progress of a run, with its losses and accuracies."""
 
     step: int = 0
     seconds: float = 0.0
@@ -62,10 +62,10 @@ class Progress:
 
 
 class BatchMaker:
-    """Makes the batch that a step learns from: a function of the plan and the step's number.
+    """Makes the training batch of a step: a function of the plan and the step's number.
 
     Args:
-        directory: The checkpoint, whose front end resizes and tokenizes as a server will.
+        directory: The checkpoint, whose preprocessing resizes and tokenizes as in serving.
     """
 
     def __init__(self, plan: Plan, directory: Path) -> None:
@@ -73,11 +73,11 @@ class BatchMaker:
         self._front = load_front(directory)
 
     def __call__(self, step: int) -> TrainingBatch:
-        """Draw and make ready the batch of a step."""
+        """Draw and preprocess the batch of a step."""
         return make_batch(self.samples(step), self._front)
 
     def samples(self, step: int) -> list[DrawnConversation]:
-        """Draw the conversations of a step; what only looks has no questions."""
+        """Draw the conversations of a step; steps that only find marks have no questions."""
         plan = self.plan
         rng = np.random.default_rng([plan.seed, step])
         most = plan.difficulty(step)
@@ -92,7 +92,7 @@ class BatchMaker:
 
 
 class Trainer:
-    """One run, into one directory; it goes on from the state that it finds there.
+    """One run in one directory; it continues from the state in it.
 
     Raises:
         CheckpointError: When the directory's state belongs to another plan, or there is none but something else.
@@ -116,7 +116,7 @@ class Trainer:
         self.model.train()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(plan.seed + 1)
-            # Tells what lies under each image token; learnt along, and left behind.
+            # Predicts the content of each image token; trained along, and not part of the checkpoint.
             self.marks = nn.Linear(int(str(TEXT["hidden_size"])), sum(_MARK_CLASSES))
         named = {f"model.{name}": value for name, value in self.model.named_parameters()}
         named |= {f"marks.{name}": value for name, value in self.marks.named_parameters()}
@@ -131,7 +131,7 @@ class Trainer:
         }
         if begun:
             self._load()
-            # What was served may have been half written when the run was killed; its state never is.
+            # The checkpoint may have been partly written when the run was killed; its state never is.
             self.write()
         else:
             self.save()
@@ -139,7 +139,7 @@ class Trainer:
         self.batch_of: Callable[[int], TrainingBatch] = BatchMaker(plan, directory)
 
     def step(self) -> float:
-        """Learn from one batch; return the loss of the answers."""
+        """Train on one batch; return the loss of the answers."""
         plan, step = self.plan, self.progress.step
         batch = self.batch_of(step)
         for optimiser, peak in zip(self._optimisers, (plan.peak, plan.matrix_peak), strict=True):
@@ -168,7 +168,7 @@ class Trainer:
         return loss
 
     def averaged(self) -> dict[str, torch.Tensor]:
-        """Return the averaged weights of the model: what is written, measured and served."""
+        """Return the averaged weights of the model, which are written, measured and served."""
         cut = len("model.")
         return {n[cut:]: v for n, v in self._average.items() if n.startswith("model.")}
 
@@ -189,7 +189,7 @@ class Trainer:
         write_model(self.directory, self.model, self.averaged())
 
     def save(self) -> None:
-        """Write the checkpoint and what the run needs to go on."""
+        """Write the checkpoint and the state for resuming the run."""
         self.write()
         tensors = {f"now.{n}": v.detach() for n, v in self._parameters.items()}
         tensors |= {f"average.{n}": v for n, v in self._average.items()}
@@ -220,7 +220,7 @@ class Trainer:
                     value.copy_(file.get_tensor(f"now.{name}"))
                     self._average[name].copy_(file.get_tensor(f"average.{name}"))
                     if not seen["step"]:
-                        continue  # no step, no moments
+                        continue  # no moments before the first step
                     optimiser = self._learnt_by[value]
                     optimiser.state[value] = {
                         key: file.get_tensor(f"{key}.{name}") for key in _MOMENTS[type(optimiser)]
@@ -236,7 +236,7 @@ class Trainer:
 def optimisers(
     plan: Plan, named: Mapping[str, nn.Parameter]
 ) -> tuple[torch.optim.AdamW, torch.optim.Muon]:
-    """Return the optimisers: Muon for the layers' matrices, AdamW for all other parameters."""
+    """Return the optimizers: Muon for the layers' matrices, AdamW for all other parameters."""
     outside = ("embed", "marks")
     matrices = {
         name: value
@@ -257,14 +257,14 @@ def optimisers(
         matrices.values(),
         lr=plan.matrix_peak,
         weight_decay=plan.decay,
-        # A step is then as large as one of AdamW's, so that both take learning rates of the same size.
+        # A step then has the size of AdamW's, so that both take learning rates of the same size.
         adjust_lr_fn="match_rms_adamw",
     )
     return adam, muon
 
 
 def load_front(directory: Path) -> QwenPreprocessor:
-    """Load the front end that a server would load: training sees the pixels that serving will see."""
+    """Load the preprocessing as a server does: training uses the same pixels as serving."""
     info = inspect_checkpoint(str(directory), dtype="float32", item_tokens_max=0)
     assert info.item_tokens_max >= IMAGE_TOKENS[1]
     front = load_preprocessor(info)
@@ -284,7 +284,7 @@ def answers_loss(model: Any, embeddings: torch.Tensor, batch: TrainingBatch) -> 
 def answer_logits(
     model: Any, embeddings: torch.Tensor, batch: TrainingBatch
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield, for each bucket, the logits where an answer's token is next, that token, and its turn."""
+    """Yield, for each bucket, the logits before each answer token, that token, and its turn."""
     weight = model.model.language_model.embed_tokens.weight
     for rows in batch.buckets:
         flat = F.embedding(rows.ids.view(-1), weight)
@@ -294,7 +294,7 @@ def answer_logits(
 
 
 def marks_loss(logits: torch.Tensor, batch: TrainingBatch) -> torch.Tensor:
-    """Ask of each image token which digits and objects have their centre in it, and how many objects there are."""
+    """Return the loss of predicting, per image token, the digits and objects centered in it and the object count."""
     slots, quarters, colours, shapes, counts = logits.split(_MARK_CLASSES, dim=1)
     tokens, none = len(logits), _DIGIT_CLASSES - 1
     place, quarter, slot, value, shape = batch.marks.unbind(1)
@@ -316,16 +316,16 @@ def marks_loss(logits: torch.Tensor, batch: TrainingBatch) -> torch.Tensor:
     ):
         each = F.cross_entropy(part, target, reduction="none")
         there = (target != nothing).to(each.dtype)
-        # Most tokens hold nothing: what is there counts as much as all that is not.
+        # Most tokens are empty: the others have the same total weight.
         loss = loss + each.mean() + (each * there).sum() / there.sum().clamp(min=1)
     return loss
 
 
 @torch.no_grad()
 def count_right(model: Any, batches: Sequence[TrainingBatch]) -> tuple[int, int]:
-    """Return how many answers are right in every token, the stop included, and how many there are.
+    """Return the numbers of answers with all tokens right, including the stop token, and of all answers.
 
-    Every token is predicted after the right ones before it. Greedy generation is right exactly where all of these are.
+    Every token is predicted after the right ones before it. Greedy generation is right exactly if all of these are.
     """
     right = total = 0
     for batch in batches:
@@ -341,5 +341,5 @@ def count_right(model: Any, batches: Sequence[TrainingBatch]) -> tuple[int, int]
 def held_out_batches(
     samples: Sequence[DrawnConversation], front: QwenPreprocessor, *, size: int = 50
 ) -> list[TrainingBatch]:
-    """Make batches of samples to measure with."""
+    """Make batches of samples for evaluation."""
     return [make_batch(samples[at : at + size], front) for at in range(0, len(samples), size)]

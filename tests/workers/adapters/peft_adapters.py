@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes them, and what PEFT itself answers with them."""
+"""LoRA adapters saved by PEFT, and the reference output of PEFT itself."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.workers.reference import Reference
 
 
 def make_adapter(base: Path, folder: Path, seed: int, **settings: Any) -> None:
-    """Write an adapter of all linear layers, or as settings say, which changes the answers."""
+    """Write an adapter of all linear layers, or as configured, that changes the output."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     _save_random(model, folder, seed, settings)
 
 
 def make_whole_adapter(base: Path, folder: Path, seed: int, **settings: Any) -> Any:
-    """Write an adapter of a whole vision-language model, which changes tower and language; return PEFT's model."""
+    """Write an adapter that changes tower and language model; return PEFT's model."""
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     return _save_random(model, folder, seed, settings)
 
@@ -39,7 +39,7 @@ def _save_random(model: Any, folder: Path, seed: int, settings: Mapping[str, Any
 
 
 def expected_tokens(base: Path, adapter: Path | None, prompt: list[int]) -> list[int]:
-    """Return what `generate` says with PEFT's own adapter."""
+    """Return the output of `generate` with PEFT's adapter."""
     if adapter is None:
         return generated(base, [prompt])[0]
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
@@ -55,11 +55,11 @@ def expected_tokens(base: Path, adapter: Path | None, prompt: list[int]) -> list
 
 
 LANGUAGE_LAYERS = r".*language_model\.layers.*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"
-"""The linear layers of the language part of a vision-language model."""
+"""The linear layers of a vision-language model's language model."""
 
 
 class AdaptedReference(Reference):
-    """A whole vision-language model with an adapter, as PEFT applies it; the first call makes the adapter."""
+    """A whole vision-language model with an adapter applied by PEFT; the constructor creates the adapter."""
 
     def __init__(self, path: Path, adapter: Path, *, seed: int) -> None:
         super().__init__(path)

@@ -1,4 +1,4 @@
-"""Adapters of chance, without PEFT: for tests that compare two ways of vsched."""
+"""Random LoRA adapters without PEFT, for tests that compare two implementations in vsched."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vsched_workers.adapters.files import Adapter, LowRankPair
 def random_adapter(
     config: Any, *, rank: int, seed: int, only: Sequence[str] = (), prefix: str = "model."
 ) -> Adapter:
-    """Return an adapter of the linear layers of a language model, or of those whose names end so, which changes it.
+    """Return an adapter that changes a language model's linear layers, or only those named in `only`.
 
-    `config` is transformers' configuration of it; in the whole model, the names of its layers begin with `prefix`.
+    `config` is the model's transformers configuration. In the whole model, layer names begin with `prefix`.
     """
     with torch.device("meta"):
         model: Any = AutoModel.from_config(config)
@@ -35,7 +35,7 @@ def random_adapter(
 
 
 def add_adapters(stage: Stage, adapters: Sequence[Adapter]) -> None:
-    """Add adapters to a language model, by numbers from 1; it was loaded to take so many."""
+    """Add adapters to a language model, numbered from 1; it was loaded with space for them."""
     worker: Any = stage.generator
     for number, adapter in enumerate(adapters, start=1):
         worker._served._module.add(str(number), adapter)

@@ -1,4 +1,4 @@
-"""Adapters that PEFT saved: the same tokens as PEFT's own, mixed in one pass; what is not served is refused."""
+"""Adapters saved by PEFT: the same tokens as PEFT's own, mixed in one pass; unsupported features are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vsched.errors import CheckpointError
 from vsched_workers.adapters.files import read_adapter
 from vsched_workers.adapters.layers import AdaptedModule
 
-# PEFT asks transformers by a name that goes with transformers 6.
+# PEFT uses an attribute that transformers 6 removes.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 TOKENS = 6
@@ -52,7 +52,7 @@ def base_model() -> Any:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of adapters by name, as PEFT saves them, none of them without effect."""
+    """Return a folder of PEFT adapters by name, all of them effective."""
     root = tmp_path_factory.mktemp("adapters")
     for name, settings in ADAPTERS.items():
         model = peft.get_peft_model(base_model(), peft.LoraConfig(**settings))
@@ -66,7 +66,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.inference_mode()
 def greedy(model: Any, prompts: torch.Tensor) -> tuple[list[list[int]], torch.Tensor]:
-    """Return the tokens after each of the prompts [prompts, tokens], and the logits of the last pass."""
+    """Return the greedy tokens for prompts [prompts, tokens], and the logits of the last pass."""
     for _ in range(TOKENS):
         logits = model(input_ids=prompts, use_cache=False).logits
         prompts = torch.cat([prompts, logits[:, -1:].argmax(-1)], 1)

@@ -1,4 +1,4 @@
-"""The command that measures what adapters cost, at its smallest."""
+"""The benchmark of adapters, at its smallest."""
 
 from __future__ import annotations
 

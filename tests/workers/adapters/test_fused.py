@@ -1,4 +1,4 @@
-"""Adapters on fused layers in bfloat16: the same logits as beside transformers' modules, but for rounding."""
+"""Adapters on fused layers in bfloat16: the same logits as with transformers' modules, up to rounding."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def questions(asked: Sequence[Sequence[int]]) -> list[Question]:
 def test_fused_layers_with_adapters_equal_the_modules(
     name: str, chunk: int, tmp_path: Path
 ) -> None:
-    """Decode rows beside chunks, preempted, of several adapters and none; long steps are several blocks of rows."""
+    """Mixed steps, preempted, of several adapters and none; long steps are several blocks of rows."""
     make_checkpoint(name, tmp_path, initializer_range=0.1)
     exact, fused = (load(tmp_path, kind) for kind in ("exact", "auto"))
     assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ def test_deterministic_answers_have_the_same_bits_alone_and_beside_other_adapter
 
 
 def sums_of(kind: Any, seed: int, inputs: int, sizes: Sequence[int]) -> Any:
-    """Return what keeps the parts of three adapters; the second one has fewer parts."""
+    """Return an object with the parts of three adapters; the second one has fewer parts."""
     chance = torch.Generator().manual_seed(seed)
     for owner, rank in enumerate((4, 7, 16)):
         parts, first = [], 0

@@ -1,4 +1,4 @@
-"""Requests with different adapters share the steps of a generate worker, and answer as with PEFT."""
+"""Requests with different adapters share the steps of a generate worker, with the same output as in PEFT."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 
 SETTINGS = WorkerSettings(threads=1, adapters=2, adapter_rank_max=4)
 ASKED = (0, 1, 2, 1)
-"""The adapter of each prompt; 0 for the model alone."""
+"""The adapter of each prompt; 0 for the base model."""
 
 
 ATTENTION = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
 SOME_LAYERS: Mapping[str, Mapping[str, Any]] = {"qwen3_moe": ATTENTION}
-"""Where not all linear layers are meant: experts are no linear layers."""
+"""Exceptions from all linear layers: experts are not linear layers."""
 
 
 def adapter_worker(stage: Stage) -> ServesAdapters:
@@ -41,7 +41,7 @@ def adapter_worker(stage: Stage) -> ServesAdapters:
 
 
 def make_all(name: str, folder: Path) -> None:
-    """Write a checkpoint, `base`, and adapters to it by number."""
+    """Write a checkpoint, `base`, and adapters for it by number."""
     (folder / "base").mkdir()
     make_checkpoint(name, folder / "base")
     for number in (1, 2):
@@ -71,7 +71,7 @@ def test_chunks_decodes_and_preemptions_keep_to_the_adapters_of_their_requests(
         return tokens_of(Driver(stage, chunk=7, seed=1).run(questions, arrivals=2, preempts=5))
 
     assert answers(ASKED) == [found[each] for each in ASKED]
-    # The place of one that is removed serves the next; others and the model alone stay what they are.
+    # The memory of a removed adapter is used for the next; other adapters and the base model are unaffected.
     worker.remove_adapter(1)
     worker.add_adapter(3, str(tmp_path / "2"))
     assert answers((3, 0, 2)) == [found[2], found[0], found[2]]
@@ -144,7 +144,7 @@ def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_layers_that_run_sequence_by_sequence_are_refused_by_name(tmp_path: Path) -> None:
-    """A Mamba mixer is called with the rows of one sequence at a time; the layers around it are served."""
+    """A Mamba mixer is called with the rows of one sequence at a time; the layers around it are supported."""
     make_all("bamba", tmp_path)
     stage = Stage.load(
         str(tmp_path / "base"), attention="exact", dtype="float32", settings=SETTINGS
@@ -154,7 +154,7 @@ def test_layers_that_run_sequence_by_sequence_are_refused_by_name(tmp_path: Path
 
 
 def test_the_profiling_run_proves_steps_with_an_adapter_in_all_rows(tmp_path: Path) -> None:
-    """Also where a worker shows its peak with a few layers only; afterwards all places are free."""
+    """Also if a worker's peak is measured with a few layers only; afterwards all places are free."""
     make_all("llama", tmp_path)
     stage = Stage.load(
         str(tmp_path / "base"), attention="exact", dtype="float32", settings=SETTINGS

@@ -1,4 +1,4 @@
-"""Adapters of models whose checkpoint is quantised: each request answers as PEFT does over the dequantised weights."""
+"""Adapters of quantized checkpoints: each request has the same output as PEFT with the dequantized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of whole models, on one rank and shared by several: each request answers as PEFT's own model does."""
+"""Adapters of whole models, on one rank and on several: each request has the same output as PEFT's own model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SOME_LAYERS = {
     "mixtral": {"target_modules": ["q_proj", "k_proj", "o_proj"]},
     "deepseek_v3": {"target_modules": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]},
 }
-"""Where not all linear layers are meant: experts are no linear layers."""
+"""Exceptions from all linear layers: experts are not linear layers."""
 ALONE = WorkerSettings(threads=1)
 
 
 def load(settings: WorkerSettings, path: str, adapters: Sequence[str]) -> Stage:
-    """Load a model that has these adapters, by numbers from 1."""
+    """Load a model that has these adapters, numbered from 1."""
     settings = dataclasses.replace(settings, adapters=len(adapters), adapter_rank_max=4)
     stage = Stage.load(path, attention="exact", dtype="float32", settings=settings)
     workers = [stage.generator, *([stage.vision] if stage.vision is not None else [])]
@@ -46,7 +46,7 @@ def load(settings: WorkerSettings, path: str, adapters: Sequence[str]) -> Stage:
 def answer(
     settings: WorkerSettings, path: str, adapters: Sequence[str], questions: Sequence[Question]
 ) -> tuple[list[list[int]], int]:
-    """Run questions of a text model; return the tokens, and the bytes that were taken for adapters."""
+    """Run questions of a text model; return the tokens, and the bytes that were allocated for adapters."""
     stage = load(settings, path, adapters)
     assert isinstance(stage.generator, ServesAdapters)
     running = Driver(stage, chunk=7, seed=7).run(questions, arrivals=2, preempts=7)
@@ -68,7 +68,7 @@ def see(
     "name", ["llama", "cohere", "mixtral", "phi3", "starcoder2", "deepseek_v3"]
 )
 def test_two_ranks_answer_as_peft(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    """The first is shared by our table, the others by transformers' plan; each keeps less than all of an adapter."""
+    """The first is split by vsched's table, the others by transformers' plan; each rank keeps a part of an adapter."""
     base = tmp_path / "base"
     base.mkdir()
     make_checkpoint(name, base)
@@ -90,7 +90,7 @@ def test_two_ranks_answer_as_peft(ranks: Ranks, tmp_path: Path, name: str) -> No
 def test_images_and_text_answer_as_peft_on_one_rank_and_on_two(
     ranks: Ranks, checkpoints: Callable[[str], Path], tmp_path: Path, size: str
 ) -> None:
-    """Tower and language model have their parts of one file, beside requests without an adapter."""
+    """Tower and language model each get their part of one file, with concurrent requests without an adapter."""
     base = checkpoints(size)
     reference = Reference(base)
     stage = Stage.load(str(base), attention="exact", dtype="float32")

@@ -1,4 +1,4 @@
-"""Adapters of a vision tower: the rows of images as PEFT's own tower makes them, each image by its own adapter."""
+"""Adapters of a vision tower: the same embedding rows as in PEFT's own tower, with one adapter per image."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tower_of(stage: Stage, **options: Any) -> tuple[Any, AdaptedModule]:
 def test_images_have_the_rows_of_pefts_tower(
     stages: Stages, checkpoints: Checkpoints, tmp_path: Path, size: str, settings: dict[str, Any]
 ) -> None:
-    """The language part of the file is passed over; the next image is encoded by the model alone."""
+    """The language part of the file is skipped; the next image is encoded by the base model."""
     stage = stages(size)
     whole = make_whole_adapter(checkpoints(size), tmp_path, 1, **settings)
     tower, module = tower_of(stage)
@@ -124,7 +124,7 @@ def any_tower(path: Path, family: str, dtype: torch.dtype = torch.float32) -> An
 @pytest.mark.parametrize("name", ["llava", "idefics3", "internvl"])
 @torch.inference_mode()
 def test_a_tower_of_any_architecture_has_the_rows_of_pefts(tmp_path: Path, name: str) -> None:
-    """Crops, and rows that are put together, have the adapter of their image; language names are passed over."""
+    """Crops and concatenated rows have the adapter of their image; names of the language model are skipped."""
     base = tmp_path / "base"
     base.mkdir()
     save_model(name, base)
@@ -148,7 +148,7 @@ def test_a_tower_of_any_architecture_has_the_rows_of_pefts(tmp_path: Path, name:
 @pytest.mark.parametrize("name", ["llava", "idefics3", "internvl"])
 @torch.inference_mode()
 def test_fused_encoder_layers_with_adapters_equal_the_modules(tmp_path: Path, name: str) -> None:
-    """As near to the same in float32 as the modules are in bfloat16, and nearer than they are without the adapter."""
+    """The difference to float32 is about that of the bfloat16 modules, and smaller than without the adapter."""
     save_model(name, tmp_path)
     image = images_of(name)[0]
     rows, names = [], []
@@ -185,7 +185,7 @@ def test_what_neither_part_has_is_refused_by_name(stages: Stages) -> None:
 
 
 def test_rows_of_an_image_are_all_its_adapters(stages: Stages) -> None:
-    """Two images one after the other with different adapters: no row of the second has the first one's."""
+    """Two consecutive images with different adapters: no row of the second has the first one's adapter."""
     stage = stages("nano25")
     tower, module = tower_of(stage)
     places = module_places(tower.module, {})

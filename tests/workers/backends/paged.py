@@ -24,7 +24,7 @@ def filled_cache(
     block_size: int,
     device: str = "cpu",
 ) -> tuple[KvCache, PagedStep]:
-    """Return a cache with random contents and a step over sequences whose blocks lie anywhere."""
+    """Return a cache with random contents and a step over sequences with scattered blocks."""
     width = -(-max(contexts) // block_size)
     blocks = width * len(contexts)
     cache = KvCache(
@@ -57,7 +57,7 @@ def filled_cache(
 
 
 def dequantized(step: PagedStep, dtype: torch.dtype) -> PagedStep:
-    """Return a step over a cache of a type with what that of the given one has."""
+    """Return the step with the dequantized contents of its cache, in a cache of another type."""
     cache = copy.copy(step.cache)
     slots = torch.arange(len(cache.keys[0]))
     cache.layers = [LayerKv(*each.read(slots, dtype)) for each in cache.layers]
@@ -67,7 +67,7 @@ def dequantized(step: PagedStep, dtype: torch.dtype) -> PagedStep:
 
 
 def written_out(query: torch.Tensor, step: PagedStep, layer: int, scaling: float) -> torch.Tensor:
-    """Return what decode rows attend to, in double precision on the CPU."""
+    """Return the attention of decode rows, in double precision on the CPU."""
     rows, cache = [], step.cache
     for row, context in enumerate(step.contexts.tolist()):
         slots = torch.from_numpy(context_slots(step.tables[row], context, cache.block_size))

@@ -1,4 +1,4 @@
-"""Rows that are sampled otherwise than by the argmax, for tests of samplers on every device; nothing is compiled."""
+"""Rows with various sampling parameters, for tests of samplers on every device; nothing is compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How arrays get to a device."""
+"""Copies of arrays to and from a device."""
 
 from __future__ import annotations
 

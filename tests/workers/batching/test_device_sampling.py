@@ -1,4 +1,4 @@
-"""The sampler in torch, which runs on a GPU: here on a CPU, against numpy's definition."""
+"""The sampler in torch, for GPUs: here on a CPU, compared with numpy's definition."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def logits_of(spread: float, dtype: torch.dtype = torch.bfloat16) -> torch.Tenso
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 9.0])
 def test_device_sampler_equals_numpy(dtype: torch.dtype, spread: float) -> None:
-    """All parameters side by side, with ties, forbidden tokens and a mask; a row is the same alone."""
+    """All parameters in one batch, with ties, forbidden tokens and a mask; a row is the same alone."""
     logits = logits_of(spread, dtype)
     rows = [
         special(index % 6, SamplingParams(seed=index, **options), [1, 9], [5, 9, 9])
@@ -50,7 +50,7 @@ def test_device_sampler_equals_numpy(dtype: torch.dtype, spread: float) -> None:
     ],
 )
 def test_draw_is_staged_before_the_last_token_is_known(options: dict[str, Any]) -> None:
-    """The device adds that token; what the host has in its place is not read."""
+    """The device adds that token; the host's placeholder is not read."""
     logits = torch.full((6, WORDS), -9.0)
     logits[:, 3:9] = torch.tensor([3.0, 2.9, 5.0, 2.7, 2.6, 2.5])
     rows = [
@@ -63,7 +63,7 @@ def test_draw_is_staged_before_the_last_token_is_known(options: dict[str, Any]) 
         entry.sequence.tokens[entry.position - 1] = 4
     staged = StagedDraw(rows, WORDS, ahead=True)
     for entry in rows:
-        entry.sequence.tokens[:] = 8  # it is staged: what the host does from now on does not matter
+        entry.sequence.tokens[:] = 8  # after staging, the host's changes do not matter
     assert staged.run(logits, last).tolist() == expected
 
 

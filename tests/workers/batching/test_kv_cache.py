@@ -1,4 +1,4 @@
-"""The KV cache in 8 bits: what is kept of a head, and that whoever writes and reads has the same."""
+"""The int8 KV cache: quantization of heads, and consistency of writes and reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vsched_workers.batching.kv_cache import (
 
 
 def heads(*shape: int) -> torch.Tensor:
-    """Return random heads, each of another size."""
+    """Return random heads of different magnitudes."""
     chance = torch.Generator().manual_seed(sum(shape))
     sizes = 10.0 ** torch.randint(-6, 5, (*shape[:-1], 1), generator=chance)
     return torch.randn(shape, generator=chance) * sizes
@@ -27,7 +27,7 @@ def heads(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_head_is_half_a_level_off_at_most(dtype: torch.dtype) -> None:
-    """And what rounding the scale to bfloat16 cuts of the largest value, and the result to its type."""
+    """Plus the effect of rounding the scale to bfloat16 on the largest value, and of rounding the result."""
     given = heads(40, 3, 64).to(dtype)
     kept = to_int8(given)
     assert kept.shape == (40, 3, 66)
@@ -46,7 +46,7 @@ def test_int8_head_of_zeros_and_of_next_to_nothing_is_zeros() -> None:
 
 
 def test_int8_head_of_no_numbers_stays_one() -> None:
-    """What went wrong in a model is not made to look right."""
+    """NaNs and infinities of a model are not hidden."""
     given = torch.ones(2, 8)
     given[0, 3], given[1, 5] = torch.nan, torch.inf
     assert from_int8(to_int8(given), torch.float32).isnan().any(-1).all()
@@ -62,7 +62,7 @@ def test_width_of_a_head() -> None:
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.int8])
 def test_cache_has_what_it_says_that_it_keeps(kept: torch.dtype) -> None:
-    """Keys and values of different sizes, on slots anywhere; all else stays zeros."""
+    """Keys and values of different sizes, on arbitrary slots; all else stays zero."""
     shapes = [KvShape(2, 8, 8), KvShape(3, 16, 4)]
     make = functools.partial(KvCache, shapes, blocks=5, block_size=4, allocate=torch.zeros)
     cache = make(dtype=kept)

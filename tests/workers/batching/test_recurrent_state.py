@@ -1,4 +1,4 @@
-"""States of sequences in slots: whose they are, when they begin, and that chunks and decodes go on from them."""
+"""Recurrent states in slots: ownership, initial states, and continuation by chunks and decode rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIDDEN, SLOTS, SNAPSHOTS, KERNEL = 4, 6, 2, 3
 
 
 class Sums(nn.Module):
-    """A recurrence that sums what it has seen, after a convolution that sums three tokens; both are exact."""
+    """A recurrence that sums its inputs, after a convolution that sums three tokens; both are exact."""
 
     def __init__(self, layer_idx: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def model() -> Model:
 
 
 class Part(NamedTuple):
-    """Rows of the sequence in a slot, from position `first` on; a single one from above 0 decodes."""
+    """Rows of the sequence in a slot, from position `first` on; a single row at a position above 0 decodes."""
 
     slot: int
     rows: torch.Tensor
@@ -90,7 +90,7 @@ class Part(NamedTuple):
 def step(
     model: Model, *given: tuple[Any, ...], restored: Sequence[tuple[int, int]] = ()
 ) -> list[torch.Tensor]:
-    """Run parts of sequences in one step; returns the rows of each."""
+    """Run parts of sequences in one step; return the rows of each."""
     parts = [Part(*one) for one in given]
     decoding, chunks = (
         [one for one in parts if one.decodes],
@@ -127,7 +127,7 @@ def step(
 
 
 def whole(rows: torch.Tensor) -> torch.Tensor:
-    """Return what one sequence gives by itself, in one step."""
+    """Return the results of one sequence alone, in one step."""
     fresh = Model()
     states = RecurrentStates(fresh)
     with states.noting():
@@ -147,7 +147,7 @@ def test_states_are_noted_with_their_sizes(model: Model) -> None:
 
 
 def test_chunks_and_decodes_of_several_sequences_are_those_of_each_alone(model: Model) -> None:
-    """Slots of no order, a decode beside chunks, one of them of a single token."""
+    """Slots in arbitrary order, decode rows and chunks in one step, one of them of a single token."""
     one, two, three = numbers(9, 1), numbers(5, 2), numbers(4, 3)
     got: dict[int, list[torch.Tensor]] = {4: [], 1: [], 5: []}
     plan = [
@@ -166,7 +166,7 @@ def test_chunks_and_decodes_of_several_sequences_are_those_of_each_alone(model: 
 
 
 def test_slot_begins_anew_with_each_sequence(model: Model) -> None:
-    """Whatever it held: another request, or the same one before it lost its place."""
+    """After another request in the slot, or after the same one before its preemption."""
     rows = numbers(6, 4)
     step(model, (3, numbers(5, 5), 0))
     step(model, (3, rows[:, :2], 0))
@@ -184,7 +184,7 @@ def test_step_leaves_the_states_of_other_slots_alone(model: Model) -> None:
 
 
 def test_slot_begins_with_a_snapshot(model: Model) -> None:
-    """Taken within a chunk, at its end, and of another slot; what is written in a step was read before."""
+    """Taken within a chunk, at its end, and from another slot; in a step, they are read before they are overwritten."""
     rows, other = numbers(12, 9), numbers(6, 10)
     step(model, (0, rows[:, :9], 0, [(4, 1), (9, 0)]))
     step(model, (0, numbers(7, 11), 0))

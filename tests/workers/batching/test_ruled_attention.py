@@ -1,4 +1,4 @@
-"""Attention with windows, soft caps, sinks and values of another size, against the rule written out."""
+"""Attention with windows, soft-capping, sinks and values of another size, compared with the rule written out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def part_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def expected(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: ScoreRule
 ) -> torch.Tensor:
-    """Return what one row sees of a context that ends with it: query [heads, dim], keys [context, kv heads, dim]."""
+    """Return the attention of the last row of a context: query [heads, dim], keys [context, kv heads, dim]."""
     first = 0 if rule.window is None else max(0, len(keys) - rule.window)
     out = []
     for head in range(HEADS):

@@ -1,4 +1,4 @@
-"""The sampler by itself: filters, penalties, limits, and what a draw depends on."""
+"""The sampler alone: filters, penalties, limits, and the inputs of a draw."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_presence_and_frequency_penalties_count_output_only() -> None:
 
 
 def test_min_tokens_masks_stop_tokens_until_then() -> None:
-    """A stop token cannot be drawn before `min_tokens` outputs; ids beyond the vocabulary do no harm."""
+    """A stop token cannot be drawn before `min_tokens` outputs; ids beyond the vocabulary are ignored."""
     logits = logits_of({2: 5.0, 6: 4.0})
     stops = frozenset({2, 10**6})
     params = greedy(min_tokens=2)
@@ -82,7 +82,7 @@ def test_min_tokens_masks_stop_tokens_until_then() -> None:
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
-    """Penalties change what is chosen, not what is reported."""
+    """Penalties change the chosen token, not the reported values."""
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(1, VOCABULARY))).float()
     best = int(logits.argmax())
     params = greedy(logprobs=5, repetition_penalty=9.0)
@@ -150,7 +150,7 @@ def test_filters_keep_the_likely(options: dict[str, Any], allowed: set[int]) -> 
 def test_filters_equal_the_full_sort(
     seed: int, size: int, top_p: float, top_k: int, levels: int
 ) -> None:
-    """What is kept is what sorting the whole vocabulary keeps, many equal logits included."""
+    """The same tokens are kept as with a sort of the whole vocabulary, even with many equal logits."""
     values = np.floor(np.random.default_rng(seed).random(size) * levels) / levels * 5
     logits = torch.from_numpy(values).float()[None]
     params = SamplingParams(seed=seed, top_p=top_p, top_k=top_k)
@@ -183,14 +183,14 @@ def test_draw_does_not_depend_on_the_row_or_its_neighbours() -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_logits_that_are_no_numbers_are_told(value: float, top_p: float) -> None:
-    """Nothing is drawn from them: without the check it is the last token, or an index out of range."""
+    """Without the check, the result would be the last token, or an index out of range."""
     one = special(0, SamplingParams(temperature=1.0, top_p=top_p, seed=1))
     with pytest.raises(FloatingPointError, match=r"token 1 of request 0 is (nan|inf).*model.dtype"):
         sample(logits_of({3: value}), [one])
 
 
 def drawn(logits: torch.Tensor, rows: Sequence[SpecialRow]) -> list[int]:
-    """Draw with the compiled sampler, once it was compared with numpy's."""
+    """Draw with the compiled sampler, and compare with numpy's."""
     backend = choose_backend(WorkerSettings(), torch.bfloat16)
     found: list[int] = backend.draw(logits, rows).tolist()
     assert found == draw_in_numpy(logits, rows).tolist()
@@ -203,7 +203,7 @@ def drawn(logits: torch.Tensor, rows: Sequence[SpecialRow]) -> list[int]:
 def test_compiled_sampler_equals_numpy(
     options: dict[str, Any], dtype: torch.dtype, spread: float
 ) -> None:
-    """Also with ties, with forbidden tokens and with a mask; a row is the same alone and in a batch."""
+    """Also with ties, forbidden tokens and a mask; a row is the same alone and in a batch."""
     rng = np.random.default_rng(5)
     logits = torch.from_numpy(rng.standard_normal((6, 5000)) * spread).to(dtype)
     logits[:, ::7] = -torch.inf
@@ -213,7 +213,7 @@ def test_compiled_sampler_equals_numpy(
     rows[2].sequence.token_mask = rng.integers(0, 2**32, 100, dtype=np.uint32)
     patches = np.repeat(
         np.array([0, 2**32 - 1], np.uint32), [50, 50]
-    )  # words of nothing, and of everything
+    )  # words without and with all tokens
     patches[::5] = rng.integers(0, 2**32, 20, dtype=np.uint32)
     rows[3].sequence.token_mask = patches
     together = drawn(logits, rows)
@@ -231,7 +231,7 @@ LARGE = 100_000
 def test_compiled_sampler_equals_numpy_at_a_large_vocabulary(
     shape: str, dtype: torch.dtype
 ) -> None:
-    """Where limits are estimated on some blocks, also where those mislead or where logits are few values far apart."""
+    """Thresholds are estimated on some blocks, which may mislead; or logits are few values far apart."""
     rng = np.random.default_rng(7)
     values = rng.standard_normal(LARGE) * (0.5 if shape == "flat" else 2.0)
     if shape == "trained":
@@ -259,7 +259,7 @@ def test_compiled_sampler_equals_numpy_at_a_large_vocabulary(
 
 
 def test_a_request_compiles_nothing() -> None:
-    """Loading has compiled what draws, for every kind of logits and parameters."""
+    """Loading has compiled the sampler for all kinds of logits and parameters."""
     kernels.warm_up()
     known = list(kernels.draw_rows.signatures)
     for dtype in (torch.bfloat16, torch.float32):
@@ -270,7 +270,7 @@ def test_a_request_compiles_nothing() -> None:
 
 
 def test_top_k_reaches_below_all_weights() -> None:
-    """One logit is far above the others; the limit lies where weights are zero, or among forbidden tokens."""
+    """One logit is far above the others; the threshold lies at zero weights, or among forbidden tokens."""
     logits = torch.full((1, 3000), -400.0)
     logits[0, 17] = 0.0
     assert drawn(logits, [special(0, SamplingParams(seed=1, top_k=5, top_p=0.9))]) == [17]
@@ -282,7 +282,7 @@ def test_top_k_reaches_below_all_weights() -> None:
     "options", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"logit_bias": ((1, 1.0),)}]
 )
 def test_draws_pass_a_chi_square_test(options: dict[str, Any]) -> None:
-    """4,000 draws of eight tokens against the probabilities that the parameters name."""
+    """4,000 draws of eight tokens compared with the probabilities according to the parameters."""
     values = np.array([1.6, 1.2, 0.9, 0.5, 0.0, -0.4, -0.9, -1.5])
     biased = values.copy()
     for token, bias in options.get("logit_bias", ()):

@@ -1,4 +1,4 @@
-"""Places for KV blocks in host memory: what is copied where, and that nothing else changes."""
+"""Swap space in host memory: copies of KV blocks, without other changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def allocate(shape: tuple[int, ...], /, *, dtype: torch.dtype) -> torch.Tensor:
 
 
 def make_cache(dtype: torch.dtype = torch.float32, *, blocks: int = 9) -> KvCache:
-    """Return a cache in which every value is another."""
+    """Return a cache with distinct values."""
     cache = KvCache(SHAPES, blocks=blocks, block_size=4, dtype=dtype, allocate=allocate)
     for index, part in enumerate((*cache.keys, *cache.values)):
         part.copy_(torch.arange(part.numel()).view(part.shape) % 251 + index)
@@ -48,7 +48,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_swap_area_brings_back_what_went_out(dtype: torch.dtype) -> None:
-    """Every layer, keys and values, whatever the order of blocks and places; all other blocks stay as they are."""
+    """Every layer, keys and values, for any order of blocks and places; all other blocks are unchanged."""
     cache = make_cache(dtype)
     before = [blocks_of(cache, block) for block in range(9)]
     area = SwapArea(cache, 5)
@@ -63,7 +63,7 @@ def test_swap_area_brings_back_what_went_out(dtype: torch.dtype) -> None:
 
 
 def test_swap_area_copies_out_before_it_copies_back() -> None:
-    """A block that is given away and taken in one step holds what comes back."""
+    """A block that is swapped out and reused in one step has the restored contents."""
     cache = make_cache()
     before = [blocks_of(cache, block) for block in range(9)]
     area = SwapArea(cache, 2)
@@ -75,7 +75,7 @@ def test_swap_area_copies_out_before_it_copies_back() -> None:
 
 
 def test_swap_area_is_no_memory_of_the_process() -> None:
-    """It is a shared mapping: the limit on the process does not count it, and the host gives pages when written to."""
+    """It is a shared mapping: the limit on the process does not count it, and the host allocates pages on write."""
     before = status_bytes("VmData"), status_bytes("RssShmem")
     pages = shared_pages(256 << 20)
     assert status_bytes("VmData") - before[0] < 64 << 20
@@ -94,7 +94,7 @@ def test_swap_area_is_refused_where_the_host_has_too_little(
 
 
 def test_runs_are_of_places_in_a_row() -> None:
-    """Sorted, and none longer than what is gathered at a time."""
+    """Sorted, and not longer than the maximum that is gathered at a time."""
     found = [(place, blocks.tolist()) for place, blocks in runs(pairs((5, 1), (4, 7), (9, 2)))]
     assert found == [(4, [7, 1]), (9, [2])]
     many = pairs(*((place, place) for place in range(RUN_MAX + 3)))

@@ -1,4 +1,4 @@
-"""`python -m tests.bench.swap`: what it measures is a request that goes on after it was swapped."""
+"""`python -m tests.bench.swap` measures a request that continues after it was swapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch sampler that figures of the benchmark stand beside keeps what top-k and top-p name."""
+"""The torch sampler that the benchmark compares with implements top-k and top-p."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers read by a checkpoint's own `response_template`: streamed or whole, and nothing is lost that is malformed."""
+"""Output parsed with a checkpoint's own `response_template`, streamed or not; malformed output is not lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars of forced calls in every form: what is written in it is accepted, and what is drawn from it is read."""
+"""Grammars of forced calls in every tool-call format: they accept formatted calls, and their outputs can be parsed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def text_of(info: ModelInfo) -> Callable[[list[int]], str]:
 
 
 def taken(grammars: TokenGrammars, grammar: str, tokens: list[int], ends: set[int]) -> bool:
-    """Return whether a grammar accepts these tokens as a whole answer."""
+    """Return whether a grammar accepts these tokens as a complete output."""
     matcher = grammars.matcher(grammar)
     reason = None
     for token in tokens:
@@ -250,7 +250,7 @@ def test_what_is_said_of_all_arguments_together_is_refused(name: str) -> None:
 
 
 def is_refused(grammars: TokenGrammars, name: str, schema: dict[str, Any]) -> bool:
-    """Return whether calls cannot be held to a schema; reading calls of it must go well in any case."""
+    """Return whether a schema is refused for calls; parsing calls with it must not fail in any case."""
     known = CALL_FORMATS[name]
     read_with(known, [written_calls(known, [("f", {"a": "x"})])], tools={"f": schema})
     try:

@@ -35,7 +35,7 @@ Checkpoints = Callable[[str], Path]
 
 @pytest.fixture
 def copy(checkpoints: Checkpoints, tmp_path: Path) -> Callable[..., Path]:
-    """Return a copy of a checkpoint that a test may spoil."""
+    """Return a copy of a checkpoint for a test to modify."""
 
     def copy_one(size: str = "nano25") -> Path:
         return Path(shutil.copytree(checkpoints(size), tmp_path / "private" / "spoiled"))
@@ -86,7 +86,7 @@ def test_inspect_tells_the_facts(checkpoints: Checkpoints) -> None:
 def test_inspect_reads_the_flat_layout_of_older_checkpoints(
     checkpoints: Checkpoints, copy: Callable[..., Path]
 ) -> None:
-    """Published Qwen2.5-VL checkpoints keep the text sizes at the top level and the processor in its own file."""
+    """Published Qwen2.5-VL checkpoints have the text sizes at the top level and the processor in its own file."""
     path = copy()
 
     def flatten(config: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ def test_inspect_reads_the_flat_layout_of_older_checkpoints(
 
 
 def test_inspect_refuses_a_path_without_a_checkpoint(tmp_path: Path) -> None:
-    """The message names the last part of the path only."""
+    """The message contains only the last part of the path."""
     with pytest.raises(CheckpointError, match="'nowhere' does not exist. Remedy") as error:
         inspect(tmp_path / "nowhere")
     assert str(tmp_path) not in str(error.value)
@@ -265,7 +265,7 @@ def shard(path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("size", ["nano25", "nano3"])
 def test_each_stage_reads_its_own_weights_only(copy: Callable[..., Path], size: str) -> None:
-    """The encode worker does without the language model's file, and the other way round."""
+    """The encode worker does not need the language model's file, and vice versa."""
     path = copy(size)
     shard(path)
     info = inspect(path)
@@ -293,7 +293,7 @@ def test_inspect_refuses_an_index_that_names_what_is_not_there(copy: Callable[..
 
 
 def test_load_takes_an_output_projection_of_its_own(copy: Callable[..., Path]) -> None:
-    """A head that is not tied is loaded, and one that is missing is named."""
+    """An untied head is loaded, and a missing one is reported by name."""
     path = copy()
     edit(
         path / "config.json",
@@ -315,7 +315,7 @@ def test_load_takes_an_output_projection_of_its_own(copy: Callable[..., Path]) -
 
 
 def test_loaded_weights_own_their_memory(copy: Callable[..., Path]) -> None:
-    """A checkpoint that is replaced while it is served does not change the model."""
+    """Replacing a checkpoint while it is served does not change the model."""
     path = copy()
     worker: Any = load(path, "generate")
     before = worker.module.embed_tokens.weight.clone()
@@ -336,7 +336,7 @@ def test_make_checkpoint_is_reproducible(tmp_path: Path, checkpoints: Checkpoint
 
 
 def test_learnt_tokenizer_is_filled_with_words_that_no_text_has() -> None:
-    """They are only generated: a vocabulary of real size needs no text of real size."""
+    """They are only generated: a vocabulary of realistic size needs no corpus of realistic size."""
     cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = learnt_tokenizer([SMALL_TEXT], cut, words=384, longest=512, filled=500)
     assert len(tokenizer) == 500

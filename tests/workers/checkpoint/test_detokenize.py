@@ -1,4 +1,4 @@
-"""Incremental decoding: the same text however it is cut, and whether or not characters are whole."""
+"""Incremental detokenization: the same text for any split, also with incomplete characters."""
 
 from __future__ import annotations
 

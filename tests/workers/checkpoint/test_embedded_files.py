@@ -1,4 +1,4 @@
-"""Embeddings that clients bring, as the two writers of safetensors files make them."""
+"""Embeddings sent by clients, written by both safetensors libraries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vsched_workers.plugin import plugin
 
 
 def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage]) -> None:
-    """Features may be numpy arrays or tensors: the file, and what is read of it, is the same."""
+    """Features may be numpy arrays or tensors: the files and the results are the same."""
     stage = stages("nano25")
     width = stage.info.hidden_size * stage.info.embedding_levels
     rows = np.random.default_rng(1).normal(size=(6, width)).astype(np.float32)
@@ -42,7 +42,7 @@ def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage])
 
 
 def test_offsets_nobody_gave_are_found(stages: Callable[..., Stage]) -> None:
-    """A client sends no offsets: they are where the placeholders are, in text and in token ids alike."""
+    """A client sends no offsets: they are the positions of the placeholders, in text and in token ids."""
     stage = stages("nano25")
     mark = stage.info.placeholder
     plans = [ImagePlan((), 3), ImagePlan((), 2)]
@@ -53,7 +53,7 @@ def test_offsets_nobody_gave_are_found(stages: Callable[..., Stage]) -> None:
 
 @pytest.mark.parametrize("name", ["llava", "llava_onevision", "internvl"])
 def test_brought_rows_are_planned_by_the_size_of_their_image(name: str, tmp_path: Path) -> None:
-    """Of an architecture that knows no grid: the plan is that of the image itself, whatever it depends on."""
+    """For an architecture without a grid: the plan equals that for the image itself."""
     make_vision_checkpoint(name, tmp_path, weights=False)
     info = plugin.inspect(str(tmp_path), dtype="auto", item_tokens_max=0)
     front = plugin.load_preprocessor(info)

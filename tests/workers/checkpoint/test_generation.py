@@ -1,4 +1,4 @@
-"""What ends an answer, and how tokens are chosen, by the files of a checkpoint."""
+"""Stop tokens and default sampling parameters in the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_stop_tokens_for_generation_win_over_the_models(
     ],
 )
 def test_stop_tokens_have_the_tokenizers_own(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """A chat model whose generation settings name the end of a document still ends its turns."""
+    """A chat model ends its turns even if its generation settings only have the end of a document."""
     added = [{"id": 3, "content": "<s>"}, {"id": 5, "content": "<|im_end|>"}]
     write(tmp_path, tokenizer_config=settings, tokenizer={"added_tokens": added, "model": {}})
     write(tmp_path, generation_config={"eos_token_id": 2})

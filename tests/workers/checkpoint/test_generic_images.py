@@ -1,4 +1,4 @@
-"""Images of models without a path of their own: planned without pixels, and large ones processed elsewhere."""
+"""Images on the generic path: planned without pixels, and processed in another process if large."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_shape_without_pixels_is_that_of_a_blank_image(
 
 
 def test_planning_takes_no_memory_for_the_pixels(loaded: AnyPreprocessor) -> None:
-    """An image of 24 megapixels; what becomes of it is small here."""
+    """An image of 24 megapixels, whose arrays are small here."""
     loaded.plan_image(60, 40)
     tracemalloc.start()
     try:
@@ -77,7 +77,7 @@ def test_planning_takes_no_memory_for_the_pixels(loaded: AnyPreprocessor) -> Non
 
 
 def test_processor_that_needs_pixels_gets_no_more_than_allowed(tmp_path: Path) -> None:
-    """A larger image is made smaller, by the plan and by the processing of it alike."""
+    """A larger image is shrunk, consistently in the plan and in processing."""
     make_vision_checkpoint("mistral3", tmp_path, weights=False)
     preprocessor = load(tmp_path)
     processor = preprocessor.processor
@@ -121,7 +121,7 @@ def test_recipe_makes_what_processes_images(loaded: AnyPreprocessor) -> None:
 async def test_large_image_is_processed_elsewhere_without_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a budget of tokens, too, for which the image is made smaller: the process decides it again."""
+    """Also with a token budget, for which the image is shrunk: the other process computes the size again."""
     make_vision_checkpoint("mistral3", tmp_path, weights=False)
     preprocessor = load(tmp_path, item_tokens_max=6)
     monkeypatch.setattr(processes, "LARGE_BYTES", 0)

@@ -1,4 +1,4 @@
-"""A checkpoint from a GGUF file: the same weights, the same tokens, all of it or nothing."""
+"""Conversion of a GGUF file: the same weights, the same tokens, all or nothing."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ Make = Callable[..., Path]
 
 
 def digits_apart() -> Any:
-    """How SmolLM splits words."""
+    """SmolLM's pre-tokenizer."""
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    texts = [SMALL_TEXT, "is  12" * 50]  # blanks before a digit are a word of their own
+    texts = [SMALL_TEXT, "is  12" * 50]  # spaces before a digit are a word of their own
     return learnt_tokenizer(texts, digits_apart(), words=384, longest=512)
 
 
@@ -74,7 +74,7 @@ def model() -> Any:
 
 
 def permuted(weight: Any, heads: int) -> Any:
-    """Return the rows of a projection in the order in which llama.cpp rotates them."""
+    """Return the rows of a projection in llama.cpp's order."""
     shape = weight.shape
     return weight.reshape(heads, 2, shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(shape)
 
@@ -107,7 +107,7 @@ def gguf_tensors(model: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
-    """Write a GGUF file of the model; `pre` names how words are split, `kinds` the formats of quantised tensors."""
+    """Write a GGUF file of the model; `pre` names the pre-tokenizer, `kinds` the formats of quantized tensors."""
 
     def write(pre: str = "smollm", kinds: Mapping[str, str] = QUANTISED) -> Path:
         path = tmp_path / "source" / "tiny.gguf"
@@ -164,7 +164,7 @@ def convert(file: Path, path: Path, dtype: str = "float32", *, keeps_levels: boo
 def test_gguf_that_stays_quantised_computes_what_its_dequantised_weights_do(
     make: Make, tmp_path: Path, model: Any
 ) -> None:
-    """Every format that `gguf` writes, side by side, in projections whose rows lie in another order, too."""
+    """Every format that `gguf` writes, in one file, including projections with permuted rows."""
     names = [name for name in gguf_tensors(model) if "attn" in name or "ffn" in name]
     names = [name for name in names if "norm" not in name]
     formats = itertools.cycle(("Q8_0", "Q4_0", "Q4_1"))
@@ -234,7 +234,7 @@ def test_convert_gguf_that_is_interrupted_leaves_nothing(make: Make, tmp_path: P
 def test_convert_gguf_refuses_words_that_are_split_by_an_unknown_rule(
     make: Make, tmp_path: Path
 ) -> None:
-    """The tokens would be others than those that the model has learned, and nobody would see it."""
+    """The tokens would differ from those in training, without any visible error."""
     with pytest.raises(
         CheckpointError, match=r"'tiny\.gguf' splits words by the rule 'odd'.*Remedy"
     ):

@@ -1,4 +1,4 @@
-"""Grammars over the tokens of real tokenizers: what they allow, what is refused, and that nothing takes long."""
+"""Grammars over the tokens of real tokenizers: allowed outputs, refusals, and limits of time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def allowed(matcher: OutputMatcher) -> list[int]:
 
 
 def drawn(grammars: TokenGrammars, grammar: str, seed: int) -> tuple[list[int], FinishReason]:
-    """Return what a model that knows nothing writes."""
+    """Return an output of random tokens that the grammar allows."""
     rng, matcher = random.Random(seed), grammars.matcher(grammar)
     tokens: list[int] = []
     while len(tokens) < TOKENS_MAX:
@@ -61,7 +61,7 @@ def drawn(grammars: TokenGrammars, grammar: str, seed: int) -> tuple[list[int], 
 
 
 def test_matcher_tokenizes_only_the_beginning_of_a_long_forced_text() -> None:
-    """The library asks for the tokens of the whole rest at every step: 60,000 characters took 100 ms of each."""
+    """The library asks for the tokens of the whole rest at every step: 60,000 characters took 100 ms each time."""
     raw = [*(bytes([byte]) for byte in range(256)), b"", b"xx", b"xxxx"]
     table = TokenTable(raw, raw)
     asked: list[int] = []
@@ -107,7 +107,7 @@ def test_matcher_writes_a_literal_of_a_special_token_as_text(
     grammar: dict[str, Any],
     text: str,
 ) -> None:
-    """The token would end the answer there."""
+    """The special token would end the output there."""
     tokens, reason = drawn(grammars, encoded(**grammar), 0)
     assert reason is FinishReason.STOP
     assert "".join(text_of(tokens).split()) == text
@@ -117,7 +117,7 @@ def test_matcher_writes_a_literal_of_a_special_token_as_text(
 def test_matcher_foresees_what_must_come_and_follows_nothing(
     grammars: TokenGrammars, text_of: Callable[[list[int]], str], wanted: list[int]
 ) -> None:
-    """Each foreseen token, and each mask, is what the matcher has when it follows them."""
+    """Each foreseen token and mask is the same as when the matcher follows the tokens."""
     grammar = encoded(regex="[ab]: rather long name (x|y)")
     matcher, follower = (grammars.matcher(grammar) for _ in range(2))
     opening = next(token for token in allowed(matcher) if text_of([token]) == "a")
@@ -209,7 +209,7 @@ def test_an_output_that_may_go_on_is_ended_by_an_end_token_alone(
 
 
 def test_following_again_gives_the_same_mask(grammars: TokenGrammars) -> None:
-    """What a rank does after a loss, all tokens at once, ends where it was step by step."""
+    """A rank that follows all tokens at once after a loss gets the same result as step by step."""
     grammar = constraint_from_schema(POINT)
     tokens, _ = drawn(grammars, grammar, 3)
     stepwise = grammars.matcher(grammar)
@@ -229,7 +229,7 @@ def test_a_token_that_does_not_fit_is_an_error_and_forbids_nothing(grammars: Tok
 
 
 def test_a_grammar_that_becomes_too_complex_ends_its_output(grammars: TokenGrammars) -> None:
-    """It is found out by counts of work, so that it happens at the same token everywhere."""
+    """The limit counts work, so it is reached at the same token everywhere."""
     grammar = encoded(regex="((.{1,500}b?){1,500}c?){1,500}")
     grammars.check(grammar)
     ends = []
@@ -312,7 +312,7 @@ def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """Return whether a value matches one of these schemas: a check of its own, for what they use."""
+    """Return whether a value matches one of these schemas: an independent check of the keywords that they use."""
     if "enum" in schema:
         return any(value == each and type(value) is type(each) for each in schema["enum"])
     if "anyOf" in schema:

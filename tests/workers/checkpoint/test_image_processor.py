@@ -1,4 +1,4 @@
-"""Image processors of many architectures against transformers' own, called as its documentation says."""
+"""Image processors of many architectures, compared with transformers' own, called as documented."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def asked(preprocessor: AnyPreprocessor, count: int) -> str:
-    """Return the text of a request of that many images."""
+    """Return the text of a request with `count` images."""
     images = [{"type": "image"} for _ in range(count)]
     text = {"type": "text", "text": "what is it?"}
     return preprocessor.render([{"role": "user", "content": [*images, text]}])
@@ -60,7 +60,7 @@ def asked(preprocessor: AnyPreprocessor, count: int) -> str:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_arrays_and_prompt_are_those_of_the_processor(loaded: Any, size: tuple[int, int]) -> None:
-    """The processor as a whole tokenizes, too; it is given the template's text and the image."""
+    """The whole processor tokenizes, too; its inputs are the template's text and the image."""
     name, preprocessor = loaded
     image = drawn_image(3, *size)
     plan = preprocessor.plan_image(*size)
@@ -76,12 +76,12 @@ def test_arrays_and_prompt_are_those_of_the_processor(loaded: Any, size: tuple[i
     prepared, texts, *_ = whole.prepare_inputs_layout(images=[image], text=[text])
     options = {"return_tensors": tensors, **_defaults(whole)}
     if name == "lfm2_vl":
-        options["use_image_special_tokens"] = True  # as it does unless it is told otherwise
+        options["use_image_special_tokens"] = True  # its default
     made, replacements = whole._process_images(prepared, **options)
     (expanded,), _ = whole.get_text_with_replacements(list(texts), replacements)
     ids, (spans,) = preprocessor.expand(preprocessor.tokenize(asked(preprocessor, 1)), [plan])
     wanted = whole.tokenizer(expanded, add_special_tokens=False)["input_ids"]
-    if name == "paligemma":  # its processor puts a beginning after the images, and an end
+    if name == "paligemma":  # its processor adds a BOS token after the images, and an end
         wanted = [token for token in wanted if token != 1][:-1]
     assert ids == wanted
     placeholders = [i for i, token in enumerate(ids) if token == preprocessor.info.placeholder]
@@ -99,7 +99,7 @@ def test_arrays_and_prompt_are_those_of_the_processor(loaded: Any, size: tuple[i
 
 @pytest.mark.parametrize("size", SIZES)
 def test_bounds_of_a_request_are_given_to_the_processor(loaded: Any, size: tuple[int, int]) -> None:
-    """Those that resize between two numbers of pixels plan and process so; the others refuse it."""
+    """Processors that resize to an area plan and process accordingly; the others refuse bounds."""
     name, preprocessor = loaded
     if preprocessor.processor.area is None:
         with pytest.raises(RequestRefused, match="Remedy: leave min_pixels") as refused:
@@ -119,7 +119,9 @@ def test_bounds_of_a_request_are_given_to_the_processor(loaded: Any, size: tuple
     asked = {"shortest_edge": bounds.min_pixels, "longest_edge": bounds.max_pixels}
     options = {**_defaults(whole), "return_tensors": "np", "size": asked}
     made, _ = whole._process_images([image], **options)
-    other = preprocessor._images.bounded(bounds, pixels_max=1 << 40)  # as in a picture process
+    other = preprocessor._images.bounded(
+        bounds, pixels_max=1 << 40
+    )  # as in an isolated image process
     for arrays in (bounded.process_image(image), other.process_image(image)):
         for key, array in (arrays | unpack_metadata(plan.metadata)).items():
             np.testing.assert_array_equal(array, np.asarray(made[key]))
@@ -130,7 +132,7 @@ def test_bounds_of_a_request_are_given_to_the_processor(loaded: Any, size: tuple
 
 
 def _defaults(processor: Any) -> dict[str, Any]:
-    """Return what a processor passes on to its image processor when nothing else is asked of it."""
+    """Return the default options that a processor passes to its image processor."""
     merged = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
     return {key: value for key, value in merged["images_kwargs"].items() if key != "return_tensors"}
 
@@ -158,7 +160,7 @@ def test_metadata_is_small_and_arrays_are_large(loaded: Any) -> None:
 
 @pytest.mark.parametrize("size", [(60, 40), (1200, 900)])
 def test_processing_takes_no_more_than_its_plan_says(loaded: Any, size: tuple[int, int]) -> None:
-    """Beyond what Pillow takes, which is counted with four bytes a pixel for each of two images."""
+    """Without Pillow's memory, which is counted as four bytes per pixel for each of two images."""
     _, preprocessor = loaded
     plan = preprocessor.plan_image(*size)
     image = drawn_image(1, *size)
@@ -169,12 +171,12 @@ def test_processing_takes_no_more_than_its_plan_says(loaded: Any, size: tuple[in
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    small_bytes = 200_000  # what has nothing to do with the size: texts, tables, objects
+    small_bytes = 200_000  # independent of the size: texts, tables, objects
     assert peak <= plan.work_bytes - 4 * size[0] * size[1] + small_bytes
 
 
 def test_edges_of_an_expansion_are_tokenized_with_the_text_beside_it(tmp_path: Path) -> None:
-    """Gemma 3 has two line breaks before and after an image; a third one beside them is one token with them."""
+    """Gemma 3 has two line breaks before and after an image; with a third one next to them, they are one token."""
     make_vision_checkpoint("gemma3", tmp_path, weights=False)
     preprocessor = load(tmp_path)
     plan = preprocessor.plan_image(60, 40)
@@ -247,7 +249,7 @@ def test_a_marker_in_the_text_of_a_client_is_text(tmp_path: Path) -> None:
 
 
 def test_settings_of_the_newer_layout_are_read(tmp_path: Path) -> None:
-    """One file for the processor, and that for images within it."""
+    """One file for the processor, which contains the image processor's settings."""
     make_vision_checkpoint("llava", tmp_path, weights=False)
     before = load(tmp_path)
     both = json.loads((tmp_path / "processor_config.json").read_text())
@@ -270,7 +272,7 @@ def test_settings_of_the_newer_layout_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_settings_of_older_layouts_are_read(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Sizes that were one number, names that classes had, and those of other libraries."""
+    """Sizes as one number, former names of classes, and classes of other libraries."""
     make_vision_checkpoint("llava", tmp_path, weights=False)
     before = load(tmp_path)
     own = tmp_path / "preprocessor_config.json"
@@ -282,7 +284,7 @@ def test_settings_of_older_layouts_are_read(tmp_path: Path, changes: dict[str, A
 
 
 def test_class_of_the_processor_may_be_named_beside_the_settings_of_images(tmp_path: Path) -> None:
-    """As before there was a processor_config.json."""
+    """The layout before processor_config.json existed."""
     make_vision_checkpoint("paligemma", tmp_path, weights=False)
     before = load(tmp_path)
     whole, own = tmp_path / "processor_config.json", tmp_path / "preprocessor_config.json"
@@ -316,7 +318,7 @@ def test_torch_is_hidden_but_where_torchvision_processes_images(
 
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    # The import within finds what is there: nothing is imported twice.
+    # The import inside finds the loaded module: nothing is imported twice.
     modules = {key: module for key, module in sys.modules.items() if key != "torch"}
     monkeypatch.setattr(sys, "modules", modules)
     library.forgo_torch(tmp_path)

@@ -1,4 +1,4 @@
-"""Checkpoints as they are about: written by older and newer versions, and by other tools than ours."""
+"""Published layouts of checkpoints: by older and newer versions of transformers, and by other tools."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Copy = Callable[..., Path]
 
 @pytest.fixture
 def copy(checkpoints: Checkpoints, tmp_path: Path) -> Copy:
-    """Return a copy of a checkpoint that a test may change."""
+    """Return a copy of a checkpoint for a test to modify."""
 
     def copy_one(size: str = "nano25") -> Path:
         return Path(shutil.copytree(checkpoints(size), tmp_path / "copy"))
@@ -63,7 +63,7 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def answer(path: Path) -> tuple[list[int], int]:
-    """Return what a checkpoint says, and the bytes of its language model."""
+    """Return a checkpoint's output, and the bytes of its language model."""
     stage = Stage.load(str(path), attention="exact", dtype="auto")
     said = Driver(stage, chunk=64).run(QUESTIONS)[0].output
     return said, stage.generator.weights_bytes
@@ -99,7 +99,7 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied(
     path = copy()
     held = tensors(path)
     head = held[EMBEDDING].clone()
-    head[-1] += 1.0  # one row behind all blocks that are compared
+    head[-1] += 1.0  # one row after all compared blocks
     save_file({**held, "lm_head.weight": head}, path / WEIGHTS)
     stage = Stage.load(str(path), attention="exact", dtype="auto")
     _, once = answer(checkpoints("nano25"))
@@ -129,7 +129,7 @@ def template(name: str) -> str:
 
 
 def write_template(path: Path, layout: str, name: str) -> None:
-    """Write a template, and others with names where the layout has them."""
+    """Write a template, and other named ones if the layout supports that."""
     named = [{"name": each, "template": template(each)} for each in (name, "tool_use")]
     match layout:
         case "jinja":
@@ -170,7 +170,7 @@ def test_chat_templates_are_found_where_transformers_finds_them(
 
 @pytest.mark.parametrize("layout", ["more", "list"])
 def test_chat_templates_have_names(copy: Copy, layout: str, tmp_path: Path) -> None:
-    """One is chosen by `model.chat_template`, and so is a file."""
+    """`model.chat_template` selects one by name, or a file."""
     path = copy()
     (path / "chat_template.jinja").unlink()
     if layout == "more":
@@ -212,7 +212,7 @@ def test_a_checkpoint_without_chat_template_completes_prompts(copy: Copy) -> Non
 def test_a_tokenizer_is_made_from_vocabulary_and_merges(
     checkpoints: Checkpoints, copy: Copy
 ) -> None:
-    """As in checkpoints that were saved before there was a tokenizer.json."""
+    """As in checkpoints from before tokenizer.json existed."""
     path = copy()
     content = json.loads((path / "tokenizer.json").read_text())
     (path / "tokenizer.json").unlink()
@@ -264,7 +264,7 @@ def test_a_tokenizer_that_cannot_be_read_is_told_at_once(
 
 
 def test_a_token_that_only_the_tokenizer_knows_does_no_harm(copy: Copy) -> None:
-    """Such as an image's placeholder in the text model of a family that has images, too."""
+    """Such as an image placeholder in the text model of a family that has images, too."""
     path = copy()
     content = json.loads((path / "tokenizer.json").read_text())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -272,7 +272,7 @@ def test_a_token_that_only_the_tokenizer_knows_does_no_harm(copy: Copy) -> None:
     (path / "tokenizer.json").write_text(json.dumps(content))
     loaded = front_end(path)
     assert loaded.info.vocab_size == 384
-    assert loaded.tokenize("a<image>")[-1] == 384  # and the engine refuses it
+    assert loaded.tokenize("a<image>")[-1] == 384  # the engine refuses it
 
 
 # --- image processors ---
@@ -325,7 +325,7 @@ def test_image_processor_settings_of_older_layouts(
 def test_a_family_is_known_by_its_class_where_its_name_is_not(
     checkpoints: Checkpoints, copy: Copy
 ) -> None:
-    """A name of a publisher's own, for what is a Qwen2.5-VL in all but name."""
+    """A publisher's own name for an architecture that is Qwen2.5-VL in all but name."""
     path = copy()
     edit(path / "config.json", model_type="our_own_vl")
     assert msgspec.structs.replace(inspect(path), path="") == msgspec.structs.replace(

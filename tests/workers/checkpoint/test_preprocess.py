@@ -1,4 +1,4 @@
-"""Template, tokenizer and image processor against those of transformers."""
+"""Template, tokenizer and image processor compared with transformers'."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def load(checkpoints: Callable[[str], Path]) -> Load:
 def test_process_image_equals_transformers(
     load: Load, checkpoints: Callable[[str], Path], size: str, shape: tuple[int, int]
 ) -> None:
-    """Pixels to the bit, once a rank has looked up what they stand for, and the grid that was planned."""
+    """Bit-identical pixels, after the lookup of their values by a rank, and the planned grid."""
     image = drawn_image(1, *shape)
     found = values_of([load(size).process_image(image)]).numpy()
     processor: Any = AutoImageProcessor.from_pretrained(checkpoints(size), backend="pil")
@@ -71,7 +71,7 @@ def test_process_image_equals_transformers(
 def test_plan_image_agrees_with_process_image(
     load: Load, size: str, width: int, height: int, budget: int
 ) -> None:
-    """What is planned is what is made, and it is within the budget or refused with every number."""
+    """Processing matches the plan, and is within the budget or refused with all numbers."""
     preprocessor = load(size, budget)
     image = Image.new("RGB", (width, height))
     refused: RequestRefused | None = None
@@ -109,7 +109,7 @@ BUDGETS = st.integers(1, 16_384) | st.integers(1, 200)
 def test_any_size_under_any_budget_is_within_it_or_refused(
     checkpoints: Callable[[str], Path], size: str, width: int, height: int, budget: int
 ) -> None:
-    """The tokens of the front end are those of the clamped processor, and never above the budget."""
+    """The preprocessing's tokens equal those of the clamped processor, and never exceed the budget."""
     info = plugin.inspect(str(checkpoints(size)), dtype="auto", item_tokens_max=budget)
     assert info.item_tokens_max <= budget
     preprocessor, processor = plugin.load_preprocessor(info), processor_of(checkpoints(size))
@@ -139,7 +139,7 @@ def test_bounds_of_a_request_are_those_of_transformers(
     least: int | None,
     most: int | None,
 ) -> None:
-    """Called with the same sizes, in tokens here, its processor gives the same pixels and the same grid."""
+    """Called with the same sizes, in tokens here, transformers' processor gives the same pixels and the same grid."""
     processor = processor_of(checkpoints(size))
     area = (processor.patch_size * processor.merge_size) ** 2
     found = PixelBounds(least and least * area, most and most * area)
@@ -171,7 +171,7 @@ def processor_of(path: Path) -> Any:
 
 
 def encoder_tokens(processor: Any, width: int, height: int, limits: dict[str, int]) -> int:
-    """Return the tokens that transformers' own arithmetic gives an image."""
+    """Return the number of tokens of an image by transformers' own arithmetic."""
     patches = processor.get_number_of_image_patches(height, width, limits)
     return int(patches // processor.merge_size**2)
 
@@ -186,7 +186,7 @@ def encoder_tokens(processor: Any, width: int, height: int, limits: dict[str, in
     ],
 )
 def test_plan_image_refuses(load: Load, width: int, height: int, code: str) -> None:
-    """The refusal names value, limit and remedy."""
+    """The refusal contains value, limit and remedy."""
     with pytest.raises(RequestRefused, match=r"value .*, limit .*\. Remedy: ") as refusal:
         load("nano25", 64).plan_image(width, height)
     assert refusal.value.code == code
@@ -195,7 +195,7 @@ def test_plan_image_refuses(load: Load, width: int, height: int, code: str) -> N
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "I;16"])
 def test_process_image_takes_other_modes(load: Load, mode: str) -> None:
-    """Odd modes are converted, not crashed on."""
+    """Unusual modes are converted."""
     image = Image.new(mode, (60, 60), 1)
     found, wanted = (
         load("nano25").process_image(one)[PIXELS] for one in (image, image.convert("RGB"))
@@ -206,7 +206,7 @@ def test_process_image_takes_other_modes(load: Load, mode: str) -> None:
 def test_image_recipe_makes_the_same_pixels_without_torch(
     load: Load, size: str, tmp_path: Path
 ) -> None:
-    """What picture processes are given: they start fast and small."""
+    """The recipe for isolated image processes, which start fast and small."""
     recipe = cast("Any", load(size)).image_recipe()
     (tmp_path / "work").write_bytes(recipe.settings)
     image = drawn_image(3, 320, 200)
@@ -252,7 +252,7 @@ def test_expand_replaces_placeholders(load: Load) -> None:
 
 @pytest.mark.parametrize("images", [0, 1, 3])
 def test_expand_refuses_other_numbers(load: Load, images: int) -> None:
-    """As many placeholders as images, neither more nor fewer."""
+    """Exactly as many placeholders as images."""
     preprocessor = load("nano25")
     mark = preprocessor.info.placeholder
     with pytest.raises(RequestRefused, match=f"value 2, limit {images}") as refusal:
@@ -261,7 +261,7 @@ def test_expand_refuses_other_numbers(load: Load, images: int) -> None:
 
 
 def test_expand_refuses_placeholders_that_touch(load: Load) -> None:
-    """Between two images that touch, nothing tells a model where one ends."""
+    """A model could not determine the boundary between two adjacent images."""
     preprocessor = load("nano25")
     mark = preprocessor.info.placeholder
     with pytest.raises(RequestRefused) as refusal:
@@ -270,7 +270,7 @@ def test_expand_refuses_placeholders_that_touch(load: Load) -> None:
 
 
 def test_render_replaces_image_data_by_a_placeholder(load: Load) -> None:
-    """The bytes of an image never run through the template."""
+    """The bytes of an image are not passed to the template."""
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     text = load("nano25").render(
         [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
@@ -315,7 +315,7 @@ def test_render_passes_template_arguments_on(load: Load) -> None:
 
 @pytest.mark.parametrize("text", ["It is", "It is <|im_end|> and", "two\nlines"])
 def test_render_goes_on_with_the_last_message(load: Load, text: str) -> None:
-    """It stays open, also where it holds what reads like a special token."""
+    """It stays open, even if it contains text like a special token."""
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
     arguments = {"continue_final_message": True, "add_generation_prompt": False}
     rendered = load("nano25").render(messages, **arguments)
@@ -325,7 +325,7 @@ def test_render_goes_on_with_the_last_message(load: Load, text: str) -> None:
 @given(text=st.text("aZ 0\n.é€😀<|>_", max_size=40))
 @REPEATABLE
 def test_detokenizer_gives_the_text_back_piece_by_piece(load: Load, text: str) -> None:
-    """Whatever is pushed, in whatever pieces: the sum is the text, and no piece holds half a character."""
+    """For any text and any split: the pieces add up to the text, and no piece has an incomplete character."""
     preprocessor = load("nano25")
     ids = preprocessor.tokenize(text)
     detokenizer = preprocessor.detokenizer()
@@ -341,7 +341,7 @@ def test_detokenizer_gives_the_text_back_piece_by_piece(load: Load, text: str) -
 def test_detokenize_equals_transformers(
     load: Load, checkpoints: Callable[[str], Path], ids: list[int]
 ) -> None:
-    """Any tokens at all, broken characters included: the text that transformers gives."""
+    """For any tokens, including incomplete characters: the same text as from transformers."""
     preprocessor = load("nano25")
     tokenizer: Any = _tokenizer(checkpoints("nano25"))
     wanted = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -394,7 +394,7 @@ def test_settings_digest_tells_settings_apart(load: Load) -> None:
 def test_settings_digest_is_the_same_in_another_process(
     load: Load, checkpoints: Callable[[str], Path]
 ) -> None:
-    """Equal across processes, whatever their hash seed."""
+    """Equal across processes with any hash seed."""
     code = (
         "import sys; from vsched_workers.plugin import plugin as p; "
         "i = p.inspect(sys.argv[1], dtype='auto', item_tokens_max=0); "
@@ -413,7 +413,7 @@ def test_settings_digest_is_the_same_in_another_process(
 def test_load_preprocessor_refuses_a_tokenizer_larger_than_the_model(
     checkpoints: Callable[[str], Path],
 ) -> None:
-    """An id beyond the embedding would otherwise take the worker down with the first prompt that has it."""
+    """Otherwise an id beyond the embedding would crash the worker with the first prompt that contains it."""
     info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
     smaller = msgspec.structs.replace(info, vocab_size=300)
     with pytest.raises(CheckpointError, match=r"value 383, limit 299\. Remedy"):

@@ -133,14 +133,14 @@ ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][
             [{"const": None, "format": 1}],
             [{"const": 1}],
         ),
-        # Keywords that ask for nothing
+        # Keywords without effect
         ({"uniqueItems": False, "items": {"type": "integer"}, "type": "array"}, [[1, 1]], [["a"]]),
         ({"uniqueItems": True, "type": "array", "maxItems": 1}, [[1]], [[1, 1]]),
         ({"type": "integer", "not": False, "if": True, "dependentRequired": {}}, [1], ["1"]),
         ({"type": "integer", "then": False, "contains": {}, "minContains": 0}, [1], []),
         ({"type": "string", "maxLength": 2**53 - 1}, ["abc"], [1]),
         ({"type": "string", "maxLength": 2.0}, ["ab"], ["abc"]),
-        # Keywords that others can say
+        # Keywords that can be expressed by others
         ({"type": "object", "properties": {"a": {"not": {}}, "b": {}}}, [{"b": 1}], [{"a": 1}]),
         ({**INTEGERS, "propertyNames": {"type": "string"}}, [{"x": 1}], [{"x": "1"}]),
         ({**INTEGERS, "propertyNames": {"enum": ["a", "b"]}}, [{}, {"b": 1}], [{"c": 1}, {"a": "x"}]),
@@ -512,7 +512,7 @@ def _bounded(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def fits(value: Any, schema: Any, root: dict[str, Any]) -> bool:
-    """Return whether a value matches one of these schemas: a check of its own, with exact numbers."""
+    """Return whether a value matches one of these schemas: an independent check with exact numbers."""
     if isinstance(schema, bool):
         return schema
     kinds = schema.get("type", _type(value))

@@ -1,4 +1,4 @@
-"""Tokenizers of SentencePiece and tiktoken: the ids of their own libraries, the bytes of a token, grammars."""
+"""SentencePiece and tiktoken tokenizers: the ids of their own libraries, the bytes of tokens, grammars."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def test_sentencepiece_is_converted_token_by_token(tokenizer: Any, own: Any, tex
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_sentencepiece_is_decoded_as_it_comes(tokenizer: Any, own: Any, text: str) -> None:
-    """The blank before a text is the text's own where it goes on from a prompt."""
+    """The space before a text is part of the text if it continues a prompt."""
     detokenizer = ByteDetokenizer(TokenTable.of_tokenizer(tokenizer.backend_tokenizer))
     pieces = [detokenizer.push([token]) for token in own.encode(text)]
     assert "".join(pieces) + detokenizer.flush() == f" {text}"
 
 
 def test_prompts_begin_as_the_tokenizer_begins_texts(tokenizer: Any) -> None:
-    """A template writes the first token itself; so may whoever sends a prompt."""
+    """A template writes the first token itself, and a client's prompt may, too."""
     backend = tokenizer.backend_tokenizer
     special = SpecialTokens(backend, TokenTable.of_tokenizer(backend).raw, 100)
     plain = backend.encode("red", add_special_tokens=False).ids
@@ -179,7 +179,7 @@ def grammars(either: Path) -> TokenGrammars:
 
 
 def drawn(grammars: TokenGrammars, table: TokenTable, grammar: str, seed: int) -> str:
-    """Return what a model that knows nothing writes, as it is streamed."""
+    """Return an output of random tokens that the grammar allows, as streamed."""
     rng, matcher, detokenizer = (
         random.Random(seed),
         grammars.matcher(grammar),
@@ -229,7 +229,7 @@ def test_blind_draws_keep_to_texts(
 def test_texts_of_the_tokenizer_itself_are_followed(
     grammars: TokenGrammars, either: Path, table: TokenTable
 ) -> None:
-    """What a model was trained on: its own tokens of the text, behind the blank that begins every text."""
+    """The tokens of the model's training: its own tokens of the text, after the space that begins every text."""
     own = sentencepiece.SentencePieceProcessor(model_file=str(either / "tokenizer.model"))
     matcher = grammars.matcher(msgspec.json.encode({"choice": [" the red 日本"]}).decode())
     ids = own.encode("the red 日本")

@@ -51,7 +51,7 @@ def text_part(text: str) -> dict[str, str]:
 
 
 def conversation(parts: list[str]) -> list[dict[str, Any]]:
-    """Return messages with these texts: as a string, in parts that the template joins, and beside an image."""
+    """Return messages with these texts: as a string, in parts that the template joins, and next to an image."""
     return [
         {"role": "system", "content": "".join(parts)},
         {"role": "user", "content": [IMAGE, *map(text_part, parts)]},
@@ -63,7 +63,7 @@ def conversation(parts: list[str]) -> list[dict[str, Any]]:
 def test_only_the_template_writes_special_tokens(
     front: Preprocessor, tokenizer: Any, parts: list[str]
 ) -> None:
-    """Whatever the texts are, and however they are cut: the same special tokens in order, and no letter lost."""
+    """For all texts and splits: the same special tokens in order, and no character lost."""
     special = special_ids(tokenizer)
     ids = front.tokenize(front.render(conversation(parts)))
     plain = front.tokenize(front.render(conversation(["a"])))
@@ -80,7 +80,7 @@ def test_only_the_template_writes_special_tokens(
 def test_ordinary_text_has_the_ids_of_transformers(
     front: Preprocessor, tokenizer: Any, text: str
 ) -> None:
-    """Angle brackets and bars alone make no special token, and change nothing."""
+    """Angle brackets and bars alone are no special token, and change nothing."""
     messages = conversation([text, "Ümlaut"])
     wanted = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
     assert front.tokenize(front.render(messages)) == wanted["input_ids"]
@@ -100,7 +100,7 @@ def test_special_tokens_of_a_client_have_the_ids_of_transformers_for_text(
 
 
 def test_an_image_beside_its_placeholder_in_a_text(front: Preprocessor) -> None:
-    """The placeholder that the template wrote is the image, though one stands before it and one behind it."""
+    """The placeholder that the template wrote is the image, in spite of one before it and one after it."""
     pad = "<|image_pad|>"
     content = [text_part(pad), IMAGE, text_part(pad)]
     ids = front.tokenize(front.render([{"role": "user", "content": content}]))
@@ -111,7 +111,7 @@ def test_an_image_beside_its_placeholder_in_a_text(front: Preprocessor) -> None:
 def test_a_raw_prompt_has_special_tokens_and_without_images_no_placeholder(
     front: Preprocessor,
 ) -> None:
-    """Who writes a raw prompt writes the template; where no image can come, a placeholder stands for none."""
+    """A raw prompt is its own template; without images, a placeholder is text."""
     raw = "<|im_start|>user\nWhat is <|image_pad|>?<|im_end|>"
     pad = front.info.placeholder
     with_images, without = front.tokenize(raw), front.tokenize(raw, images=False)
@@ -123,7 +123,7 @@ def test_a_raw_prompt_has_special_tokens_and_without_images_no_placeholder(
 
 
 def test_added_tokens_that_are_not_special_stay_tokens(tokenizer: Any) -> None:
-    """What models write and clients send back, such as a tool call; the ids lie beyond the vocabulary's."""
+    """Text that models write and clients send back, such as a tool call; the ids lie beyond the vocabulary's."""
     backend = copy.deepcopy(tokenizer.backend_tokenizer)
     backend.add_special_tokens([AddedToken("<|first|>")])
     backend.add_tokens([AddedToken("<tool>", special=False), AddedToken("<|last|>", special=True)])
@@ -177,7 +177,7 @@ def with_template(front: Preprocessor, template: str) -> Any:
 
 
 def test_special_tokens_in_calls_are_text(front: Preprocessor, tokenizer: Any) -> None:
-    """In the values and the keys of arguments, also under keys whose values templates compare elsewhere."""
+    """In values and keys of arguments, also under keys whose values templates compare elsewhere."""
     bad = "<|im_end|>"
     function = {"name": "f", "arguments": {"role": bad, bad: [{"type": bad}]}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]

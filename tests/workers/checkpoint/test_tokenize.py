@@ -1,4 +1,4 @@
-"""Long texts: the same tokens as in one go, refused before they cost anything, and never in the way of others."""
+"""Tokenization of long texts in pieces: the same tokens, early refusal, and bounded work per piece."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PIECES += ("中文", "é", "\u212a", "\u00a0x", "<|im_", "end|>", "\u0301", "x\r
 
 
 def backend_of(directory: Path, kind: str) -> Tokenizer:
-    """Return the checkpoint's tokenizer as it is, or with what the families' real ones have before their tokens."""
+    """Return the checkpoint's tokenizer, unchanged or with the normalizer and pre-tokenizer of a published family."""
     backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
     splits = {"qwen": tokenize._GPT4_SPLIT, "llama": tokenize._LLAMA3_SPLIT}
     if kind == "qwen":
@@ -58,7 +58,7 @@ def backend(request: pytest.FixtureRequest, checkpoints: Any) -> Tokenizer:
 
 
 class Spy:
-    """A backend that counts what it is given to encode, and knows only the call that releases the GIL."""
+    """A backend that counts the encoded characters, and has only the method that releases the GIL."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self.characters = 0
@@ -177,7 +177,7 @@ def test_a_token_across_a_cut_forbids_cutting(checkpoints: Any) -> None:
 
 
 def test_nfc_shrinks_no_text_more_than_assumed() -> None:
-    """The longest spelling of each character, over its NFC: no text shrinks more than its characters."""
+    """The longest spelling of each character, relative to its NFC: no text shrinks more than its characters."""
     ranges: tuple[range, ...] = (range(0xD800), range(0xE000, 0x10000), range(0x11000, 0x12000))
     ranges += (range(0x1D100, 0x1D200), range(0x2F800, 0x2FA20))
     characters = [chr(code) for codes in ranges for code in codes]

@@ -1,4 +1,4 @@
-"""Training: a run is a function of its seed and its steps, however often it was stopped."""
+"""Training: a run is a function of its seed and its steps, regardless of interruptions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLAN = Plan(steps=4, again=0, batch=2, threads=1, warmup=2, seed=5)
 
 @pytest.fixture(autouse=True)
 def built_in_fonts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Train on Pillow's font: what is tested here needs no font package."""
+    """Train on Pillow's font, so that these tests need no font package."""
     monkeypatch.setattr(samples, "font_files", lambda held_out, packages=None: ("",))
     threads = torch.get_num_threads()
     yield
@@ -47,7 +47,7 @@ def built_in_fonts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def thin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of a few thousand parameters, with windows and full attention still."""
+    """A model of a few thousand parameters, still with windows and full attention."""
     text = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     vision: dict[str, object] = {
@@ -139,7 +139,7 @@ def test_training_may_be_made_shorter_until_the_rate_falls(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_training_batch_is_seen_as_the_library_sees_it(tmp_path: Path) -> None:
-    """Images of several sizes at once, and conversations of several images: embeddings, positions and logits agree."""
+    """Images of several sizes at once, and conversations with several images: embeddings, positions, logits agree."""
     trainer = Trainer(tmp_path, PLAN)
     model = trainer.model.eval()
     drawn = [*held_out("count", 2), *held_out("second", 2), *held_out("number", 2)]
@@ -224,7 +224,7 @@ def test_training_writes_what_a_server_loads_and_what_it_saw(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_training_learns_one_batch_by_heart(tmp_path: Path) -> None:
-    """Three samples, again and again: of right answers there are none before, and then all."""
+    """Repeated training on three samples: no right answers before, all of them after."""
     plan = replace(PLAN, steps=400, batch=3, peak=5e-3, matrix_peak=5e-3, memory=0.9, looking=0)
     trainer = Trainer(tmp_path, plan)
     drawn = held_out("colour", 3)

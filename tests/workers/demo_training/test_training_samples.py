@@ -1,4 +1,4 @@
-"""The conversations that the small model learns from: right by construction, the same for the same seed."""
+"""The training conversations of the small model: correct by construction, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRAWN = 40
 
 @pytest.fixture
 def built_in_fonts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train on Pillow's font: what is tested here needs no font package."""
+    """Train on Pillow's font, so that these tests need no font package."""
     monkeypatch.setattr(samples, "font_files", lambda held_out, packages=None: ("",))
 
 
@@ -34,7 +34,7 @@ def things_of(marks: tuple[Mark, ...]) -> list[tuple[str, str]]:
 
 
 def expected(question: str, seen: list[tuple[Mark, ...]]) -> str:
-    """Answer a question from what was drawn, without the code that wrote the answer."""
+    """Answer a question from the drawn marks, independent of the code that wrote the answer."""
     text = question.lower()
     place = 0 if "the first" in text and "digit" not in text else 1 if "second" in text else -1
     marks = seen[place]

@@ -1,4 +1,4 @@
-"""Facts of vision-language models without a path of their own, and what travels with an image."""
+"""Properties of vision-language models on the generic path, and an image's metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of Qwen2.5-VL without transformers: the same to the bit, and a rank never imports it."""
+"""Modules of Qwen2.5-VL without transformers: bit-identical results, and a rank never imports it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Checkpoints = Callable[[str], Path]
 
 @pytest.fixture
 def own(checkpoints: Checkpoints) -> tuple[OwnQwen25Vl, str]:
-    """Return the family by its own modules for the smallest checkpoint, and its path."""
+    """Return the family with vsched's own modules for the smallest checkpoint, and its path."""
     path = str(checkpoints("nano25"))
     family = family_of_rank(NAME, path, WorkerSettings())
     assert isinstance(family, OwnQwen25Vl)
@@ -39,7 +39,7 @@ def own(checkpoints: Checkpoints) -> tuple[OwnQwen25Vl, str]:
 
 
 def filled(built: Any, like: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return two modules with the same random weights, which need the same names and shapes for it."""
+    """Return two modules with the same random weights, which requires the same names and shapes."""
     torch.manual_seed(5)
     weights = {name: torch.randn(each.shape) / 6 for name, each in like.state_dict().items()}
     made = []
@@ -47,7 +47,7 @@ def filled(built: Any, like: Any, dtype: torch.dtype) -> tuple[Any, Any]:
         module.load_state_dict(weights, strict=True)
         frequencies = {name: each.clone() for name, each in module.named_buffers()}
         module.to(dtype).eval().requires_grad_(requires_grad=False)
-        for name, each in frequencies.items():  # they stay in float32, as loading leaves them
+        for name, each in frequencies.items():  # loading keeps them in float32
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, each)
         made.append(module)
@@ -62,7 +62,7 @@ def filled(built: Any, like: Any, dtype: torch.dtype) -> tuple[Any, Any]:
 def test_tower_equals_transformers(
     own: tuple[OwnQwen25Vl, str], dtype: torch.dtype, grids: list[tuple[int, int, int]]
 ) -> None:
-    """Windows that fill the image and such that do not, several images, and frames."""
+    """Windows that fill the image and others, several images, and frames."""
     family, path = own
     tower, library = filled(
         family.build_vision(path, "sdpa"), LIBRARY.build_vision(path, "sdpa"), dtype
@@ -77,7 +77,7 @@ def test_tower_equals_transformers(
 
 
 def causal(module: Any, query: Any, key: Any, value: Any, _mask: Any, **options: Any) -> Any:
-    """Attend to all tokens before, in place of the paged cache."""
+    """Attend to all earlier tokens, in place of the paged cache."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
     out = functional.scaled_dot_product_attention(
@@ -128,7 +128,7 @@ def test_positions_equal_transformers(own: tuple[OwnQwen25Vl, str], seed: int) -
 
 
 def older(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration as checkpoints were published with: its text part at the top, entries of older names."""
+    """Return a configuration in the published layout: text part at the top level, older names of entries."""
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
     text.pop("layer_types")
@@ -226,7 +226,7 @@ print([name for name in ("transformers", "huggingface_hub", "torch._dynamo") if 
 @pytest.mark.slow
 @pytest.mark.timeout(5 * PATIENCE_S)
 def test_rank_imports_no_transformers(checkpoints: Checkpoints) -> None:
-    """From loading to the hardest steps, so that no request waits for an import either."""
+    """From loading to the largest steps, so that no request waits for an import."""
     done = subprocess.run(
         [sys.executable, "-c", RANK, str(checkpoints("nano25"))],
         stdout=subprocess.PIPE,

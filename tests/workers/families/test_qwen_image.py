@@ -38,7 +38,7 @@ def legal(height: int, width: int) -> bool:
 def test_resized_agrees_with_the_processor(
     height: int, width: int, low: int, high: int, odd: int
 ) -> None:
-    """Front end and processor agree on every size, to the last rounding."""
+    """Preprocessing and processor agree on every size, to the last rounding."""
     assume(legal(height, width))
     minimum, maximum = low * AREA, high * AREA + odd
     assert resized(
@@ -57,9 +57,9 @@ def test_resized_agrees_with_the_processor(
 def test_clamped_images_stay_within_the_budget_or_are_strips(
     height: int, width: int, budget: int, low: int, high: int | None
 ) -> None:
-    """Tokens <= budget over all sizes and budgets, except strips that the front end refuses.
+    """Tokens <= budget over all sizes and budgets, except strips that the preprocessing refuses.
 
-    What escapes is only ever an image whose aspect ratio exceeds the budget.
+    Only images whose aspect ratio exceeds the budget can have more.
     """
     assume(legal(height, width))
     limits = clamp_limits(
@@ -79,7 +79,7 @@ def test_clamped_images_stay_within_the_budget_or_are_strips(
 @given(budget=st.integers(1, 100_000))
 @REPEATABLE
 def test_minimum_tokens_for_is_safe_at_the_extreme_ratio(budget: int) -> None:
-    """The ceilings of a raised image stay within the budget, where one token alone does."""
+    """The ceilings of an enlarged image stay within the budget if a single token does."""
     least = minimum_tokens_for(budget)
     assert 1 <= least <= budget
     for width in (1, 50, 100, 150, 199, 200):
@@ -89,7 +89,7 @@ def test_minimum_tokens_for_is_safe_at_the_extreme_ratio(budget: int) -> None:
 
 
 def test_minimum_is_untouched_by_a_wide_budget() -> None:
-    """The published minimum of 64 tokens survives every budget from 179 on."""
+    """The published minimum of 64 tokens is kept for every budget from 179 on."""
     limits = ResizeLimits(64 * AREA, 16384 * AREA)
     assert clamp_limits(limits, tokens=179, factor=FACTOR).minimum == 64 * AREA
     assert clamp_limits(limits, tokens=64, factor=FACTOR).minimum < 64 * AREA
@@ -113,7 +113,7 @@ def test_clamp_bounds_the_maximum(maximum: int | None, tokens: int, expected: in
 
 
 def test_clamp_refuses_a_negative_budget() -> None:
-    """A budget below 1 is an error (0 is the explicit opt-out)."""
+    """A budget below 1 is an error (0 disables it)."""
     with pytest.raises(ConfigError, match=r"value -1, limit 1\. Remedy"):
         clamp_limits(ResizeLimits(1, None), tokens=-1, factor=FACTOR)
     with pytest.raises(ConfigError, match="below 1"):
@@ -121,7 +121,7 @@ def test_clamp_refuses_a_negative_budget() -> None:
 
 
 def test_clamp_settings_treats_every_reader_alike() -> None:
-    """Both readers of the limit get the same bound; other keys stay, missing ones are not invented."""
+    """Both forms of the limit get the same bound; other keys are unchanged, missing ones are not added."""
     settings = {
         "max_pixels": 1280 * AREA,
         "size": {"longest_edge": 1280 * AREA, "shortest_edge": 4 * AREA},
@@ -137,7 +137,7 @@ def test_clamp_settings_treats_every_reader_alike() -> None:
 
 
 def test_clamp_settings_does_not_invent_keys() -> None:
-    """A key without a value is bounded; a key that is not there stays so."""
+    """A key without a value is bounded; a missing key stays missing."""
     assert clamp_settings({"max_pixels": None}, tokens=10, factor=FACTOR) == {
         "max_pixels": 10 * AREA
     }
@@ -157,7 +157,7 @@ def test_clamp_settings_does_not_invent_keys() -> None:
 def test_clamp_settings_and_clamp_limits_agree(
     budget: int, low: int, high: int, which: set[str]
 ) -> None:
-    """Clamping the settings and clamping the limits read from them come to the same."""
+    """Clamping the settings and clamping the limits read from them are equivalent."""
     everything = {
         "min_pixels": low * AREA,
         "max_pixels": high * AREA,
@@ -227,7 +227,7 @@ def test_bounds_beyond_what_was_measured_are_refused(
 def test_images_are_not_raised_above_what_is_let_in(
     shorter: int, ratio: float, least: int, more: int
 ) -> None:
-    """The memory of encoding was measured with images of at most so many pixels before they are resized."""
+    """Encoder memory was measured with images of at most this many pixels before resizing."""
     height, width = shorter, int(shorter * ratio)
     let_in = height * width + more
     try:

@@ -1,4 +1,4 @@
-"""The one type of out-of-memory."""
+"""Conversion of out-of-memory errors to one exception."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vsched_workers.memory.out_of_memory import require_available, typed_out_of_
     ],
 )
 def test_typed_out_of_memory_is_one_type(error: Exception) -> None:
-    """Whatever the allocator calls it, policies see one type."""
+    """All errors of allocators become one exception type."""
     with (
         pytest.raises(DeviceOutOfMemory, match="while testing. Remedy"),
         typed_out_of_memory("testing"),
@@ -36,7 +36,7 @@ def test_typed_out_of_memory_is_one_type(error: Exception) -> None:
 
 
 def test_typed_out_of_memory_comes_from_a_real_failure() -> None:
-    """A true allocation failure, not a mock."""
+    """A real allocation failure, not a mock."""
     with pytest.raises(DeviceOutOfMemory), typed_out_of_memory("testing"):
         torch.empty(1 << 60, dtype=torch.uint8)
     with pytest.raises(DeviceOutOfMemory), typed_out_of_memory("testing"):
@@ -49,7 +49,7 @@ def test_typed_out_of_memory_lets_other_errors_pass() -> None:
 
 
 def test_require_available_gives_value_limit_and_remedy() -> None:
-    """The message gives what did not fit, the limit, and what helps."""
+    """The message has value, limit and remedy."""
     memory = HostMemory()
     require_available(memory, 1, "a byte")
     with pytest.raises(
@@ -59,7 +59,7 @@ def test_require_available_gives_value_limit_and_remedy() -> None:
 
 
 class CachingMemory(HostMemory):
-    """Memory whose allocator caches all of it until it is told to give it back."""
+    """Memory whose allocator caches all of it until `release`."""
 
     def __init__(self) -> None:
         super().__init__()

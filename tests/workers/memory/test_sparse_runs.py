@@ -1,4 +1,4 @@
-"""Runs that show their memory with a part of their work: what is left out, and that nothing is missing of the peak."""
+"""Sparse runs: skipped work, and the same peak of memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_sparse_runs_compute_the_first_and_last_piece_two_layers_of_a_kind_and_a
 
 
 def test_sparse_steps_take_the_first_and_the_last_block_of_rows_through_the_layers() -> None:
-    """What is left out is zero: tokens are drawn from what comes of it."""
+    """Skipped parts are zero, as tokens are sampled from them."""
     rows, sizes = torch.ones(900, 8), BlockSizes(256, 0)
     with sparsely():
         sparse = StepRows(rows, rows, 900, sizes)
@@ -73,7 +73,7 @@ def test_a_sparse_product_by_a_packed_weight_takes_the_first_and_the_last_block(
 
 
 def test_what_a_sparse_product_leaves_out_is_zero() -> None:
-    """Tokens are drawn from what heads of models make of rows: it may be useless, but not nonsense."""
+    """Tokens are sampled from the head's results: they may be meaningless, but must be valid numbers."""
     product = QuantizedProduct(torch.ones(96, 16, dtype=torch.bfloat16), None, threads=1)
     rows = torch.ones(3, 16, dtype=torch.bfloat16)
     whole = product(rows)
@@ -118,7 +118,7 @@ print(memory.peak() - loaded.reserved_bytes, reservation.growth_bytes)
 def test_a_sparse_reservation_is_what_whole_batches_take(
     checkpoints: Callable[[str], Path], size: str, dtype: str
 ) -> None:
-    """The same peak, but for pieces that lie otherwise in the heap, which the reservation has room for."""
+    """The same peak, apart from fragmentation, which the reservation allows for."""
     done = subprocess.run(
         [sys.executable, "-c", ENCODES, str(checkpoints(size)), dtype],
         env=rank_environment(threads=1),

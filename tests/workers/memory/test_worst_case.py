@@ -51,7 +51,7 @@ def every_unit(
 def test_largest_units_equal_trying_every_image(
     factor: int, pixels_max: int, budget: int, capped: bool, minimum: int, maximum: int | None
 ) -> None:
-    """Exactly what legal images reach under all caps together, neither more nor less."""
+    """Exactly the reach of legal images under all limits together."""
     limits = ResizeLimits(minimum=minimum * factor, maximum=maximum)
     limits = clamp_limits(limits, tokens=budget, factor=factor)
     tokens_max = budget if capped else 0
@@ -69,10 +69,10 @@ def test_largest_units_find_the_strip_that_guesses_miss() -> None:
 
 @pytest.mark.parametrize("pixels_max", [997, 7919, 104_729, 1_299_709])
 def test_largest_units_of_a_prime_are_legal(pixels_max: int) -> None:
-    """Each is the grid of an image that the processor takes."""
+    """Each is the grid of an image that the processor accepts."""
     limits = ResizeLimits(1, None)
     for few, many in largest_units(limits, factor=28, tokens_max=0, pixels_max=pixels_max).items():
-        # Rounding lifts a side by half a factor at most, so the sides before it were within the ratio.
+        # Rounding raises a side by at most half a factor, so the original sides were within the ratio.
         assert (many - 0.5) / (few + 0.5) < ASPECT_RATIO_MAX
         assert (few - 0.5) * (many - 0.5) * 28 * 28 <= pixels_max
 
@@ -102,7 +102,7 @@ def test_worst_batches_stay_within_every_cap(
     pixels_max: int,
     item_tokens_max: int,
 ) -> None:
-    """Merge multiples, at least one unit, and no cap is exceeded."""
+    """Multiples of the merge size, at least one unit, and no limit is exceeded."""
     found = batches(
         items=items, tokens=tokens, pixels_max=pixels_max, item_tokens_max=item_tokens_max
     )
@@ -120,7 +120,7 @@ def test_worst_batches_stay_within_every_cap(
 def test_worst_batches_use_the_budget_up(
     batches: Callable[..., list[list[ImagePlan]]],
 ) -> None:
-    """The tighter cap binds, and what it leaves is used."""
+    """The tighter limit binds, and the rest of the budget is used."""
     caps = {"pixels_max": 64_000_000, "item_tokens_max": 64}
     full = batches(items=8, tokens=200, **caps)
     assert max(sum(plan.tokens for plan in batch) for batch in full) >= 196
@@ -135,7 +135,7 @@ def test_worst_batches_use_the_budget_up(
 def test_worst_batches_without_a_token_budget_fill_the_count(
     batches: Callable[..., list[list[ImagePlan]]],
 ) -> None:
-    """Then the count alone holds."""
+    """Then only the count limits."""
     found = batches(items=3, tokens=0, pixels_max=64_000_000, item_tokens_max=64)
     assert [plan.tokens for plan in found[0]] == [64, 64, 64]
 
@@ -143,7 +143,7 @@ def test_worst_batches_without_a_token_budget_fill_the_count(
 def test_worst_batches_let_an_image_above_the_budget_run_alone(
     batches: Callable[..., list[list[ImagePlan]]],
 ) -> None:
-    """It is encoded nevertheless, so it is a candidate."""
+    """It is encoded, so it is a candidate."""
     found = batches(items=8, tokens=40, pixels_max=64_000_000, item_tokens_max=64)
     assert [plan.tokens for plan in found[0]] == [64]
     for batch in found:
@@ -157,7 +157,7 @@ def test_worst_batches_of_no_images_are_none(
 
 
 def test_compose_tries_strips_where_they_are_something_else() -> None:
-    """The longest image is a candidate too, unless it is as large as the largest."""
+    """The longest image is a candidate, too, unless it is about as large as the largest."""
     found = compose({1: 60, 8: 10}, least=1, items=4, tokens=100)
     assert [batch[0] for batch in found] == [(8, 10), (1, 25), (1, 60)]
     assert len(compose({1: 79, 8: 10}, least=1, items=4, tokens=100)) == 2
@@ -171,7 +171,7 @@ def test_compose_names_each_candidate_once() -> None:
 def test_worst_batches_do_not_heed_the_environment(
     batches: Callable[..., list[list[ImagePlan]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Settings that other servers read change nothing."""
+    """Environment variables of other servers have no effect."""
     caps = {"items": 8, "tokens": 200, "pixels_max": 64_000_000, "item_tokens_max": 64}
     before = batches(**caps)
     for name in ("MAX_PIXELS", "MIN_PIXELS", "VIT_MAX_BATCH", "IMAGE_MAX_TOKEN_NUM"):

@@ -1,4 +1,4 @@
-"""Real processes that stand in for the ranks of a group: one executor a rank, each with one process that lives on."""
+"""Real processes for the ranks of a group: one executor per rank, each with one long-lived process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def forkable_everywhere() -> list[str]:
-    """Return what the ranks of the families that most tests use import, and may be forked with."""
+    """Return the imports of ranks of the families that most tests use, to preload before forks."""
     families = ("qwen2_5_vl", "qwen3_vl")
     return [*RANK_MODULES, *(f"transformers.models.{name}.modeling_{name}" for name in families)]
 
@@ -48,7 +48,7 @@ class Ranks:
     def run(self, function: Callable[..., T], *arguments: object, size: int = 2) -> list[T]:
         """Call `function(settings, *arguments)` as each rank; return the results in order."""
         started = self.start(function, *arguments, size=size)
-        # A rank that raises is told of at once: the others may wait for it.
+        # Report a rank that raises at once: the others may wait for it.
         done, _ = wait(started, timeout=PATIENCE_S, return_when=FIRST_EXCEPTION)
         for each in done:
             each.result()
@@ -73,11 +73,11 @@ class Ranks:
 
 
 def shared_embeddings(settings: WorkerSettings, info: ModelInfo) -> npt.NDArray[np.uint8]:
-    """Return memory that all ranks of a group see, as the arena is."""
+    """Return memory that all ranks of a group share, like the arena."""
     shape = (PAGES, ROWS_A_PAGE, info.embedding_row_bytes)
     path = Path(f"{settings.rendezvous}-arena")
     with path.open("ab") as file:
-        # numpy gives an empty file a byte to map; another rank must not take it away again.
+        # numpy extends an empty file by a byte to map it; another rank must not truncate it again.
         file.truncate(max(1, PAGES * ROWS_A_PAGE * info.embedding_row_bytes))
     return np.memmap(path, dtype=np.uint8, mode="r+", shape=shape)
 
@@ -100,7 +100,7 @@ def answer(
     dtype: str = "float32",
     kv_dtype: str = "auto",
 ) -> tuple[list[list[int]], npt.NDArray[np.uint8], dict[str, int]]:
-    """Run questions to their end; return the tokens, all embeddings, and the bytes of both stages' weights."""
+    """Run questions to completion; return the tokens, all embeddings, and the bytes of both stages' weights."""
     stage = load(settings, path, dtype, kv_dtype)
     driver = driver_of(settings, stage, 40)
     running = driver.run(questions, arrivals=2, preempts=7)
@@ -114,7 +114,7 @@ def answer(
 def answer_text(
     settings: WorkerSettings, path: str, questions: Sequence[Question], dtype: str = "float32"
 ) -> list[list[int]]:
-    """Run questions of a model of text alone to their end; return the tokens."""
+    """Run questions of a text model to completion; return the tokens."""
     driver = Driver(load(settings, path, dtype), chunk=7, seed=7)
     return [each.output for each in driver.run(questions, arrivals=2, preempts=7)]
 
@@ -124,9 +124,8 @@ def encode_in_parts(
 ) -> tuple[str, bool]:
     """Encode an image layer by layer, with a step of the language model after each; the first rank may fail.
 
-    If that is early, the other one waits for its next layer, and is told to go on to the end.
-
-    Returns how that ended, and whether a batch that followed has the rows of one at once, and the steps their tokens.
+    On an early failure, the other rank waits in its next layer and is advanced to the end. Returns the error, and
+    whether a following batch has the same rows as one encoded at once, with unchanged tokens in the steps.
     """
     stage = load(settings, path)
     driver = driver_of(settings, stage, 40)
@@ -162,7 +161,7 @@ def encode_in_parts(
 
 
 def outcome(call: Callable[[], Any]) -> str:
-    """Return the name and the message of what a call raises, empty when it raises nothing."""
+    """Return the name and the message of a call's exception; empty if there is none."""
     try:
         call()
     except Exception as error:  # noqa: BLE001  # the tests look at it
@@ -171,6 +170,6 @@ def outcome(call: Callable[[], Any]) -> str:
 
 
 def enter(group: RankGroup) -> None:
-    """Do one thing together."""
+    """Run one collective operation."""
     with group.together():
         group.all_reduce(torch.ones(1))

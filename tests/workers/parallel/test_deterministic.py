@@ -1,4 +1,4 @@
-"""`deterministic` over several ranks: the logits of a request are the same to the bit, whatever is beside it."""
+"""`deterministic` on several ranks: a request's logits are bit-identical in any batch."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(
     settings: WorkerSettings, path: str, runs: Sequence[tuple[int, int, int]]
 ) -> list[list[str]]:
-    """Return the log-probabilities of the first `count` questions, for runs of (count, rows of a chunk, preempts)."""
+    """Return the log-probabilities of the first `count` questions, for runs of (count, chunk size, preempts)."""
     settings = dataclasses.replace(settings, deterministic=True)
     found = []
-    # The process lives on for other tests.
+    # The process is reused by other tests.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "BLOCK_SIZE", 16)
         stage = Stage.load(path, attention="auto", dtype="bfloat16", settings=settings)
@@ -62,7 +62,7 @@ def answers(
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_logits_are_the_same_over_ranks(ranks: Ranks, four_heads: Path, size: int) -> None:
-    """Alone and among others, in chunks of other sizes, and recomputed; every digit of a log-probability counts."""
+    """Alone and in a batch, with other chunk sizes, and recomputed; all digits of log-probabilities are compared."""
     runs = [(1, 1000, 0), (len(QUESTIONS), 40, 0), (len(QUESTIONS), 13, 4)]
     for alone, together, again in ranks.run(answers, str(four_heads), runs, size=size):
         assert together[:1] == alone

@@ -1,4 +1,4 @@
-"""Mixtures of experts: against transformers, over several ranks, and while experts move between them."""
+"""Mixtures of experts: compared with transformers, on several ranks, and while experts move between them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_place_experts_gives_the_heaviest_first_to_the_least_loaded() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_next_placement_is_one_of_all_experts_and_never_worse(seed: int) -> None:
-    """Every rank holds as many experts as before, each expert is held once, what stays keeps its place."""
+    """Every rank keeps its number of experts, each expert has one rank, experts that stay keep their place."""
     draw = random.Random(seed)
     ranks, share = draw.choice([2, 4]), draw.randint(1, 6)
     order = draw.sample(range(ranks * share), ranks * share)
@@ -63,7 +63,7 @@ def test_next_placement_is_one_of_all_experts_and_never_worse(seed: int) -> None
 def test_next_placement_moves_nothing_without_gain() -> None:
     current: Placement = [[3, 0], [2, 1]]
     assert next_placement([5, 5, 5, 5], current) is current
-    # Each rank keeps the group of which it holds more: two experts change places, not four.
+    # Each rank keeps the group with the larger overlap: two experts move, not four.
     found = next_placement([9, 8, 7, 1, 1, 1], [[1, 4, 5], [0, 2, 3]])
     assert found == [[1, 2, 5], [0, 4, 3]]
 
@@ -72,7 +72,7 @@ def test_next_placement_moves_nothing_without_gain() -> None:
 def test_step_equals_generate(
     stages: Callable[..., Stage], references: Callable[[str], Reference]
 ) -> None:
-    """Chunks, images and decode together, dense layers between: the tokens of transformers' `generate`."""
+    """Chunks, images and decode in one step, with dense layers in between: the tokens of transformers' `generate`."""
     stage = stages(SIZE)
     found = Driver(stage, chunk=40).run(mixed_questions(), arrivals=2, preempts=7)
     assert outputs(found) == expected(stage, references(SIZE), mixed_questions())
@@ -82,7 +82,7 @@ def test_step_equals_generate(
 def test_load_takes_both_layouts(
     stages: Callable[..., Stage], checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Published checkpoints have the last two dimensions of the experts the other way round."""
+    """Published checkpoints have the last two dimensions of experts swapped."""
     for file in checkpoints(SIZE).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
@@ -123,7 +123,7 @@ def test_check_parallel_counts_experts(
 def balanced_answer(
     settings: WorkerSettings, path: str, questions: Sequence[Question], every: int
 ) -> tuple[list[list[int]], list[Placement], dict[str, Any]]:
-    """Answer questions and balance after every so many steps; return tokens, placements and what was seen."""
+    """Run questions and rebalance after every `every` steps; return tokens, placements and observations."""
     stage = on_rank.load(settings, path)
     worker: Any = stage.generator
     layers = [each for each in worker.module.modules() if isinstance(each, SharedExperts)]

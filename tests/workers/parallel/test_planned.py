@@ -1,4 +1,4 @@
-"""Ranks that share a model by transformers' own plan, against `generate`; and what they refuse to share."""
+"""Tensor parallelism by transformers' plan, compared with `generate`; and refused models."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from vsched_workers.parallel.planned import PlannedRanks, share_by_plan
 from vsched_workers.plugin import plugin
 
 SHARED = ("cohere", "deepseek_v3", "mixtral", "olmo2", "phi3", "qwen3_moe", "starcoder2")
-"""Heads of their own, experts in parts, results put together, inputs split, linear layers with biases."""
+"""Split heads, split experts, gathered results, split inputs, linear layers with biases."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SHARED, "gemma2", "llama", "mistral", "qwen3"])
 def test_two_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    """The last four are of the usual make, which has a table of its own."""
+    """The last four have a decoder description, with its own table."""
     make_checkpoint(name, tmp_path)
     plugin.check_parallel(inspect(tmp_path), stage="generate", ranks=2)
     questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
@@ -48,7 +48,7 @@ def test_four_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cohere", "deepseek_v3", "mixtral", "phi3", "starcoder2"])
 def test_ranks_have_the_same_tokens_in_bfloat16(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    """Linear layers are packed there, and still add up; the tokens are near those of one rank, which rounds once."""
+    """Packed linear layers still sum over ranks; tokens are close to those of one rank, which rounds once."""
     make_checkpoint(name, tmp_path)
     questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
     found = ranks.run(on_rank.answer_text, str(tmp_path), questions, "bfloat16")
@@ -132,7 +132,7 @@ def test_unknown_entry_of_a_plan_is_refused() -> None:
 
 
 def test_parameters_that_the_plan_is_silent_about_are_refused() -> None:
-    """They may be for all heads, or be added once by each rank."""
+    """They may concern all heads, or be added by each rank."""
     model = built("cohere")
     model.model.layers[2].self_attn.sinks = nn.Parameter(torch.zeros(4))
     with pytest.raises(CheckpointError, match="nothing of layers.2.self_attn.sinks"):

@@ -1,4 +1,4 @@
-"""Cutting modules and tensors into the shares of ranks."""
+"""Slicing of modules and tensors into the shares of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vsched_workers.plugin import plugin
 
 
 def test_cut_of_a_fused_layer_takes_each_part_by_itself() -> None:
-    """Queries, keys and values of a rank's heads, not the first rows of what lies one above the other."""
+    """Queries, keys and values of a rank's heads, not the first rows of the stack."""
     assert cut_of(24, ranks=2, rank=1, parts=3).spans == ((4, 8), (12, 16), (20, 24))
     assert cut_of(24, ranks=2, rank=1).spans == ((12, 24),)
 
@@ -43,7 +43,7 @@ def test_cuts_of_all_ranks_make_the_whole(ranks: int, dimension: int, parts: int
 
 
 def test_cut_asserts_the_shape_that_it_promises() -> None:
-    """A tensor that ends before the cut does is not passed on, a module of another size not filled."""
+    """A tensor that is shorter than the cut, or a module of another size, is an error."""
     cut = Cut(dimension=0, whole=8, spans=((4, 8),))
     with pytest.raises(AssertionError, match="is not cut to"):
         cut.read(torch.zeros(6, 2))
@@ -54,7 +54,7 @@ def test_cut_asserts_the_shape_that_it_promises() -> None:
 
 
 def test_slice_module_asserts_that_every_name_is_there() -> None:
-    """A layer that was renamed is not left whole in silence, and a count of heads not cut with a rest."""
+    """A renamed layer is not silently kept whole, and a number of heads must be divisible."""
     module = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(AssertionError, match="down"):
         slice_module(module, Sharing({"0": Split.COLUMN, "down": Split.ROW}, ()), ranks=2, rank=0)
@@ -73,7 +73,7 @@ def build(checkpoints: Callable[[str], Path], size: str, stage: str) -> tuple[nn
 
 @pytest.mark.parametrize("stage", ["encode", "generate"])
 def test_slice_module_shapes(checkpoints: Callable[[str], Path], size: str, stage: str) -> None:
-    """Every layer that the table names has half of one dimension; no other tensor has changed."""
+    """Every layer in the table has half of one dimension; all other tensors are unchanged."""
     whole, sharing = build(checkpoints, size, stage)
     half, _ = build(checkpoints, size, stage)
     cuts = slice_module(half, sharing, ranks=2, rank=1)
@@ -90,7 +90,7 @@ def test_slice_module_shapes(checkpoints: Callable[[str], Path], size: str, stag
 
 
 class Recorder:
-    """Stands in for `safetensors.safe_open` and counts what is read of each tensor."""
+    """A replacement of `safetensors.safe_open` that counts the bytes read of each tensor."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.read: dict[str, int] = {}
@@ -135,7 +135,7 @@ class Recorder:
 def test_ranks_read_and_hold_their_share_only(
     checkpoints: Callable[[str], Path], size: str, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank reads and holds half of what the table names and all of the rest, to the byte."""
+    """A rank reads and holds exactly half of the tensors in the table and all others."""
     module, sharing = build(checkpoints, size, stage)
     cuts = slice_module(module, sharing, ranks=2, rank=0)
     whole, _ = build(checkpoints, size, stage)
@@ -160,7 +160,7 @@ def test_ranks_read_and_hold_their_share_only(
 
 @pytest.fixture
 def untied(checkpoints: Callable[[str], Path], tmp_path: Path) -> WeightIndex:
-    """Return a checkpoint with a head of its own beside an embedding of 6 rows."""
+    """Return a checkpoint with an untied head and an embedding of 6 rows."""
     from safetensors.torch import save_file
 
     head = torch.arange(18.0).reshape(6, 3)

@@ -1,4 +1,4 @@
-"""Several ranks, in processes of their own, against one: the same tokens, the same rows, each with its share."""
+"""Several ranks, in separate processes, compared with one: the same tokens and rows, each with its share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QUESTIONS = [
 def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a checkpoint like one of the named sizes, with four KV heads and four vision heads.
 
-    Its vocabulary does not divide by four, so that every rank has the whole head. It has biases.
+    Its vocabulary is not divisible by four, so every rank has the whole head. It has biases.
     """
     root = tmp_path_factory.mktemp("four-heads")
 
@@ -59,7 +59,7 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 def draw_biases(path: Path) -> None:
-    """Make the biases random: they are zero at first, and then nobody sees how they are cut and added."""
+    """Make the biases random: errors in slicing and summing zeros would not be seen."""
     weights = load_file(path)
     torch.manual_seed(0)
     for name in [name for name in weights if name.endswith(".bias")]:
@@ -86,7 +86,7 @@ def check_equal(ranks: Ranks, path: Path, size: int) -> None:
 
 
 def test_two_ranks_equal_one(ranks: Ranks, checkpoints: Callable[[str], Path], size: str) -> None:
-    """Prefill in chunks beside decode, images, deepstack, preemption, a seeded request: token for token."""
+    """Chunked prefill and decode in one step, images, deepstack, preemption, a seeded request: the same tokens."""
     check_equal(ranks, checkpoints(size), 2)
 
 
@@ -96,7 +96,7 @@ def test_four_ranks_equal_one(ranks: Ranks, four_heads: Callable[[str], Path], s
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_two_ranks_of_the_usual_make_equal_one(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    """A model of text alone that has no file of its own: chunks, preemption, biases, a head that is tied or not."""
+    """A text model with a decoder description: chunks, preemption, biases, tied and untied heads."""
     tied = name == "qwen3"
     make_text(name, tmp_path, attention_bias=True, tie_word_embeddings=tied, sliding_window=None)
     questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
@@ -108,7 +108,7 @@ def test_two_ranks_of_the_usual_make_equal_one(ranks: Ranks, name: str, tmp_path
 def test_ranks_pause_in_a_batch(
     ranks: Ranks, checkpoints: Callable[[str], Path], size: str, fails: str
 ) -> None:
-    """Parts end at one place on all ranks, steps lie in between; one failure is everybody's."""
+    """All ranks pause at the same layer, with steps in between; a failure of one fails all."""
     found = ranks.run(on_rank.encode_in_parts, str(checkpoints(size)), QUESTIONS[0], fails)
     errors = ["ValueError", "PeerFailed"] if fails else ["", ""]
     assert [error.partition(":")[0] for error, _ in found] == errors
@@ -118,7 +118,7 @@ def test_ranks_pause_in_a_batch(
 def test_ranks_agree_in_bfloat16(
     ranks: Ranks, checkpoints: Callable[[str], Path], size: str
 ) -> None:
-    """Packed layers are cut like the others; every rank draws the same tokens."""
+    """Packed layers are split like the others; every rank draws the same tokens."""
     first, second = ranks.run(on_rank.answer, str(checkpoints(size)), QUESTIONS, "bfloat16")
     assert first[0] == second[0]
     assert [len(each) for each in first[0]] == [12, 12, 8]

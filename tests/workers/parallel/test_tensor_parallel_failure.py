@@ -1,4 +1,4 @@
-"""What one rank's failure is to the others: an error at once, and the next attempt works again."""
+"""Failures of a rank: the others fail at once, and the next attempt works again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QUESTIONS = [Question("What is in the image?", [drawn_image(1, 90, 60)], count=6
 
 
 class Once:
-    """Calls a function, but fails instead the n-th time."""
+    """Calls a function, but raises an error at the n-th call."""
 
     def __init__(self, function: Callable[..., Any], error: Exception, *, at: int = 1) -> None:
         self.calls = 0
@@ -66,7 +66,7 @@ def sums(settings: WorkerSettings) -> tuple[list[float], list[float], list[bytes
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_group_adds_up_and_lays_side_by_side(ranks: Ranks, size: int) -> None:
-    """Every rank has the same bits; a large tensor of four ranks takes the other way."""
+    """Every rank has bit-identical results; a large tensor of four ranks uses gloo's sum."""
     found = ranks.run(sums, size=size)
     assert found[0][0] == [size * (size + 1) / 2] * 4
     assert found[0][1] == [float(rank) for rank in range(size) for _ in range(2)]
@@ -74,7 +74,7 @@ def test_group_adds_up_and_lays_side_by_side(ranks: Ranks, size: int) -> None:
 
 
 def attempts(settings: WorkerSettings, failing: int, kind: str) -> list[str]:
-    """Fail three times, on the failing rank, and succeed after each; return what happened."""
+    """Fail three times, on the failing rank, and succeed after each; return the outcomes."""
     group = RankGroup(settings, "generate", GlooCollectives(), timeout_s=NEVER_S)
     here = settings.rank == failing
     error = DeviceOutOfMemory("own") if kind == "memory" else ValueError("own")
@@ -95,7 +95,7 @@ def attempts(settings: WorkerSettings, failing: int, kind: str) -> list[str]:
         seen.append(outcome(lambda fault=fault: attempt(**{fault: True})))  # type: ignore[misc]
         seen.append(outcome(attempt))
     for alone in (lambda: prepare(group, error), lambda: abort_twice(group)):
-        # The failing rank fails by itself; the others notice in what they do together next, where it takes no part.
+        # The failing rank fails alone; the others notice in their next attempt, which it does not join.
         seen.append(outcome(alone if here else attempt))
         seen.append(outcome(attempt))
     return seen
@@ -113,7 +113,7 @@ def prepare(group: RankGroup, error: Exception) -> None:
 
 @pytest.mark.parametrize(("size", "failing"), [(2, 0), (2, 1), (4, 2)])
 def test_group_fails_as_one_and_meets_again(ranks: Ranks, size: int, failing: int) -> None:
-    """No rank goes on or retries alone, wherever another one failed; the next attempt works on all."""
+    """No rank continues or retries alone, wherever another one failed; the next attempt works on all."""
     found = ranks.run(attempts, failing, "memory", size=size)
     other = f"DeviceOutOfMemory: another rank of the group, {failing}, ran out of memory."
     own = "DeviceOutOfMemory: own"
@@ -125,7 +125,7 @@ def test_group_fails_as_one_and_meets_again(ranks: Ranks, size: int, failing: in
 
 
 def test_group_tells_other_failures_apart(ranks: Ranks) -> None:
-    """An error of another kind is not mistaken for a lack of memory, which would be retried in parts."""
+    """Another kind of error is not mistaken for out-of-memory, which would be retried in parts."""
     found = ranks.run(attempts, 1, "value")
     assert found[0][0] == "PeerFailed: another rank of the group, 1, failed: ValueError"
     assert found[1][0] == "ValueError: own"
@@ -133,7 +133,7 @@ def test_group_tells_other_failures_apart(ranks: Ranks) -> None:
 
 
 class LateGroup:
-    """A group as on GPUs: a collective is only begun, and one that was aborted leaves anything behind."""
+    """A group as on GPUs: collectives are asynchronous, and an aborted one leaves arbitrary data."""
 
     def __init__(self) -> None:
         self.aborted = threading.Event()
@@ -150,7 +150,7 @@ class LateGroup:
 
 
 class LateCollectives:
-    """Connects to nobody; see `LateGroup`."""
+    """Connects to no peer; see `LateGroup`."""
 
     exchanges = False
     wakes_peers = False
@@ -165,7 +165,7 @@ class LateCollectives:
 
 @pytest.fixture
 def late(tmp_path: Path) -> tuple[RankGroup, LateGroup, Any]:
-    """Return rank 0 of two, what it is connected to, and the store as rank 1 sees it."""
+    """Return rank 0 of two, its connection, and the store as seen by rank 1."""
     distributed: Any = torch.distributed
     store: Any = distributed.FileStore(str(tmp_path / "group-generate-0"), 2)
     store.set("step/1", "0")
@@ -178,7 +178,7 @@ def late(tmp_path: Path) -> tuple[RankGroup, LateGroup, Any]:
 def test_what_an_aborted_collective_left_behind_is_the_other_ranks_failure(
     late: tuple[RankGroup, LateGroup, Any], broken: bool
 ) -> None:
-    """On GPUs a step goes on with it until something breaks, or the vote tells; the reason stays the first one."""
+    """On GPUs a step continues with such data until an error or the vote; the reported reason is the first failure."""
     group, connected, store = late
 
     def step() -> None:
@@ -202,7 +202,7 @@ def test_what_breaks_here_first_is_told(late: tuple[RankGroup, LateGroup, Any]) 
 
 
 def test_a_vote_that_is_cast_early_is_cast_once(late: tuple[RankGroup, LateGroup, Any]) -> None:
-    """It is begun before results are read, so that the host waits once; the next attempt has one of its own."""
+    """It is started before results are read, so that the host waits once; the next attempt has its own vote."""
     group, connected, _ = late
     for _ in range(2):
         with group.together():
@@ -229,10 +229,10 @@ def vote_early(settings: WorkerSettings) -> list[int]:
 
 
 def lose(settings: WorkerSettings, how: str) -> str:
-    """Do one thing together; then rank 1 is gone, or says nothing until the other one has waited in vain."""
+    """Run one collective; then rank 1 is gone, or is silent until the other one's timeout."""
     on_rank.enter(
         RankGroup(settings, "both are there", GlooCollectives())
-    )  # so that 2 s are enough to connect
+    )  # so that 2 s suffice to connect
     group = RankGroup(
         settings, "generate", GlooCollectives(), timeout_s=2.0 if how == "deaf" else NEVER_S
     )
@@ -249,12 +249,12 @@ def lose(settings: WorkerSettings, how: str) -> str:
 
 
 def test_group_is_lost_with_a_rank_that_is_gone(ranks: Ranks) -> None:
-    """Connections that close without a word are no lack of memory."""
+    """Closed connections without a reason are not out-of-memory."""
     assert "connection to another rank of the group is gone" in ranks.run(lose, "gone")[0]
 
 
 def test_group_does_not_wait_for_ever(ranks: Ranks) -> None:
-    """A deaf rank is waited for as long as the limit says, which the message names."""
+    """A silent rank is waited for until the timeout in the message."""
     assert "value over 2, limit 2. Remedy" in ranks.run(lose, "deaf")[0]
 
 
@@ -265,7 +265,7 @@ def meet_at_another_step(settings: WorkerSettings) -> str:
 
 
 def test_group_meets_at_one_step_only(ranks: Ranks) -> None:
-    """Ranks that are at different steps notice when they connect."""
+    """Ranks at different steps notice when they connect."""
     found = ranks.run(meet_at_another_step)
     assert found == ["RankDesync: the ranks of a group meet after [0, 1] steps"] * 2
 
@@ -273,7 +273,7 @@ def test_group_meets_at_one_step_only(ranks: Ranks) -> None:
 def generate_with_faults(
     settings: WorkerSettings, path: str, failing: int
 ) -> tuple[list[str], list[int]]:
-    """Fail one step at each place of a step, and run it again each time, to the end of a request."""
+    """Fail at each point of a step, and run it again each time, until a request is complete."""
     stage = on_rank.load(settings, path)
     assert isinstance(stage.generator, CollectiveWorker)
     worker: Any = stage.generator
@@ -301,7 +301,7 @@ def generate_with_faults(
 def test_step_fails_on_every_rank_and_can_be_run_again(
     ranks: Ranks, checkpoints: Callable[[str], Path], stages: Callable[..., Any], failing: int
 ) -> None:
-    """Before the first collective, between two, and after the last; the tokens are the same as ever."""
+    """Before the first collective, between two, and after the last; the tokens are unchanged."""
     found = ranks.run(generate_with_faults, str(checkpoints("nano25")), failing)
     wanted = Driver(stages("nano25"), chunk=16).run(QUESTIONS)[0].output
     for rank, (seen, tokens) in enumerate(found):
@@ -333,7 +333,7 @@ def encode_with_faults(settings: WorkerSettings, path: str) -> tuple[list[str], 
 def test_encode_fails_on_every_rank_and_can_be_run_again(
     ranks: Ranks, checkpoints: Callable[[str], Path], stages: Callable[..., Any]
 ) -> None:
-    """The batch fails alike on all ranks; the next one is encoded, and the first rank alone writes."""
+    """The batch fails on all ranks; the next one is encoded, and only the first rank writes."""
     (seen, rows), (own, nothing) = ranks.run(encode_with_faults, str(checkpoints("nano3")))
     assert seen[0] == "DeviceOutOfMemory: another rank of the group, 1, ran out of memory."
     assert seen[1] == "PeerFailed: another rank of the group, 1, failed: ValueError"
@@ -347,7 +347,7 @@ def test_encode_fails_on_every_rank_and_can_be_run_again(
 
 
 def size_with_faults(settings: WorkerSettings, path: str) -> list[tuple[str, str]]:
-    """Carry out orders as the leader gives them; rank 1 fails in three of them."""
+    """Carry out orders as from the leader; rank 1 fails in three of them."""
     stage = on_rank.load(settings, path)
     load = StepLimits(slots=4, batch_tokens=64, chunk_tokens=32, context_tokens=128, block_size=4)
     worker: Any = stage.generator
@@ -376,7 +376,7 @@ def size_with_faults(settings: WorkerSettings, path: str) -> list[tuple[str, str
 def test_sizing_fails_on_every_rank_and_goes_on(
     ranks: Ranks, checkpoints: Callable[[str], Path]
 ) -> None:
-    """Cache, headroom or profiling run: what one rank cannot do fails on all; frugal steps run in lockstep."""
+    """Cache, headroom or profiling run: a failure of one rank fails all; frugal steps run in lockstep."""
     first, second = ranks.run(size_with_faults, str(checkpoints("nano3")))
     outcomes = ["out_of_memory", "fits"] * 3
     assert [each for each, _ in first] == [each for each, _ in second] == outcomes
@@ -403,7 +403,7 @@ with group.together():
 
 
 def test_group_notices_a_killed_rank_at_once(tmp_path: Path) -> None:
-    """The connections of a process go with it."""
+    """The connections of a process are closed with it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     first, second = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Writes the plain checkpoint beside which one is compared whose weights are made into fewer bits on loading."""
+"""Writes float32 checkpoints with dequantized weights, for comparison with quantization on loading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
 
 
 def as_quantized(name: str, tensor: torch.Tensor, kind: str, group: int) -> torch.Tensor:
-    """Return what a tensor of a checkpoint stands for once it is quantised."""
+    """Return a checkpoint's tensor after quantization and dequantization."""
     if tensor.dim() != 2 or "pos_embed" in name:
         return tensor
     if name.endswith(EMBEDDINGS):
@@ -23,7 +23,7 @@ def as_quantized(name: str, tensor: torch.Tensor, kind: str, group: int) -> torc
 
 
 def dequantized_twin(source: Path, target: Path, dtype: torch.dtype, kind: str, group: int) -> Path:
-    """Write a checkpoint in float32 whose weights are those that the quantised ones of another stand for."""
+    """Write a float32 checkpoint with the dequantized weights of another."""
     shutil.copytree(source, target)
     for file in target.glob("*.safetensors"):
         tensors = load_file(file)

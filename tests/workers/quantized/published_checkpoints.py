@@ -1,4 +1,4 @@
-"""Writes checkpoints as other libraries publish them, and the same with the weights that they stand for."""
+"""Writes quantized checkpoints in published formats, and float32 ones with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ GROUP = 32
 
 
 class Published(NamedTuple):
-    """One layer as a library publishes it: its tensors by the ends of their names, and the weight in float32."""
+    """One layer in a published format: its tensors by suffix, and the dequantized weight in float32."""
 
     tensors: Tensors
     weight: torch.Tensor
 
 
 def _words(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack unsigned values [rows, n] into int32, one after the other from the lowest bits on."""
+    """Pack unsigned values [rows, n] into int32, the lowest bits first."""
     count = 32 // bits
     words = torch.zeros(len(values), values.shape[1] // count, dtype=torch.int64)
     for place in range(count):
@@ -34,7 +34,7 @@ def _words(values: torch.Tensor, bits: int) -> torch.Tensor:
 def _levels(
     weight: torch.Tensor, bits: int, group: int, *, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return unsigned levels [out, in], scales and zeros [out, groups], and what they stand for."""
+    """Return unsigned values [out, in], scales and zero points [out, groups], and the dequantized weight."""
     groups = weight.unflatten(1, (-1, group))
     top = (1 << bits) - 1
     low, high = groups.amin(-1), groups.amax(-1)
@@ -97,14 +97,14 @@ def _gptq(weight: torch.Tensor, bits: int, *, less: int = 1) -> Published:
 
 
 def shuffled(inputs: int) -> torch.Tensor:
-    """Return the order in which inputs are quantised: the same for all layers with as many, as GPTQ has it."""
+    """Return the order in which GPTQ quantizes inputs: the same for all layers with as many inputs."""
     return torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
 
 
 def _ordered(
     weight: torch.Tensor, make: Callable[[torch.Tensor], Published], levels: str, groups: str
 ) -> Published:
-    """Quantise groups of inputs in some order; values lie in the layer's order nevertheless."""
+    """Quantize groups of permuted inputs; values are stored in the layer's order."""
     order = shuffled(weight.shape[1])
     back = order.argsort()
     made = make(weight[:, order])
@@ -196,11 +196,11 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[torch.Tensor], Published]]
         _awq,
     ),
 }
-"""What `config.json` says, and how a layer is written."""
+"""The entries of `config.json`, and the writer of a layer."""
 
 
 def publish(source: Path, quantized: Path, twin: Path, name: str) -> None:
-    """Write a checkpoint quantised, and one in float32 with the weights that this stands for."""
+    """Write a quantized checkpoint, and one in float32 with its dequantized weights."""
     said, make = FORMATS[name]
     for target in (quantized, twin):
         shutil.copytree(source, target)

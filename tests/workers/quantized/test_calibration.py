@@ -1,4 +1,4 @@
-"""Calibration: what layers are given is measured right, scales chosen by it are better, and wrong files are refused."""
+"""Calibration: correct statistics of layer inputs, smaller weighted errors, and refusal of wrong files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_scales_by_importance_make_less_of_the_error_that_counts(kind: str, grou
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_an_output_and_a_group_are_searched_alone(kind: str) -> None:
-    """So ranks that have some of them have the same values."""
+    """So ranks with a part of them have the same values."""
     weight, importance = drawn(2000), counts()
     whole = quantize(weight, kind, group=32, importance=importance).dequantized()
     some = quantize(weight[5:9, 32:], kind, group=32, importance=importance[32:]).dequantized()
@@ -95,7 +95,7 @@ def calibrated(path: Path, file: Path, **more: Any) -> int:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> tuple[Path, Path]:
-    """Return a checkpoint of text alone, and its calibration file."""
+    """Return a text checkpoint and its calibration file."""
     path, file = tmp_path / "llama", tmp_path / "calibration.safetensors"
     make_checkpoint("llama", path, initializer_range=0.1)
     calibrated(path, file)
@@ -184,7 +184,7 @@ def test_both_parts_of_a_model_that_sees_are_calibrated(tmp_path: Path) -> None:
 
 
 class Pair(nn.Module):
-    """Two layers, of which the first is shared by outputs, and the second by inputs."""
+    """Two layers, split by outputs and by inputs under tensor parallelism."""
 
     def __init__(self, middle: int) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def test_a_ranks_part_has_the_values_of_the_whole(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray[Any, Any]], dict[str, str]]:
-    """Return a checkpoint of two layers, and what a good file of it has."""
+    """Return a checkpoint of two layers, and the contents of a valid file for it."""
     weights = {f"model.layers.{n}.up.weight": np.ones((4, 32), np.float32) for n in range(2)}
     save_arrays(weights, tmp_path / "model.safetensors")
     squares = {f"language.layers.{n}.up": np.ones(32, np.float32) for n in range(2)}

@@ -1,4 +1,4 @@
-"""Blocks of GGUF files: what is kept of them stands for what `gguf` itself makes of the same bytes."""
+"""GGUF blocks: the same dequantized values as from the `gguf` package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPS = {"Q6_K": 16}
 
 @pytest.mark.parametrize("name", READERS)
 def test_blocks_stand_for_what_gguf_makes_of_them(name: str) -> None:
-    """Of random bytes, so that every bit counts; scales are random numbers of both signs."""
+    """Random bytes, so that every bit matters; scales are random numbers of both signs."""
     kind = gguf.GGMLQuantizationType[name]
     values, size = gguf.GGML_QUANT_SIZES[kind]
     assert size == READERS[name][0]

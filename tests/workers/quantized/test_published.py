@@ -1,4 +1,4 @@
-"""Checkpoints as they are published: what they stand for, how models of them answer, and what is refused."""
+"""Published quantized checkpoints: dequantized weights, model outputs, and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_published_weight_is_what_its_format_says(name: str) -> None:
 def test_published_models_answer_as_their_dequantized_twins(
     tmp_path: Path, name: str, dtype: str, within: float
 ) -> None:
-    """In bfloat16 the layers are fused, and rows are rounded."""
+    """In bfloat16 the layers are fused, and activations are rounded."""
     make_checkpoint("llama", tmp_path / "source", initializer_range=0.1)
     quantized, twin = tmp_path / "quantized", tmp_path / "twin"
     publish(tmp_path / "source", quantized, twin, name)
@@ -69,7 +69,7 @@ def test_published_models_answer_as_their_dequantized_twins(
 def test_published_models_in_order_of_activations_answer_as_transformers(
     tmp_path: Path, name: str
 ) -> None:
-    """Token for token, over the weights that the checkpoint stands for."""
+    """The same tokens as with the dequantized weights."""
     make_checkpoint("llama", tmp_path / "source")
     quantized, twin = tmp_path / "quantized", tmp_path / "twin"
     publish(tmp_path / "source", quantized, twin, name)

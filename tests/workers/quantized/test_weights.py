@@ -1,4 +1,4 @@
-"""Weights in a few bits: what they stand for, and how they are cut and merged."""
+"""Quantized weights: dequantization, slicing and merging."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_part_within_a_group_is_refused() -> None:
 
 
 def ordered(seed: int, order_seed: int = 0) -> QuantizedWeight:
-    """Return a weight whose groups are of inputs that do not lie side by side."""
+    """Return a weight with groups of inputs that are not adjacent."""
     generator = torch.Generator().manual_seed(order_seed)
     order = torch.randperm(96, generator=generator).to(torch.int32)
     return dataclasses.replace(quantize(drawn(8, seed=seed), "int4", group=32), order=order)

@@ -1,4 +1,4 @@
-"""A graph stream that stands in for a GPU's: what is started runs late, when somebody waits for it."""
+"""A fake graph stream that runs work late, when something waits for it, as a GPU may."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from vsched_workers.backends.cuda.graph_stream import Act, Run
 
 
 class LateStream:
-    """Runs what was started in its order, but only when there is a wait for it or for something after it.
+    """Runs work in order, but only on a wait for it or for later work.
 
-    So whoever overwrites what a copy still has to read, or reads what it has not written yet, gets it wrong here.
+    So code that overwrites a copy's source too early, or reads its target too early, fails here.
 
     Attributes:
-        starts: How many captured steps were started.
-        uploads: How many copies to the device were.
+        starts: Number of captured steps that were started.
+        uploads: Number of copies to the device.
         failure: Raised in place of a capture.
     """
 

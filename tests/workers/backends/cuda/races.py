@@ -1,13 +1,14 @@
-"""Streams, events and graphs in the place of `torch.cuda`'s, and a detector of races between them.
+"""Fakes of `torch.cuda`'s streams, events and graphs, and a detector of races between them.
 
-Everything runs at once, on the host. But each access to memory is noted with who makes it, the host or a stream, and
-with what that one knows of the others (a vector clock): a stream knows what the host had done when it was told to do
-something, and what was before an event that it waits for; the host knows what it has waited for. Two accesses to the
-same bytes, one of which writes, must be known to each other, or a device that is late may do them in the other order.
+Everything runs at once, on the host. But each access to memory is recorded with its actor, the host or a stream, and
+with the actor's knowledge of the others (a vector clock): a stream knows the host's actions before an operation was
+enqueued, and everything before an event that it waits for; the host knows everything that it has waited for. Two
+accesses to the same bytes, one of which writes, must be ordered by these clocks, or a delayed device may execute them
+in the other order.
 
-An operation is a stream's if any of its memory is the device's: what is made for a device that is named, what such
-operations give, and what `Machine.own` was told. All other memory is the host's. `Tensor.numpy` counts as a write by
-the host, for what is done with the array is not seen. Memory that is freed is not checked: torch looks after that.
+An operation belongs to a stream if any of its memory is the device's: memory that is created with a device argument,
+results of such operations, and tensors passed to `Machine.own`. All other memory is the host's. `Tensor.numpy` counts
+as a write by the host, as uses of the array are not recorded. Freed memory is not checked: torch handles that.
 
 The clocks are those of Lamport and Mattern; FastTrack (Flanagan and Freund, 2009) finds races by them.
 """
@@ -26,11 +27,11 @@ from torch.utils._pytree import tree_leaves
 HOST = "the host"
 
 Known = dict[str, int]
-"""How much of what each has done is known to somebody."""
+"""A vector clock: the progress of each actor as known to one of them."""
 
 
 class RaceError(AssertionError):
-    """Two accesses to the same memory of which neither knows of the other."""
+    """Two unordered accesses to the same memory."""
 
 
 class _Access(NamedTuple):
@@ -43,7 +44,7 @@ class _Access(NamedTuple):
 
 
 class Stream:
-    """A stream; who waits for it, or has it wait, knows what was before."""
+    """A stream; waiting for it, or having it wait, transfers its clock."""
 
     def __init__(self, machine: Machine, name: str) -> None:
         self.machine, self.name = machine, name
@@ -59,7 +60,7 @@ class Stream:
 
 
 class Event:
-    """What a stream knew when it was recorded."""
+    """The clock of a stream when the event was recorded."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -73,7 +74,7 @@ class Event:
 
 
 class Graph:
-    """Operations that were recorded, and are done again on the same memory."""
+    """Recorded operations that are replayed on the same memory."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -88,7 +89,7 @@ class Graph:
 
 
 class Machine(TorchDispatchMode):
-    """Notes what operations do to memory, as the host or the current stream.
+    """Records the memory accesses of operations, by the host or the current stream.
 
     Attributes:
         current: The stream that operations run on.
@@ -104,7 +105,7 @@ class Machine(TorchDispatchMode):
         self._streams = 0
         self.current = self.stream()
 
-    # --- what stands in for torch.cuda ---
+    # --- replacements for torch.cuda ---
 
     def stream(self, *_: object, **__: object) -> Stream:
         self._streams += 1
@@ -133,7 +134,7 @@ class Machine(TorchDispatchMode):
             self._recording = None
 
     def stand_in(self, patch: pytest.MonkeyPatch) -> None:
-        """Take the place of `torch.cuda`, and see what becomes of memory outside of torch."""
+        """Replace parts of `torch.cuda`, and record accesses to memory outside of torch."""
         for name, value in {
             "Stream": self.stream,
             "Event": self.event,
@@ -163,13 +164,13 @@ class Machine(TorchDispatchMode):
         patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take memory for the device's."""
+        """Make memory belong to the device."""
         for tensor in tensors:
             self._keep(tensor)
             self._device.add(_place(tensor))
 
     def unseen(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs without being looked at: what the host does by itself, with torch on no device."""
+        """Return a function that runs without being recorded: host-only work with torch."""
 
         def ran(*args: Any, **kwargs: Any) -> Any:
             with _disable_current_modes():
@@ -177,7 +178,7 @@ class Machine(TorchDispatchMode):
 
         return ran
 
-    # --- who knows what ---
+    # --- clocks ---
 
     def known_to(self, who: str) -> Known:
         return self._known[who]
@@ -188,17 +189,17 @@ class Machine(TorchDispatchMode):
             mine[other] = max(mine.get(other, 0), when)
 
     def told(self, who: str) -> Known:
-        """Return what a stream knows once the host has told it something now."""
+        """Return the clock of a stream after the host has enqueued work on it."""
         self.learn(who, self._known[HOST])
         return self._known[who]
 
     # --- accesses ---
 
     def note(self, who: str, tensor: torch.Tensor, *, writes: bool, what: str) -> None:
-        """Note an access.
+        """Record an access.
 
         Raises:
-            RaceError: When an earlier one is not known to whoever makes it.
+            RaceError: When it is not ordered after an earlier one.
         """
         if not tensor.numel():
             return
@@ -217,14 +218,14 @@ class Machine(TorchDispatchMode):
             raise RaceError(
                 f"{what} of {who} and {each.what} of {each.who}: the same memory, in no order"
             )
-        if writes:  # whoever knows of this knows of those before
+        if writes:  # a later actor that knows this write knows the earlier accesses
             earlier[:] = [each for each in earlier if each.first < first or stop < each.stop]
         earlier.append(mine)
 
     def _keep(self, tensor: torch.Tensor) -> None:
         if _place(tensor) not in self._accesses:
             self._accesses[_place(tensor)] = []
-            self._kept.append(tensor)  # or another would get its address
+            self._kept.append(tensor)  # or its address would be reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
@@ -235,7 +236,7 @@ class Machine(TorchDispatchMode):
         return made
 
     def again(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
-        """Do an operation of a graph again: what it gives goes where it went."""
+        """Replay an operation of a graph: its results go to their previous memory."""
         found = self._run(func, args, kwargs)
         with _disable_current_modes():
             for old, new in zip(tree_leaves(made), tree_leaves(found), strict=True):
@@ -256,9 +257,9 @@ class Machine(TorchDispatchMode):
         writes = any(
             each.alias_info and each.alias_info.is_write for each in func._schema.arguments
         )
-        # What gives no memory of its own, and writes to none, is a view.
+        # Results that share memory with inputs, without a write, are views.
         fresh = [each for each in made if _place(each) not in places]
-        if self._recording is not None:  # on a GPU nothing is done yet
+        if self._recording is not None:  # on a GPU nothing is executed yet
             self.own(fresh)
         elif writes or fresh:
             self._note_given(who, func, args, kwargs)
@@ -287,7 +288,7 @@ class Machine(TorchDispatchMode):
                 self.note(who, tensor, writes=True, what=str(func))
 
     def _waits(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:
-        """Return whether the host waits for an operation: one that gives it a value, or copies from or to it."""
+        """Return whether the host waits for an operation that returns a value or is a blocking host copy."""
         name = func._schema.name
         if name == "aten::_local_scalar_dense":
             return True

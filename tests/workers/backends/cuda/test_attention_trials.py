@@ -1,4 +1,4 @@
-"""How a kernel is chosen by trying: over a cache on the CPU, with kernels that are right, wrong, slow or broken."""
+"""Choice of a kernel by trials: over a cache on the CPU, with kernels that are right, wrong, slow or broken."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def small_cache() -> KvCache:
 
 
 def choose(kernels: Sequence[Right], times: Mapping[str, float]) -> object:
-    """Choose among kernels that take so long, each in its turn of being timed."""
+    """Choose among kernels with these durations."""
     left = [times[type(kernel).__name__] for kernel in kernels if type(kernel).__name__ in times]
 
     def timer(run: Callable[[], object]) -> float:
@@ -95,7 +95,7 @@ def test_fastest_leaves_out_what_is_wrong_or_does_not_run(
 
 
 def test_fastest_tells_out_of_memory() -> None:
-    """A cache that leaves no room for its kernel is too large."""
+    """A cache that leaves no memory for its kernel is too large."""
     with pytest.raises(DeviceOutOfMemory, match="trying Greedy"):
         choose([Greedy(), Right()], {"Right": 1.0})
 
@@ -109,7 +109,7 @@ def test_fastest_tells_out_of_memory() -> None:
     ],
 )
 def test_a_kernel_that_is_named_is_refused_where_it_is_not_right(kernel: Any, says: str) -> None:
-    """When the cache is built, not in the first step; the remedy names the size of a block that helps."""
+    """When the cache is built, not in the first step; the remedy includes a suitable block size."""
     cache = small_cache()
     with AttentionTrial.over(cache, 4) as trial:
         with pytest.raises(ConfigError, match=says) as refused:
@@ -143,7 +143,7 @@ def varlen_on_cpu(
     seqused_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What the documentation of torch's `varlen_attn` says, written out."""
+    """The documented behavior of torch's `varlen_attn`."""
     assert enable_gqa
     rows = []
     for one, (start, stop) in enumerate(itertools.pairwise(cu_seq_q)):
@@ -190,7 +190,7 @@ def test_varlen_is_called_as_its_documentation_says() -> None:
 @pytest.mark.usefixtures("varlen")
 @pytest.mark.parametrize(("first", "rows"), [(0, 9), (31, 6), (36, 1), (4, 33)])
 def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
-    """A chunk at the end of its context: the causal rule is aligned to the last key."""
+    """A chunk at the end of its context: the causal mask is aligned to the last key."""
     step = step_of([1, 37])
     segment = Segment(
         step.tables[1], start=3, first=first, last=first + rows, block_size=4, device="cpu"
@@ -205,7 +205,7 @@ def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
 
 @pytest.mark.usefixtures("varlen")
 def test_flash_prefill_takes_several_chunks_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a decode row; where contexts are too long to be gathered together, one after the other."""
+    """With a decode row; one after the other if contexts are too long to be gathered together."""
     step, calls = step_of([7, 9, 37]), 0
     tables, step.decode_rows = step.tables, 1
     step.tables, step.contexts = tables[:1], step.contexts[:1]
@@ -245,7 +245,7 @@ def test_an_older_torch_has_no_block_table(monkeypatch: pytest.MonkeyPatch) -> N
     from torch.nn.attention import varlen
 
     def older(query: Any, cu_seq_q: Any, *, scale: Any = None, window_size: Any = None) -> None:
-        """As in torch 2.11."""
+        """The signature in torch 2.11."""
 
     monkeypatch.setattr(varlen, "varlen_attn", older)
     with pytest.raises(ImportError, match="does not take seqused_k, block_table"):

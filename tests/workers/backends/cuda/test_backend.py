@@ -1,4 +1,4 @@
-"""What a CUDA backend sets up before anything runs on its device; torch's part is played by notes."""
+"""Setup by a CUDA backend before anything runs on its device, with a recorded `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_backend_makes_its_device_the_current_one_first(calls: Calls, ranks: int) -> None:
-    """Whichever stage it is for: pinned memory of an encode rank is on that device, too."""
+    """For both stages: pinned memory of an encode rank is on that device, too."""
     settings = WorkerSettings(device="cuda:1", ranks=ranks, rendezvous="somewhere")
     choose_backend(settings, torch.bfloat16)
     assert calls == [("device", "cuda:1"), ("memory", "cuda:1")]
@@ -50,7 +50,7 @@ def test_backend_leaves_the_current_device_where_none_is_named(calls: Calls) -> 
 
 @pytest.mark.usefixtures("calls")
 def test_backend_has_float32_be_float32() -> None:
-    """Products and convolutions: TF32, which torch allows the latter, has ten bits."""
+    """Matrix products and convolutions: TF32, which torch allows for the latter, has a 10-bit mantissa."""
     places: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
     before = [place.allow_tf32 for place in places]
     try:
@@ -74,5 +74,5 @@ def test_weights_in_a_few_bits_need_triton(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_tests_on_a_gpu_do_not_fail_for_a_warning() -> None:
-    """What torch has to say on a machine that no test ran on before is no failure of what is tested."""
+    """Warnings of torch on a new machine are not a failure of the tested code."""
     assert pytest.mark.filterwarnings("default") in test_gpu.pytestmark

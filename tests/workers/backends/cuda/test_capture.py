@@ -1,8 +1,8 @@
-"""What is captured in a CUDA graph does nothing that a capture forbids, nor what is done once and missing in a replay.
+"""Captured steps contain no operation that a capture forbids, or that is missing in a replay.
 
-The whole decode step is run on torch's meta device, which has shapes and no memory, in place of a GPU: whoever wants a
-value of it, or a shape that depends on values, fails there as in a capture. What touches memory of the host, which a
-replay would read as it was long ago, or wait for, is found among the operations that run.
+The whole decode step runs on torch's meta device, which has shapes and no memory, in place of a GPU: using a value, or
+a shape that depends on values, fails there as in a capture. Operations on host memory, whose old contents a replay
+would read, or which it would have to wait for, are found among the operations that run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ForbiddenInCaptureError(Exception):
 
 
 class Capturing(TorchDispatchMode):
-    """Fails when an operation reads, writes or makes memory of the host."""
+    """Fails when an operation reads, writes or allocates host memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
@@ -60,7 +60,7 @@ class Capturing(TorchDispatchMode):
 
 
 class Started:
-    """A kernel that is started over a grid, and does nothing."""
+    """A kernel that is launched over a grid, and does nothing."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         assert all(side > 0 for side in grid)
@@ -68,7 +68,7 @@ class Started:
 
 
 def triton_decode() -> DecodeKernel:
-    """Return the kernel with all that it does before and after it starts something, Triton being there or not."""
+    """Return the kernel with all of its host code; works without Triton."""
     kernel = TritonDecode.__new__(TritonDecode)
     kernel._decode, kernel._merge, kernel._processors = Started(), Started(), 132
     return kernel
@@ -81,7 +81,7 @@ def varlen_decode() -> DecodeKernel:
 
 
 def quantized_layer(linear: nn.Linear) -> QuantizedLayer:
-    """Return a layer over a weight in a few bits, whose kernel is started and does nothing."""
+    """Return a layer with a quantized weight, whose kernel does nothing."""
     weight = quantize(torch.zeros(linear.weight.shape), "int4").to("meta")
     kernels = Started(), Started()
     return QuantizedLayer(
@@ -97,7 +97,7 @@ def captured_step(
     quantized: bool = False,
     fused: bool = False,
 ) -> Callable[[], torch.Tensor]:
-    """Return a decode step of the smallest model, over memory that is on the device."""
+    """Return a decode step of the smallest model, over memory on the device."""
     shape = SHAPES["nano"]
     (folder / "config.json").write_text(json.dumps(shape.config()))
     paged_attention.register()
@@ -123,7 +123,7 @@ def captured_step(
 
     layers: LanguageLayers = ModuleLayers(model, send, axes=True)
     if fused:
-        # The angles are found out by values, once, where there are any; in a step they are computed on the device.
+        # The angles' axes are determined once, from values; in a step, angles are computed on the device.
         model.rotary_emb = type(model.rotary_emb)(model.config)
         layers = made = FusedLayers(
             model, make, send, LayerKernels(Started(), Started(), Started())
@@ -175,7 +175,7 @@ FORBIDDEN: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("offence", FORBIDDEN)
 def test_what_a_capture_forbids_is_found(tmp_path: Path, offence: str) -> None:
-    """Each is put into the attention of a step; none goes unnoticed."""
+    """Each is inserted into the attention of a step; all are detected."""
     plain = triton_decode()
 
     def offending(query: torch.Tensor, layer: int, step: PagedStep, scaling: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Copies of rows, with a stand-in for `torch.cuda` that notes who waits for what."""
+"""Copies of rows, with a fake `torch.cuda` that records waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Log = list[tuple[str, object]]
 
 
 class NotedCuda:
-    """Streams and events that only note what happens to them."""
+    """Streams and events that only record calls."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -75,7 +75,7 @@ def source(rows: int = 40) -> Any:
 
 
 def test_fetch_brings_just_the_rows_that_are_wanted(noted: tuple[RowCopies, Log]) -> None:
-    """Also when a later fetch is larger, smaller, or of the same buffer."""
+    """Also if a later fetch is larger, smaller, or uses the same buffer."""
     copies, _ = noted
     rows = source()
     host = ReferenceBackend(WorkerSettings(), torch.float32)

@@ -1,4 +1,4 @@
-"""Fused layers of a GPU beside transformers' modules, their kernels in Triton's interpreter or on a device."""
+"""Fused layers of a GPU compared with transformers' modules, with kernels in Triton's interpreter or on a device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ in_the_interpreter = pytest.mark.skipif(
 
 
 class FusedOnHost(ReferenceBackend):
-    """The host, with the layers of a GPU."""
+    """The host with the fused layers of a GPU."""
 
     def prepare_language(
         self, model: Any, head: torch.Tensor, decoder: Decoder
@@ -66,7 +66,7 @@ def check(twins: Twins) -> None:
 def test_fused_layers_equal_the_modules(
     checkpoints: Callable[[str], Path], size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decode rows, chunks and images, deepstack and the norms of heads included."""
+    """Decode rows, chunks and images, including deepstack and norms of heads."""
     stage, twins = twins_of(str(checkpoints(size)), monkeypatch)
     Driver(stage, chunk=30).run(mixed_questions(), arrivals=2, preempts=5)
     check(twins)
@@ -77,7 +77,7 @@ def test_fused_layers_equal_the_modules(
 def test_fused_layers_of_text_models_equal_the_modules(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Positions in the text; biases here and there."""
+    """Text positions only; some layers have biases."""
     make_checkpoint(name, tmp_path / name)
     stage, twins = twins_of(str(tmp_path / name), monkeypatch)
     Driver(stage, chunk=9).run([Question(range(3, 3 + n), count=8) for n in (5, 21)], arrivals=2)

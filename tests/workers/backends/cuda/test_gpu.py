@@ -1,4 +1,4 @@
-"""What only a GPU can show: captured steps, kernels on their hardware, and the whole way in float32.
+"""Tests that need a GPU: captured steps, kernels on real hardware, and whole models in float32.
 
 Skipped without CUDA. Not yet run.
 """
@@ -37,7 +37,7 @@ from vsched_workers.checkpoint.random_init import make_checkpoint
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none"),
     pytest.mark.slow,
-    # What torch has to say on a machine that no test ran on before is no failure of what is tested here.
+    # Warnings of torch on a new machine are not a failure of the tested code.
     pytest.mark.filterwarnings("default"),
 ]
 DEVICE = "cuda:0"
@@ -63,7 +63,7 @@ def load(tiny: Path) -> Callable[[str], Stage]:
 def test_generate_on_a_gpu_equals_transformers(
     load: Callable[[str], Stage], tiny: Path, chunk: int
 ) -> None:
-    """Images, chunks that split them, captured decode steps: the tokens of transformers' own generate on a CPU."""
+    """Images, chunks that split them, captured decode steps: the same tokens as transformers' own generate on a CPU."""
     stage, questions = (
         load("float32"),
         [dataclasses.replace(each, count=24) for each in mixed_questions()],
@@ -83,7 +83,7 @@ def test_generate_on_a_gpu_equals_transformers(
 def test_captured_steps_equal_eager_ones(
     load: Callable[[str], Stage], options: dict[str, int]
 ) -> None:
-    """The same worker with its graphs taken away; float32, so that padding changes no token."""
+    """The same worker without its graphs; float32, so that padding changes no token."""
     stage, questions = (
         load("float32"),
         [dataclasses.replace(each, count=40) for each in mixed_questions()],
@@ -94,7 +94,7 @@ def test_captured_steps_equal_eager_ones(
 
 
 def test_memory_of_graphs_comes_back(load: Callable[[str], Stage]) -> None:
-    """What was captured holds on to neither the cache nor memory of its own."""
+    """Captured steps keep neither the cache nor memory of their own."""
     stage = load("bfloat16")
     generator, memory = stage.generator, stage.generator.device_memory()
     Driver(stage, chunk=48).run(mixed_questions())
@@ -130,7 +130,7 @@ def kernels(dtype: torch.dtype) -> list[DecodeKernel]:
 def test_decode_equals_attention_written_out(
     dtype: torch.dtype, within: float, heads: int, kv_heads: int, contexts: list[int]
 ) -> None:
-    """Varlen wants blocks of 256; what the shapes of two real models give, few rows and many."""
+    """Shapes of two real models, small and large batches; varlen requires blocks of 256 tokens."""
     for kernel in kernels(dtype):
         size = 16 if type(kernel).__name__ == "TritonDecode" else 256
         _, step = filled_cache(
@@ -173,7 +173,7 @@ def test_vision_attention_runs_in_one_call() -> None:
 
 
 def test_rows_are_right_when_copies_overlap_with_computing() -> None:
-    """A buffer is not filled anew while it is read, whatever the device is busy with."""
+    """A buffer is not overwritten while it is read, even if the device is busy."""
     copies = RowCopies(DEVICE)
     source = np.random.default_rng(0).integers(0, 255, (4096, 4096), dtype=np.uint8)
     heavy = torch.randn(4096, 4096, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Captured decode steps on a CPU: all of their ways but the capture itself, which runs the step again instead."""
+"""Captured decode steps on a CPU: everything but the capture itself, whose replay runs the step again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS = WorkerSettings(threads=1, adapters=1, adapter_rank_max=4)
 
 
 class CapturableGather:
-    """Attention by gather, passed off as a kernel that can be captured; on a CPU, all memory is the device's."""
+    """Attention by gather in the role of a kernel that can be captured; on a CPU, all memory is the device's."""
 
     capturable = True
 
@@ -48,7 +48,7 @@ class CapturableGather:
 
 
 class CapturingBackend(ReferenceBackend):
-    """A host whose decode steps are captured, as a GPU's are."""
+    """A host whose decode steps are captured, as on a GPU."""
 
     spare_blocks = 1
 
@@ -68,7 +68,7 @@ class CapturingBackend(ReferenceBackend):
 
 @dataclasses.dataclass
 class Captured:
-    """A stage whose decode steps are captured, and the graph stream that they run on."""
+    """A stage with captured decode steps, and their graph stream."""
 
     stage: Stage
     stream: LateStream
@@ -84,7 +84,7 @@ def captured(
     def load(size: str) -> Captured:
         with (
             monkeypatch.context() as patched
-        ):  # what is loaded later, to compare with, is not captured
+        ):  # stages that are loaded later, for comparison, are not captured
             patched.setattr(
                 language,
                 "choose_backend",
@@ -112,7 +112,7 @@ def run(stage: Stage, questions: list[Question], **options: int) -> list[Running
 def test_captured_steps_equal_eager_ones(
     stages: Stages, captured: Callable[[str], Captured], size: str, options: dict[str, int]
 ) -> None:
-    """Padded rows, mixed with steps that carry chunks: the tokens are those of eager steps."""
+    """Padded rows, mixed with steps that have chunks: the same tokens as in eager steps."""
     found = captured(size)
     questions = [dataclasses.replace(each, count=20) for each in mixed_questions(GREEDY)]
     expected = outputs(run(stages(size), questions, **options))
@@ -133,7 +133,7 @@ def test_captured_steps_draw_what_eager_ones_draw(
 def test_steps_with_an_adapter_are_not_captured_and_others_still_are(
     stages: Stages, captured: Callable[[str], Captured], checkpoints: Callable[[str], Path]
 ) -> None:
-    """An adapter comes and goes while steps run ahead: no graph holds on to it, and none is without it."""
+    """An adapter is added and removed while steps run ahead: graphs neither refer to it nor omit it."""
     found = captured("nano25")
     config = AutoConfig.from_pretrained(checkpoints("nano25"))
     adapter = random_adapter(config.text_config, rank=4, seed=1, prefix="model.language_model.")
@@ -152,7 +152,7 @@ def test_steps_with_an_adapter_are_not_captured_and_others_still_are(
 def test_steady_rows_need_no_input_from_the_host(
     stages: Stages, captured: Callable[[str], Captured]
 ) -> None:
-    """Tokens stay on the device; only a row that enters another block has the host send anything."""
+    """Tokens stay on the device; the host only sends something when a sequence enters a new block."""
     found = captured("nano25")
     question = lone(41)
     assert outputs(run(found.stage, [question])) == outputs(run(stages("nano25"), [question]))
@@ -164,7 +164,7 @@ def test_steady_rows_need_no_input_from_the_host(
 def test_steps_run_ahead_and_what_was_computed_is_used(
     stages: Stages, captured: Callable[[str], Captured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a row ends, the others take their tokens from the step that is under way."""
+    """When a sequence ends, the others take their tokens from the step in flight."""
     found = captured("nano25")
     questions = [lone(18), dataclasses.replace(lone(30), text="Compare."), lone(26)]
     begun: list[Batch] = []
@@ -185,7 +185,7 @@ def test_steps_run_ahead_and_what_was_computed_is_used(
 SAMPLED: dict[str, dict[str, Any]] = {
     "temperature": {"seed": 3},
     "nucleus": {"seed": 4, "top_p": 0.9, "top_k": 40},
-    # The last token counts: two tokens that are likely give way to each other.
+    # The last token matters: two likely tokens alternate.
     "penalties": {
         "seed": 5,
         "repetition_penalty": 1.3,
@@ -205,7 +205,7 @@ def test_sampled_rows_run_ahead(
     fields: dict[str, Any],
     options: dict[str, int],
 ) -> None:
-    """Greedy and sampled rows side by side; also where steps are dropped, for a row is preempted or another begins."""
+    """Greedy and sampled rows in one batch; also with dropped steps after a preemption or a new request."""
     sampling = SamplingParams(temperature=0.5, **fields)
     found = captured("nano25")
     questions = [lone(30), *(dataclasses.replace(lone(n), sampling=sampling) for n in (18, 26))]
@@ -281,7 +281,7 @@ def test_capture_that_fails_leaves_eager_steps(
 
 
 def test_capture_tells_out_of_memory(captured: Callable[[str], Captured]) -> None:
-    """The KV cache is to be made smaller, not the steps slower."""
+    """The KV cache has to be made smaller, not the steps slower."""
     found = captured("nano25")
     found.stream.failure = torch.OutOfMemoryError("CUDA out of memory")
     found.build()
@@ -290,7 +290,7 @@ def test_capture_tells_out_of_memory(captured: Callable[[str], Captured]) -> Non
 
 
 def test_graphs_go_before_the_cache_and_come_back(captured: Callable[[str], Captured]) -> None:
-    """What is captured points into the cache."""
+    """Captured steps point into the cache."""
     found = captured("nano25")
     generator = found.stage.generator
     first = outputs(run(found.stage, [lone(12)]))

@@ -1,4 +1,4 @@
-"""The memory contract on CUDA, with stand-ins for what `torch.cuda` would say."""
+"""The memory contract on CUDA, with a fake `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vsched_workers.backends.cuda.memory import CudaMemory
 
 
 class FakeCuda:
-    """What `torch.cuda` would say."""
+    """A fake `torch.cuda`."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -43,7 +43,7 @@ class FakeCuda:
 
 
 def test_cuda_memory_asks_allocator_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the allocator caches is reserved, not available; the rest of what is gone are peers. Not on a GPU."""
+    """The allocator's cache is reserved, not available; the rest belongs to other processes. Not on a GPU."""
     cuda = FakeCuda()
     for name in dir(cuda):
         if not name.startswith("_") and name != "calls":
@@ -58,7 +58,7 @@ def test_cuda_memory_asks_allocator_and_driver(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_cuda_memory_holds_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what the device refuses has the one type. Not on a GPU."""
+    """Failures on the device raise the common exception. Not on a GPU."""
     sizes: list[int] = []
 
     def empty(size: int, **_: object) -> object:

@@ -1,4 +1,4 @@
-"""Weights in a few bits on a GPU: the kernels in Triton's interpreter or on a device, and the layers around them."""
+"""Quantized weights on a GPU: the kernels in Triton's interpreter or on a device, and the layers that use them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 def drawn(outputs: int, inputs: int, kind: str, group: int, *, offsets: bool) -> QuantizedWeight:
-    """Return a weight of this form with random values; a `group` of 0 is a whole row."""
+    """Return a weight of this format with random values; a `group` of 0 is a whole row."""
     group = group or inputs
     generator = torch.Generator().manual_seed(outputs * inputs + group)
     weight = torch.randn(outputs, inputs, generator=generator)
@@ -50,7 +50,7 @@ def drawn(outputs: int, inputs: int, kind: str, group: int, *, offsets: bool) ->
 
 
 def differs(weight: QuantizedWeight, rows: int, *, processors: int = 4) -> float:
-    """Return how far a product is from that by what the weight stands for, in double precision."""
+    """Return the relative difference of a product to that of the dequantized weight, in double precision."""
     outputs, inputs = weight.shape
     given, bias = torch.randn(rows, inputs), torch.randn(outputs)
     product = TritonProduct(weight.to(DEVICE), bias.to(DEVICE), processors=processors)
@@ -80,7 +80,7 @@ def test_product_is_that_by_what_the_weight_stands_for(kind: str, rows: int, off
 def test_product_is_that_by_what_the_weight_stands_for_in_random_shapes(
     outputs: int, inputs: int, kind: str, group: int, offsets: bool, rows: int, processors: int
 ) -> None:
-    """Odd numbers of inputs, last groups that are short, groups too small for a tile, few and many processors."""
+    """Odd numbers of inputs, short last groups, groups too small for a tile, few and many processors."""
     weight = drawn(outputs, inputs, kind, min(group, inputs), offsets=offsets)
     assert differs(weight, rows, processors=processors) < 1e-5
 
@@ -102,7 +102,7 @@ def test_widened_weight_is_to_the_bit_what_it_stands_for() -> None:
 
 
 def test_few_outputs_are_read_by_all_processors() -> None:
-    """In parts, unless there are more outputs than it takes; never in more parts than there are tiles."""
+    """In parts, unless there are enough outputs; never in more parts than tiles."""
     assert plan_of(1, 2048, 172, 132) == ProductPlan(rows=16, outputs=16, parts=5, part_tiles=35)
     assert plan_of(64, 2048, 172, 132) == ProductPlan(rows=64, outputs=16, parts=5, part_tiles=35)
     assert plan_of(1, 151936, 32, 132) == ProductPlan(rows=16, outputs=64, parts=1, part_tiles=32)
@@ -110,7 +110,7 @@ def test_few_outputs_are_read_by_all_processors() -> None:
 
 
 class Block(nn.Module):
-    """Layers as a model has them: a tied embedding, two linear layers of which one has a bias, a norm."""
+    """Layers of a model: a tied embedding, two linear layers of which one has a bias, a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def few_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def backend_on_host(**given: Any) -> Any:
-    """Return the backend of a GPU whose memory is that of this machine's device, or the host."""
+    """Return the CUDA backend on this machine's device, or on the host."""
     backend: Any = choose_backend(WorkerSettings(device="cuda", **given), torch.float32)
     backend.device = DEVICE
     if backend._quantizer is not None:
@@ -143,7 +143,7 @@ def backend_on_host(**given: Any) -> Any:
 @pytest.mark.usefixtures("few_processors")
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_model_is_made_into_few_bits_on_loading(kind: str) -> None:
-    """Its logits are those of the same model with what its weights stand for; head and embedding share their bytes."""
+    """Its logits equal those of the same model with dequantized weights; head and embedding share their memory."""
     torch.manual_seed(0)
     model, twin = Block().eval().requires_grad_(requires_grad=False), Block().eval()
     twin.load_state_dict(model.state_dict())
@@ -169,7 +169,7 @@ def test_model_is_made_into_few_bits_on_loading(kind: str) -> None:
 
 @pytest.mark.usefixtures("few_processors")
 def test_published_layers_stay_in_their_bits_and_others_as_they_are() -> None:
-    """What hangs on a layer, as the sum of ranks does, hangs on what replaces it."""
+    """Hooks of a layer, such as the sum over ranks, are kept when it is replaced."""
     model = Block().eval().requires_grad_(requires_grad=False)
     weight = quantize(model.up.weight.detach(), "int4")
     model.up = QuantizedLinear(model.up, weight)
@@ -186,7 +186,7 @@ def test_published_layers_stay_in_their_bits_and_others_as_they_are() -> None:
 
 @pytest.mark.slow
 def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
-    """Values are read ahead of the arithmetic: of int8 and FP8, four tiles lie in shared memory."""
+    """Values are prefetched: for int8 and FP8, four tiles are in shared memory."""
     made = compiled(
         "[compile_multiply('int8', 128, 16), compile_multiply('int4', 32, 16), "
         "compile_multiply('fp8', 128, 64), compile_widen('int4')]"

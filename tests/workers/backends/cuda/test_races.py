@@ -1,4 +1,4 @@
-"""No two accesses to memory on a GPU are in no order, whatever is late; orders that are left out are found."""
+"""All accesses to memory on a GPU are ordered, whatever is delayed; missing waits are found."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def nothing(*_: object, **__: object) -> None:
-    """In the place of a wait."""
+    """Replace a wait."""
 
 
 # --- the detector itself ---
@@ -61,7 +61,7 @@ def test_what_waits_for_each_other_is_no_race(machine: Machine) -> None:
 @pytest.mark.parametrize("writes", [False, True])
 def test_two_streams_that_do_not_wait_are_a_race(machine: Machine, writes: bool) -> None:
     rows = torch.zeros(8, device="cpu")
-    machine.current.synchronize()  # all know of the zeros
+    machine.current.synchronize()  # the zeros are known to all
     with machine.on(machine.stream()):
         rows[:4].add_(1)
     rows[4:].add_(1)  # other bytes
@@ -80,7 +80,7 @@ def test_host_must_wait_for_what_it_reads_and_for_what_reads_it(machine: Machine
     rows.copy_(there, non_blocking=True)
     with pytest.raises(RaceError):
         there.numpy()
-    rows.copy_(there)  # which waits
+    rows.copy_(there)  # this one waits
     there.numpy()
 
 
@@ -88,7 +88,7 @@ def test_host_must_wait_for_what_it_reads_and_for_what_reads_it(machine: Machine
 
 
 def fetch_and_use(machine: Machine) -> None:
-    """Fetch rows again and again, and compute with them."""
+    """Fetch rows repeatedly, and compute with them."""
     copies = RowCopies("cpu", cuda=torch.cuda, allocate=pinned)
     source = np.arange(40 * 8, dtype=np.uint8).reshape(40, 8)
     total = torch.zeros(8, dtype=torch.int64, device="cpu")
@@ -138,11 +138,11 @@ def test_copies_without_a_wait_are_a_race(
         subject(machine)
 
 
-# --- captured steps that run ahead, prefill and encoding beside them ---
+# --- captured steps that run ahead, with prefill and encoding ---
 
 
 class TensorDecode:
-    """Attention of decode rows by what a graph may hold: operations on the device alone."""
+    """Decode attention with operations that can be captured, on the device alone."""
 
     capturable = True
 
@@ -167,7 +167,7 @@ class TensorDecode:
 
 
 class GraphBackend(ReferenceBackend):
-    """A host with the graph stream of a GPU, and what tells tokens from logits."""
+    """A host with a GPU's graph stream and sampling."""
 
     spare_blocks = 1
     argmax = CudaBackend.argmax
@@ -189,7 +189,7 @@ def questions(sampling: SamplingParams) -> list[Question]:
 
 
 def run_ahead(machine: Machine, stage: Stage, sampling: SamplingParams) -> list[list[int]]:
-    """Serve requests that begin and end among each other, and return their tokens."""
+    """Serve requests that begin and end at different times, and return their tokens."""
     worker: Any = stage.generator
     worker.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
     cache = worker._cache
@@ -225,7 +225,7 @@ def test_captured_steps_are_no_race(
     machine: Machine,
     sampling: SamplingParams,
 ) -> None:
-    """Steps run ahead, are used or dropped; the tokens are those of eager steps."""
+    """Steps run ahead, and are used or dropped; the tokens are those of eager steps."""
     found = run_ahead(machine, machine.unseen(stage)(), sampling)
     plain = Driver(machine.unseen(stages)("nano25"), chunk=48, seed=1)
     assert found == outputs(machine.unseen(plain.run)(questions(sampling), arrivals=5))
@@ -258,7 +258,7 @@ def test_captured_steps_without_a_wait_are_a_race(
 def test_one_buffer_for_tokens_is_a_race(
     stage: Callable[[], Stage], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next step's tokens would be written over those that the host has yet to read."""
+    """The next step would overwrite tokens that the host has yet to read."""
     monkeypatch.setattr(graphs, "_HOST_BUFFERS", 1)
     with pytest.raises(RaceError, match=NUMPY):
         run_ahead(machine, machine.unseen(stage)(), GREEDY)

@@ -1,4 +1,4 @@
-"""Swapping on a stream of its own, with a stand-in for `torch.cuda` that notes who waits for what."""
+"""Swapping on a separate stream, with a fake `torch.cuda` that records waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pinned(size: int) -> torch.Tensor:
 
 
 def test_swap_waits_for_the_steps_before_and_the_steps_after_for_it() -> None:
-    """Copies see what was written, and no later step writes to a block that is still read; the host waits for none."""
+    """Copies see all earlier writes, and no later step overwrites a block that is still read; no host wait."""
     log: Log = []
     area = CudaSwapArea(make_cache(), 4, device="cpu", cuda=NotedCuda(log), allocate=pinned)
     area.copy(pairs((3, 0)), NOTHING)

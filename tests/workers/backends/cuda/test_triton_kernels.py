@@ -1,4 +1,4 @@
-"""The Triton kernels: on a GPU, or anywhere in Triton's interpreter, and compiled for a GPU that need not be there."""
+"""The Triton kernels: on a GPU or in Triton's interpreter, and compiled for a GPU that need not exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vsched_workers.backends.cuda.attention import ContextSplit, TritonDecode, s
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# What torch and Triton have to say on a machine that no test ran on before is no failure of what is tested here.
+# Warnings of torch and Triton on a new machine are not a failure of the tested code.
 pytestmark = pytest.mark.filterwarnings("default")
 HEAD_DIMS = (16, 64, 80, 96, 128, 256)
 
@@ -30,7 +30,7 @@ def differs(
     processors: int = 132,
     dtype: torch.dtype = torch.float32,
 ) -> float:
-    """Return by how much the kernels differ from attention that is written out in double precision."""
+    """Return the difference of the kernels to attention that is written out in double precision."""
     _, step = filled_cache(
         dtype, kv_heads, head_dim, contexts=contexts, block_size=block_size, device=DEVICE
     )
@@ -47,7 +47,7 @@ def differs(
 def test_triton_equals_attention_written_out(
     processors: int, heads: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
-    """Contexts in fewer tiles than parts, and in more; grouped heads."""
+    """Contexts with fewer tiles than parts, and with more; grouped heads."""
     if DEVICE == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter computes with numpy, which has no bfloat16")
     found = differs(
@@ -68,7 +68,7 @@ def test_triton_takes_every_size_of_a_head(head_dim: int) -> None:
 
 @pytest.mark.slow
 def test_triton_spreads_one_long_context_among_many_short_ones() -> None:
-    """128 rows, which keep all processors busy by themselves: the long one is read in parts all the same."""
+    """128 rows, which keep all processors busy by themselves: the long context is still read in parts."""
     contexts = [1 + row % 5 for row in range(128)]
     contexts[77] = 2048
     assert differs(contexts, heads=2, kv_heads=1, head_dim=16, processors=4) < 1e-5
@@ -106,7 +106,7 @@ def test_triton_equals_attention_written_out_for_random_shapes(
 
 
 def test_triton_reads_no_part_that_a_context_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their programs end at once, and leave anything in memory: here, what is no number."""
+    """Their programs end at once, and leave their results uninitialized: here, NaNs."""
     empty = torch.Tensor.new_empty
 
     def poisoned(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -118,7 +118,7 @@ def test_triton_reads_no_part_that_a_context_does_not_have(monkeypatch: pytest.M
 
 
 def test_contexts_are_split_so_that_all_processors_are_busy() -> None:
-    """Few rows in short parts; many in long ones, and a long one among these in as many as there are at most."""
+    """Short parts for small batches; long parts for large ones, with the maximum number of them for a long context."""
     assert split_of_contexts(2, 132, tokens=1024) == ContextSplit(parts=16, part_tokens=64)
     assert split_of_contexts(2, 132, tokens=1 << 17) == ContextSplit(parts=64, part_tokens=64)
     assert split_of_contexts(64, 132, tokens=1 << 15) == ContextSplit(parts=64, part_tokens=256)
@@ -128,11 +128,11 @@ def test_contexts_are_split_so_that_all_processors_are_busy() -> None:
 
 @pytest.mark.slow
 def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
-    """By the compiler and the assembler that Triton brings; in a process of its own, which does not interpret."""
+    """By Triton's compiler and assembler; in a separate process, which does not interpret."""
     made = compiled(
         "[compile_decode('3b', 'bf16'), compile_decode('80', 'fp32'), compile_merge('7b')]"
     )
     for name, registers, shared_bytes, spilled_bytes in made:
-        assert registers <= 168, name  # three programs of 128 threads have room on a processor
+        assert registers <= 168, name  # three programs of 128 threads fit on an SM
         assert shared_bytes <= SHARED_BYTES_MAX // 2, name
         assert spilled_bytes == 0, name

@@ -1,4 +1,4 @@
-"""The tower's attention in one call a layer, with torch's kernel written out on the CPU."""
+"""The tower's attention in one call per layer, with torch's kernel written out on the CPU."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def test_flash_is_for_gpus_and_16_bit_types(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_flash_is_not_taken_where_it_does_not_run() -> None:
-    """Torch's own kernel, asked on a CPU, does not run; that is found by trying it."""
+    """Torch's own kernel does not run on a CPU, which the trial detects."""
     assert not vision_attention.runs("cpu", torch.bfloat16)

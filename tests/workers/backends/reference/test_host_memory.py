@@ -31,7 +31,7 @@ def test_host_memory_sees_an_allocation_and_its_peak() -> None:
 
 
 def test_host_memory_holds_for_real() -> None:
-    """Pages are touched, so that the host has given them."""
+    """Pages are touched, so that the host has allocated them."""
     memory = HostMemory()
     before = memory.allocated()
     with memory.hold(64 << 20):
@@ -87,7 +87,7 @@ for allocate in (
 
 @pytest.mark.slow
 def test_host_memory_counts_what_the_limit_counts() -> None:
-    """Total, available, reserved and peak add up under a real limit, and failures have the one type."""
+    """Total, available, reserved and peak are consistent under a real limit; failures raise the common exception."""
     done = subprocess.run(
         [sys.executable, "-c", UNDER_A_LIMIT],
         capture_output=True,
@@ -134,7 +134,7 @@ print(resident - memory.status_bytes("RssAnon") >= 200 * MIB)
     [("on use", False), ("at start", True), ("no limit", True), ("host does not tell", True)],
 )
 def test_host_memory_promises_where_that_can_be_relied_on(case: str, touched: bool) -> None:
-    """What is reserved counts at once; its pages come with use, and the heap's go back when sizes are known."""
+    """Reserved memory counts at once; its pages are allocated on use, and the heap's are freed when sizes are known."""
     done = subprocess.run(
         [sys.executable, "-c", PROMISES, case],
         env=rank_environment(1),
@@ -173,7 +173,7 @@ print(held_after_pieces() >> 20)
 
 @pytest.mark.slow
 def test_host_memory_maps_pieces_that_are_not_to_leave_holes() -> None:
-    """They go back whole in spite of small objects that stay; afterwards the heap keeps what is between them again."""
+    """Mappings are freed in spite of small objects that stay; afterwards the heap keeps memory between them again."""
     done = subprocess.run(
         [sys.executable, "-c", LITTER_AND_PIECES],
         env=rank_environment(1),
@@ -188,7 +188,7 @@ def test_host_memory_maps_pieces_that_are_not_to_leave_holes() -> None:
 
 
 def test_host_memory_drifts_with_what_was_measured() -> None:
-    """Scattered pieces add a share, and the interpreter a little of its own."""
+    """Fragmentation adds a share, and the interpreter a constant."""
     assert HostMemory().drift(0) == 8 << 20
     assert HostMemory().drift(30 << 20) == 23 << 20
 
@@ -212,7 +212,7 @@ def test_huge_pages_hold_pieces_behind_one_another_and_little_is_left_over() -> 
 
 
 def test_a_mapping_of_huge_pages_goes_back_with_its_last_piece() -> None:
-    """What is left of it holds nothing: a model that is dropped would stay resident."""
+    """Its unused end does not keep it alive: a dropped model would stay resident."""
     pages, memory = HugePages(), HostMemory()
     before = memory.allocated()
     pieces = [pages.take(size) for size in ((96 << 20) - 50_000, 10_000)]

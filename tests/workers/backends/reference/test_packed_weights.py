@@ -1,4 +1,4 @@
-"""Packed weights: the same result, from a few numbers of rows only."""
+"""Packed weights: the same result, computed with few values of M only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Multiply = Callable[..., torch.Tensor]
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the numbers of rows that oneDNN sees."""
+    """Return the values of M that oneDNN is called with."""
     found: list[int] = []
     init = PackedWeight.__init__
 
@@ -53,7 +53,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_packed_weight_multiplies_with_few_numbers_of_rows(
     counts: list[int], sizes: tuple[int, ...], rows: int
 ) -> None:
-    """What oneDNN keeps for each number of rows is bounded, and so is known before anything is sized."""
+    """The memory of oneDNN's compiled code is bounded, and thus known before anything is sized."""
     torch.manual_seed(rows)
     weight, bias = torch.randn(24, 16).bfloat16(), torch.randn(24).bfloat16()
     packed = PackedWeight(weight, bias, sizes)
@@ -66,7 +66,7 @@ def test_packed_weight_multiplies_with_few_numbers_of_rows(
 
 
 def test_packed_weight_gives_every_row_what_it_gets_alone() -> None:
-    """What a row is multiplied with does not depend on the rows beside it or on how they are cut."""
+    """A row's result does not depend on other rows or on the split into blocks."""
     packed = PackedWeight(torch.randn(24, 16).bfloat16(), None)
     given = torch.randn(300, 16).bfloat16()
     whole = packed(given)
@@ -75,7 +75,7 @@ def test_packed_weight_gives_every_row_what_it_gets_alone() -> None:
 
 
 def test_warm_up_meets_every_number_of_rows_once_a_shape(counts: list[int]) -> None:
-    """Serving compiles nothing that was not there when the KV cache was sized."""
+    """Serving compiles nothing that was not compiled when the KV cache was sized."""
     module = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 24)).bfloat16()
     assert pack_linears(module, MANY_ROWS) == 2 * (16 * 24 + 2 * 24 * 24)
     assert all(isinstance(child, PackedLinear) for child in module)
@@ -86,7 +86,7 @@ def test_warm_up_meets_every_number_of_rows_once_a_shape(counts: list[int]) -> N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [0, 1, 16, 17, 256, 700])
 def test_blocked_activation_sees_few_numbers_of_rows(rows: int, dtype: torch.dtype) -> None:
-    """OneDNN keeps what it compiles for each; the values are the same to the bit."""
+    """OneDNN keeps its code for each size; the values are bit-identical."""
     tower = nn.Sequential(nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU())
     block_activations(tower)
     assert isinstance(tower[0], BlockedActivation)
@@ -100,7 +100,7 @@ def test_blocked_activation_sees_few_numbers_of_rows(rows: int, dtype: torch.dty
 
 
 def test_blocks_of_a_product_that_takes_any_number_are_of_about_the_same_size() -> None:
-    """Each block reads the weight. oneDNN is given those that it has compiled for."""
+    """Each block reads the weight. OneDNN only gets sizes that it has compiled code for."""
     sizes = {
         count: [min(start + starts.step, count) - start for start in starts]
         for count in (0, 1, 384, 385, 476, 952, 1153)
