@@ -31,14 +31,14 @@ EQUIVALENT: dict[str, str] = {
     f"{_GROUP}.complete_step: return [] -> pass #1": _QUICKER,
     f"{_GROUP}.remove: state.first_step >= 0 -> state.first_step > 0 #1": _STEPS_FROM_ONE,
     f"{_GROUP}.remove: 0 -> 1 #2": _STEPS_FROM_ONE,
-    f"{_GROUP}.favour_front: youngest is None or youngest.order < self.queue.entries[0].order -> "
+    f"{_GROUP}.unblock_oldest: youngest is None or youngest.order < self.queue.entries[0].order -> "
     "False or youngest.order < self.queue.entries[0].order #1": _UNREACHED,
-    f"{_GROUP}.favour_front: youngest is None or youngest.order < self.queue.entries[0].order -> "
+    f"{_GROUP}.unblock_oldest: youngest is None or youngest.order < self.queue.entries[0].order -> "
     "youngest is None or False #1": _UNREACHED,
-    f"{_GROUP}.favour_front: youngest.order < self.queue.entries[0].order -> "
+    f"{_GROUP}.unblock_oldest: youngest.order < self.queue.entries[0].order -> "
     "youngest.order <= self.queue.entries[0].order #1": _PER_ENTRY,
-    f"{_GROUP}.favour_front: return False -> pass #2": _UNREACHED,
-    f"{_GROUP}.favour_front: False -> True #2": _UNREACHED,
+    f"{_GROUP}.unblock_oldest: return False -> pass #2": _UNREACHED,
+    f"{_GROUP}.unblock_oldest: False -> True #2": _UNREACHED,
     f"{_GROUP}.lose: 0 -> 1 #1": "a request without a slot gets another `computed` when it joins, before it is read",
     f"{_GROUP}.lose: 1 -> 2 #1": "any negative slot is none",
     f"{_STEPS}.gather: state.first_step >= 0 -> state.first_step > 0 #1": _STEPS_FROM_ONE,

@@ -23,11 +23,11 @@ _FUNCTIONS: dict[str, str] = {
     """,
     "vsched.kernel.waiting_queue:OrderedQueue": "held_until put_new put remove __contains__",
     "vsched.kernel.waiting_queue:Holds": "note take_ended first_end _pop",
-    "vsched.kernel.groups:PlanMarks": "mark walk __contains__",
+    "vsched.kernel.groups:DirtyGroups": "mark walk __contains__",
     "vsched.kernel.generate.request_queue:RequestQueue": "enqueue dequeue may_join unblock",
     "vsched.kernel.generate.group:GenerateGroup": """
         _reset takes add dequeue let_go _know_outputs complete_step remove _release_slot _preempt
-        favour_front lose
+        unblock_oldest lose
     """,
     "vsched.kernel.generate.in_flight:InFlightSteps": """
         note_read complete lost_reads await_last oldest_preempted drop_preempted take_requeueable gather trim
@@ -35,7 +35,7 @@ _FUNCTIONS: dict[str, str] = {
     "vsched.kernel.generate.in_flight:TokenLog": "append gather forget_before",
     "vsched.kernel.generate.quarantine:Quarantine": "admits begin end review blame",
     "vsched.kernel.generate.quarantine:": "is_suspect",
-    "vsched.kernel.generate.swap_space:SwapSpace": "keep reach restore drop take_copies",
+    "vsched.kernel.generate.swap_space:SwapSpace": "keep reach swap_in drop take_copies",
     "vsched.kernel.generate.chunks:": "chunk_stop pin_items drop_claims_before",
     "vsched.kernel.encode.stage:EncodeGroup": "complete lose",
     "vsched.kernel.encode.stage:EncodeStage": """

@@ -1,4 +1,4 @@
-"""Groups of ranks as the kernel sees them: each takes decisions while it is up, and can be lost, drained or retired."""
+"""Base class of encode and generate groups, and what the scheduler keeps of all generate groups."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from vsched.kernel.snapshot import Restorable, Saved
 
 
 class Status(enum.StrEnum):
-    """What a group can be given."""
+    """The state of a group."""
 
     DOWN = "down"
-    """Nothing: its ranks are not there, but will be."""
+    """Its ranks are not ready yet, or are being restarted."""
     UP = "up"
     DRAINING = "draining"
-    """Nothing new: it finishes what it has."""
+    """It finishes its work, and takes no more."""
     RETIRED = "retired"
-    """Nothing, ever again."""
+    """It was lost, and is not restarted."""
 
 
 class Group(Restorable):
@@ -27,7 +27,7 @@ class Group(Restorable):
 
     Attributes:
         name: See `vsched.types.group_names`.
-        ready: Whether its ranks are there and can be sent decisions.
+        ready: Whether decisions can be sent to its ranks.
         open: Whether it takes new work.
         retired: Whether it is gone for good.
     """
@@ -39,47 +39,47 @@ class Group(Restorable):
         self.set_status(Status.DOWN)
 
     def set_status(self, status: Status) -> None:
-        """Change what the group can be given; what every step asks for is worked out here."""
+        """Change the status, and the flags that follow from it."""
         self.status = status
         self.ready = status in (Status.UP, Status.DRAINING)
         self.open = status is Status.UP
         self.retired = status is Status.RETIRED
-        self.look()
+        self.mark_dirty()
 
-    def look(self) -> None:
-        """Something has changed after which it may have a step to plan."""
+    def mark_dirty(self) -> None:
+        """Note that it may have a step to plan."""
 
     def rebuild(self) -> None:
         self.set_status(self.status)
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing in flight."""
+        """Whether it has no work in flight."""
         raise NotImplementedError
 
 
-class PlanMarks:
-    """Which groups need a look: something has changed after which they may have a step to plan.
+class DirtyGroups:
+    """The generate groups that may have a step to plan.
 
-    A group that is not marked would plan nothing, so nobody asks it: an event costs what it changes, however many
-    groups there are.
+    Any other group would plan nothing and is skipped, so the cost of an event does not grow with the number of groups.
     """
 
     def __init__(self, count: int) -> None:
-        """Mark none of `count` groups."""
+        """Start with all of `count` groups unmarked."""
         self._marked = [False] * count
         self._indices: list[int] = []
 
     def mark(self, index: int) -> None:
-        """Let a group be looked at, in its turn."""
+        """Add a group."""
         if not self._marked[index]:
             self._marked[index] = True
             heappush(self._indices, index)
 
     def walk(self) -> Iterator[int]:
-        """Yield the marked groups in their order, and take their marks.
+        """Remove and yield the marked groups in order.
 
-        One that is marked meanwhile has its turn if that is still to come, and else keeps its mark for the next walk.
+        A group that is marked meanwhile is yielded, too, if it comes later in the order; else it waits for the next
+        walk.
         """
         indices, marked, at = self._indices, self._marked, -1
         later: list[int] = []
@@ -99,7 +99,7 @@ class PlanMarks:
 
 
 class Loaded(Protocol):
-    """A group with a load."""
+    """A generate group, as `Loads` needs it."""
 
     @property
     def load_tokens(self) -> int: ...
@@ -110,14 +110,15 @@ class Loaded(Protocol):
 
 
 class Loads:
-    """The loads of all generate groups, each kept until its group changes.
+    """A cache of the loads of all generate groups, by index.
 
-    Who routes, or counts at the front door, reads numbers that lie together, and not every group.
+    Routing and the arrival policy read them for every request; asking each of 64 groups makes an arrival 50 % slower.
 
     Attributes:
-        tokens: Of each group the tokens of all its requests.
-        open: Whether each takes new work.
-        tokens_total: The sum of `tokens`; likewise `slots_total` of the slots that requests hold.
+        tokens: Tokens of all requests of each group.
+        open: Whether each group takes new work.
+        tokens_total: The sum of `tokens`.
+        slots_total: The number of slots that requests hold.
     """
 
     def __init__(self, groups: Sequence[Loaded]) -> None:
@@ -129,11 +130,11 @@ class Loads:
         self._changed = dict.fromkeys(range(len(groups)))
 
     def change(self, index: int) -> None:
-        """A group has changed, or is about to."""
+        """Invalidate the numbers of a group, which has changed or is about to."""
         self._changed[index] = None
 
     def refresh(self) -> Loads:
-        """Look at the groups that have changed since this was last asked; return this."""
+        """Update the groups that have changed since the last call; return `self`."""
         for index in self._changed:
             group = self._groups[index]
             tokens, slots = group.load_tokens, group.slots_held
@@ -145,11 +146,13 @@ class Loads:
         return self
 
     def check(self) -> None:
-        """Assert that no change was missed."""
+        """Assert that all numbers are up to date."""
         self.refresh()
         groups = self._groups
-        assert self.tokens == [group.load_tokens for group in groups], "a load has changed unseen"
-        assert self._slots == [group.slots_held for group in groups], "a slot has changed unseen"
-        assert self.open == [group.open for group in groups], "a status has changed unseen"
+        assert self.tokens == [group.load_tokens for group in groups], (
+            "a load has changed unnoticed"
+        )
+        assert self._slots == [group.slots_held for group in groups], "a slot has changed unnoticed"
+        assert self.open == [group.open for group in groups], "a status has changed unnoticed"
         totals = sum(self.tokens), sum(self._slots)
-        assert totals == (self.tokens_total, self.slots_total), "loads are added up wrongly"
+        assert totals == (self.tokens_total, self.slots_total), "the totals of the loads are wrong"

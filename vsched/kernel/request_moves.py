@@ -252,7 +252,7 @@ class RequestMoves(Restorable):
             if state.phase is Phase.ITEMS:
                 commands += self.enqueue(state, now_ns)
             elif state.phase is Phase.PREFILL:
-                self.group_of(state).look()
+                self.group_of(state).mark_dirty()
         return commands
 
     # --- to another group ---

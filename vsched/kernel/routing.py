@@ -1,4 +1,4 @@
-"""Which generate group a request goes to: the routing policy proposes, from what the kernel remembers."""
+"""Routing: choosing the generate group of a request."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vsched.measured import Measured
 from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
 
 ITEMS_MAX = 8192
-"""Items of which it is remembered where they went; the one that was sent longest ago is forgotten first."""
+"""Items whose replica is remembered; the one sent longest ago is dropped first."""
 
 
-class Asked:
-    """The request that a routing policy is asked about, how many of its items each replica was sent last, and loads."""
+class RoutingContext:
+    """The request that is routed, the number of its items last sent to each replica, and the loads of all replicas."""
 
     __slots__ = ("loads", "seen", "state")
 
@@ -32,38 +32,38 @@ class Asked:
 
 
 class RoutedGroup:
-    """A generate group as a routing policy sees it: of the request that is asked about it tells when it is read."""
+    """View of a generate group for routing policies; what depends on the request is computed when it is read."""
 
-    __slots__ = ("_asked", "_group", "index")
+    __slots__ = ("_context", "_group", "index")
 
-    def __init__(self, group: GenerateGroup, asked: Asked) -> None:
+    def __init__(self, group: GenerateGroup, context: RoutingContext) -> None:
         self.index = group.index
         self._group = group
-        self._asked = asked
+        self._context = context
 
     @property
     def load_tokens(self) -> int:
         """Tokens of all its requests."""
-        return self._asked.loads.tokens[self.index]
+        return self._context.loads.tokens[self.index]
 
     @property
     def healthy(self) -> bool:
         """Whether it takes requests."""
-        return self._asked.loads.open[self.index]
+        return self._context.loads.open[self.index]
 
     @property
     def prefix_tokens(self) -> int:
         """Tokens of the request that are cached there."""
-        return self._group.cached_tokens(self._asked.state)
+        return self._group.cached_tokens(self._context.state)
 
     @property
     def items_seen(self) -> int:
         """Items of the request that were last sent there."""
-        return self._asked.seen[self.index]
+        return self._context.seen[self.index]
 
     @property
     def measured(self) -> Measured:
-        """What was measured there."""
+        """Measured times of the group."""
         return self._group.measured
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class RoutedGroup:
 
 
 class Router(Restorable):
-    """Finds groups for requests.
+    """Chooses groups for requests.
 
     Attributes:
         _routed: Requests that it has routed.
@@ -93,14 +93,14 @@ class Router(Restorable):
         self._seat = seat
         self._groups = groups
         self._loads = loads
-        self._asked = Asked(loads)
-        self._replicas = tuple(RoutedGroup(group, self._asked) for group in groups)
+        self._context = RoutingContext(loads)
+        self._replicas = tuple(RoutedGroup(group, self._context) for group in groups)
         self._measured = measured
         self._limits = limits
         self._sent = {}
 
     def choose(self, state: RequestState) -> GenerateGroup:
-        """Return the group of a request: one that takes work, or else one that will come back."""
+        """Return the group of a request: one that takes work, or else one that will be restarted."""
         groups, opened = self._groups, self._loads.refresh().open
         usable = [index for index, is_open in enumerate(opened) if is_open] or [
             group.index for group in groups if not group.retired
@@ -113,8 +113,8 @@ class Router(Restorable):
 
     def _ask(self, state: RequestState, usable: Sequence[int]) -> int:
         keys = [item.key for item in state.items]
-        self._asked.state = state
-        self._asked.seen = Counter(self._sent[key] for key in keys if key in self._sent)
+        self._context.state = state
+        self._context.seen = Counter(self._sent[key] for key in keys if key in self._sent)
         view = RoutingView(
             replicas=self._replicas,
             prompt_tokens=state.prompt_length,

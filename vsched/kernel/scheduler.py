@@ -47,7 +47,7 @@ from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.measures import MeasuredGroups
 from vsched.kernel.generate.quarantine import is_suspect
 from vsched.kernel.generate.step_budget import PlannedStep
-from vsched.kernel.groups import Group, Loads, PlanMarks, Status
+from vsched.kernel.groups import DirtyGroups, Group, Loads, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_seats import Ask, PolicySeats
 from vsched.kernel.request import Phase, RequestState
@@ -94,10 +94,10 @@ class Scheduler(SnapshotRoot):
             seats.place("encode.dispatch", policies.dispatch),
             self.embeddings,
         )
-        self._marks = marks = PlanMarks(limits.generators)
+        self._dirty = dirty = DirtyGroups(limits.generators)
         self.generators = [
             GenerateGroup(
-                name, index, limits, policies, self.embeddings, self._table.live, seats, marks
+                name, index, limits, policies, self.embeddings, self._table.live, seats, dirty
             )
             for index, name in enumerate(group_names("generate", limits.generators))
         ]
@@ -335,14 +335,14 @@ class Scheduler(SnapshotRoot):
     # --- planning ---
 
     def _plan(self, commands: list[Command], now_ns: int) -> None:
-        """Let every group that needs a look plan until none has anything to send; append what comes of it."""
+        """Plan steps of marked groups until there is nothing more to send; append the commands."""
         self._notice_time(commands, now_ns)
         moves, images, generators = self._moves, self.embeddings.queue.entries, self.generators
         while True:
             if moves.ended_answers:
                 commands += moves.release_prompts(now_ns)
             sent = more = False
-            for index in self._marks.walk():
+            for index in self._dirty.walk():
                 planned = self._plan_generate(generators[index], commands, now_ns)
                 if planned.decision is not None:
                     sent = True
@@ -367,7 +367,7 @@ class Scheduler(SnapshotRoot):
             commands += self._moves.expire(now_ns)
         for index in self._holds.take_ended(now_ns):
             if index < len(self.generators):
-                self._marks.mark(index)
+                self._dirty.mark(index)
 
     def _plan_generate(
         self, group: GenerateGroup, commands: list[Command], now_ns: int
@@ -376,7 +376,7 @@ class Scheduler(SnapshotRoot):
         planned = group.plan(now_ns)
         self._loads.change(group.index)
         if planned.more:
-            group.look()
+            group.mark_dirty()
         self._holds.note(group.index, now_ns)
         for state in planned.requeued:
             commands += self._moves.requeue(state, now_ns)
@@ -419,7 +419,7 @@ class Scheduler(SnapshotRoot):
             commands += self._moves.enqueue(state, now_ns)
         if any(state.phase is Phase.READY for state in waiting):
             return True
-        if any(group.favour_front() for group in self.generators):
+        if any(group.unblock_oldest() for group in self.generators):
             probe("kernel.stall_favoured")
             return True
         return False
@@ -523,10 +523,10 @@ class Scheduler(SnapshotRoot):
         for group in self.generators:
             own = self._moves.requests_of(group)
             group.check(own)
-            if group.index not in self._marks:
+            if group.index not in self._dirty:
                 planned = group.plan(self._now_ns)
                 idle = planned.decision is None and not (planned.requeued or planned.more)
-                assert idle, f"{group.name} needs a look, and is not marked"
+                assert idle, f"{group.name} could plan, and is not marked"
             stuck = [state for state in own if group.takes(state) or state.slot >= 0]
             if at_rest and stuck:
                 why = [group.explain(state) for state in stuck]

@@ -60,15 +60,15 @@ class EncodeGroup(Group):
     sent_ns: Saved[int] = 0
     tokens_given: Saved[int] = 0
 
-    def __init__(self, name: str, look: Callable[[], None]) -> None:
-        """Make a group that is down; `look` is told when it may have become free."""
-        self._look = look
+    def __init__(self, name: str, mark_dirty: Callable[[], None]) -> None:
+        """Make a group that is down; `mark_dirty` is called when it may have become free."""
+        self._mark_dirty = mark_dirty
         super().__init__(name)
         self.batch = {}
         self.orphaned = []
 
-    def look(self) -> None:
-        self._look()
+    def mark_dirty(self) -> None:
+        self._mark_dirty()
 
     @property
     def idle(self) -> bool:
@@ -96,7 +96,7 @@ class EncodeGroup(Group):
         assert step == self.step, f"encode step {step} came back, {self.step} was due"
         assert self.batch, f"encode step {step} came back, no batch was out"
         batch, self.batch = [*self.batch.values()], {}
-        self.look()
+        self.mark_dirty()
         return batch
 
     def lose(self) -> list[EmbeddingEntry]:
@@ -200,7 +200,7 @@ class EncodeStage(Restorable):
         self.in_flight = 0
         self._all_at_work = False
         self.groups = [
-            EncodeGroup(name, self._look) for name in group_names("encode", limits.encoders)
+            EncodeGroup(name, self._mark_dirty) for name in group_names("encode", limits.encoders)
         ]
         self._dispatched = [DispatchedGroup(group, None) for group in self.groups]
         self.encodes = deque(maxlen=WINDOW)
@@ -212,7 +212,7 @@ class EncodeStage(Restorable):
         """Learn of the generate groups that encode groups, by name, share their processes with."""
         self._dispatched = [DispatchedGroup(one, hosts.get(one.name)) for one in self.groups]
 
-    def _look(self) -> None:
+    def _mark_dirty(self) -> None:
         self._all_at_work = False
 
     def plan(self, now_ns: int) -> tuple[EncodeGroup, list[EmbeddingEntry]] | None:

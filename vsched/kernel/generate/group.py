@@ -44,7 +44,7 @@ from vsched.kernel.generate.step_budget import (
 )
 from vsched.kernel.generate.step_shares import StepSharing
 from vsched.kernel.generate.swap_space import SwapSpace
-from vsched.kernel.groups import Group, Loads, PlanMarks
+from vsched.kernel.groups import DirtyGroups, Group, Loads
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import GuardedOrder, ask_admission, ask_preemption
 from vsched.kernel.policy_seats import PolicySeats
@@ -90,10 +90,10 @@ class GenerateGroup(Group):
         cache: EmbeddingCache,
         requests: Mapping[int, RequestState],
         seats: PolicySeats,
-        marks: PlanMarks,
+        dirty: DirtyGroups,
     ) -> None:
         self.index = index
-        self._marks = marks
+        self._dirty = dirty
         self.loads: Loads | None = None  # set once all groups are there
         super().__init__(name)
         self._limits = limits
@@ -116,7 +116,7 @@ class GenerateGroup(Group):
         self.measures = Measures()
         self.measured: Measured = NOTHING_MEASURED  # set once all groups are there
         self._in_flight = InFlightSteps(0, requests, self.measures)
-        self.queue = RequestQueue(limits.block_size, self.look)
+        self.queue = RequestQueue(limits.block_size, self.mark_dirty)
         self._reset()
 
     def _reset(self) -> None:
@@ -397,7 +397,7 @@ class GenerateGroup(Group):
         restored = self._snapshots.read(state, found=len(found), used=len(prefix))
         self._pool.hold(prefix)
         blocks = prefix + self._pool.take(missing)
-        self._restore(state, blocks, cached=len(prefix), computed=computed)
+        self._swap_in(state, blocks, cached=len(prefix), computed=computed)
         self._running.assign_slot(state, blocks, computed)
         self._quarantine.begin(state)
         self._counts["tokens_cached"] += len(prefix) * self._limits.block_size
@@ -415,11 +415,11 @@ class GenerateGroup(Group):
         # Only now: the chunk may read the content of an earlier item once more.
         drop_claims_before(state, computed, cache=self._cache)
 
-    def _restore(
+    def _swap_in(
         self, state: RequestState, blocks: list[int], *, cached: int, computed: int
     ) -> None:
-        """Have what was swapped out of a request that joins be copied back; its full blocks are then as any others."""
-        copied = self._swap.restore(state, blocks, cached=cached, computed=computed)
+        """Copy the swapped-out blocks of a joining request back, and publish the full ones."""
+        copied = self._swap.swap_in(state, blocks, cached=cached, computed=computed)
         if not copied:
             return
         self._counts["swapped_in"] += 1
@@ -441,7 +441,7 @@ class GenerateGroup(Group):
         if event.swap_ns:
             measures.swaps.append(SwapTime(now_ns, event.swap_ns, event.swap_blocks))
         reads = in_flight.complete(step, event.tokens, now_ns, drafted)
-        self.look()
+        self.mark_dirty()
         if self._drafts.active:
             self._drafts.settle(step, drafted, self._counts)
         for read in reads:
@@ -515,11 +515,11 @@ class GenerateGroup(Group):
             self._counts["swapped_out"] += 1
             self._counts["swap_blocks_out"] += free - self._swap.free
 
-    def favour_front(self) -> bool:
-        """Make way for the front of the queue, whatever the policy says; return whether that may help.
+    def unblock_oldest(self) -> bool:
+        """Let the oldest waiting request join before all others, whatever the policy says; return False if it cannot.
 
-        Called when nothing moves: a younger request with a slot waits for an embedding whose pages the front claims. So
-        the front joins before all others, and the youngest stalled prefill lets go if it has no room.
+        Called when nothing makes progress: a younger request with a slot waits for an embedding, and the oldest waiting
+        one claims its pages. If the oldest has no room, the youngest prefill that waits is preempted.
         """
         if not self.queue:
             return False
@@ -568,8 +568,8 @@ class GenerateGroup(Group):
 
     # --- views ---
 
-    def look(self) -> None:
-        self._marks.mark(self.index)
+    def mark_dirty(self) -> None:
+        self._dirty.mark(self.index)
         if self.loads is not None:
             self.loads.change(self.index)
 

@@ -62,10 +62,10 @@ class RequestQueue(OrderedQueue[ReadyEntry]):
 
     blocked: Saved[bool] = False
 
-    def __init__(self, block_size: int, look: Callable[[], None]) -> None:
-        """Make an empty queue; `look` is told when somebody may join who could not before."""
+    def __init__(self, block_size: int, mark_dirty: Callable[[], None]) -> None:
+        """Make an empty queue; `mark_dirty` is called when a request may have become able to join."""
         super().__init__()
-        self._look = look
+        self._mark_dirty = mark_dirty
         self._block_size = block_size
         self._by_number: dict[int, ReadyEntry] = {}
 
@@ -88,4 +88,4 @@ class RequestQueue(OrderedQueue[ReadyEntry]):
     def unblock(self) -> None:
         """Something has changed: the front may have room."""
         self.blocked = False
-        self._look()
+        self._mark_dirty()

@@ -100,10 +100,10 @@ class SwapSpace(Restorable):
             return reached
         return max(reached, min(kept.tokens, len(state.tokens) - 1))
 
-    def restore(self, state: RequestState, blocks: list[int], *, cached: int, computed: int) -> int:
-        """A request joins with these blocks, so many of them cached, and `computed` tokens from `reach`.
+    def swap_in(self, state: RequestState, blocks: list[int], *, cached: int, computed: int) -> int:
+        """Copy blocks of a joining request back, free its places, and return the number of copied blocks.
 
-        Its blocks are copied back as far as that takes, and its places are free. Return how many blocks those are.
+        `blocks` are its new blocks, the first `cached` of them found in the prefix cache; `computed` is from `reach`.
         """
         kept = self._kept.get(state.number) if self._kept else None
         if kept is None:

@@ -80,7 +80,7 @@ def test_copies_wait_for_the_next_decision_whatever_else_is_kept(pool: BlockPool
     pool.hold(shared.blocks)
     assert swap.keep(shared, 7, pool)
     assert waits(swap)
-    assert swap.restore(shared, pool.take(2), cached=2, computed=8) == 0
+    assert swap.swap_in(shared, pool.take(2), cached=2, computed=8) == 0
     assert waits(swap)
     assert len(swap.take_copies().out) == 4
     assert not waits(swap)
@@ -108,12 +108,12 @@ def test_what_comes_back_is_what_the_cache_has_not(pool: BlockPool) -> None:
     assert swap.keep(one, 15, pool)
     place = dict(pairs(swap.take_copies().out))
     blocks = pool.take(4)
-    assert swap.restore(one, blocks, cached=1, computed=15) == 3
+    assert swap.swap_in(one, blocks, cached=1, computed=15) == 3
     assert swap.pending
     back = pairs(swap.take_copies().back)
     assert back == [(place[one.blocks[index]], blocks[index]) for index in (1, 2, 3)]
     assert (len(swap), swap.free) == (0, 8)
-    assert swap.restore(one, blocks, cached=1, computed=15) == 0
+    assert swap.swap_in(one, blocks, cached=1, computed=15) == 0
 
 
 def test_what_is_dropped_is_copied_no_more_and_what_others_keep_is(pool: BlockPool) -> None:

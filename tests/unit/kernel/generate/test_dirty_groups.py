@@ -11,7 +11,7 @@ import pytest
 from tests.unit.kernel.policy_pool import random_policies
 from vsched.kernel.commands import Command
 from vsched.kernel.generate.group import GenerateGroup
-from vsched.kernel.groups import PlanMarks
+from vsched.kernel.groups import DirtyGroups
 from vsched.kernel.waiting_queue import Holds, OrderedQueue
 from vsched.testing import ModelCluster, run_random
 
@@ -43,37 +43,37 @@ def test_marked_groups_decide_what_asking_all_would(
 ) -> None:
     marked = run(seed)
     assert isinstance(marked, Listening)
-    walk = PlanMarks.walk
+    walk = DirtyGroups.walk
 
-    def all_of(marks: PlanMarks) -> Iterator[int]:
+    def all_of(marks: DirtyGroups) -> Iterator[int]:
         list(walk(marks))
         yield from range(len(marks._marked))
 
-    monkeypatch.setattr(PlanMarks, "walk", all_of)
+    monkeypatch.setattr(DirtyGroups, "walk", all_of)
     full = run(seed)
     assert isinstance(full, Listening)
     assert marked.heard == full.heard
     assert marked.kernel.statistics() == full.kernel.statistics()
 
 
-def without_look_from(caller: str) -> Callable[[GenerateGroup], None]:
-    """Return a `look` that marks nothing when this function calls it."""
+def without_mark_from(caller: str) -> Callable[[GenerateGroup], None]:
+    """Return a `mark_dirty` that marks nothing when this function calls it."""
 
-    def look(group: GenerateGroup) -> None:
+    def mark_dirty(group: GenerateGroup) -> None:
         if group.loads is not None:
             group.loads.change(group.index)
         if sys._getframe(1).f_code.co_name != caller:
-            group._marks.mark(group.index)
+            group._dirty.mark(group.index)
 
-    return look
+    return mark_dirty
 
 
 @pytest.mark.parametrize(
     "caller", ["unblock", "complete_step", "set_status", "items_ready", "_plan_generate"]
 )
 def test_checks_find_a_mark_that_is_missing(caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GenerateGroup, "look", without_look_from(caller))
-    with pytest.raises(AssertionError, match=r"needs a look, and is not marked"):
+    monkeypatch.setattr(GenerateGroup, "mark_dirty", without_mark_from(caller))
+    with pytest.raises(AssertionError, match=r"could plan, and is not marked"):
         run_many()
 
 
@@ -90,7 +90,7 @@ def test_checks_find_a_hold_whose_end_is_missed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_marks_are_walked_in_order_and_taken() -> None:
-    marks = PlanMarks(5)
+    marks = DirtyGroups(5)
     for index in (4, 1, 4):
         marks.mark(index)
     walked = []
