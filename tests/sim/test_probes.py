@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -72,11 +71,6 @@ def placed() -> Counter[str]:
 
 def test_each_probe_is_declared_and_stands_in_one_place() -> None:
     assert placed() == Counter(PROBES.keys())
-
-
-def test_each_probe_stands_in_the_documentation() -> None:
-    page = (Path(vsched.__path__[0]).parent / "docs/simulation.md").read_text(encoding="utf-8")
-    assert dict(re.findall(r"^\| `(\w+\.\w+)` \| (.*) \| \d+ \|$", page, re.MULTILINE)) == PROBES
 
 
 def test_probe_is_counted_while_it_is_observed() -> None:
