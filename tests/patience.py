@@ -18,7 +18,7 @@ NEVER_S = 100 * PATIENCE_S
 
 
 def patience(limit_s: float = PATIENCE_S) -> asyncio.Timeout:
-    """Return a timeout that fails a test that waits in vain."""
+    """Return a context that fails with a timeout after `limit_s`."""
     return asyncio.timeout(limit_s)
 
 
@@ -28,7 +28,7 @@ async def until(
     """Let the loop turn until a condition holds, for conditions of threads and processes that have no event."""
     deadline_s = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < deadline_s, f"in vain for {limit_s:g} s: {what}"
+        assert time.monotonic() < deadline_s, f"timed out after {limit_s:g} s: {what}"
         await asyncio.sleep(0.001)
 
 
@@ -36,5 +36,5 @@ def wait_until(condition: Callable[[], object], what: str = "") -> None:
     """Wait, without a loop, until a condition holds."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline_s, f"in vain for {PATIENCE_S:g} s: {what}"
+        assert time.monotonic() < deadline_s, f"timed out after {PATIENCE_S:g} s: {what}"
         time.sleep(0.01)

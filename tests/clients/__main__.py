@@ -33,14 +33,16 @@ def parser() -> argparse.ArgumentParser:
     """Describe the options."""
     options = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
     options.add_argument(
-        "checkpoint", type=Path, help="what `vsched make-checkpoint --smollm2` has written"
+        "checkpoint", type=Path, help="folder written by `vsched make-checkpoint --smollm2`"
     )
     options.add_argument(
         "--cache", type=Path, default=Path("clients"), help="folder for environments and logs"
     )
-    options.add_argument("--only", default="", help="names, or parts of names, by commas")
+    options.add_argument("--only", default="", help="names, or parts of names, separated by commas")
     options.add_argument("--set", action="append", default=[], help="a setting of both servers")
-    options.add_argument("--pip-arguments", default="", help="further ones for pip, in one text")
+    options.add_argument(
+        "--pip-arguments", default="", help="further arguments of pip, in one string"
+    )
     return options
 
 

@@ -121,18 +121,18 @@ def test_gathered_is_asked_on_arrival_and_at_its_deadline() -> None:
     cluster = ModelCluster(make_limits(), policies)
     cluster.submit(make_request("first", words(4), max_tokens=60))
     cluster.wait(200_000_000)
-    assert len(Counted.asked) == 2, "when it came and when it was due"
+    assert len(Counted.asked) == 2, "on arrival and at the deadline"
     cluster.submit(make_request("second", words(4)))
     for _ in range(20):
         cluster.run_generate()
-    assert len(Counted.asked) == 3, "the steps of the first did not ask again"
+    assert len(Counted.asked) == 3, "the steps of the first request do not call it again"
     cluster.submit(make_request("third", words(4)))
     for _ in range(20):
         cluster.run_generate()
     assert len(Counted.asked) == 4
     cluster.wait(200_000_000)
     cluster.run_generate()
-    assert len(Counted.asked) == 5, "once for both"
+    assert len(Counted.asked) == 5, "one call for both"
     assert cluster.notices == []
     cluster.drain()
     assert joined(cluster) == ["first", "second", "third"]
@@ -149,9 +149,9 @@ def test_gathered_encoder_is_asked_on_arrival_and_at_its_deadline() -> None:
         cluster.submit(image_request(name, (name.encode(), 8)))
         for _ in range(20):
             cluster.run_generate()
-        assert len(Counted.asked) == asked, "the steps of the text did not ask again"
+        assert len(Counted.asked) == asked, "the steps of the text request do not call it again"
     cluster.wait(200_000_000)
-    assert len(Counted.asked) == 3, "once for both"
+    assert len(Counted.asked) == 3, "one call for both"
     assert cluster.encoded == [[b"a", b"b"]]
     assert cluster.notices == []
     cluster.drain()

@@ -402,5 +402,7 @@ def test_memory_sizes_or_says_why_not(name: str) -> None:
                 ended.append(type(error))
                 refused(negotiation.failure)
     assert Accepted in ended
-    assert (MemoryLeak in ended) == (name == "auto-profile"), "only it tears anything down"
+    assert (MemoryLeak in ended) == (name == "auto-profile"), (
+        "only this policy tears the cache down"
+    )
     assert DeviceOutOfMemory in ended

@@ -89,7 +89,7 @@ def test_shortest_first_learns_lengths_by_prompt() -> None:
     assert chosen(ShortestFirst(), waiting, state=state, measured=measured) == [1, 0]
     before = list(state.means)
     chosen(ShortestFirst(), waiting, state=state, measured=measured)
-    assert state.means == before, "an end is learned from once"
+    assert state.means == before, "each end counts once"
 
 
 def test_shortest_first_reads_its_table() -> None:

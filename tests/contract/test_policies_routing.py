@@ -213,7 +213,7 @@ def test_image_affinity_popular_image_does_not_pile_up() -> None:
         loads[chosen] += 100
         seen = [int(index == chosen) for index in range(3)]
         assert max(loads) - min(loads) <= LIMIT * 0.25 + 100
-    assert max(loads) - min(loads) >= 100, "there was no affinity to bound"
+    assert max(loads) - min(loads) >= 100, "affinity was not tested"
 
 
 @REPEATABLE

@@ -59,7 +59,7 @@ def test_step_answer_is_one_that_the_kernel_takes(policy: StepPolicy) -> None:
         answer = policy.share(asked)
         assert sorted(set(answer.order)) == sorted(answer.order)
         assert all(0 <= index < count for index in answer.order)
-        assert answer.order or not count, "somebody advances"
+        assert answer.order or not count, "at least one request advances"
         assert answer.tokens is None or len(answer.tokens) == len(answer.order)
         assert answer.time_ns is None or answer.time_ns > 0
 

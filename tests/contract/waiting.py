@@ -71,7 +71,7 @@ def admit(
         default_tokens=default_tokens,
         now_ns=now_ns,
     )
-    assert admission.hold_until_ns is None, "it holds"
+    assert admission.hold_until_ns is None, "the policy holds all entries"
     chosen = list(admission.indices)
     rest = [size for index, size in enumerate(sizes) if index not in chosen]
     return [sizes[index] for index in chosen], rest

@@ -190,5 +190,5 @@ def now_and_then(token: int, say: Callable[[float], list[int]]) -> tuple[float, 
         said = say(bias)
         if said[: len(said) // 2].count(token) > 0 and set(said) != {token}:
             return bias, said
-        assert high - low > 1e-3, "it says the token always or never"
+        assert high - low > 1e-3, "no bias yields the token only sometimes"
         low, high = (bias, high) if token not in said else (low, bias)

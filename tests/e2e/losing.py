@@ -31,7 +31,7 @@ async def check_stream_outlives_host(
             answer.deltas.append(await anext(stream))
         assert len(answer.token_ids) < ask.count
         strike()
-        await until(lambda: engine.state != "ready", "the loss is noticed")
+        await until(lambda: engine.state != "ready", "the loss is detected")
         meanwhile = [await begin(engine, one) for one, _ in asks]
         mend()
         answer.deltas += [delta async for delta in stream]
@@ -42,5 +42,5 @@ async def check_stream_outlives_host(
     (row,) = (row for row in engine.groups() if row["stage"] == "generate")
     assert row["losses"] == {"HostLost": 1}
     found = [one.token_ids for one in await answers(engine, [one for one, _ in asks], at_once=3)]
-    assert found == [tokens for _, tokens in asks], "it is used again"
+    assert found == [tokens for _, tokens in asks], "the host is used again"
     await assert_idle(engine)

@@ -172,14 +172,14 @@ async def test_text_models_answer_as_peft(tmp_path: Path, kind: str) -> None:
     for name, prompt in asked:
         with adapted(reference, name):
             wanted.append(continued(reference, prompt))
-    assert len({*map(tuple, wanted[:3])}) == 3, "each changes the answer"
+    assert len({*map(tuple, wanted[:3])}) == 3, "each adapter changes the answer"
     async with serving(base, tmp_path, *settings) as (client, engine):
         for _ in range(2):
             replies = await asyncio.gather(*(completed(client, *each) for each in asked))
             assert [each["token_ids"] for each in replies] == wanted
         counts = engine.statistics()["generate"]
         assert counts["tokens_cached"] > 0
-        assert counts["steps"] < len(asked) * OUTPUTS, "they shared steps"
+        assert counts["steps"] < len(asked) * OUTPUTS, "the requests shared steps"
         assert (counts["tokens_drafted"] > 0) == (LOOKUP in settings)
         assert len(adapted_ranks(engine)) == (2 if RANKS in settings else 1)
 
@@ -214,7 +214,7 @@ async def test_models_with_towers_answer_as_peft(
             with adapted(reference.model, name):
                 prompt = ask.prompt(engine.preprocessor)
                 wanted.append(reference.generate(prompt, ask.images, OUTPUTS))
-        assert len({*map(tuple, wanted[3:6])}) == 3, "each changes the answer"
+        assert len({*map(tuple, wanted[3:6])}) == 3, "each adapter changes the answer"
         for _ in range(2):
             assert await asyncio.gather(*(chatted(client, *each) for each in asked)) == wanted
         assert {stage for stage, _ in adapted_ranks(engine)} == {"encode", "generate"}

@@ -144,7 +144,7 @@ async def busy(client: Any, ask: Ask, wanted: dict[str, list[int]]) -> AsyncIter
 
     async with asyncio.TaskGroup() as group:
         group.create_task(ask_on())
-        await until(lambda: begun[0] or rounds, "streams are under way")
+        await until(lambda: begun[0] or rounds, "streams are running")
         yield
         done.set()
 
@@ -157,7 +157,9 @@ async def test_requests_with_and_without_adapters_answer_as_peft_does(
     engine, questions = adapting.engine, asks(100)
     wanted = {name: [adapted.tokens(engine, ask, name) for ask in questions] for name in ADAPTERS}
     wanted[""] = generated("nano25", questions)
-    assert len({tuple(tokens[0]) for tokens in wanted.values()}) == 3, "each changes the answer"
+    assert len({tuple(tokens[0]) for tokens in wanted.values()}) == 3, (
+        "each adapter changes the answer"
+    )
     for _ in range(2):  # the second time from the prefix cache
         begun = {
             name: [await begin(engine, ask, adapter=name) for ask in questions] for name in wanted
@@ -251,10 +253,10 @@ async def test_a_killed_rank_comes_back_with_its_adapters(
     async with asyncio.TaskGroup() as group:
         for n, ask in enumerate(questions):
             group.create_task(streamed(client, names[n % 2], ask, found[n]))
-        await until(lambda: sum(map(len, found)) > 30, "streams are under way")
+        await until(lambda: sum(map(len, found)) > 30, "streams are running")
         for pid in engine.rank_pids[1:]:
             os.kill(pid, signal.SIGKILL)
-        await until(lambda: engine.state == "degraded", "the loss is noticed")
+        await until(lambda: engine.state == "degraded", "the loss is detected")
     assert found == wanted
     await until(lambda: engine.state == "ready", "the lost groups are back")
     assert (await client.delete("/admin/adapters/passing")).json()["state"] == "unloaded"
@@ -271,7 +273,7 @@ async def test_an_adapter_is_unloaded_once_its_requests_have_ended(
     def state() -> dict[str, str]:
         return {row["name"]: row["state"] for row in engine.adapters()}
 
-    await until(lambda: state()["two"] == "unloading", "it is on its way")
+    await until(lambda: state()["two"] == "unloading", "it is being unloaded")
     body = {"model": "two", "messages": ask.messages}
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 404
     assert (await client.delete("/admin/adapters/two")).status_code == 409

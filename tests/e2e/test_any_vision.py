@@ -161,12 +161,12 @@ async def test_a_killed_rank_loses_no_token(
     """For a rank that encodes and for one that generates."""
     engine = seeing.engine
     begun = [await begin(engine, ask) for ask in ASKS]
-    await until(lambda: sum(one.output_tokens for one in begun) > 20, "streams are under way")
+    await until(lambda: sum(one.output_tokens for one in begun) > 20, "streams are running")
     assert any(one.reason is None for one in begun), "too late to lose anything"
     os.kill(sorted(engine.rank_pids)[killed], signal.SIGKILL)
     found = await asyncio.gather(*(read(one) for one in begun))
     assert [one.token_ids for one in found] == wanted
-    await until(lambda: engine.state == "ready", "what was lost is back")
+    await until(lambda: engine.state == "ready", "the lost group is back")
 
 
 async def test_simulation_takes_the_model_as_it_is_served(
@@ -206,7 +206,7 @@ async def test_a_sampled_placeholder_stands_for_no_image(
         temperature=0.0, ignore_eos=True, max_tokens=OUTPUTS, logit_bias=((placeholder, bias),)
     )
     begun = await begin(engine, ask, sampling)
-    await until(lambda: begun.output_tokens > OUTPUTS // 2, "the stream is under way")
+    await until(lambda: begun.output_tokens > OUTPUTS // 2, "the stream is running")
     os.kill(sorted(engine.rank_pids)[1], signal.SIGKILL)
     assert (await read(begun)).token_ids == tokens
-    await until(lambda: engine.state == "ready", "what was lost is back")
+    await until(lambda: engine.state == "ready", "the lost group is back")

@@ -244,9 +244,9 @@ async def test_every_combination_of_policies_equals_generate(
             steals[f"{factor} {value}"] += counts["encode"]["cache_preemptions"]
             cached[f"{factor} {value}"] += counts["generate"]["tokens_cached"]
     names = {f"{factor} {value}" for one in served for factor, value in one.items()}
-    assert not names - preemptions.keys(), "a value was never put to the test"
+    assert not names - preemptions.keys(), "a value was never tested"
     assert all(preemptions[name] for name in names), preemptions
-    assert steals["embeddings thrashing"] > 0, "nobody lost an embedding to an older request"
+    assert steals["embeddings thrashing"] > 0, "no embedding was taken for an older request"
     assert cached["prefix on"] > 0
     assert cached["prefix_eviction none"] < cached["prefix_eviction lru"]
 

@@ -48,7 +48,7 @@ async def test_tokens_are_the_same_alone_among_others_and_after_a_kill(
         wanted = [await answer(engine, ask, SAMPLING) for ask in asks]
         _, generate_pid = engine.rank_pids
         begun = [await begin(engine, ask, SAMPLING) for ask in asks]
-        await until(lambda: sum(one.output_tokens for one in begun) > 120, "streams are under way")
+        await until(lambda: sum(one.output_tokens for one in begun) > 120, "streams are running")
         assert all(one.reason is None for one in begun), "too late to lose anything"
         os.kill(generate_pid, signal.SIGKILL)
         found = await asyncio.gather(*(read(one) for one in begun))

@@ -173,4 +173,4 @@ async def test_streams_whose_clients_leave_hold_nothing(client: Any, engine: Eng
         leave(client, "/v1/messages", body),
         leave(client, "/v1/responses", asked),
     )
-    await until(lambda: not any(held(engine).values()), "the answers nobody reads are ended")
+    await until(lambda: not any(held(engine).values()), "unread responses are aborted")

@@ -98,12 +98,12 @@ async def test_drafts_change_no_answer(
         assert told[0] == pytest.approx(told[1], abs=1e-4)
         assert len(told[0]) == 90
         least = 0 if way == "another model" else 30
-        assert counts["drafts_accepted"] > least, "hardly any draft proved right"
+        assert counts["drafts_accepted"] > least, "hardly any draft token was accepted"
         assert counts["drafts_accepted"] < counts["tokens_drafted"]
         begun = [await begin(engine, *each) for each in ASKS]
-        await until(lambda: all(one.output_tokens > 4 for one in begun), "answers are under way")
+        await until(lambda: all(one.output_tokens > 4 for one in begun), "answers are running")
         os.kill(engine.rank_pids[1], signal.SIGKILL)
-        await until(lambda: engine.state == "degraded", "the loss is noticed")
+        await until(lambda: engine.state == "degraded", "the loss is detected")
         assert said(list(await asyncio.gather(*map(read, begun)))) == said(plain)
         await assert_idle(engine)
 

@@ -26,7 +26,7 @@ async def test_abort_in_mid_stream_frees_everything_within_a_step(engine: Engine
     assert held(engine)["blocks_held"] > 0
     generation.abort()
     assert not any(held(engine).values()), held(engine)
-    await until(lambda: not any(in_flight(engine).values()), "the step that was out ends")
+    await until(lambda: not any(in_flight(engine).values()), "the step in flight ends")
     assert engine.statistics()["generate"]["steps"] <= steps
     rest = await read(generation)
     assert rest.finish_reason == "abort"
@@ -61,7 +61,7 @@ async def test_cancelled_preparation_leaves_nothing(engine: Engine) -> None:
         task.cancel()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
-    await until(lambda: not any(held(engine).values()), "threads let go of the pixels")
+    await until(lambda: not any(held(engine).values()), "threads release the pixels")
     assert engine.statistics()["generate"]["admitted"] == before
 
 
@@ -109,7 +109,9 @@ async def test_clear_interrupts_requests_whose_images_are_being_decoded(engine: 
         with armed(hold):
             tasks = [asyncio.create_task(begin(engine, ask)) for ask in asks]
             await until(lambda: engine.statistics()["media"]["decode"]["bytes_used"], "decoding")
-            await until(lambda: engine.statistics()["media"]["preparing"] == 6, "all are there")
+            await until(
+                lambda: engine.statistics()["media"]["preparing"] == 6, "all are in preparation"
+            )
             assert engine.statistics()["waiting"] == 6
             assert await engine.clear() == {"running": 0, "waiting": 0}
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -117,6 +119,6 @@ async def test_clear_interrupts_requests_whose_images_are_being_decoded(engine: 
         gate.set()
     errors = [one for one in outcomes if isinstance(one, RequestFailed)]
     assert [(error.code, error.status) for error in errors] == [("cleared", 503)] * 6
-    await until(lambda: not any(held(engine).values()), "threads let go of the pixels")
+    await until(lambda: not any(held(engine).values()), "threads release the pixels")
     assert engine.statistics()["generate"]["admitted"] == admitted
     assert len((await answer(engine, asks[0])).token_ids) == 20

@@ -54,17 +54,17 @@ async def test_killed_generate_rank_loses_no_token(engine: Engine, generated: Ge
     encode_pid, generate_pid = engine.rank_pids
     begun = [await begin(engine, ask) for ask in questions]
     sampled = await begin(engine, questions[1], SAMPLED)
-    await until(lambda: sum(one.output_tokens for one in begun) > 20, "streams are under way")
+    await until(lambda: sum(one.output_tokens for one in begun) > 20, "streams are running")
     assert sum(one.reason is None for one in [*begun, sampled]) > 1, "too late to lose anything"
     os.kill(generate_pid, signal.SIGKILL)
-    await until(lambda: engine.state == "degraded", "the loss is noticed")
+    await until(lambda: engine.state == "degraded", "the loss is detected")
     found = await asyncio.gather(*(read(one) for one in begun), read(sampled))
     assert [one.token_ids for one in found] == [*wanted, drawn]
     assert [one.text for one in found[:-1]] == [
         engine.preprocessor.detokenize(ids) for ids in wanted
     ]
     await back(engine)
-    assert engine.rank_pids[0] == encode_pid, "the encoder had no part in it"
+    assert engine.rank_pids[0] == encode_pid, "the encoder was not affected"
     assert engine.rank_pids[1] != generate_pid
 
 
@@ -83,7 +83,7 @@ async def test_a_sampled_placeholder_stands_for_no_image(
         temperature=0.0, ignore_eos=True, max_tokens=ask.count, logit_bias=((placeholder, bias),)
     )
     begun = await begin(engine, ask, sampling)
-    await until(lambda: begun.output_tokens > ask.count // 2, "the stream is under way")
+    await until(lambda: begun.output_tokens > ask.count // 2, "the stream is running")
     os.kill(engine.rank_pids[1], signal.SIGKILL)
     assert (await read(begun)).token_ids == tokens
     await back(engine)
@@ -105,7 +105,7 @@ async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Gene
     found = await asyncio.gather(*(read(one) for one in begun))
     assert [one.token_ids for one in found] == generated("nano25", questions)
     await back(engine)
-    assert engine.rank_pids[1] == generate_pid, "the language model had no part in it"
+    assert engine.rank_pids[1] == generate_pid, "the language model was not affected"
     assert engine.rank_pids[0] != encode_pid
 
 
@@ -118,7 +118,7 @@ async def test_hung_rank_is_replaced(
     config = configure("nano3", "placement=together", "deadlines.rank_timeout_s=4")
     async with Engine(config) as engine:
         begun = [await begin(engine, ask) for ask in questions]
-        await until(lambda: sum(one.output_tokens for one in begun) > 30, "streams are under way")
+        await until(lambda: sum(one.output_tokens for one in begun) > 30, "streams are running")
         (pid,) = engine.rank_pids
         os.kill(pid, signal.SIGSTOP)
         found = await asyncio.gather(*(read(one) for one in begun))

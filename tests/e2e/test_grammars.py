@@ -135,7 +135,7 @@ async def test_the_same_seed_gives_the_same_json_alone_and_preempted(engine: Eng
     older = [await begin(engine, Ask(TEXTS[n], [drawn_image(8200 + n)]), crowd) for n in range(3)]
     held = await begin(engine, ASK, DRAWN)
     found, *_ = await asyncio.gather(read(held), *(read(one) for one in older))
-    assert held.times.preemptions > 0, "nothing was put to the test"
+    assert held.times.preemptions > 0, "nothing was tested"
     assert found.token_ids == alone.token_ids
     assert found.finish_reason == "stop"
 
@@ -144,10 +144,10 @@ async def test_the_same_seed_gives_the_same_json_alone_and_preempted(engine: Eng
 async def test_killed_rank_follows_the_grammar_again(engine: Engine) -> None:
     wanted = [(await answer(engine, ASK, sampling)).token_ids for sampling in (DRAWN, GREEDY)]
     begun = [await begin(engine, ASK, sampling) for sampling in (DRAWN, GREEDY)]
-    await until(lambda: all(one.output_tokens > 4 for one in begun), "answers are under way")
+    await until(lambda: all(one.output_tokens > 4 for one in begun), "answers are running")
     assert all(one.reason is None for one in begun), "too late to lose anything"
     os.kill(engine.rank_pids[1], signal.SIGKILL)
-    await until(lambda: engine.state == "degraded", "the loss is noticed")
+    await until(lambda: engine.state == "degraded", "the loss is detected")
     found = await asyncio.gather(*(read(one) for one in begun))
     assert [each.token_ids for each in found] == wanted
     for each in found:

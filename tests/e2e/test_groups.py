@@ -257,12 +257,12 @@ async def test_groups_survive_two_faults_at_once_and_one_while_they_recover(
 ) -> None:
     """No generate group is left; then one of them is lost again while it loads."""
     begun = [await begin(groups, one.ask, one.sampling) for one in questions[-8:]]
-    await patiently(lambda: sum(one.output_tokens for one in begun) > 40, "streams are under way")
+    await patiently(lambda: sum(one.output_tokens for one in begun) > 40, "streams are running")
     lost = {group: pids(groups, group) for group in ("generate-0", "generate-1")}
     for ranks in lost.values():
         os.kill(ranks[1], KILL)
     again = lost["generate-0"]
-    await patiently(lambda: not {*again, 0} & {*fresh(groups, "generate-0")}, "ranks start anew")
+    await patiently(lambda: not {*again, 0} & {*fresh(groups, "generate-0")}, "ranks start again")
     os.kill(pids(groups, "generate-0")[0], KILL)
     found = await asyncio.gather(*(read(one) for one in begun))
     assert [one.token_ids for one in found] == [one.tokens for one in questions[-8:]]

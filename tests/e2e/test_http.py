@@ -207,8 +207,8 @@ async def test_full_queue_is_a_429_with_retry_after(client: Any, engine: Engine)
 
 
 async def freed(engine: Engine) -> None:
-    await until(lambda: not any(held(engine).values()), "the vanished client's request is ended")
-    await until(lambda: not any(in_flight(engine).values()), "the step that was out ends")
+    await until(lambda: not any(held(engine).values()), "the request of the lost client is aborted")
+    await until(lambda: not any(in_flight(engine).values()), "the step in flight ends")
 
 
 async def test_client_that_leaves_a_stream_is_aborted(client: Any, engine: Engine) -> None:

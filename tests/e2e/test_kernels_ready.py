@@ -82,7 +82,7 @@ async def late(engine: Engine, asked: Callable[[], Any]) -> dict[str, int]:
     # The heartbeat in flight may have been sent before; the next one was not.
     await until(
         lambda: all(row["heartbeats"]["sent"] > before[row["name"]] + 1 for row in engine.groups()),
-        "each group says how many kernels it has",
+        "each group reports its kernels",
     )
     return {
         row["name"]: sum(rank["kernels_late"] for rank in row["ranks"]) for row in engine.groups()

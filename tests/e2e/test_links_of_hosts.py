@@ -105,7 +105,7 @@ async def test_direct_rows_that_break_off_half_way_come_otherwise(
             before, came = rows.carried, exchange.bytes_direct
             rows.bytes_per_s = TRICKLE_BYTES_PER_S
             stream = await begin(there, asks[2])
-            await until(lambda: rows.carried - before > HALF_BYTES, "rows are under way")
+            await until(lambda: rows.carried - before > HALF_BYTES, "rows are in flight")
             assert exchange.bytes_direct == came
             match lost:
                 case "the reader's host":
@@ -142,7 +142,7 @@ async def test_direct_way_that_nobody_finds_costs_no_group(
             for ask, tokens in zip(ASKS, here, strict=True):
                 (found,) = await answers(there, [ask], at_once=1)
                 assert found.token_ids == tokens
-            await until(lambda: not exchange._ways, "the way is given up")
+            await until(lambda: not exchange._ways, "the direct link is given up")
         assert exchange.bytes_direct == 0
         assert losses(there) == {"encode": {}, "generate": {}}
         await assert_idle(there)

@@ -76,7 +76,7 @@ async def test_two_ranks_answer_as_generate_and_one_that_is_killed_costs_no_toke
         return text
 
     asking = [asyncio.create_task(ask(index, one)) for index, one in enumerate(prompts())]
-    await until(lambda: sum(counts) > 20, "streams are under way")
+    await until(lambda: sum(counts) > 20, "streams are running")
     assert not any(one.done() for one in asking), "too late to lose anything"
     held = engine.statistics()["ledger"]["in_use"]["kv"]
     blocks = engine.statistics()["generate"]["blocks_held"]

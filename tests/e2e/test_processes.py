@@ -64,7 +64,7 @@ def owner(server_port: int, client_port: int, pids: Sequence[int]) -> int:
             with contextlib.suppress(OSError):
                 if link.readlink().name.removeprefix("socket:[").rstrip("]") in inodes:
                     return pid
-    raise AssertionError("nobody has accepted it")
+    raise AssertionError("no process has accepted it")
 
 
 @contextlib.asynccontextmanager
@@ -143,13 +143,13 @@ async def test_process_that_dies_takes_only_its_own_requests(split: RunningServe
         assert "".join([text async for text in streams[alive]]) == wanted.text
         assert alive in split.api_pids
     await until(lambda: not split.engine.statistics()["running"])
-    await until(lambda: len(split.api_pids) == 2, "it is started anew")
+    await until(lambda: len(split.api_pids) == 2, "it is restarted")
     assert dead not in split.api_pids
     async with clients(split) as found:
         for client in found.values():
             assert (await client.post(CHAT, json=body(ASK))).status_code == 200
         after = await answered(found[alive])
-    assert after == before + 3, "what the dead one had counted is kept"
+    assert after == before + 3, "counts of the dead process are kept"
 
 
 async def answered(client: Any) -> float:

@@ -229,7 +229,7 @@ async def test_killed_server_goes_on_with_its_streams(
         undisturbed: dict[str, list[str]] = {}
         for name in QUESTIONS:
             undisturbed[name] = await first.post(*asked(name))
-        await until(lambda: not kept(record), "what was told is forgotten")
+        await until(lambda: not kept(record), "delivered requests are forgotten")
         had: dict[str, list[str]] = {name: [] for name in QUESTIONS}
 
         def follow(name: str) -> None:
@@ -259,7 +259,7 @@ async def test_killed_server_goes_on_with_its_streams(
             whole = [*complete[: last + 1], *rest]
             assert told(whole) == told(undisturbed[name])
             assert sum("[DONE]" in line for line in whole) == (path != "/v1/responses")
-        await until(lambda: not kept(record), "what was told is forgotten")
+        await until(lambda: not kept(record), "delivered requests are forgotten")
         assert abandoned_memory() <= before
     finally:
         for one in servers:

@@ -64,7 +64,7 @@ async def test_seeded_sampling_is_the_same_alone_and_preempted_in_a_crowd(
     sampled = await begin(engine, ASK, sampling(name), request_id)
     beside = await asyncio.gather(read(sampled), *(read(one) for one in older))
     preemptions = sampled.times.preemptions
-    assert preemptions > 0, "nothing was put to the test"
+    assert preemptions > 0, "nothing was tested"
     assert beside[0].token_ids == alone.token_ids
     assert beside[0].text == alone.text
     assert len(alone.token_ids) == ASK.count

@@ -67,7 +67,7 @@ async def test_killed_rank_loses_no_token_and_every_beginning_has_its_own_state(
     """Steps run one ahead, requests are preempted, and all is lost once: the tokens are those of `generate`."""
     wanted = generated(Path(config.model.path), PROMPTS, outputs=OUTPUTS)
     begun = [await begin(served, prompt, f"first-{n}") for n, prompt in enumerate(PROMPTS)]
-    await until(lambda: sum(one.output_tokens for one in begun) > 60, "streams are under way")
+    await until(lambda: sum(one.output_tokens for one in begun) > 60, "streams are running")
     assert sum(one.reason is None for one in begun) > 3, "too late to lose anything"
     (pid,) = served.rank_pids
     os.kill(pid, signal.SIGKILL)

@@ -11,8 +11,10 @@ from tests.fuzz.run import fuzz_engine, fuzz_sockets
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("target", nargs="?", choices=("api", "grammars"), default="api")
-    parser.add_argument("--requests", type=int, default=20_000, help="how many, over all targets")
-    parser.add_argument("--seed", type=int, default=0, help="what repeats a run")
+    parser.add_argument(
+        "--requests", type=int, default=20_000, help="number of requests, over all targets"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of a run")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     if options.target == "grammars":

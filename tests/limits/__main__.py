@@ -32,11 +32,13 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--ranks", nargs="+", choices=WAYS, default=WAYS, help="forked, or new processes"
     )
-    parser.add_argument("--served", type=int, default=5, help="stop after so many served in a row")
     parser.add_argument(
-        "--results", type=Path, help="a file of outcomes: what is good there is not tried again"
+        "--served", type=int, default=5, help="stop after this number of served starts in a row"
     )
-    parser.add_argument("--table", type=Path, help="write the table there, too")
+    parser.add_argument(
+        "--results", type=Path, help="a file of outcomes: good ones are not tried again"
+    )
+    parser.add_argument("--table", type=Path, help="file to write the table to")
     return parser.parse_args(words)
 
 

@@ -94,7 +94,7 @@ def test_command_stops_when_served_goes_on_where_it_was_and_retries_failures(
     command.Outcomes(results).note(Case("encode", True, 60), Outcome("hang"))
     words = ["--stage", "encode", "--ranks", "forked", "--served", "2"]
     words += ["--results", str(results), "--table", str(written)]
-    assert command.main([*words, "--to", "50"]) == 1, "60 is a failure that stands"
+    assert command.main([*words, "--to", "50"]) == 1, "60 is a failure that remains"
     assert FakeWorker.tried == [50]
     assert "encode, 60 MiB: hang" in capsys.readouterr().out
     assert command.main([*words, "--to", "500"]) == 0

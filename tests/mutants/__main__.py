@@ -26,16 +26,18 @@ from tests.mutants.trial import Trials, Verdict, with_tests
 def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("words", nargs="*", help="only functions whose names contain one of these")
-    parser.add_argument("--seconds", type=float, help="begin no mutant after so many seconds")
-    parser.add_argument("--sample", type=int, help="try so many mutants, drawn from the seed")
+    parser.add_argument("--seconds", type=float, help="seconds after which no mutant is begun")
+    parser.add_argument("--sample", type=int, help="number of mutants to try, drawn from the seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--results", type=Path, help="a file of verdicts: what was killed there is not tried again"
+        "--results", type=Path, help="a file of verdicts: killed mutants are not tried again"
     )
     parser.add_argument(
         "--checks", nargs="+", default=list(CHECKS), help="the tests that mutants meet"
     )
-    parser.add_argument("--table", action="store_true", help="try none; show what is in --results")
+    parser.add_argument(
+        "--table", action="store_true", help="try none; show the content of --results"
+    )
     return parser.parse_args(words)
 
 
@@ -120,7 +122,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if alive:
         print(f"\nsurvivors:\n{report.differences(alive)}")
     if wrong:
-        print("\nsaid to change nothing, but killed or gone:", *wrong, sep="\n")
+        print("\nlisted as equivalent, but killed or gone:", *wrong, sep="\n")
     return 1 if alive or wrong else 0
 
 

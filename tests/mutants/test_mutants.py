@@ -48,7 +48,7 @@ def test_mutants_change_one_thing_each_and_leave_probes_alone() -> None:
 def test_mutants_have_keys_of_their_own() -> None:
     mutants = [one for place in PLACES for one in mutants_of(place)]
     assert len({one.key for one in mutants}) == len(mutants)
-    assert {one.key for one in mutants} >= EQUIVALENT.keys(), "judged, and gone"
+    assert {one.key for one in mutants} >= EQUIVALENT.keys(), "an entry of a mutant that is gone"
 
 
 def test_mutants_meet_tests_that_are_there() -> None:

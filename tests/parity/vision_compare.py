@@ -273,7 +273,7 @@ def _compared(
 ) -> Parity:
     expected = [each.output for each in wanted]
     distinct = {token for answer in expected for token in answer}
-    assert len(distinct) > len(ASKED) // 2, f"the answers say too little, {distinct}"
+    assert len(distinct) > len(ASKED) // 2, f"the outputs vary too little, {distinct}"
     # Each request must advance between two preemptions.
     preempts = 5 + max(len(stage.prompt(each)[0]) for each in questions) // CHUNK
     return Parity(

@@ -13,17 +13,19 @@ from tests.reservation.run import run
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.reservation", description=__doc__)
-    parser.add_argument("checkpoint", help="its folder")
+    parser.add_argument("checkpoint", help="folder of the checkpoint")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 256, 512], help="budgets")
-    parser.add_argument("--batches", type=int, default=1000, help="how many, for each budget")
-    parser.add_argument("--seed", type=int, default=0, help="what repeats a run")
+    parser.add_argument(
+        "--batches", type=int, default=1000, help="number of batches for each budget"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of a run")
     parser.add_argument(
         "--blocks",
         type=int,
         default=0,
-        help="run so many blocks of the tower only, the last over whole images, to save time",
+        help="run only this number of blocks of the tower, the last over whole images, to save time",
     )
-    parser.add_argument("--out", type=Path, help="a file that the table goes to, too")
+    parser.add_argument("--out", type=Path, help="a file to write the table to")
     options = parser.parse_args()
     mib = 1 << 20
     lines = [

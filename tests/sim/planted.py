@@ -110,7 +110,7 @@ def planted(plant: Plant) -> Iterator[None]:
     holder = getattr(module, holder_name)
     right = getattr(holder, method)
     source = textwrap.dedent(inspect.getsource(right))
-    assert source.count(plant.right) == 1, f"{plant.place} has changed: plant the defect anew"
+    assert source.count(plant.right) == 1, f"{plant.place} has changed: plant the defect again"
     scope: dict[str, object] = {}
     code = "from __future__ import annotations\n" + source.replace(plant.right, plant.wrong)
     exec(compile(code, f"<{plant.name}>", "exec"), vars(sys.modules[path]), scope)

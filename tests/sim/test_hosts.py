@@ -112,7 +112,7 @@ async def test_pixels_and_rows_take_their_time_on_links(sim_engine: Engines) -> 
     narrow = HostLinkProfile(bytes_per_s=100e3, latency_ns=20_000_000, window_bytes=256)
     taken = [await first_token_ns(sim_engine, links, 40) for links in (quick, slow, narrow)]
     assert taken[0] + 10_000_000 < taken[1], "bytes take time"
-    assert taken[1] + 200_000_000 < taken[2], "a small window on a long way takes more"
+    assert taken[1] + 200_000_000 < taken[2], "a small window with a long latency takes more"
 
 
 @pytest.mark.sim

@@ -71,7 +71,7 @@ def test_config_built_in_python_has_values_of_the_declared_types() -> None:
     assert msgspec.convert(msgspec.to_builtins(plain), Config) == plain
     assert (plain.model.path, plain.generate.slots) == ("some/where", 3)
     small = Config(arena=ArenaConfig(embedding_bytes=1024))
-    assert plain_config(small) == small, "a simulation has less than a file may ask for"
+    assert plain_config(small) == small, "a simulation has less than a file may require"
     assert Engine(odd).config == plain
 
 

@@ -280,7 +280,7 @@ def test_tidy_tests_measure_no_time() -> None:
         if path not in excepted and virtual not in path.parents
         for line in hurried(parse(path))
     ]
-    assert not found, "no test asks for the time, or waits for less than its patience"
+    assert not found, "tests must not read a clock, or wait for less than their patience"
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_tidy_default_run_needs_no_gpu_and_no_download() -> None:
         if path != Path(__file__)
         and ('from_pretrained("' in path.read_text() or ".cuda()" in path.read_text())
     ]
-    assert not asking, "a name of a hub's model, or a call that only a GPU can serve"
+    assert not asking, "a model name of a hub, or a call that needs a GPU"
 
 
 def test_tidy_class_names_stand_once() -> None:

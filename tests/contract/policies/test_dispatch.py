@@ -53,7 +53,7 @@ def test_dispatch_answer_is_one_that_the_kernel_takes(policy: DispatchPolicy) ->
         waiting = [rng.choice([None, 4, 40]) for _ in range(rng.randint(1, 5))]
         answer = ask(policy, groups, *waiting, now_ns=rng.choice([0, 10 * SECOND_NS]))
         if answer.group is None:
-            assert not all(group.free for group in groups), "nothing is encoded, nothing is to be"
+            assert not all(group.free for group in groups), "nothing is being encoded or proposed"
             continue
         assert groups[answer.group].free
         order = range(len(waiting)) if answer.order is None else answer.order

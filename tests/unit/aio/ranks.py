@@ -319,7 +319,7 @@ class Ranks:
             if condition():
                 return
             await asyncio.sleep(0)
-        raise AssertionError("it never came to that")
+        raise AssertionError("the condition never held")
 
 
 class Text:
@@ -380,7 +380,7 @@ class Stream:
 
     async def tokens(self) -> list[int]:
         """Read a stream to its end, which must have come."""
-        assert self.ends == 1, "it has not ended, or more than once"
+        assert self.ends == 1, "it has not ended, or ended more than once"
         async with patience():
             return [token async for delta in self.generation for token in delta.token_ids]
 

@@ -101,7 +101,7 @@ async def test_orders_take_away_from_all_what_one_rank_cannot_add() -> None:
         await orders.add(1, "path", ONE)
     assert who_has(groups, 1) == []
     orders.restore(served(groups.all[1]))
-    assert who_has(groups, 1) == [], "it is not kept"
+    assert who_has(groups, 1) == [], "it is not stored"
 
 
 async def test_orders_end_at_the_deadline_and_leave_nothing() -> None:
@@ -109,7 +109,9 @@ async def test_orders_end_at_the_deadline_and_leave_nothing() -> None:
     groups.all[1].leader.silent = True
     orders = orders_of(groups, deadline_s=0.01)
     adding = asyncio.ensure_future(orders.add(1, "path", ONE))
-    await until(lambda: len(groups.all[1].leader.waiting) == 2, "it is told to take it away")
+    await until(
+        lambda: len(groups.all[1].leader.waiting) == 2, "it is ordered to remove the adapter"
+    )
     groups.all[1].leader.lose()
     with pytest.raises(RequestRefused, match="adapters.load_s"):
         await adding
@@ -122,7 +124,7 @@ async def test_orders_tell_a_group_that_was_lost_meanwhile_when_it_is_back() -> 
     lost.leader.silent = True
     orders = orders_of(groups)
     adding = asyncio.ensure_future(orders.add(1, "path", ONE))
-    await until(lambda: bool(lost.leader.waiting), "it is told")
+    await until(lambda: bool(lost.leader.waiting), "it gets the order")
     old, lost.down, lost.leader = lost.leader, True, FakeLeader()
     old.lose()
     await adding
@@ -140,7 +142,7 @@ async def test_orders_tell_a_group_that_is_back_while_others_add() -> None:
     slow.silent = True
     orders = orders_of(groups)
     adding = asyncio.ensure_future(orders.add(1, "path", ONE))
-    await until(lambda: bool(slow.waiting), "the other is told")
+    await until(lambda: bool(slow.waiting), "the other group gets the order")
     groups.all[1].down = False
     slow.waiting[0].set_result([""])
     await adding
@@ -259,7 +261,7 @@ async def test_table_unloads_once_nobody_holds_it(tmp_path: Path) -> None:
     first, second = bench.table.hold("a"), bench.table.hold("a")
     second.run(lambda message: pytest.fail(message))
     gone = asyncio.ensure_future(bench.table.unload("a"))
-    await until(lambda: bench.table.rows()[0]["state"] == "unloading", "it is on its way")
+    await until(lambda: bench.table.rows()[0]["state"] == "unloading", "it is being unloaded")
     for name in ("a", "b"):
         with pytest.raises(RequestRefused, match="no adapter"):
             bench.table.hold(name)

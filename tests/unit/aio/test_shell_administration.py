@@ -47,7 +47,7 @@ async def serve_until(played: ShellHarness, task: asyncio.Future[Any]) -> Any:
             return task.result()
         played.ranks.run_all(1)
         await asyncio.sleep(0)
-    raise AssertionError("it never came to that")
+    raise AssertionError("the condition never held")
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE, TWO_OF_EACH], indirect=True, ids=str)
@@ -204,7 +204,7 @@ async def test_retired_group_can_be_restarted(played: ShellHarness) -> None:
     ranks.broken.add("generate-1")
     ranks.of("generate-1").exit(-9)
     await ranks.until(lambda: state_of(played, "generate-1") == "retired")
-    assert await played.shell.administration.restart("generate-1") is False, "nobody has mended it"
+    assert await played.shell.administration.restart("generate-1") is False, "it was not repaired"
     assert state_of(played, "generate-1") == "retired"
     ranks.broken.clear()
     assert await played.shell.administration.restart("generate-1") is True

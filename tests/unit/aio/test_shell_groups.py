@@ -325,7 +325,7 @@ async def test_shell_any_rank_takes_the_whole_crew_down(played: ShellHarness, fa
     await ranks.until(lambda: played.shell.healthy)
     assert all(rank.ended for rank in victims)
     assert ranks.starts == 6
-    assert ranks.places - ranks.places_closed == 2, "the host of the lost start was given back"
+    assert ranks.places - ranks.places_closed == 2, "the host of the lost start was released"
     ranks.run()
     await check_tokens(streams)
 
@@ -354,7 +354,9 @@ async def test_crew_tells_each_rank_who_it_is(played: ShellHarness) -> None:
             assert role is not None
             assert (role.settings.rank, role.settings.ranks) == (rank.spec.rank, 2)
             met.setdefault(role.address, set()).add(role.settings.rendezvous)
-    assert [len(places) for places in met.values()] == [1] * 4, "ranks of a group meet at one place"
+    assert [len(places) for places in met.values()] == [1] * 4, (
+        "ranks of a group meet at one address"
+    )
     places = {place for one in met.values() for place in one}
     assert len(places) == 4
     assert all(place.startswith(ranks.made[0].spec.run_dir) for place in places)

@@ -117,7 +117,7 @@ async def test_sizing_together_does_not_depend_on_who_starts_first(order: Sequen
     for name in NAMES:
         assert lines[f"{name} rank 0", "kv"] == 4519 * 16 * KV_BYTES
         assert lines[f"{name} rank 0", "headroom"] == HEADROOM
-    assert lines["others", "peers"] == 0, "the groups are no strangers to each other"
+    assert lines["others", "peers"] == 0, "the groups count as peers"
     assert [phase.owner for phase in ledger.phases] == ["generate-0 to generate-2"] * 2
 
 

@@ -201,7 +201,7 @@ async def test_conversation_grows_by_an_image_a_turn() -> None:
     roles = [[message["role"] for message in body["messages"]] for body in server.bodies]
     assert roles[2] == ["user", "assistant", "user", "assistant", "user"]
     assert server.bodies[2]["messages"][:3] == server.bodies[1]["messages"]
-    assert server.bodies[1]["messages"][1]["content"] != "abc", "drawn, whatever a server answers"
+    assert server.bodies[1]["messages"][1]["content"] != "abc", "drawn, whatever the response"
     assert len(figures.turns) == 3
 
 

@@ -304,7 +304,7 @@ def test_measure_starts_nothing_when_all_is_there(
     compare.report(found, session, {"text": 2048}, Console(file=written))
     assert "1.00 (1.00 to 1.00)" in written.getvalue()
     assert {path.suffix for path in tmp_path.iterdir()} == {"", ".json", ".md", ".png"}, (
-        "logs beside the figures"
+        "logs next to the figures"
     )
 
 
@@ -399,8 +399,10 @@ def test_an_installed_peer_is_left_alone(tmp_path: Path) -> None:
     homes = {peer.folder(tmp_path): setup.mark(peer) for peer in PEERS.values()}
     assert len(set(homes.values())) == len(homes)
     for peer in PEERS.values():
-        assert setup.mark(peer) == homes[peer.folder(tmp_path)], "whoever shares it agrees on it"
-        assert peer.folder(tmp_path).name in PEERS, "a name that setup can be told"
+        assert setup.mark(peer) == homes[peer.folder(tmp_path)], (
+            "all users of the environment agree on it"
+        )
+        assert peer.folder(tmp_path).name in PEERS, "a name that setup accepts"
 
 
 def test_an_index_out_of_reach_is_told_before_anything_is_installed(tmp_path: Path) -> None:

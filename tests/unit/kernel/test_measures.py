@@ -209,7 +209,7 @@ def test_times_survive_a_snapshot_and_the_loss_of_the_group() -> None:
     assert (after.steps, after.first_tokens) == (before.steps, before.first_tokens)
     told.kernel = restored
     told.hear(200, Encoded(1))
-    assert told.measured.encodes[0].took_ns == 50, "also of what was under way"
+    assert told.measured.encodes[0].took_ns == 50, "also of requests in progress"
     told.hear(300, GroupLost("generate", Simulated(("gone",))))
     assert len(told.measured.steps) == 1
 

@@ -128,9 +128,7 @@ def test_scheduler_abort_frees_everything_in_every_phase(
     held = cluster.generators["generate"].sequences
     assert number not in held
     assert set(held) <= {max(cluster.names)}
-    assert encoding == [] or cluster.encoded[-1] == encoding, (
-        "what was aborted is not encoded again"
-    )
+    assert encoding == [] or cluster.encoded[-1] == encoding, "aborted items are not encoded again"
     assert_served(cluster, "next")
 
 

@@ -101,7 +101,9 @@ def test_router_shows_loads_in_tokens() -> None:
         cluster.run_generate("generate-1")
     cluster.submit(text("asked", start=90))
     view = SEEN[-1]
-    assert [one.load_tokens for one in view.replicas] == [0, 6 + 4 + 10 + 8], "a step is out, too"
+    assert [one.load_tokens for one in view.replicas] == [0, 6 + 4 + 10 + 8], (
+        "including a step in flight"
+    )
     assert view.load_limit_tokens == limits.blocks * limits.block_size
     cluster.drain()
     assert generate_statistics(cluster)["load_tokens"] == 0
@@ -132,7 +134,7 @@ def test_router_forgets_images_beyond_its_bound() -> None:
     cluster.submit(image_request("one more", (b"one more", 1)))
     cluster.submit(image_request("asked", (b"0", 1), (b"first", 1)))
     assert len(router._sent) == ITEMS_MAX
-    assert SEEN[-1].replicas[1].items_seen == 0, "what was sent longest ago went first"
+    assert SEEN[-1].replicas[1].items_seen == 0, "the least recently used were evicted first"
     assert SEEN[-1].replicas[0].items_seen == 1
 
 

@@ -129,7 +129,7 @@ def test_processing_grows_with_what_it_returns() -> None:
     assert small >= 4 * 100 * 100
     assert large - small >= 2 * (200 * 200 - 4) * 1176 * 4
     told = preprocess_bytes(100, 100, plain, ImagePlan((specs[0],), 1, work_bytes=10**9))
-    assert told >= 10**9 + 4 * 100 * 100, "what the plan says, where that is more"
+    assert told >= 10**9 + 4 * 100 * 100, "the plan's bytes, if they are more"
 
 
 LEGAL = Config().media

@@ -461,7 +461,7 @@ async def test_image_is_found_by_its_name_once_it_was_sent(bench: Bench) -> None
     other = await bench.pipeline.prepare(
         "\x01", [NamedImage("cat", data_url(image_bytes(value=3)))]
     )
-    assert other.items[0].key != first.items[0].key, "what is sent counts"
+    assert other.items[0].key != first.items[0].key, "sent bytes count"
     other.lease.release()
     latest = await bench.pipeline.prepare("\x01", [NamedImage("cat")])
     assert latest.items[0].key == other.items[0].key

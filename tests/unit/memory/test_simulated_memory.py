@@ -94,7 +94,7 @@ def test_simulated_memory_peak_starts_anew() -> None:
     assert memory.peak() == 12 * MIB
     memory.free(kept)
     memory.release()
-    assert memory.peak() == 12 * MIB, "what was held at the reset counts"
+    assert memory.peak() == 12 * MIB, "memory held at the reset counts"
 
 
 def test_simulated_memory_holds_for_a_while() -> None:
@@ -171,7 +171,7 @@ def test_simulated_memory_keeps_its_books(actions: list[tuple[str, int]]) -> Non
         for handle in handles:
             memory.free(handle)
         memory.release()
-        assert memory.reserved() == 0, "what is freed comes back whole"
+        assert memory.reserved() == 0, "freed memory is merged again"
         return seen
 
     assert run() == run()

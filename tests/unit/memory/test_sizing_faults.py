@@ -89,7 +89,7 @@ def phases(policy: MemoryPolicy, ranks: Sequence[KvSizingRank], number: int) -> 
     ended = Ended(policy, everybody)
     assert ended.attempts[0].outcome == "out_of_memory" or len(ended.attempts) > 1
     if isinstance(policy, AutoProfile):
-        assert ended.accepted is not None, "one failure is got over"
+        assert ended.accepted is not None, "one failure is recovered"
         assert ended.accepted.tokens > 0.94 * WITHOUT_FAILURE
     else:
         assert isinstance(ended.error, DeviceOutOfMemory)

@@ -167,7 +167,7 @@ async def test_fork_server_is_waited_for_while_it_works(
     worker_group = place.worker_group(Heard().events, behaviour=FORKED)
     await worker_group.start()
     assert parent_of(*worker_group.pids) == os.getpid()
-    assert next(worked) > 2, "it was not heard at once"
+    assert next(worked) > 2, "it did not report at once"
     assert "a new process instead" not in caplog.text
     await worker_group.stop()
 

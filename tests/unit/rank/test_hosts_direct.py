@@ -287,7 +287,7 @@ async def test_direct_rows_that_went_with_hosts_are_made_again(
             assert exchange.bytes_direct == 6 * 16
             for name in lost:
                 await hosts.running.pop(name).close()
-            await until(lambda: not shell.healthy, "the loss is noticed")
+            await until(lambda: not shell.healthy, "the loss is detected")
             for name in lost:
                 hosts.start(name)
             assert before + await read(stream) == expected_tokens(request.prompt_token_ids, 100)

@@ -116,12 +116,12 @@ async def test_ray_hosts_run_replicas_and_are_found_where_they_went(place: Place
             stream = generate(shell, request, max_tokens=100)
             before = await read(stream, at_least=20)
             await ray.lose(actor)
-            await until(lambda: not shell.healthy, "the loss is noticed")
+            await until(lambda: not shell.healthy, "the loss is detected")
             ray.run(actor, "127.0.0.3")
             assert before + await read(stream) == expected_tokens(request.prompt_token_ids, 100)
             assert actor.host is not None
             assert actor.host.server.pids
-            assert len(ray.actors) == 1, "Ray starts it again, and nobody else"
+            assert len(ray.actors) == 1, "Ray restarts it, and only Ray"
         assert ray.closed == []
     finally:
         await ray.stop()

@@ -133,6 +133,6 @@ def test_calls_leave_signals_as_they_were(head: str) -> None:
         again = InstalledRay()
         again.connect(head)
         again.close([], None)
-        assert ray.is_initialized(), "whoever found it connected leaves it so"
+        assert ray.is_initialized(), "an existing connection stays open"
     finally:
         calls.close([], None)

@@ -282,7 +282,7 @@ def test_replay_command_lists_what_had_no_end_when_the_engine_was_killed(path: P
                 begun[request_id] = None
             elif name == "Finish":
                 begun.pop(request_id, None)
-    assert begun, "nothing was under way"
+    assert begun, "no request was running"
     assert [one.request_id for one in replay(path).unfinished] == [*begun]
     done = CliRunner().invoke(app, ["replay", str(path), "--unfinished"])
     assert done.exit_code == 0, done.output

@@ -161,7 +161,7 @@ def test_timeline_shows_what_a_loss_cut_off(tmp_path: Path) -> None:
         assert lost <= marks
         if lost:
             return
-    pytest.fail("no run lost a group while a step was out")
+    pytest.fail("no run lost a group during a step")
 
 
 def test_timeline_of_a_record_without_its_beginning_is_whole(tmp_path: Path) -> None:

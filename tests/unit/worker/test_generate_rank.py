@@ -217,7 +217,7 @@ def test_generate_rank_ends_a_sequence(
     steps = len(worker.batches)
     after = rank.apply(GenerateDecision(9))
     assert (tokens_of(after), after.finished) == ([-1] * 4, [])
-    assert len(worker.batches) == steps, "nothing to do, so the worker is not asked"
+    assert len(worker.batches) == steps, "without work, the worker is not called"
 
 
 @pytest.mark.parametrize(("stops", "special"), [((9,), [(0, 1, [])]), ((), [])])
@@ -267,7 +267,9 @@ def test_generate_rank_kept_sequence_returns_with_its_tokens() -> None:
     again = Join(1, 3, 0, 4, [50], None)
     rank.apply(GenerateDecision(4, joined=[again], chunks=[whole(3, 4)]))
     assert worker.batches[3]["chunks"] == [(3, 0, 4, True)]
-    assert worker.batches[3]["known"] == [[3, 4, 7, 8]], "whoever had its slot meanwhile"
+    assert worker.batches[3]["known"] == [[3, 4, 7, 8]], (
+        "even if another request had its slot meanwhile"
+    )
     assert worker.prepared == [1, 2], "it is prepared once"
     worker.steps = [[1, 1]]
     rank.apply(GenerateDecision(5))

@@ -117,7 +117,7 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
         assert member.carry_out()
     steps = [3 * ["carries out"], 2 * ["carries out"]]
     assert side.order == [*steps[0], "looks ahead", *steps[1], "looks ahead"], (
-        "once a step is whole"
+        "once a step is complete"
     )
     assert member.link.sent == [Hello(rank, "sesame")] + (
         [StepCheck(1, b""), StepCheck(2, b"")]
@@ -315,7 +315,7 @@ def test_following_waits_for_what_is_on_the_way() -> None:
     assert following.left_s() == 20.0
     assert following.next is None
     hear(member, log, Heartbeat())
-    assert following.advance(), "it is no entry of the log"
+    assert following.advance(), "it is not an entry of the log"
 
 
 def test_following_waits_for_leaders_that_have_not_spoken() -> None:

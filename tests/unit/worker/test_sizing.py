@@ -71,7 +71,7 @@ def test_carry_out_tears_down_in_order() -> None:
     sized = sizing.carry_out(BUILD)
     assert worker.events[:4] == ["drop graphs", "drop kv, 0 requests alive", "release", "build 512"]
     assert sized.memory.released_bytes == 4096 * KV_BYTES
-    assert len(worker.batches) == 6, "the profiling run was made again, over new state"
+    assert len(worker.batches) == 6, "the profiling run was repeated, with new state"
 
 
 def test_carry_out_drops_what_a_failed_stress_left() -> None:

@@ -119,7 +119,7 @@ async def test_leader_has_the_others_go_on_when_the_first_rank_failed(led: Leade
     led.hear(1, StepCheck(1, b"failed"))
     led.leader.decide(batch(2, 200))
     led.hear(0, EncodeResult(2, None, 0))
-    assert isinstance(led.entries(rank=1)[-1], EncodeDecision), "nobody waits"
+    assert isinstance(led.entries(rank=1)[-1], EncodeDecision), "no rank waits"
     assert led.lost == []
 
 

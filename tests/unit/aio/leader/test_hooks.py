@@ -61,7 +61,7 @@ def test_hooks_run_on_a_signal() -> None:
     assert run(hooks, 1000.0) == ["balance"]
     assert hooks.ask("balance")
     assert run(hooks, 1000.0 + HOOK_GAP_S / 2) == []
-    assert run(hooks, 1000.0 + HOOK_GAP_S) == ["balance"], "what was asked for is not forgotten"
+    assert run(hooks, 1000.0 + HOOK_GAP_S) == ["balance"], "the requested hook is not forgotten"
     assert run(hooks, 2000.0) == []
     assert not hooks.ask("unheard of")
 

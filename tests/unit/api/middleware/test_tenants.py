@@ -59,7 +59,7 @@ async def test_tenant_is_that_of_the_header_where_it_is_configured() -> None:
     found, _ = await tenants_of(asked, tenant_header="x-team")
     assert found == ["red", "", 400, 400]
     ignored, _ = await tenants_of(asked[:1])
-    assert ignored == [""], "nobody asked for it"
+    assert ignored == [""], "it was not requested"
 
 
 async def test_client_with_a_key_cannot_claim_another_tenant() -> None:
@@ -71,7 +71,7 @@ async def test_client_with_a_key_cannot_claim_another_tenant() -> None:
 async def test_metrics_have_a_bounded_number_of_tenants() -> None:
     asked = [{"x-team": f"t{number % 5}"} for number in range(10)]
     found, metrics = await tenants_of(asked, tenant_header="x-team", tenants_max=2)
-    assert found == ["t0", "t1", "t2", "t3", "t4"] * 2, "policies are told all the same"
+    assert found == ["t0", "t1", "t2", "t3", "t4"] * 2, "policies see it in any case"
     for tenant, count in (("t0", 2), ("t1", 2), ("other tenants", 6)):
         line = f'vsched_tenant_requests_total{{outcome="stop",tenant="{tenant}"}} {count}.0'
         assert line in metrics

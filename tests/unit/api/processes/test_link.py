@@ -85,7 +85,7 @@ async def test_link_end_of_a_side_is_told_to_the_other_once(pair: Pair) -> None:
     await until(lambda: pair.down.lost)
     pair.down.link.lose("again")
     assert pair.down.lost == ["has closed its link"]
-    assert pair.up.lost == [], "who closes knows"
+    assert pair.up.lost == [], "the closing side gets no notice"
 
 
 async def test_link_side_that_does_not_read_is_given_up_before_memory_is_full(pair: Pair) -> None:

@@ -342,6 +342,6 @@ async def test_remote_state_is_the_engine_s_once_all_is_loaded(
     await made.turns()
     assert made.remote.state == "draining"
     assert sum(turn.facts is not None for turn in made.down.sent) == 2, (
-        "what is not new is not told"
+        "unchanged values are not reported"
     )
     made.media.close()

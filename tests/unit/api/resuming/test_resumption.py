@@ -226,7 +226,7 @@ async def test_request_waits_for_room(tmp_path: Path, monkeypatch: pytest.Monkey
     second.engine.refusal = RequestRefused("full", code="queue_full", status=429)
     await second.resumption.read()
     running = asyncio.create_task(second.resumption.run())
-    await until(lambda: len(second.engine.calls) > 2, "it is tried again")
+    await until(lambda: len(second.engine.calls) > 2, "it is retried")
     second.engine.refusal = None
     await running
     assert (await second.get(f"{CHAT}/mine")).status == 200
@@ -287,7 +287,7 @@ async def test_request_that_may_be_why_is_given_up_when_reading_it_kills_the_ser
 async def test_answer_is_forgotten_in_time(tmp_path: Path) -> None:
     await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
     second = await Server(tmp_path, keep_s=0.01).start()
-    await until(lambda: second.files == [], "its time is over")
+    await until(lambda: second.files == [], "its deadline has passed")
     error = (await second.get(f"{CHAT}/mine")).error
     assert (error["code"], "record.resume_keep_s" in error["message"]) == ("answer_unknown", True)
 

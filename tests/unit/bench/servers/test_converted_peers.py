@@ -74,7 +74,7 @@ def test_slots_of_llamacpp_share_the_kv_cache_of_the_other_side(tmp_path: Path) 
     assert spec.budget == 0, "there is none to sweep"
     args = {"slots": 4, "kv_bytes": 1 << 30}
     assert llamacpp.context_of(checkpoint, context=800, **args) == 768, "as it rounds up itself"
-    assert llamacpp.context_of(checkpoint, context=100, **args) == 256, "the least that it makes"
+    assert llamacpp.context_of(checkpoint, context=100, **args) == 256, "the minimum"
 
 
 def source_in(folder: Path) -> Path:

@@ -116,7 +116,7 @@ def test_what_was_cut_off_goes_on_and_another_version_is_measured_anew(
     assert len(Store(found.out).report.runs) == 6
     servers["vsched"] = fake("vsched", version="2")
     run_table(found)
-    assert starts_of(found)[4:] == ["vsched"], "the peers are what they were"
+    assert starts_of(found)[4:] == ["vsched"], "the peers are unchanged"
     assert len(Store(found.out).report.runs) == 6
 
 
@@ -173,7 +173,7 @@ def test_sides_of_vsched_have_the_settings_that_their_names_say(tmp_path: Path) 
     found.sides = ["vsched", "vsched-best", "vsched-int8", "vsched-int4"]
     (tmp_path / "config.json").write_bytes(msgspec.json.encode({"vision_config": {}}))
     default, best, eight, four = measure.specs_of(found, "mid25", tmp_path)
-    assert default.command == spec_of(tmp_path, []).command, "what a user gets who gives nothing"
+    assert default.command == spec_of(tmp_path, []).command, "the defaults"
     assert best.command[-2:] == ["--set", "placement=together"]
     for spec, weights in ((eight, "int8"), (four, "int4")):
         for setting in (
@@ -181,7 +181,7 @@ def test_sides_of_vsched_have_the_settings_that_their_names_say(tmp_path: Path) 
             *(f"{s}.weights={weights}" for s in ("encode", "generate")),
         ):
             assert setting in spec.command
-            assert setting in spec.version, "other settings are measured anew"
+            assert setting in spec.version, "other settings are measured again"
     assert "with" not in default.version
 
 
@@ -244,7 +244,7 @@ def test_the_rest_takes_as_long_as_it_took_before() -> None:
     others = sizes.rest_s([[key("b", neighbours=1)]], [*runs, made(key("a"), 1)], [])
     assert others == seconds[1] + sizes.START_S, "a quiet machine says nothing of a busy one"
     others = sizes.rest_s([[key("b")]], runs, [])
-    assert others == own + sizes.START_S, "as long as with somebody else"
+    assert others == own + sizes.START_S, "as long as with another program"
 
 
 def test_every_cell_of_the_table_has_a_size() -> None:

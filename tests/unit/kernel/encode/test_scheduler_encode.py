@@ -95,7 +95,7 @@ def test_encode_beside_decodes_may_keep_them_for_as_long_as_prefill_may(*, toget
     )
     cluster.submit(image_request("first", (b"a", 8)))
     (first,) = [log[0].time_slice_ns for log in cluster.encode_logs.values() if log]
-    assert first == (50_000_000 if together else 0), "somebody may come to wait"
+    assert first == (50_000_000 if together else 0), "a request may start to wait"
     cluster.drain()
     cluster.submit(make_request("text", words(5), max_tokens=100))
     (home,) = cluster.busy("generate")
@@ -301,7 +301,7 @@ def test_encode_failing_item_is_isolated(broken: bytes) -> None:
         cluster.submit(image_request(name, (key, 10)))
     fail_when(cluster, broken)
     assert cluster.encoded[1] == [b"a", b"b", b"c"]
-    assert cluster.encoded[2] == [b"a", b"b"], "what failed returned to the front in its order"
+    assert cluster.encoded[2] == [b"a", b"b"], "failed items returned to the front in order"
     assert [broken] in cluster.encoded
     for name in users.pop(broken):
         finish = cluster.ended[name]

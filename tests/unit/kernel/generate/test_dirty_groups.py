@@ -99,7 +99,7 @@ def test_marks_are_walked_in_order_and_taken() -> None:
         if index == 1:
             for other in (1, 0, 2):
                 marks.mark(other)
-    assert walked == [1, 2, 4], "what is marked meanwhile has its turn if that is still to come"
+    assert walked == [1, 2, 4], "a group marked meanwhile is planned if its turn is still to come"
     assert [index in marks for index in range(5)] == [True, True, False, False, False]
     assert list(marks.walk()) == [0, 1]
     assert list(marks.walk()) == []
@@ -122,4 +122,4 @@ def test_holds_tell_the_first_end_that_still_holds() -> None:
     assert holds.first_end() == 30
     assert holds.take_ended(30) == [0]
     holds.note(0, 30)
-    assert holds.first_end() is None, "a hold that is over is none"
+    assert holds.first_end() is None, "an expired hold counts as none"

@@ -122,7 +122,7 @@ def test_grants_go_when_requests_take_the_slots() -> None:
     asked = len(policy.seen)
     cluster.drain()
     assert_served(cluster, "a", "b", "c", "d")
-    assert len(policy.seen) > asked, "nobody asked again when slots were free"
+    assert len(policy.seen) > asked, "the policy was not called again when slots were free"
 
 
 @pytest.mark.parametrize("wrong", [Draft(33), Draft(-1), Draft(1, -1), Draft(1, 1, -1), None])

@@ -122,7 +122,9 @@ def test_drain_finishes_what_ran_in_its_group_when_it_was_lost(losses: int) -> N
     cluster.send(Drain("generate-0"))
     while not cluster.drained:
         cluster.run_generate()
-        assert not own & cluster.generators["generate-1"].sequences.keys(), "it went elsewhere"
+        assert not own & cluster.generators["generate-1"].sequences.keys(), (
+            "it went to another group"
+        )
     assert {cluster.names[number] for number in own} <= cluster.ended.keys()
     cluster.drain()
     assert_served(cluster, *names)

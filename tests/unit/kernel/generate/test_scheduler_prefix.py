@@ -85,7 +85,7 @@ def test_prefix_second_turn_without_the_cache_computes_all_again() -> None:
     cluster.submit(next_turn(cluster, request, "turn2", (b"image2", 22)))
     cluster.drain()
     assert generate_statistics(cluster)["tokens_prefilled"] == 31 + 58
-    assert cluster.encoded == [[b"image1"], [b"image2"]], "the embedding is cached all the same"
+    assert cluster.encoded == [[b"image1"], [b"image2"]], "the embedding is still cached"
     assert_served(cluster, "turn2")
 
 

@@ -67,7 +67,7 @@ def test_step_view_tells_what_is_left_and_what_was_learned() -> None:
     first, second = SEEN[-1].prefilling
     assert first.tokens + first.computed == second.tokens + second.computed == 40
     assert SEEN[-1].measured is cluster.kernel.generators[0].measured
-    assert SEEN[-1].time_ns is None, "nobody decodes"
+    assert SEEN[-1].time_ns is None, "no request decodes"
 
 
 def test_step_that_the_policy_leaves_empty_is_filled_in_order_where_nobody_decodes() -> None:

@@ -98,6 +98,6 @@ async def test_first_tokens_take_as_long_over_a_link(
     served = config(encode, generate)
     engine, fast = await engine_ms(sim_engine, served, links), fast_ms(served, links)
     least = 2 * links.latency_ns / 1e6
-    assert min(fast) > least, "there and back"
+    assert min(fast) > least, "both directions"
     for one, other in zip(engine, fast, strict=True):
         assert 0.92 * one < other < one, (engine, fast)

@@ -206,7 +206,7 @@ class Periodic(Script):
             batch.decode_sequences,
             strict=True,
         ):
-            assert one.tokens[position] == token, "a row is not what the sequence holds there"
+            assert one.tokens[position] == token, "a row differs from the sequence"
             assert table[slot, position // BLOCK_SIZE] >= 0
         rows += [(chunk.sequence, chunk.stop) for chunk in batch.chunks if chunk.samples]
         special = dict(batch.special)
@@ -256,5 +256,5 @@ def test_generate_rank_yields_with_drafts_what_it_yields_without() -> None:
         drafts += sum(one.drafts for one in drafted)
         right += sum(len(one.tokens) for one in drafted)
         forced += any(one.grammar for one in params)
-    assert 0 < right < drafts, "drafts of which some prove right and some do not"
+    assert 0 < right < drafts, "some draft tokens are accepted and some are not"
     assert forced

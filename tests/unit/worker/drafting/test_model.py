@@ -50,8 +50,8 @@ class Small(Periodic):
 
     def prepare(self, sequence: SequenceState) -> None:
         self.prepared.append(sequence.number)
-        assert not sequence.items, "it has no eyes"
-        assert sequence.sampling.logprobs is None, "nobody asked it"
+        assert not sequence.items, "it takes no images"
+        assert sequence.sampling.logprobs is None, "it was not called"
         assert not sequence.sampling.grammar
 
     def step(self, batch: Batch) -> Sampled:
@@ -311,5 +311,5 @@ def test_draft_model_gives_every_request_the_tokens_that_it_has_without() -> Non
         drafts += sum(one.drafts for one in drafted)
         right += sum(len(one.tokens) for one in drafted)
         forced += any(one.grammar for one in params)
-    assert 0 < right < drafts, "drafts of which some prove right and some do not"
+    assert 0 < right < drafts, "some draft tokens are accepted and some are not"
     assert forced
