@@ -1,4 +1,4 @@
-"""Record what the scheduler heard and decided, and replay it: the same decisions, byte for byte."""
+"""Record the events and decisions of a scheduler, and replay them: the same decisions, byte for byte."""
 
 from vsched.record.recorder import Recorder, check_record_path, open_recorder
 from vsched.record.replay import Difference, ReplayReport, replay

@@ -1,8 +1,8 @@
-"""What is recorded: the state that a segment starts from, then each event with the commands that it led to.
+"""The entries of a record: a header with a snapshot, then each event with the commands that followed.
 
-Events and commands are the kernel's own structs, written as `[name, field, …]`. Two things are written shorter than
-they are: the tokens of a step, without the slots behind the last one in use; and the prompt that a decision carries to
-the ranks, which the event of its arrival has already: a digest of it stays.
+Events and commands are the kernel's structs, written as `[name, field, …]`. Two fields are shortened: the tokens of a
+step end with the last slot in use, and the request data in a decision, which the event `Submitted` has already, is
+replaced by a digest.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class SegmentHeader(msgspec.Struct, frozen=True, array_like=True):
     """The first record of a segment.
 
     Attributes:
-        run: Drawn when recording began: the segments of one record share it.
+        run: A random number that the segments of one record share.
         segment: Its number, from 1.
-        version: That of the vsched that recorded.
-        started_s: When this segment began, seconds of the system's clock since 1970.
+        version: The version of vsched.
+        started_s: The time when this segment began, seconds since 1970.
         number: Number of the first event.
         config: The configuration, as plain values.
         limits: The kernel's limits, as plain values.
-        policies: What each policy table stood for: the class and its fields, for the reader.
-        state: The kernel before that event; see `vsched.kernel.snapshot`.
-        layout: The layout of `state`; records that do not say have 1.
+        policies: The class and fields of each configured policy, for readers.
+        state: The snapshot of the kernel before that event; see `vsched.kernel.snapshot`.
+        layout: The layout of `state`; 1 in records of earlier versions.
     """
 
     run: bytes
@@ -54,7 +54,7 @@ class SegmentHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedArray(msgspec.Struct, frozen=True, array_like=True):
-    """An int32 array of which the end, all -1, is left out."""
+    """An int32 array without its last elements that are -1."""
 
     length: int
     data: bytes
@@ -63,7 +63,7 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True):
         """Return the array.
 
         Raises:
-            RecordError: When the length is not that of such an array.
+            RecordError: If the data is longer than the array.
         """
         missing = self.length * 4 - len(self.data)
         if missing < 0:
@@ -72,14 +72,14 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _PackedType:
-    """Stands for `array` where the annotations of events are resolved: it has no type arguments at run time."""
+    """Replaces `array` when the annotations of events are evaluated: `array` takes no type arguments at run time."""
 
     def __getitem__(self, item: object) -> type[PackedArray]:
         return PackedArray
 
 
 def _mirrors(union: Any, module: Any) -> dict[str, tuple[type[msgspec.Struct], Any]]:
-    """Return for each member of a union its class, and a tagged struct with the same fields."""
+    """Return by name the class of each member of a union, and a tagged struct with the same fields."""
     found: dict[str, tuple[type[msgspec.Struct], Any]] = {}
     for cls in typing.get_args(union):
         hints = typing.get_type_hints(cls, {**vars(module), "array": _PackedType()})
@@ -110,7 +110,7 @@ class _EventFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecordedEvent(msgspec.Struct, frozen=True):
-    """One event as it was, and what came of it, as bytes that can be compared."""
+    """An event, and the commands that followed as bytes to compare."""
 
     number: int
     now_ns: int
@@ -140,10 +140,10 @@ def encode_header(header: SegmentHeader) -> bytes:
 
 
 def decode_header(body: bytes) -> SegmentHeader:
-    """Return the header of these bytes.
+    """Return a header from bytes.
 
     Raises:
-        RecordError: When they are none.
+        RecordError: If they are no header.
     """
     try:
         return _headers.decode(body)
@@ -158,7 +158,7 @@ def encode_entry(number: int, now_ns: int, event: Event, commands: Sequence[Comm
 
 
 def encode_commands(commands: Sequence[Command]) -> tuple[list[bytes], bytes]:
-    """Return the bytes of each command as an entry has them, and the digest of the data that is left out."""
+    """Return the bytes of each command in an entry, and the digest of the request data, which they lack."""
     rows, digest = _rows(commands)
     return [_encoder.encode(row) for row in rows], digest
 
@@ -181,10 +181,10 @@ def _rows(commands: Sequence[Command]) -> tuple[list[tuple[Any, ...]], bytes]:
 
 
 def decode_entry(body: bytes) -> RecordedEvent:
-    """Return the entry of these bytes.
+    """Return an entry from bytes.
 
     Raises:
-        RecordError: When they are none.
+        RecordError: If they are no entry.
     """
     try:
         entry = _entries.decode(body)
@@ -196,10 +196,10 @@ def decode_entry(body: bytes) -> RecordedEvent:
 
 
 def decode_command(body: bytes) -> Command:
-    """Return the command of these bytes.
+    """Return a command from bytes.
 
     Raises:
-        RecordError: When they are none.
+        RecordError: If they are no command.
     """
     try:
         return cast("Command", _restore(_command_decoder.decode(body), _COMMANDS))
@@ -213,5 +213,5 @@ def _restore(mirror: Any, mirrors: Mapping[str, tuple[type[msgspec.Struct], Any]
 
 
 def is_notice(body: bytes) -> bool:
-    """Return whether a recorded command is a notice: words for a reader, not compared."""
+    """Return True if a recorded command is a notice, which replays do not compare."""
     return isinstance(decode_command(body), Notice)

@@ -1,9 +1,9 @@
-"""Framed records in a file: what a crash leaves behind is read up to its last complete record.
+"""Framed records in a file; after a crash it is readable up to its last complete frame.
 
-A file begins with a line that names format and version. A frame is a mark, a check of the frame's own head, the length
-and CRC-32 of the body, and the body. The head has a check of its own so that a damaged length is not taken for the end
-of the file; and at damage the rest is searched for another whole frame, which tells damage in the middle, an error,
-from an end that was never written.
+A file begins with a line with format and version. A frame has a mark, a checksum of its header, the length and CRC-32
+of its body, and the body. With a checksum of its own, a header with a damaged length is not mistaken for the end of the
+file. At damage, the rest of the file is searched for another frame: if there is one, the file is damaged, else its end
+was never written.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from vsched.errors import RecordError, limit_message
 FORMAT = b"vsched record "
 VERSION = b"2\n"
 FRAME_BYTES_MAX = 256 << 20
-"""Longest body; a state with a gigabyte of waiting prompts is not worth stopping the server for."""
+"""Maximum length of a body; a snapshot with a gigabyte of waiting prompts would stop the server for too long."""
 _MARK = b"\xb5\x1e"
 _TAIL = Struct("<II")
 _HEAD = Struct("<2sHII")
 
 
 def frame(body: bytes) -> bytes:
-    """Return a body with its head.
+    """Return a body with its header.
 
     Raises:
-        RecordError: When it is too long.
+        RecordError: If it is too long.
     """
     if len(body) > FRAME_BYTES_MAX:
         raise RecordError(
@@ -46,19 +46,19 @@ def frame(body: bytes) -> bytes:
 
 
 class FrameReader:
-    """Reads the frames of one file; `dropped_bytes` says how much of an end that was never completed was left out."""
+    """Reads the frames of one file; `dropped_bytes` is the length of an incomplete end."""
 
     def __init__(self, path: Path, *, newest: bool) -> None:
-        """Prepare to read; only the newest file of a record may lack its end."""
+        """Prepare to read; only the newest file of a record may have an incomplete end."""
         self.path = path
         self.dropped_bytes = 0
         self._newest = newest
 
     def bodies(self) -> Iterator[tuple[int, bytes]]:
-        """Yield each body and the position behind it.
+        """Yield each body and the position after it.
 
         Raises:
-            RecordError: When the file cannot be read, is none of ours, or is damaged before its end.
+            RecordError: If the file cannot be read, is no record, or is damaged before its end.
         """
         try:
             with self.path.open("rb") as file:
@@ -92,14 +92,14 @@ class FrameReader:
             yield position, body
 
     def _leave(self, data: mmap.mmap, position: int) -> None:
-        """Account for what cannot be read: an end that is missing is no error in the newest file."""
+        """Raise unless the unreadable part is an incomplete end of the newest file."""
         after = data.find(_MARK, position + 1)
         while after >= 0 and _body_at(data, after) is None:
             after = data.find(_MARK, after + 1)
         if after >= 0:
             raise RecordError(
                 f"{self.path}: damaged at byte {position}: whole records follow from byte {after} on. "
-                "Remedy: copy the file anew from where it was recorded"
+                "Remedy: copy the file again from its server"
             )
         self.dropped_bytes = len(data) - position
         if not self._newest:
@@ -109,7 +109,7 @@ class FrameReader:
 
 
 def _body_at(data: mmap.mmap, position: int) -> bytes | None:
-    """Return the body of the frame at a position; None where no whole frame is."""
+    """Return the body of the frame at a position; None if there is no complete frame."""
     start = position + _HEAD.size
     if start > len(data):
         return None

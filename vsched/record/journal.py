@@ -1,10 +1,9 @@
-"""The requests that are being answered, as they were sent: what an engine needs to go on after the death of this one.
+"""The bodies of the requests that are being answered, for an engine that resumes them after this one was killed.
 
-A record has the tokens of prompts and answers, but neither how an answer is to be worded nor pixels. Both follow from
-what the client sent, so that is kept: its body, in a file of its own, from before the request is accepted until its
-answer was told. A file for each, so that nothing has to be compacted, and damage to one is damage to one. As with the
-record, each file is written at once and survives the process however that ends; nothing is synced, so a power cut may
-take it.
+A record has the tokens of prompts and answers, but no pixels and no response format. Both follow from the body of the
+HTTP request, which is kept in a file from before the request is accepted until its response has been sent. One file a
+request needs no compaction, and damage affects one request. As with the record, a file survives the process, but is not
+synced, so a power failure may lose it.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ _SUFFIX = ".request"
 
 
 class KeptRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as it was accepted.
+    """An accepted request.
 
     Attributes:
-        given_id: The id that its client gave it; empty for none.
-        path: Where it was sent.
-        created: When it came, seconds since 1970, which its answer repeats.
-        seed: That of its first answer, drawn where the client sent none.
-        answers: How many it has, over all its prompts.
-        body: What was sent.
+        given_id: The id from the client; empty for none.
+        path: The path of its URL.
+        created: Its arrival, seconds since 1970; repeated in the response.
+        seed: The seed of its first choice, drawn if the client sent none.
+        answers: Its number of choices, over all its prompts.
+        body: The body of the HTTP request.
     """
 
     request_id: str
@@ -51,14 +50,14 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine that goes on with a request begins with; it was resumed so often before."""
+    """How often a request was resumed, and the answer that the next engine resumes."""
 
     resumed: int = 0
     begun: Begun | None = None
 
 
 class LeftRequest(msgspec.Struct, frozen=True):
-    """A request that an engine left, and what is known of its answer."""
+    """A request of a killed engine, and the state of its answer."""
 
     request: KeptRequest
     progress: Progress
@@ -70,25 +69,25 @@ def folder_of(record: Path) -> Path:
 
 
 def open_journal(config: Config) -> RequestJournal | None:
-    """Return the journal that a configuration asks for; None for none.
+    """Return the configured journal; None if `record.resume` is off.
 
     Raises:
-        ConfigError: When there is no record beside it, or its folder cannot be used.
+        ConfigError: If nothing is recorded, or the folder cannot be used.
     """
     if not config.record.resume:
         return None
     if not config.record.path:
         raise ConfigError(
-            "record.resume: an engine goes on behind the tokens that its record has, and none is written. "
-            "Remedy: set record.path (--record FILE), or leave record.resume away"
+            "record.resume: the tokens of answers come from a record, and none is written. "
+            "Remedy: set record.path (--record FILE), or unset record.resume"
         )
     if config.server.processes > 1:
         raise ConfigError(
             limit_message(
-                "record.resume: requests are kept by the engine's process, which serves HTTP alone then",
+                "record.resume: only a server with one process can keep requests",
                 value=f"server.processes = {config.server.processes}",
                 limit=1,
-                remedy="set server.processes = 1, or leave record.resume away",
+                remedy="set server.processes = 1, or unset record.resume",
             )
         )
     folder = folder_of(Path(config.record.path))
@@ -96,19 +95,19 @@ def open_journal(config: Config) -> RequestJournal | None:
         return RequestJournal(folder, bytes_max=config.record.resume_bytes)
     except OSError as error:
         raise ConfigError(
-            f"record.resume: {folder}: cannot be used: {error.strerror}. Remedy: name a record in a folder that may be "
-            "written, or move what has that name away"
+            f"record.resume: {folder}: cannot be used: {error.strerror}. Remedy: name a record in a writable folder, "
+            "or move that file away"
         ) from error
 
 
 class RequestJournal:
-    """Keeps requests in a folder, up to a number of bytes together; safe to be called from several threads."""
+    """Keeps requests in a folder, up to a limit of bytes; thread-safe."""
 
     def __init__(self, folder: Path, *, bytes_max: int) -> None:
-        """Begin with what is in the folder.
+        """Open the folder; its files are read by `left`.
 
         Raises:
-            OSError: When it cannot be made, listed or written.
+            OSError: If it cannot be created, listed or written.
         """
         self._folder = folder
         self._bytes_max = bytes_max
@@ -123,16 +122,16 @@ class RequestJournal:
             raise PermissionError(13, os.strerror(13))
 
     def keep(self, request: KeptRequest) -> bool:
-        """Keep a request until `end`; return whether it is: there may be no room, on the disk or within the limit.
+        """Keep a request until `end`; return False if the limit is reached or the disk is full.
 
-        Blocks: for a write of its bytes into the system's cache.
+        Blocks: for a write into the page cache.
         """
         data = FORMAT + VERSION + frame(msgspec.msgpack.encode(request))
         with self._lock:
             if self._bytes + len(data) > self._bytes_max:
                 return False
             self._made += 1
-            # Of several processes with one folder, each makes names of its own; in order they are as old as requests.
+            # Names are unique across processes, and sort by age.
             path = self._folder / f"{time.time_ns():020d}-{os.getpid()}-{self._made}{_SUFFIX}"
             self._files[request.request_id] = path, len(data)
             self._bytes += len(data)
@@ -148,7 +147,7 @@ class RequestJournal:
         return True
 
     def end(self, request_id: str) -> None:
-        """Forget a request, if it was kept: its answer was told, or its client has left."""
+        """Delete a request, if it was kept."""
         with self._lock:
             path, size = self._files.pop(request_id, (None, 0))
             self._bytes -= size
@@ -156,19 +155,18 @@ class RequestJournal:
             path.unlink(missing_ok=True)
 
     def note(self, request_id: str, progress: Progress) -> None:
-        """Keep, with a request that was left, what the next engine begins with.
+        """Append the progress of a resumed request to its file.
 
         Raises:
-            OSError: When it cannot be written.
+            OSError: If it cannot be written.
         """
         path, _ = self._files[request_id]
         _write(path, frame(msgspec.msgpack.encode(progress)), os.O_APPEND)
 
     def left(self) -> Iterator[LeftRequest]:
-        """Yield the requests that were in the folder at the beginning, oldest first, and keep them.
+        """Yield the requests of the engine before, oldest first, and keep them.
 
-        A file that is not whole is one whose request was about to be accepted: nobody waits for it. It is removed, and
-        so is one that cannot be read, which is logged.
+        An incomplete file is deleted: its request was not accepted yet. An unreadable file is logged and deleted.
         """
         found, self._found = self._found, []
         for path in found:
@@ -176,7 +174,7 @@ class RequestJournal:
                 one = _read(path)
                 size = path.stat().st_size
             except (RecordError, OSError, msgspec.MsgspecError) as error:
-                logger.error("a request that was left cannot be resumed: %s", error)  # noqa: TRY400 - it says it all
+                logger.error("a request of the engine before cannot be resumed: %s", error)  # noqa: TRY400 - the message suffices
                 one = None
             if one is None:
                 path.unlink(missing_ok=True)
@@ -189,14 +187,14 @@ class RequestJournal:
     def _complain(self, reason: str) -> None:
         if not self._complained:
             self._complained = True
-            logger.error("requests are served, and not kept for another engine: %s", reason)
+            logger.error("requests are served, but not kept for another engine: %s", reason)
 
 
 def _read(path: Path) -> LeftRequest | None:
-    """Return the request of a file; None where it was never written whole."""
+    """Return the request of a file; None if the file is incomplete."""
     bodies = [body for _, body in FrameReader(path, newest=True).bodies()]
     if not bodies:
-        logger.warning("%s: no whole request: the server died while it was written", path)
+        logger.warning("%s: no complete request: the server died while it was written", path)
         return None
     request = msgspec.msgpack.decode(bodies[0], type=KeptRequest)
     progress = Progress()

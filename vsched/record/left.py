@@ -1,7 +1,7 @@
-"""What an engine left behind when it was killed: the answers that it had begun, read from its record.
+"""The answers that a killed engine had begun, read from its record.
 
-The newest segment alone is replayed: it begins with the state. In the end its kernel hears that all generate groups
-are gone, as they are, and so knows the tokens of each answer, as it does when a group is lost while the engine lives.
+Only the newest segment is replayed, since it begins with a snapshot. Then the kernel gets the event that all generate
+groups are lost, and adds the tokens of each answer to its request, as it does when a group is lost while serving.
 """
 
 from __future__ import annotations
@@ -28,35 +28,39 @@ _KILLED = 9
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """An answer that another engine began: the tokens that it had, to `prompt`, a digest of what is answered."""
+    """An answer that another engine began: the digest of its prompt, and its tokens."""
 
     prompt: bytes
     token_ids: tuple[int, ...]
 
     def continued(self, request: Request) -> tuple[int, ...]:
-        """Return the tokens for a prepared request, which must be the one that was being answered.
+        """Return the tokens, for the same request prepared again.
 
         Raises:
-            RequestRefused: When its prompt or its images are others now.
+            RequestRefused: If its prompt or its images have changed.
         """
         if prompt_digest(request) != self.prompt:
             message = (
-                "the prompt is not the one that was being answered before the server died: an image that is fetched, "
-                "the chat template or the model changed meanwhile. Remedy: send the request again."
+                "the prompt is not the one that was answered before the server died: a fetched image, the chat "
+                "template or the model changed meanwhile. Remedy: send the request again."
             )
             raise RequestRefused(message, code="prompt_changed", status=409)
         return self.token_ids
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """An answer that had ended in an error, or because its client had left; `message` is empty where it had."""
+    """An answer that ended in an error, or, with an empty `message`, because its client left."""
 
     message: str
     code: str
 
 
 class Left(msgspec.Struct, frozen=True):
-    """What is known of requests, by their ids; `trouble` is why the record was not read to its end, mostly empty."""
+    """Begun and ended answers by request id.
+
+    Attributes:
+        trouble: Why the record could not be read to its end; empty if it could.
+    """
 
     begun: dict[str, Begun]
     ended: dict[str, Ended]
@@ -64,7 +68,7 @@ class Left(msgspec.Struct, frozen=True):
 
 
 def prompt_digest(request: Request) -> bytes:
-    """Return 16 bytes that are equal for equal prompts with equal images."""
+    """Return a digest of a prompt and its images, 16 bytes."""
     digest = blake2b(digest_size=16, person=b"vsched.begun")
     for part in (request.prompt_token_ids, [(item.key, item.runs) for item in request.items]):
         digest.update(msgspec.msgpack.encode(part))
@@ -72,11 +76,11 @@ def prompt_digest(request: Request) -> bytes:
 
 
 def read_left(path: Path, request_ids: Collection[str]) -> Left:
-    """Return what the record of an engine that is dead says of these requests; it never raises for what is recorded.
+    """Return what the record of a dead engine has about these requests.
 
-    Where the record cannot be read to its end, what it says before that is returned: tokens are known up to there.
+    If the record cannot be read to its end, the tokens before the damage are returned; nothing is raised.
 
-    Blocks: for as long as the replay of a segment takes.
+    Blocks: while a segment is replayed.
     """
     seen = _Seen(frozenset(request_ids))
     running = seen.replay = Replay(None, seen)
@@ -84,7 +88,7 @@ def read_left(path: Path, request_ids: Collection[str]) -> Left:
     try:
         report = running.run(find_segments(path)[-1:])
         if report.difference is not None:
-            trouble = f"event {report.difference.number} is answered otherwise by this version"
+            trouble = f"this version decides otherwise after event {report.difference.number}"
     except RecordError as error:
         trouble = str(error)
     if running.kernel is not None:
@@ -93,7 +97,7 @@ def read_left(path: Path, request_ids: Collection[str]) -> Left:
 
 
 class _Seen:
-    """Follows the requests that are asked about through a replay."""
+    """Follows requests through a replay."""
 
     replay: Replay
 
@@ -105,12 +109,12 @@ class _Seen:
         self.ended: dict[str, Ended] = {}
 
     def begin(self, header: SegmentHeader, config: Config) -> None:
-        """Take in the requests that a segment begins with."""
+        """Add the requests of the snapshot."""
         assert self.replay.kernel is not None
         self.take(self.replay.kernel)
 
     def take(self, kernel: Scheduler) -> None:
-        """Take in the requests that a kernel has."""
+        """Add the requests of a kernel."""
         for state in kernel.requests:
             if state.request.request_id in self._wanted:
                 self._states[state.request.request_id] = state
@@ -118,7 +122,7 @@ class _Seen:
     def see(
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
     ) -> None:
-        """Follow those that came and went."""
+        """Note requests that are accepted or end."""
         self._now_ns = now_ns
         for command in commands:
             if isinstance(command, Accept) and command.request_id in self._wanted:
@@ -133,7 +137,7 @@ class _Seen:
             self._told.add(finish.request_id)
 
     def end(self, kernel: Scheduler) -> None:
-        """Have a kernel know the tokens that it keeps elsewhere while ranks run, for they run no more."""
+        """Report all generate groups as lost, so that the tokens of running requests are added to them."""
         self.take(kernel)
         for group in kernel.generators:
             if group.ready:
@@ -141,7 +145,7 @@ class _Seen:
                 kernel.handle(GroupLost(group.name, failure, planned=True), self._now_ns)
 
     def begun(self) -> dict[str, Begun]:
-        """Return the answers that go on: of one that had ended, the last token brings the end once more."""
+        """Return the answers to resume. One that had ended lacks its last token, which will end it again."""
         return {
             name: Begun(prompt_digest(state.request), _outputs(state, ended=name in self._told))
             for name, state in self._states.items()

@@ -1,10 +1,10 @@
-"""Recording: every event that the scheduler handled, and what it decided, while it serves.
+"""Recording: writes every event of the scheduler, and its decisions, while it serves.
 
-It is called after each event on the event loop, so it is made to cost microseconds. Each entry is written at once: a
-write of some hundred bytes into the system's cache takes about one, and what was written survives the process however
-that ends. Nothing is synced; a record does not survive a power cut whole.
+The recorder runs on the event loop after each event, and takes microseconds. Each entry is written at once: writing
+some hundred bytes into the page cache takes about 1 µs, and the entry survives the process. Nothing is synced, so a
+power failure may lose the end of a record.
 
-Recording must never stop serving. Whatever goes wrong after the start is logged once, and ends the record.
+Recording never stops serving: any error after the start is logged once, and ends the record.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from vsched.record.segments import complete_segments, numbered, set_aside
 
 logger = logging.getLogger(__name__)
 MODE = 0o600
-"""A record holds the prompts of clients, as tokens."""
+"""Only the owner may read a record: it has the prompts of clients, as tokens."""
 
 
 def open_recorder(config: Config, kernel: Scheduler) -> Recorder | None:
-    """Begin a record of a scheduler that has not handled an event yet; None where none is wanted.
+    """Begin a record of a scheduler that has not handled an event yet; None if `record.path` is empty.
 
-    An earlier record of the same name is renamed to `….previous`. Where the state cannot be recorded (a policy of the
-    user's may hold anything), that is logged, and nothing is recorded.
+    An earlier record of the same name is renamed to `….previous`. If the state of a user's policy cannot be recorded,
+    this is logged, and nothing is recorded.
 
     Raises:
-        ConfigError: When the path cannot be written, or another process records there.
+        ConfigError: If the path cannot be written, or another process records there.
     """
     if not config.record.path:
         return None
@@ -58,20 +58,20 @@ def open_recorder(config: Config, kernel: Scheduler) -> Recorder | None:
 
 
 def check_record_path(config: Config) -> None:
-    """Check that a record could begin, before anything is loaded; nothing is written.
+    """Check that a record could begin, without writing anything.
 
     Raises:
-        ConfigError: As `open_recorder` would.
+        ConfigError: As from `open_recorder`.
     """
     if not config.record.path:
         return
     path = Path(config.record.path)
     if not path.parent.is_dir():
-        raise _unwritable(path, "there is no such folder")
+        raise _unwritable(path, "its folder does not exist")
     if path.is_dir():
         raise _unwritable(path, "it is a folder")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise _unwritable(path, "its folder may not be written")
+        raise _unwritable(path, "its folder is not writable")
     try:
         _check_alone(path)
     except OSError as error:
@@ -80,16 +80,15 @@ def check_record_path(config: Config) -> None:
 
 def _unwritable(path: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"record.path: {path}: cannot be written: {reason}. Remedy: name a file in a folder that exists and may be "
-        "written, or none"
+        f"record.path: {path}: cannot be written: {reason}. Remedy: name a file in a writable folder, or none"
     )
 
 
 class Recorder:
-    """Writes a record, one segment after another, and keeps the newest of them."""
+    """Writes a record, one segment after another, and keeps the newest segments."""
 
     def __init__(self, path: Path, config: Config, kernel: Scheduler) -> None:
-        """Begin a record; what `open_recorder` does, with bare errors."""
+        """Begin a record, like `open_recorder`, but with bare errors."""
         self._path = path
         self._kernel = kernel
         self._limits = config.record
@@ -110,9 +109,9 @@ class Recorder:
         self._begin_segment()
 
     def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
-        """Write down an event that was just handled; call it before the next one is.
+        """Write an event and its commands; call it before the scheduler handles the next event.
 
-        It never raises: what goes wrong is logged once, and ends the record.
+        It never raises: an error is logged once, and ends the record.
         """
         if self._fd < 0:
             return
@@ -129,7 +128,7 @@ class Recorder:
             self._give_up(f"{self._path}: {error or type(error).__name__}")
 
     def close(self) -> None:
-        """End the record; more events are not recorded."""
+        """End the record."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -139,7 +138,7 @@ class Recorder:
         self.close()
 
     def _begin_segment(self) -> None:
-        """Write a new segment with the state in it, then let it take the name of the one before."""
+        """Write a new segment that begins with a snapshot, then rename it to the name of the record."""
         header = SegmentHeader(
             segment=self._segment + 1,
             started_s=time.time(),
@@ -167,7 +166,7 @@ class Recorder:
         self._fd = fd
         self._segment += 1
         self._written = 0
-        # A state that is larger than a segment must not be written after every event.
+        # A snapshot that is larger than a segment must not be written after every event.
         self._segment_bytes = max(self._limits.segment_bytes - len(start), len(start))
         for old in complete_segments(self._path)[: 1 - self._limits.segments]:
             old.unlink(missing_ok=True)
@@ -177,21 +176,21 @@ class Recorder:
         if written < len(data):
             write_all(
                 self._fd, data[written:]
-            )  # says why it cannot; a reader leaves out half an entry
+            )  # raises if the disk is full; readers drop an incomplete entry
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of it, however much is taken at a time."""
+    """Write all data, in several writes if necessary."""
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]
 
 
 def _check_alone(path: Path) -> None:
-    """Refuse a record that another process is writing.
+    """Check that no other process writes this record.
 
     Raises:
-        ConfigError: When one is.
+        ConfigError: If one does.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

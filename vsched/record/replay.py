@@ -1,7 +1,7 @@
-"""Replaying: a kernel made from what was recorded hears the same events, and must want the same.
+"""Replay: a kernel restored from a record handles the same events, and must return the same commands.
 
-Each segment begins with the state, so a record whose first segments are gone can be replayed all the same. The state
-is taken anew at each segment, which checks the states too: what the kernel counted must agree at that point.
+Each segment begins with a snapshot, so a record can be replayed without its first segments. The kernel is restored at
+the start of each segment, and its statistics must agree with the kernel before: this checks the snapshots, too.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from vsched.record.frames import FrameReader
 from vsched.record.segments import find_segments
 
 SHOWN_MAX = 2000
-"""Characters of an event or a command that are shown."""
+"""Maximum number of shown characters of an event or a command."""
 Progress = Callable[[int, int], None]
-"""Told how many bytes of how many are replayed."""
+"""Called with the number of bytes that are replayed, and of all."""
 
 
 class ReplayObserver(Protocol):
-    """Sees what is replayed, as it is."""
+    """Gets every replayed event."""
 
     def begin(self, header: SegmentHeader, config: Config) -> None:
-        """Hear what was recorded; called for the first segment only."""
+        """Take the header of the first segment."""
         ...
 
     def see(
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
     ) -> None:
-        """See an event, what came of it, and the kernel after it."""
+        """Take an event, its commands, and the kernel after it."""
         ...
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """The first thing that the replayed kernel did otherwise; the texts are for readers.
+    """The first difference between the record and the replay; the texts are for readers.
 
-    `group` is that of the decision, empty where it is not about one. `at_s` counts from the first event replayed.
+    `group` is the group of the decision, if any. `at_s` counts from the first replayed event.
     """
 
     number: int
@@ -68,7 +68,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that was accepted and had no terminal reply when the record ended: whoever sent it has to ask again."""
+    """An accepted request without a terminal reply at the end of the record: its client has to send it again."""
 
     request_id: str
     prompt_tokens: int
@@ -77,7 +77,7 @@ class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was replayed; `difference` is None when everything was the same; `unfinished` were left at the end."""
+    """Result of a replay; `difference` is None if all commands were the same."""
 
     recorded_with: str
     segments: int
@@ -133,13 +133,13 @@ def replay(
     """Replay a record up to its end or the first difference.
 
     Raises:
-        RecordError: When there is no record, it is damaged before its end, or what it needs is not here.
+        RecordError: If there is no record, it is damaged before its end, or its policies cannot be loaded.
     """
     return Replay(on_progress, observer).run(find_segments(Path(path)))
 
 
 class Replay:
-    """One replay; `kernel` is the scheduler after the last event that was replayed, None before there was one."""
+    """One replay; `kernel` is the scheduler after the last replayed event, None before the first segment."""
 
     def __init__(self, on_progress: Progress | None, observer: ReplayObserver | None) -> None:
         self._on_progress = on_progress
@@ -151,10 +151,10 @@ class Replay:
         self._version = ""
 
     def run(self, segments: Sequence[Path]) -> ReplayReport:
-        """Replay segments of one record, one after the other, the newest last; as `replay` does.
+        """Replay segments of one record, the newest last.
 
         Raises:
-            RecordError: When they cannot be replayed to their end; `kernel` is as it was before that.
+            RecordError: If they cannot be replayed to their end; `kernel` is the state before the error.
         """
         total = sum(segment.stat().st_size for segment in segments)
         before = 0
@@ -179,7 +179,7 @@ class Replay:
         return msgspec.structs.replace(report, unfinished=_unfinished(self.kernel))
 
     def _entries(self, reader: FrameReader) -> Iterator[tuple[int, RecordedEvent]]:
-        """Take the state of a segment, then yield its entries."""
+        """Restore the snapshot of a segment, then yield its entries."""
         bodies = reader.bodies()
         first = next(bodies, None)
         if first is None:
@@ -225,10 +225,10 @@ class Replay:
         self._counts.segments += 1
 
     def _check_joint(self, header: SegmentHeader, kernel: Scheduler) -> None:
-        """Check that a segment goes on where the one before it ended."""
+        """Check that a segment begins with the state that the segment before led to."""
         assert self.kernel is not None
         if header.run != self._run:
-            raise RecordError("a segment of another record lies between those of this one")
+            raise RecordError("a segment belongs to another record")
         if header.number != self._number:
             raise RecordError(
                 f"a segment is missing: event {header.number} follows, {self._number} was due"
@@ -246,11 +246,11 @@ class Replay:
                 )
 
     def _step(self, entry: RecordedEvent, segment: str) -> Difference | None:
-        """Let the kernel handle an event; return what it does otherwise than recorded, if anything."""
+        """Let the kernel handle an event; return the difference to the record, if any."""
         assert self.kernel is not None
         try:
             commands = self.kernel.handle(entry.event, entry.now_ns)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it was not there when this was recorded
+        except Exception as error:  # noqa: BLE001 - any error is a difference
             self._counts.add(entry, ())
             got = f"the kernel failed: {type(error).__name__}: {error}"
             return self._difference(entry, segment, "", _shown_all(entry.commands), got)
@@ -277,7 +277,7 @@ class Replay:
 
 
 def _unfinished(kernel: Scheduler) -> list[Unfinished]:
-    """Return the requests that a kernel still has, oldest first; further answers to one have ids of their own."""
+    """Return the live requests of a kernel, oldest first; further choices of one request have ids of their own."""
     return [
         Unfinished(
             request_id=state.request.request_id,
@@ -290,14 +290,14 @@ def _unfinished(kernel: Scheduler) -> list[Unfinished]:
 
 
 def _compare(entry: RecordedEvent, commands: Sequence[Command]) -> tuple[str, str, str] | None:
-    """Return group, expected and got of the first command that differs from what was recorded."""
+    """Return group, recorded and replayed text of the first command that differs."""
     bodies, digest = encode_commands(commands)
     for index, command in enumerate(commands):
         expected = entry.commands[index] if index < len(entry.commands) else None
         if expected == bodies[index]:
             continue
         if expected is not None and is_notice(expected) and is_notice(bodies[index]):
-            continue  # it may quote a policy's own words, which may hold addresses
+            continue  # it may quote a policy's message, with memory addresses
         shown = "nothing" if expected is None else _short(decode_command(expected))
         return _group(command), shown, _short(decode_command(bodies[index]))
     if len(commands) < len(entry.commands):

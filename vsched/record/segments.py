@@ -1,7 +1,7 @@
-"""The files of a record: `run.vlog` is the one being written, `run.vlog.000001` and so on are those before it.
+"""The files of a record: `run.vlog` is being written, `run.vlog.000001` and so on are the segments before it.
 
-A new record begins under the name of an old one: the old one is renamed to `run.vlog.previous`, with all its segments,
-and only then takes the place of one that had that name.
+When a new record begins, the one of the same name is renamed to `run.vlog.previous`, with all its segments, and
+replaces the record of that name.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _DIGITS = 6
 
 
 def numbered(path: Path, segment: int) -> Path:
-    """Return the name of a segment that is complete."""
+    """Return the name of a complete segment."""
     return path.with_name(f"{path.name}.{segment:0{_DIGITS}d}")
 
 
 def previous(path: Path) -> Path:
-    """Return the name of the record before the one of this name."""
+    """Return the name of the record before this one."""
     return path.with_name(f"{path.name}.previous")
 
 
 def complete_segments(path: Path) -> list[Path]:
-    """Return the segments of a record that are complete, oldest first."""
+    """Return the complete segments of a record, oldest first."""
     pattern = re.compile(rf"{re.escape(path.name)}\.(\d{{{_DIGITS},}})")
     found = [
         (int(match[1]), entry)
@@ -39,7 +39,7 @@ def find_segments(path: Path) -> list[Path]:
     """Return all segments of a record, oldest first.
 
     Raises:
-        RecordError: When there are none.
+        RecordError: If there are none.
     """
     found = complete_segments(path) if path.parent.is_dir() else []
     if path.is_file():
@@ -50,10 +50,10 @@ def find_segments(path: Path) -> list[Path]:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a record to `previous`, and remove the one that had that name.
+    """Rename a record to `previous`, and delete the record that had that name.
 
     Raises:
-        OSError: When the folder does not allow it.
+        OSError: If the folder does not allow it.
     """
     earlier = [*complete_segments(path), *([path] if path.is_file() else [])]
     if not earlier:

@@ -1,10 +1,11 @@
-"""A replay as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""A replay as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-A process for each group with a track for each of its ranks, a slice for each step; a process for the scheduler with
-counters, a slice for each request, and marks. Written as it comes: a long record needs no memory.
+The trace has a process for each group, with a track for each of its ranks and a slice for each step; and a process for
+the scheduler, with counters, marks and a slice for each request. Events are written at once, so a long record needs no
+memory.
 
-Two steps of a group may be out at a time, and ranks take them in turn. So a slice begins when its step was decided or
-when the one before it was done, whichever came later; where ranks told how long they worked, it is no longer than that.
+Two steps of a group may be in flight, and ranks run them in turn. So a slice begins when its step was decided or when
+the step before it was done, whichever is later. It is no longer than the time that the ranks reported.
 
 Source: "Trace Event Format", the JSON format of Chrome's trace viewer.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
@@ -37,21 +38,21 @@ from vsched.record.entries import SegmentHeader
 from vsched.types import group_names
 
 SCHEDULER = 1
-"""Number of the process that stands for the scheduler; groups follow."""
+"""Process number of the scheduler; groups follow."""
 COUNTERS_EVERY_NS = 1_000_000
 NOTICE_SHOWN_MAX = 300
+PHASES = ("queued", "prefill", "decode")
 
 
-class _Step:
-    """A step that is out."""
+class _Step(NamedTuple):
+    """A step in flight."""
 
-    def __init__(self, decision: Decision, decided_ns: int) -> None:
-        self.decision = decision
-        self.decided_ns = decided_ns
+    decision: Decision
+    decided_ns: int
 
 
 class _Track:
-    """A group: its steps that are out, and when it was last known to be done with one."""
+    """A group: its steps in flight, and when its latest step was done."""
 
     def __init__(self, process: int, ranks: int) -> None:
         self.process = process
@@ -61,14 +62,14 @@ class _Track:
         self.lengths: dict[int, int] = {}
 
     def finishes(self, decision: GenerateDecision) -> int:
-        """Return how many chunks of a step are the last of their prompt: each brings a first token."""
+        """Return the number of chunks that end a prompt: each yields a first token."""
         for join in decision.joined:
             self.lengths[join.slot] = join.length
         return sum(self.lengths.get(chunk.slot) == chunk.stop for chunk in decision.chunks)
 
 
 class TraceTimeline:
-    """Writes the trace of what it sees; `close` ends the file."""
+    """Writes the trace of a replay; `close` ends the file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -91,7 +92,7 @@ class TraceTimeline:
     def see(
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
     ) -> None:
-        """Draw an event and what came of it."""
+        """Write an event and the commands that followed."""
         if self._first_ns is None:
             self._first_ns = now_ns
         self._now_ns = now_ns
@@ -102,7 +103,7 @@ class TraceTimeline:
             self._count(kernel.statistics())
 
     def close(self) -> None:
-        """Draw what has not ended, and end the file."""
+        """Write the requests that have not ended, and end the file."""
         for number, (name, submitted_ns) in self._live.items():
             self._span(number, f"{name} (goes on)", submitted_ns, self._now_ns)
         self._file.write(b"\n]}\n")
@@ -118,7 +119,7 @@ class TraceTimeline:
                 self._mark(group, f"encode failed: {failure.message}")
             case GroupLost(group=group, failure=failure):
                 track = self._track(group)
-                if track.steps:  # those behind the first had not begun
+                if track.steps:  # the others had not begun
                     self._slice(track, track.steps[0], {"lost": len(track.steps)})
                     track.steps.clear()
                 self._mark(group, f"lost: {failure}")
@@ -134,7 +135,7 @@ class TraceTimeline:
     def _land(self, event: Stepped | Encoded | EncodeFailed) -> None:
         track = self._track(event.group)
         if not track.steps or track.steps[0].decision.step != event.step:
-            return  # it was decided before the first segment that is left
+            return  # it was decided before the first segment of the record
         step = track.steps.popleft()
         if isinstance(event, Stepped):
             yielded = len(event.tokens) - event.tokens.count(-1)
@@ -166,15 +167,13 @@ class TraceTimeline:
             name = f"encode {len(decision.tasks)}"
         for rank in range(track.ranks):
             self._write(
-                {
-                    "ph": "X",
-                    "name": name,
-                    "pid": track.process,
-                    "tid": rank + 1,
-                    "ts": self._at(start_ns),
-                    "dur": (self._now_ns - start_ns) / 1000,
-                    "args": args,
-                }
+                ph="X",
+                name=name,
+                pid=track.process,
+                tid=rank + 1,
+                ts=self._at(start_ns),
+                dur=(self._now_ns - start_ns) / 1000,
+                args=args,
             )
 
     # --- commands ---
@@ -197,20 +196,16 @@ class TraceTimeline:
                 pass
 
     def _end(self, finish: Finish) -> None:
-        """Draw a request and its phases."""
+        """Write a request and its phases."""
         times, number = finish.times, finish.number
         name, submitted_ns = self._live.pop(number, (finish.request_id, times.submitted_ns))
         args = {"reason": finish.reason.value, "code": finish.code}
         for field in ("cached_tokens", "encoded_items", "preemptions"):
             args[field] = getattr(times, field)
         self._span(number, name, submitted_ns, self._now_ns, args)
-        ends = [
-            ("queued", times.admitted_ns),
-            ("prefill", times.first_token_ns),
-            ("decode", self._now_ns),
-        ]
+        admitted_ns, first_ns = times.admitted_ns, times.first_token_ns
         start_ns = submitted_ns
-        for phase, end_ns in ends:
+        for phase, end_ns in zip(PHASES, (admitted_ns, first_ns, self._now_ns), strict=True):
             self._span(number, phase, start_ns, end_ns or self._now_ns)
             if not end_ns:
                 break
@@ -221,8 +216,8 @@ class TraceTimeline:
     ) -> None:
         """Write a slice of a request's own track: spans within spans."""
         common = {"cat": "request", "id": number, "name": name, "pid": SCHEDULER, "tid": 1}
-        self._write({"ph": "b", "ts": self._at(start_ns), "args": args or {}, **common})
-        self._write({"ph": "e", "ts": self._at(end_ns), **common})
+        self._write(ph="b", ts=self._at(start_ns), args=args or {}, **common)
+        self._write(ph="e", ts=self._at(end_ns), **common)
 
     # --- counters ---
 
@@ -243,21 +238,13 @@ class TraceTimeline:
         }
         groups = statistics["generate"].get("groups") or {"generate": statistics["generate"]}
         for name, group in groups.items():
-            found[f"KV blocks of {name}"] = {
-                "held": group["blocks_held"],
-                "cached": group["blocks_cached"],
-            }
+            blocks = {"held": group["blocks_held"], "cached": group["blocks_cached"]}
+            found[f"KV blocks of {name}"] = blocks
         for name, values in found.items():
             if self._counters.get(name) != values:
                 self._counters[name] = values
                 self._write(
-                    {
-                        "ph": "C",
-                        "name": name,
-                        "pid": SCHEDULER,
-                        "ts": self._at(self._now_ns),
-                        "args": values,
-                    }
+                    ph="C", name=name, pid=SCHEDULER, ts=self._at(self._now_ns), args=values
                 )
         self._counted_ns = self._now_ns
 
@@ -269,32 +256,23 @@ class TraceTimeline:
             track = self._tracks[group] = _Track(SCHEDULER + 1 + len(self._tracks), ranks)
             self._name(track.process, group)
             for rank in range(ranks):
-                self._write(
-                    {
-                        "ph": "M",
-                        "name": "thread_name",
-                        "pid": track.process,
-                        "tid": rank + 1,
-                        "args": {"name": f"rank {rank}"},
-                    }
-                )
+                args = {"name": f"rank {rank}"}
+                self._write(ph="M", name="thread_name", pid=track.process, tid=rank + 1, args=args)
         return track
 
     def _name(self, process: int, name: str) -> None:
-        for key, value in (("process_name", {"name": name}), ("process_sort_index", None)):
-            args = value if value is not None else {"sort_index": process}
-            self._write({"ph": "M", "name": key, "pid": process, "args": args})
+        self._write(ph="M", name="process_name", pid=process, args={"name": name})
+        self._write(ph="M", name="process_sort_index", pid=process, args={"sort_index": process})
 
     def _mark(self, group: str, text: str) -> None:
         process = self._track(group).process if group else SCHEDULER
-        at = self._at(self._now_ns)
-        self._write({"ph": "i", "name": text, "pid": process, "tid": 1, "ts": at, "s": "p"})
+        self._write(ph="i", name=text, pid=process, tid=1, ts=self._at(self._now_ns), s="p")
 
     def _at(self, time_ns: int) -> float:
-        """Return microseconds since the first event; what lies before it is drawn there."""
+        """Return microseconds since the first event; times before it count as 0."""
         return max(time_ns - (self._first_ns or 0), 0) / 1000
 
-    def _write(self, event: dict[str, Any]) -> None:
+    def _write(self, **event: Any) -> None:
         self._file.write(b",\n" if self.events else b"\n")
         self._file.write(msgspec.json.encode(event))
         self.events += 1

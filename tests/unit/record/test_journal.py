@@ -69,7 +69,7 @@ def test_request_that_cannot_be_written_is_not_kept(
     (tmp_path / "requests").rmdir()
     assert not one.keep(ONE)
     assert not one.keep(TWO)
-    assert caplog.text.count("requests are served, and not kept for another engine") == 1
+    assert caplog.text.count("requests are served, but not kept for another engine") == 1
 
 
 def test_request_whose_client_leaves_while_it_is_written_leaves_nothing(
@@ -98,7 +98,7 @@ def test_file_that_was_being_written_is_no_request(
     half = files(tmp_path)[0]
     half.write_bytes(half.read_bytes()[:-cut])
     assert [each.request.request_id for each in journal(tmp_path).left()] == ["two"]
-    assert "no whole request" in caplog.text
+    assert "no complete request" in caplog.text
     assert len(files(tmp_path)) == 1
 
 
@@ -110,7 +110,7 @@ def test_file_of_something_else_is_told_and_harms_no_other(
     one.keep(TWO)
     files(tmp_path)[0].write_bytes(b"something else altogether")
     assert [each.request.request_id for each in journal(tmp_path).left()] == ["two"]
-    assert "a request that was left cannot be resumed: " in caplog.text
+    assert "a request of the engine before cannot be resumed: " in caplog.text
     assert "not a record of vsched" in caplog.text
 
 
