@@ -1,7 +1,7 @@
 """vsched serves vision-language models: a deterministic scheduler with interchangeable policies.
 
-The names here are the library's public face; the command line is `vsched`. A name is loaded when it is first used, so
-that a policy or a simulation does not wait for the engine to be imported.
+The names here are the public API; the command line is `vsched`. Names are imported on first use, so that policies and
+simulations do not wait for the import of the engine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MODULES = {
     "Request": "types",
     "SamplingParams": "types",
 }
-"""Where a name comes from; all others are errors."""
+"""Module of each name; all others are in `errors`."""
 
 
 def __getattr__(name: str) -> object:
