@@ -25,83 +25,86 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     hosts: Annotated[
         dict[str, str],
         Meta(
-            description="Addresses of the hosts that run `vsched host`, by name: "
-            '`{far = "tcp://10.0.0.2:7700"}`. `local` is the name of this one.'
+            description='Addresses of the hosts that run `vsched host`, by name: `{far = "tcp://10.0.0.2:7700"}`. '
+            "`local` is the name of this host."
         ),
     ] = msgspec.field(default_factory=dict)
     key_file: Annotated[
         str,
         Meta(
-            description="File with the secret that engine and hosts share; `vsched host --make-key` makes one."
+            description="File with the secret shared by the engine and the hosts; `vsched host --make-key` creates "
+            "one."
         ),
     ] = ""
     encode: Annotated[
         list[str],
         Meta(
-            description="Hosts that the replicas of the encode stage start on, in turn; empty for this one, or for "
-            "Ray's where `ray` is set."
+            description="Hosts for the replicas of the encode stage, in turn; empty for this host, or for Ray if "
+            "`ray` is set."
         ),
     ] = msgspec.field(default_factory=list)
     generate: Annotated[
         list[str],
         Meta(
-            description="Hosts that the replicas of the generate stage start on, in turn; empty for this one, or "
-            "for Ray's where `ray` is set. "
-            'With `placement = "together"`, those of both stages.'
+            description="Hosts for the replicas of the generate stage, in turn; empty for this host, or for Ray if "
+            '`ray` is set. With `placement = "together"`, for the replicas of both stages.'
         ),
     ] = msgspec.field(default_factory=list)
     connect_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="How long a host may take to answer until the next of the list has its turn.",
+            description="Time to wait for a host before the next one in the list is tried.",
         ),
     ] = 10.0
     direct: Annotated[
         bool,
         Meta(
-            description="Whether embedding rows go from the encoder's host to where they are read, and not through the "
-            "engine, where no replica is on this host. Hosts must reach each other at the addresses by which this one "
-            "knows them; where they do not, rows go through the engine."
+            description="Send embedding rows directly from the encoder's host to the hosts that read them, instead of "
+            "through the engine, if no replica is on this host. Hosts must reach each other at the "
+            "addresses by which this host knows them; otherwise, rows go through the engine."
         ),
     ] = False
     encrypt_rows: Annotated[
         bool,
         Meta(
-            description="Whether rows that go from host to host are encrypted. Without it they go faster, on a port "
-            "that the system of the encoder's host chooses, and who can listen on the network between the hosts can "
-            "read them: images follow from them. All else is encrypted always. For `direct` alone."
+            description="Encrypt embedding rows sent directly between hosts (`direct`). Unencrypted rows are faster; "
+            "they use a port chosen by the encoder's host, and anyone who can listen on the network "
+            "between the hosts can read them and reconstruct images. All other traffic is always "
+            "encrypted."
         ),
     ] = True
     ray: Annotated[
         str,
         Meta(
-            description="Ray cluster that places replicas: its address, HOST:PORT, or `auto` for the one of this host; "
-            "empty for none. Needs `pip install 'vsched[ray]'`."
+            description="Address of the Ray cluster that places replicas, HOST:PORT, or `auto` for the cluster of "
+            "this host; empty for none. Needs `pip install 'vsched[ray]'`."
         ),
     ] = ""
     ray_group: Annotated[
         str,
         Meta(
-            description="Name of a placement group that is there, whose bundles replicas take in turn, those of the "
-            "encode stage first; empty to make one."
+            description="Name of an existing Ray placement group, whose bundles the replicas take in turn, those of "
+            "the encode stage first; empty to create one."
         ),
     ] = ""
     ray_strategy: Annotated[
         Literal["pack", "spread", "strict-pack", "strict-spread"],
-        Meta(description="How Ray lays out the bundles of replicas on its nodes."),
+        Meta(description="Ray's placement strategy for the bundles of replicas."),
     ] = "pack"
     encode_resources: Annotated[
         dict[str, float],
         Meta(
-            description="Ray resources of a replica of the encode stage: `{CPU = 4, fast_cpu = 1}`. Empty for a CPU "
-            "for each thread of its ranks, one where `threads` is not set, and a GPU for each on one."
+            description="Ray resources of a replica of the encode stage: `{CPU = 4, fast_cpu = 1}`. By default one "
+            "CPU per thread of its ranks, or per rank if `threads` is not set, and one GPU per rank on a "
+            "GPU."
         ),
     ] = msgspec.field(default_factory=dict)
     generate_resources: Annotated[
         dict[str, float],
         Meta(
-            description='Those of a replica of the generate stage; with `placement = "together"`, of both.'
+            description='Ray resources of a replica of the generate stage; with `placement = "together"`, of both '
+            "stages."
         ),
     ] = msgspec.field(default_factory=dict)
 

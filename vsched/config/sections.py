@@ -27,19 +27,21 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     path: Annotated[str, Meta(description="Folder of the checkpoint.")] = ""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="Type of weights, KV cache and embeddings; `auto` is the checkpoint's."),
+        Meta(
+            description="Data type of weights, KV cache and embeddings; `auto` is the checkpoint's."
+        ),
     ] = "auto"
     deterministic: Annotated[
         bool,
         Meta(
-            description="Whether a request gets the same logits, bit for bit, alone and among others, however its "
-            "prompt is cut, and after preemption or a restart. On a CPU in bfloat16 only; see docs/determinism.md."
+            description="Make the logits of a request bitwise equal in any batch, with any chunking of its prompt, "
+            "and after preemption or a restart. Only on a CPU in bfloat16; see docs/determinism.md."
         ),
     ] = False
     chat_template: Annotated[
         str,
         Meta(
-            description="Chat template: a file, or the name of one of the checkpoint's; empty for its default."
+            description="Chat template: a file, or the name of a template in the checkpoint; empty for its default."
         ),
     ] = ""
     tool_format: Annotated[
@@ -59,27 +61,27 @@ class ModelConfig(Section, frozen=True, kw_only=True):
             "harmony",
         ],
         Meta(
-            description="How the model writes calls of tools; `auto` is what its chat template writes."
+            description="Tool-call format of the model; `auto` derives it from the chat template."
         ),
     ] = "auto"
     reasoning_format: Annotated[
         Literal["auto", "none", "think", "mistral", "gemma4", "harmony"],
         Meta(
-            description="How the model marks what it thinks before it answers: `think` is `<think>` and `</think>`, "
-            "`mistral` is `[THINK]` and `[/THINK]`, `gemma4` and `harmony` are channels; "
-            "`none` leaves it in the content; `auto` is as its template has it."
+            description="Reasoning markers of the model: `<think>` and `</think>` for `think`, `[THINK]` and "
+            "`[/THINK]` for `mistral`, channels for `gemma4` and `harmony`; `none` leaves reasoning in "
+            "the content; `auto` derives it from the chat template."
         ),
     ] = "auto"
     sampling_defaults: Annotated[
         bool,
         Meta(
-            description="Whether a request without `temperature`, `top_p`, `top_k`, `min_p` or `repetition_penalty` "
-            "gets that of the checkpoint's `generation_config.json`; otherwise it gets 1, or none."
+            description="Use the checkpoint's `generation_config.json` for `temperature`, `top_p`, `top_k`, `min_p` "
+            "and `repetition_penalty` if a request does not set them; otherwise they are 1 or disabled."
         ),
     ] = True
     name: Annotated[
         str,
-        Meta(description="Name that clients use; empty for the last part of `model.path`."),
+        Meta(description="Model name for clients; empty for the last component of `model.path`."),
     ] = ""
 
     @property
@@ -100,67 +102,73 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=64,
-            description="Processes that serve HTTP: 1 is the engine's own, several are beside it.",
+            description="Number of processes that serve HTTP: 1 means the engine's own process, more are separate API "
+            "processes.",
         ),
     ] = 1
     api_key_variable: Annotated[
         str,
-        Meta(description="Environment variable that holds the API key; empty to ask for none."),
+        Meta(description="Environment variable with the API key; empty for no key."),
     ] = ""
     admin_key_variable: Annotated[
         str,
         Meta(
-            description="Environment variable that holds the key to `/admin/`; empty to open it to programs of this "
-            "machine only, with the API key."
+            description="Environment variable with the key for `/admin/`; empty to open it to local programs only, "
+            "with the API key."
         ),
     ] = ""
     tenant_keys_variable: Annotated[
         str,
         Meta(
-            description="Variable with one `tenant=key` a line, which open the API; empty for none."
+            description="Environment variable with API keys of tenants, one `tenant=key` per line; empty for none."
         ),
     ] = ""
     tenant_header: Annotated[
         str,
-        Meta(description="Header, set by a gateway, that says whose a request is; empty for none."),
+        Meta(description="Header with the tenant of a request, set by a gateway; empty for none."),
     ] = ""
     tenants_max: Annotated[
         int,
         Meta(
-            ge=1, description="Tenants with metrics of their own; those after them count together."
+            ge=1,
+            description="Number of tenants with their own metrics; the others are counted together.",
         ),
     ] = 64
-    metrics_without_key: Annotated[
-        bool, Meta(description="Whether `/metrics` answers without a key.")
-    ] = False
+    metrics_without_key: Annotated[bool, Meta(description="Serve `/metrics` without a key.")] = (
+        False
+    )
     allowed_hosts: Annotated[
         tuple[str, ...],
         Meta(
-            description="Names by which clients call the server (`Host`), beside its addresses and `localhost`: "
-            "`api.example.com`, `*.example.com`, or `*` for any. By default none on a loopback address, else any."
+            description="Names of the server that are accepted in `Host`, in addition to its addresses and "
+            "`localhost`: `api.example.com`, `*.example.com`, or `*` for any. By default none on a "
+            "loopback address, otherwise any."
         ),
     ] = ()
     cors_origins: Annotated[
         tuple[str, ...],
         Meta(
-            description="Origins whose web pages may call the server, as `https://app.example.com`; `*` for any."
+            description="Origins of web pages that may call the server, such as `https://app.example.com`; `*` for "
+            "any."
         ),
     ] = ()
-    body_bytes_max: Annotated[int, Meta(ge=1024, description="Largest request body.")] = 32 << 20
+    body_bytes_max: Annotated[int, Meta(ge=1024, description="Maximum size of a request body.")] = (
+        32 << 20
+    )
     bodies_bytes_max: Annotated[
         int,
         Meta(
             ge=1024,
-            description="Most bytes of request bodies above 64 KiB that are read or prepared at a time; further ones "
-            "wait for half of `server.receive_s`, then get a 503.",
+            description="Maximum total size of request bodies above 64 KiB that are being read or prepared; further "
+            "ones wait for half of `server.receive_s`, then get a 503.",
         ),
     ] = 256 << 20
     logprobs_max: Annotated[
         int,
         Meta(
             ge=1,
-            description="Most alternatives of a token that a request may ask for (`top_logprobs`). A request for the "
-            "whole vocabulary (-1) asks for as many as it has.",
+            description="Maximum number of alternatives per token that a request may ask for (`top_logprobs`). The "
+            "whole vocabulary (-1) counts with its size.",
         ),
     ] = 20
     prompt_logprobs_max: Annotated[
@@ -168,51 +176,56 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=1 << 22,
-            description="Most log-probabilities of its prompt that a request may ask for: its tokens times one and the "
-            "alternatives of each. One takes about 70 bytes of the answer.",
+            description="Maximum number of prompt log-probabilities in a request: prompt tokens times (1 + "
+            "alternatives per token). Each takes about 70 bytes of the response.",
         ),
     ] = 1 << 18
     answers_max: Annotated[
         int,
         Meta(
             ge=1,
-            description="Most answers that a request may ask for: its prompts times `n`, or times `best_of`.",
+            description="Maximum number of choices in a request: its prompts times `n`, or times `best_of`.",
         ),
     ] = 128
     strict_fields: Annotated[
         bool,
         Meta(
-            description="Whether a field that nobody knows is refused within messages, content parts and others, "
-            "too. In a request itself it always is."
+            description="Refuse unknown fields within messages, content parts and other nested objects. At the top "
+            "level of a request, they are always refused."
         ),
     ] = False
     usage_always: Annotated[
         bool,
         Meta(
-            description="Whether every event of a stream tells the usage so far, asked for or not, for gateways that "
+            description="Include the usage so far in every stream event, even if not requested, for gateways that "
             "count it."
         ),
     ] = False
     root_path: Annotated[
         str,
         Meta(
-            description="What stands before every path where a proxy leaves it there, as `/llm`; paths without it are "
-            "served, too. Empty for nothing."
+            description="Path prefix that a proxy does not remove, such as `/llm`; paths without it are served, too. "
+            "Empty for none."
         ),
     ] = ""
-    headers_max: Annotated[int, Meta(ge=1, description="Most headers of a request.")] = 100
+    headers_max: Annotated[
+        int, Meta(ge=1, description="Maximum number of headers in a request.")
+    ] = 100
     header_bytes_max: Annotated[
-        int, Meta(ge=1024, description="Most bytes of a request's URL and headers together.")
+        int, Meta(ge=1024, description="Maximum total size of a request's URL and headers.")
     ] = 32 << 10
-    max_connections: Annotated[int, Meta(ge=1, description="Most connections at a time.")] = 1024
+    max_connections: Annotated[
+        int, Meta(ge=1, description="Maximum number of open connections.")
+    ] = 1024
     receive_s: Annotated[
-        float, Meta(gt=0, description="Longest time for a request to arrive, headers and body.")
+        float, Meta(gt=0, description="Maximum time for a request, headers and body, to arrive.")
     ] = 60.0
     send_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="Longest time that a client may leave a full connection unread; its request ends with it.",
+            description="Maximum time that a client may leave a full connection unread; after it, its request is "
+            "aborted.",
         ),
     ] = 60.0
 
@@ -220,52 +233,65 @@ class ServerConfig(Section, frozen=True, kw_only=True):
 class MediaConfig(Section, frozen=True, kw_only=True):
     """Images: allowed sources and sizes; `vsched.media.settings` uses these keys."""
 
-    image_bytes_max: Annotated[int, Meta(ge=1, description="Largest image, encoded.")] = 20 << 20
+    image_bytes_max: Annotated[int, Meta(ge=1, description="Maximum size of an encoded image.")] = (
+        20 << 20
+    )
     image_pixels_max: Annotated[
-        int, Meta(ge=1, description="Largest image in pixels, known from its header.")
+        int, Meta(ge=1, description="Maximum number of pixels of an image, read from its header.")
     ] = 64_000_000
     webp_pixels_max: Annotated[
-        int, Meta(ge=1, description="Largest WEBP in pixels; its decoder stalls the server.")
+        int,
+        Meta(
+            ge=1,
+            description="Maximum number of pixels of a WEBP image, whose decoder blocks the server.",
+        ),
     ] = 16_000_000
     images_max: Annotated[
-        int, Meta(ge=0, description="Most images per request; 0 refuses all images.")
+        int, Meta(ge=0, description="Maximum number of images per request; 0 refuses all images.")
     ] = 64
     request_bytes_max: Annotated[
-        int, Meta(ge=1, description="Most bytes of all encoded images of a request.")
+        int, Meta(ge=1, description="Maximum total size of the encoded images of a request.")
     ] = 64 << 20
     directory: Annotated[
-        str, Meta(description="Folder whose files `file:` URLs may name; empty for none.")
+        str, Meta(description="Folder of the files that `file:` URLs may name; empty for none.")
     ] = ""
     hosts: Annotated[
         tuple[str, ...],
         Meta(
-            description="Hosts that images may be fetched from, as `host:port`, or as `host` for the ports 80 (http) "
-            "and 443 (https)."
+            description="Hosts from which images may be fetched, as `host:port`, or as `host` for ports 80 (http) and "
+            "443 (https)."
         ),
     ] = ()
     private_hosts: Annotated[
         tuple[str, ...],
-        Meta(description="Those of `hosts` that may resolve to private or loopback addresses."),
+        Meta(description="Hosts in `hosts` that may resolve to private or loopback addresses."),
     ] = ()
     allow_embeddings: Annotated[
         bool,
-        Meta(description="Whether requests may contain embeddings (`image_embeds`)."),
+        Meta(description="Accept embeddings in requests (`image_embeds`)."),
     ] = False
-    fetch_s: Annotated[float, Meta(gt=0, description="Longest time to fetch one image.")] = 10.0
+    fetch_s: Annotated[float, Meta(gt=0, description="Maximum time to fetch one image.")] = 10.0
     prepare_s: Annotated[
-        float, Meta(gt=0, description="Longest preparation of a request, waiting included.")
+        float, Meta(gt=0, description="Maximum time to prepare a request, including waits.")
     ] = 30.0
     preparing_max: Annotated[
-        int, Meta(ge=1, description="Most requests in preparation; further ones get a 429.")
+        int,
+        Meta(
+            ge=1, description="Maximum number of requests in preparation; further ones get a 429."
+        ),
     ] = 512
     preparing_bytes_max: Annotated[
-        int, Meta(ge=1, description="Most encoded bytes that requests in preparation hold.")
+        int, Meta(ge=1, description="Maximum encoded bytes held by requests in preparation.")
     ] = 512 << 20
     decode_bytes: Annotated[
         int, Meta(ge=1, description="Memory for decoding and preprocessing; images wait for it.")
     ] = 1 << 30
-    threads: Annotated[int, Meta(ge=1, description="Threads that decode and preprocess.")] = 2
-    plans_max: Annotated[int, Meta(ge=1, description="Images whose plan is remembered.")] = 8192
+    threads: Annotated[
+        int, Meta(ge=1, description="Number of threads for decoding and preprocessing.")
+    ] = 2
+    plans_max: Annotated[
+        int, Meta(ge=1, description="Number of images whose plan is remembered.")
+    ] = 8192
 
 
 class ArenaConfig(Section, frozen=True, kw_only=True):
@@ -275,12 +301,12 @@ class ArenaConfig(Section, frozen=True, kw_only=True):
         int,
         Meta(
             ge=4096,
-            description="Room for preprocessed images: those that wait for the encoder, and those that may be needed "
-            "again, since each turn of a conversation contains all its images.",
+            description="Memory for preprocessed images: waiting for the encoder, or cached, because each turn of a "
+            "conversation contains all its images.",
         ),
     ] = 1 << 30
     embedding_bytes: Annotated[
-        int, Meta(ge=4096, description="Room for embeddings, in use and cached.")
+        int, Meta(ge=4096, description="Memory for embeddings, in use and cached.")
     ] = 256 << 20
 
 
@@ -289,15 +315,15 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
 
     call_budget_ms: Annotated[
         float,
-        Meta(ge=0, description="Longest time of a call of a policy; 0 for no limit."),
+        Meta(ge=0, description="Maximum time of a policy call; 0 for no limit."),
     ] = 50.0
     slow_calls_max: Annotated[
         int,
         Meta(
             ge=0,
             le=99,
-            description="Calls over that time, of the latest 100 of a policy, after which the default decides in its "
-            "place until the server is started again.",
+            description="Number of calls over `call_budget_ms`, in the last 100 calls of a policy, after which the "
+            "default replaces it until the server is restarted.",
         ),
     ] = 10
 
@@ -305,32 +331,32 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
 class RecordConfig(Section, frozen=True, kw_only=True):
     """The record of the scheduler's events and decisions, for `vsched replay`."""
 
-    path: Annotated[str, Meta(description="File of the record; empty to record nothing.")] = ""
+    path: Annotated[str, Meta(description="File for the record; empty for no record.")] = ""
     segment_bytes: Annotated[
-        int, Meta(ge=4096, description="Size at which a new segment begins.")
+        int, Meta(ge=4096, description="Size at which a new segment is started.")
     ] = 64 << 20
     segments: Annotated[
         int,
-        Meta(ge=2, description="Number of segments that are kept; the oldest is deleted first."),
+        Meta(ge=2, description="Number of segments to keep; the oldest is deleted first."),
     ] = 8
     resume: Annotated[
         bool,
         Meta(
-            description="Keep requests in a folder beside the record while they are answered; the server that starts "
-            "after one that was killed goes on with them."
+            description="Save running requests in a folder next to the record; if the server is killed, the next one "
+            "resumes them."
         ),
     ] = False
     resume_bytes: Annotated[
         int,
         Meta(
             ge=4096,
-            description="Most bytes of requests in that folder, and of answers that wait for clients; requests beyond "
-            "it are served, and not kept.",
+            description="Maximum size of the saved requests, and of the resumed responses that wait for clients; "
+            "further requests are served without being saved.",
         ),
     ] = 256 << 20
     resume_keep_s: Annotated[
         float,
-        Meta(gt=0, description="How long an answer that was resumed waits for its client."),
+        Meta(gt=0, description="Time that a resumed response waits for its client."),
     ] = 600.0
 
 
@@ -338,26 +364,30 @@ class DeadlinesConfig(Section, frozen=True, kw_only=True):
     """Deadlines; every wait for another process has one."""
 
     ready_s: Annotated[
-        float, Meta(gt=0, description="Longest time for ranks to load and report ready.")
+        float, Meta(gt=0, description="Maximum time for ranks to load and report ready.")
     ] = 300.0
     step_s: Annotated[
-        float, Meta(gt=0, description="Longest time for the result of a step, without its pauses.")
+        float, Meta(gt=0, description="Maximum time for the result of a step, without its pauses.")
     ] = 120.0
     heartbeat_s: Annotated[
-        float, Meta(gt=0, description="Interval of heartbeats of an idle leader.")
+        float, Meta(gt=0, description="Heartbeat interval of an idle leader.")
     ] = 1.0
     rank_timeout_s: Annotated[
-        float, Meta(gt=0, description="Silence of the leader after which a rank stops.")
+        float,
+        Meta(gt=0, description="Time without a message from the leader after which a rank stops."),
     ] = 15.0
     waiting_s: Annotated[
         float,
-        Meta(ge=0, description="Longest wait of a request for its first step; 0 for no limit."),
+        Meta(
+            ge=0,
+            description="Maximum time that a request waits for its first step; 0 for no limit.",
+        ),
     ] = 0.0
     drain_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="Longest time for running requests to finish after the first Ctrl-C, or before their group is "
+            description="Maximum time for running requests to finish after the first Ctrl-C, or before their group is "
             "restarted.",
         ),
     ] = 30.0
@@ -369,9 +399,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     placement: Annotated[
         Literal["auto", "separate", "together"],
         Meta(
-            description="Whether the two stages run in processes of their own, or in one; `auto` is `together` on a "
-            "CPU of at most 8 cores with weights of 256 MiB or more, where both stages are configured alike and no "
-            "threads are set, else `separate`."
+            description="Run the two stages in separate processes or in one; `auto` is `together` on a CPU with at "
+            "most 8 cores and weights of 256 MiB or more, if both stages are configured alike and no "
+            "threads are set, otherwise `separate`."
         ),
     ] = "auto"
     model: ModelConfig = ModelConfig()
@@ -382,12 +412,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     generate: GenerateConfig = GenerateConfig()
     adapters: AdaptersConfig = AdaptersConfig()
     cluster: ClusterConfig = ClusterConfig()
-    routing: Annotated[PolicyTable, Meta(description="Which replica serves a request.")] = (
+    routing: Annotated[PolicyTable, Meta(description="Choice of the replica for a request.")] = (
         msgspec.field(default_factory=partial(dict, use="least-loaded"))
     )
     front_door: Annotated[
         PolicyTable,
-        Meta(description="Which requests come in, before anything is done for them."),
+        Meta(description="Admission of requests, before any work is done for them."),
     ] = msgspec.field(default_factory=partial(dict, use="open"))
     policies: PoliciesConfig = PoliciesConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()

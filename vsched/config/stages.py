@@ -17,19 +17,26 @@ class StageConfig(Section, frozen=True, kw_only=True):
     replicas: Annotated[
         int,
         Meta(
-            ge=1, le=64, description="Replicas of the stage, each with its own copy of the model."
+            ge=1,
+            le=64,
+            description="Number of replicas of the stage, each with its own copy of the model.",
         ),
     ] = 1
     tensor_parallel: Annotated[
         int,
-        Meta(ge=1, le=64, description="Ranks that share the model of a replica (tensor parallel)."),
+        Meta(
+            ge=1,
+            le=64,
+            description="Number of ranks that share the model of a replica (tensor parallelism).",
+        ),
     ] = 1
     plugin: Annotated[str, Meta(description="Worker plug-in that runs the model.")] = "transformers"
     weights: Annotated[
         Literal["auto", "int8", "int4"],
         Meta(
-            description="What weights are made into on loading: `int8` or `int4`, with a scale for each group of "
-            "inputs, on a CPU. Head and embedding are int8 then. `auto` leaves them as the checkpoint has them."
+            description="Weight quantization while loading, on a CPU: `int8` or `int4`, with a scale for each group "
+            "of inputs; the LM head and the embedding are int8 in both cases. `auto` keeps the "
+            "checkpoint's weights."
         ),
     ] = "auto"
     weights_group: Annotated[
@@ -38,44 +45,47 @@ class StageConfig(Section, frozen=True, kw_only=True):
             ge=0,
             le=128,
             multiple_of=16,
-            description="Inputs of an output that have one scale then; 0 for 128 of int8 and 32 of int4.",
+            description="Group size of weight quantization: the inputs of an output that share a scale; 0 for 128 "
+            "with int8 and 32 with int4.",
         ),
     ] = 0
     calibration: Annotated[
         str,
         Meta(
-            description="File of `vsched calibrate`, by which the scales of int8 or int4 are chosen; empty for none."
+            description="Calibration file from `vsched calibrate`, for the scales of int8 or int4 weights; empty for "
+            "none."
         ),
     ] = ""
     activations: Annotated[
         Literal["auto", "float", "int8"],
         Meta(
-            description="What rows are multiplied as by weights of int8 or int4: `float`, or `int8`, into which they "
-            "are made block by block, on a CPU. `auto` is `int8` in bfloat16 where the processor has instructions for "
-            "that, else `float`. With AMX, `auto` and `float` leave more than 16 rows as they are, and multiply them "
-            "by weights that become bfloat16."
+            description="Activation type in products with int8 or int4 weights, on a CPU: `float`, or `int8`, with "
+            "dynamic quantization in blocks. `auto` is `int8` in bfloat16 if the processor has "
+            "instructions for it, otherwise `float`. With AMX, `auto` and `float` keep the activations of "
+            "more than 16 tokens in floating point and dequantize the weights to bfloat16."
         ),
     ] = "auto"
     device: Annotated[
         str,
         Meta(
-            description="Device of the stage; from `cuda:N` on, every rank of every replica takes the next."
+            description="Device of the stage; with `cuda:N`, the ranks of all replicas take consecutive devices from "
+            "N on."
         ),
     ] = "cpu"
     threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Threads that a rank computes with, always. By default the cores of the machine, shared out "
-            "among the processes of all ranks, at least 1; a rank then uses fewer while other programs keep the cores "
-            "busy."
+            description="Fixed number of compute threads per rank. By default the cores of the machine are divided "
+            "among the processes of all ranks, at least 1 each, and a rank uses fewer threads while other "
+            "programs keep the cores busy."
         ),
     ] = None
     memory_limit: Annotated[
         Size,
         Meta(
-            description="Hard limit on the private memory of a rank, as in `4GiB`; 0 for none. `auto` is none but on "
-            "`cpu`: there it is an eighth of what the host has available at start, or 2 GiB where that is more; at "
-            "most a quarter, and at most the share of one rank where that of one more is left over."
+            description="Hard limit on the private memory of a rank, such as `4GiB`; 0 for none. `auto` is none "
+            "except on `cpu`: there it is the larger of 2 GiB and an eighth of the host's available "
+            "memory at start, but at most a quarter, and at most 1 / (ranks + 1), of that memory."
         ),
     ] = "auto"
 
@@ -103,37 +113,40 @@ class EncodeConfig(StageConfig, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=64,
-            description="Replicas of the stage, each with its own copy of the model; 0 to serve text alone, as a "
-            "checkpoint without a vision part always is.",
+            description="Number of replicas of the stage, each with its own copy of the model; 0 to serve only text, "
+            "like a checkpoint without a vision part.",
         ),
     ] = 1
     reserved: Annotated[
         Size,
         Meta(
-            description="Memory that the largest batch of images takes, as in `4GiB`; "
-            "empty to run one at start and measure."
+            description="Memory for the largest batch of images, such as `4GiB`; empty to measure it at start by "
+            "running one."
         ),
     ] = ""
     admission: Annotated[
         PolicyTable,
         Meta(
-            description="Which items join an encoder step. `max_tokens` is also the most tokens that one image "
-            "may have; by default it is `generate.max_batch_tokens`, and 0 switches both limits off. `max_items` is "
-            "by default 8, but 1 on a CPU, where a batch takes as long as its images one by one."
+            description="Choice of the images that join an encode step. `max_tokens` also limits the tokens of one "
+            "image; by default it is `generate.max_batch_tokens`, and 0 switches both limits off. `max_items` "
+            "is 8 by default, but 1 on a CPU, where a batch takes as long as its images one by one."
         ),
     ] = msgspec.field(default_factory=partial(dict, use="token-budget"))
     encoding: Annotated[
-        PolicyTable, Meta(description="Which items of a request are encoded now.")
+        PolicyTable, Meta(description="Choice of the images of a request to encode now.")
     ] = msgspec.field(default_factory=partial(dict, use="chunk-aware"))
     dispatch: Annotated[
-        PolicyTable, Meta(description="Which replica has the next images, and which they can be.")
+        PolicyTable,
+        Meta(description="Choice of the replica for the next images, and of the eligible images."),
     ] = msgspec.field(default_factory=partial(dict, use="fewest-held-up"))
-    eviction: Annotated[PolicyTable, Meta(description="Which cached embeddings are evicted.")] = (
-        msgspec.field(default_factory=partial(dict, use="lru"))
-    )
+    eviction: Annotated[
+        PolicyTable, Meta(description="Choice of the cached embeddings to evict.")
+    ] = msgspec.field(default_factory=partial(dict, use="lru"))
     reclaim: Annotated[
         PolicyTable,
-        Meta(description="Whose ready embedding gives way to an image of an older request."),
+        Meta(
+            description="Choice of the ready embedding to evict for an image of an older request."
+        ),
     ] = msgspec.field(default_factory=partial(dict, use="youngest"))
 
 
@@ -143,22 +156,25 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     attention: Annotated[
         str,
         Meta(
-            description="Attention implementation; `auto` is the fastest that the machine has, `exact` "
-            "keeps transformers' own modules, on a CPU in bfloat16 too."
+            description="Attention implementation; `auto` is the fastest on the machine, `exact` uses the modules of "
+            "transformers even on a CPU in bfloat16."
         ),
     ] = "auto"
-    block_size: Annotated[int, Meta(ge=1, le=256, description="Tokens of a KV block.")] = 16
+    block_size: Annotated[
+        int, Meta(ge=1, le=256, description="Number of tokens in a KV block.")
+    ] = 16
     max_batch_tokens: Annotated[
-        int, Meta(ge=2, description="Most tokens of a step, prefill and decode together.")
+        int,
+        Meta(ge=2, description="Maximum number of tokens in a step, prefill and decode together."),
     ] = 2048
     chunk_tokens: Annotated[
-        int, Meta(ge=1, description="Most prompt tokens of one request in a step.")
+        int, Meta(ge=1, description="Maximum number of prompt tokens of one request in a step.")
     ] = 512
     step_target_ms: Annotated[
         float,
         Meta(
             ge=0,
-            description="Target for the time of a step: while requests decode, prefill is cut to it, and so is "
+            description="Target for the time of a step: while requests decode, prefill is limited to it, and so is "
             "encoding in the same processes; 0 for no limit.",
         ),
     ] = 100.0
@@ -166,95 +182,103 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
         float,
         Meta(
             ge=1.5,
-            description="A step with prefill may always take this many times as long as one without; "
-            "it matters where a heavy model's decodes alone come near `step_target_ms`.",
+            description="A step with prefill may always take this many times as long as one without, in case the "
+            "decodes of a large model alone come close to `step_target_ms`.",
         ),
     ] = 8.0
-    slots: Annotated[int, Meta(ge=1, description="Most requests that run at a time.")] = 64
+    slots: Annotated[int, Meta(ge=1, description="Maximum number of running requests.")] = 64
     max_waiting: Annotated[
-        int, Meta(ge=1, description="Most requests that wait; further ones get a 429.")
+        int, Meta(ge=1, description="Maximum number of waiting requests; further ones get a 429.")
     ] = 1024
     max_waiting_bytes: Annotated[
         int,
-        Meta(ge=1, description="Most bytes held by waiting requests; further ones get a 429."),
+        Meta(ge=1, description="Maximum memory held by waiting requests; further ones get a 429."),
     ] = 1 << 30
     context_tokens: Annotated[
-        int, Meta(ge=0, description="Longest prompt and output together; 0 for the checkpoint's.")
+        int,
+        Meta(
+            ge=0,
+            description="Maximum length of prompt and output together; 0 for the checkpoint's.",
+        ),
     ] = 0
     hooks_s: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         Meta(
-            description="Interval of a worker's hooks, such as rebalancing experts; by default the worker's own, "
-            "and 0 only on request of a rank."
+            description="Interval of a worker's hooks, such as expert rebalancing; by default the worker's own, and "
+            "with 0 only when a rank requests one."
         ),
     ] = None
     kv_pages: Annotated[
         Literal["on_use", "at_start"],
         Meta(
-            description="When the host gives the pages of the KV cache on a CPU: as blocks are used, where the limit "
-            "on the process counts what is reserved and the host tells what it has free, or all of them at start; "
-            "see docs/memory.md."
+            description="Time at which the host allocates the pages of the KV cache on a CPU: on first use, if the "
+            "process's limit counts reserved memory and the host reports its free memory, or all at "
+            "start; see docs/memory.md."
         ),
     ] = "on_use"
     kv_dtype: Annotated[
         Literal["auto", "int8"],
         Meta(
-            description="What the KV cache keeps keys and values in: `int8`, with a scale for each head of a token, "
-            "on a CPU, about half of the memory of bfloat16; see docs/memory.md. `auto` is the type of the model."
+            description="Data type of the KV cache: `int8`, on a CPU, with one scale for each head of a token, takes "
+            "about half of the memory of bfloat16; see docs/memory.md. `auto` is the type of the model."
         ),
     ] = "auto"
     prefix_cache: Annotated[
         bool,
-        Meta(description="Whether KV blocks of finished requests are kept for later prompts."),
+        Meta(description="Keep the KV blocks of finished requests for later prompts."),
     ] = True
     swap_memory: Annotated[
         Size,
         Meta(
-            description="Host memory of each rank for KV blocks of preempted requests, as in `4GiB`, where "
-            "`generate.preemption` swaps them; 0 for none. It is beside `generate.memory_limit`. See docs/swapping.md."
+            description="Host memory of each rank for KV blocks of preempted requests, such as `4GiB`, if "
+            "`generate.preemption` swaps them; 0 for none. It is not part of `generate.memory_limit`. See "
+            "docs/swapping.md."
         ),
     ] = 0
     state_snapshots: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(
-            description="How many states are kept for later prompts, of a model whose layers keep a state beside KV "
-            "blocks; by default as many as `slots`. 0: it has no prefix cache."
+            description="Number of recurrent state snapshots kept for later prompts, in models with recurrent layers; "
+            "by default the number of `slots`. 0 disables their prefix cache."
         ),
     ] = None
     draft_model: Annotated[
         str,
         Meta(
-            description="Folder of a smaller checkpoint of the same vocabulary that drafts, where `generate.drafting` "
-            "says so; empty for none. See docs/speculative-decoding.md."
+            description="Folder of a draft model, a smaller checkpoint with the same vocabulary, for "
+            "`generate.drafting`; empty for none. See docs/speculative-decoding.md."
         ),
     ] = ""
     admission: Annotated[
-        PolicyTable, Meta(description="Which waiting requests join the next step.")
+        PolicyTable, Meta(description="Choice of the waiting requests that join the next step.")
     ] = msgspec.field(default_factory=partial(dict, use="fifo"))
-    memory: Annotated[PolicyTable, Meta(description="How large the KV cache is.")] = msgspec.field(
+    memory: Annotated[PolicyTable, Meta(description="Size of the KV cache.")] = msgspec.field(
         default_factory=partial(dict, use="auto-profile")
     )
     preemption: Annotated[
         PolicyTable,
         Meta(
-            description="Which request is preempted when KV blocks run out, and whether it is recomputed "
-            "or swapped to host memory."
+            description="Choice of the request to preempt when KV blocks run out, and of recomputation or swapping to "
+            "host memory."
         ),
     ] = msgspec.field(default_factory=partial(dict, use="youngest"))
     eviction: Annotated[
-        PolicyTable, Meta(description="Which cached prefix blocks are evicted.")
+        PolicyTable, Meta(description="Choice of the cached prefix blocks to evict.")
     ] = msgspec.field(default_factory=partial(dict, use="lru"))
     insertion: Annotated[
         PolicyTable,
-        Meta(description="What of a request that ended the prefix cache keeps."),
+        Meta(description="Choice of the blocks of a finished request that the prefix cache keeps."),
     ] = msgspec.field(default_factory=partial(dict, use="everything"))
     drafting: Annotated[
         PolicyTable,
         Meta(
-            description="How many tokens a step may draft for a request beyond one; see docs/speculative-decoding.md."
+            description="Number of draft tokens per request in a step (speculative decoding); see "
+            "docs/speculative-decoding.md."
         ),
     ] = msgspec.field(default_factory=partial(dict, use="forced-tokens"))
     step: Annotated[
         PolicyTable,
-        Meta(description="Which prefilling requests advance in a step, and by how many tokens."),
+        Meta(
+            description="Choice of the prefilling requests that advance in a step, and by how many tokens."
+        ),
     ] = msgspec.field(default_factory=partial(dict, use="in-order"))
