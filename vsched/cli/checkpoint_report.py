@@ -28,7 +28,7 @@ from vsched.worker.shares import cores_text
 
 IMAGE_SIZES = ((448, 448), (1024, 768), (1920, 1080))
 """Width and height of images whose token counts are reported."""
-NO_CHAT_TEMPLATE = "chat requests, for there is no chat template (model.chat_template)"
+NO_CHAT_TEMPLATE = "chat requests, because there is no chat template (model.chat_template)"
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):

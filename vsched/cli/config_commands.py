@@ -32,7 +32,7 @@ def show(
     assignments: SetOption = None,
     *,
     origin: Annotated[
-        bool, typer.Option("--origin", help="Say where each value came from.")
+        bool, typer.Option("--origin", help="Show the origin of each value.")
     ] = False,
 ) -> None:
     """Print the configuration in force, as TOML."""

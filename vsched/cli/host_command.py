@@ -23,14 +23,14 @@ def host(
         str, typer.Option(help="Address for engines, tcp://HOST:PORT; port 0 for any.")
     ] = "",
     key_file: Annotated[
-        str, typer.Option(help="File with the secret that engines have, too.", show_default=False)
+        str, typer.Option(help="File with the secret shared with engines.", show_default=False)
     ] = "",
     name: Annotated[
         str, typer.Option(help="Name of this host in logs; its own by default.", show_default=False)
     ] = "",
     make_key: Annotated[
         Path | None,
-        typer.Option(help="Write a new secret into this file, and end.", show_default=False),
+        typer.Option(help="Write a new secret to this file and exit.", show_default=False),
     ] = None,
 ) -> None:
     """Start ranks for engines on other hosts, and forward decisions and data; see docs/hosts.md."""
@@ -41,7 +41,7 @@ def host(
 
     if make_key is not None:
         write_key_file(make_key)
-        typer.echo(f"{make_key} has a new key. Copy it to the engine's host and to every other.")
+        typer.echo(f"{make_key} has a new key. Copy it to the engine's host and to all others.")
         return
     if not listen or not key_file:
         raise ConfigError(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PIPE_COLUMNS = 160
 """Width of the table if standard output is no terminal."""
 
-policies_app = typer.Typer(help="List the registered policies, or show what one does.")
+policies_app = typer.Typer(help="List the registered policies, or describe one.")
 app.add_typer(policies_app, name="policies")
 
 
@@ -73,10 +73,10 @@ def show(
 
 @policies_app.command()
 def gallery(
-    folder: Annotated[Path, typer.Argument(help="Folder for the figures; made if need be.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the figures, created if missing.")],
     *,
     traces: Annotated[
-        bool, typer.Option("--traces", help="Write the requests of each case as a trace, too.")
+        bool, typer.Option("--traces", help="Also write the requests of each case as a trace.")
     ] = False,
 ) -> None:
     """Draw the figures of docs/policies.md: every gallery case, in the simulator."""

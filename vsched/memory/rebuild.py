@@ -20,7 +20,7 @@ class Rebuild(MemoryPolicy, frozen=True, kw_only=True):
         return Fail(
             limit_message(
                 "the generate group cannot build the KV cache that it had before it was lost "
-                f"({view.attempts[-1].message or 'no rank said more'})",
+                f"({view.attempts[-1].message or 'no rank gave details'})",
                 value=f"{self.tokens} tokens",
                 limit="what is free on the device now",
                 remedy="see what else takes the device's memory, or restart the server",

@@ -63,7 +63,7 @@ class _Generator:
         assert decision.swaps is not None
         out = decision.swaps.out
         for block, place in zip(out[::2], out[1::2], strict=True):
-            assert block in leaving, f"block {block} is swapped out, and is not given up"
+            assert block in leaving, f"block {block} is swapped out but not released"
             self.places[place] = leaving[block]
 
     def swap_in(self, decision: GenerateDecision) -> None:
@@ -81,10 +81,10 @@ class _Generator:
         for place, block in zip(back[::2], back[1::2], strict=True):
             sharing = joined.get(block, [])
             assert self.holders[block] == len(sharing), (
-                f"block {block} is copied to while others have it"
+                f"block {block} is swapped in while other requests hold it"
             )
             assert self.places.pop(place, None) == sharing[0], (
-                f"block {block} gets what place {place} holds, which is another's"
+                f"block {block} gets the content of place {place}, which belongs to another request"
             )
 
     def release(self, slot: int, number: int) -> None:
@@ -166,7 +166,7 @@ class Oracles:
     def _take_event(self, event: Event) -> None:
         if type(event) is Stepped:
             step, pages = self._generators[event.group].out.popleft()
-            assert step == event.step, f"step {event.step} came back, {step} was out"
+            assert step == event.step, f"step {event.step} completed, but {step} was pending"
             if pages:  # a Counter is slow even when there is nothing to subtract
                 self._reading.subtract(pages)
         elif type(event) is Submitted:
@@ -205,7 +205,7 @@ class Oracles:
                     assert self._entering.pop(one.request_id, None), "refused though accepted"
             case Finish(request_id, number):
                 assert self._ids.pop(number, None) == request_id, (
-                    f"a terminal reply to {request_id}, which has none to come"
+                    f"an unexpected terminal reply to {request_id}"
                 )
                 del self._items[number], self._prompts[number]
                 self._unstarted.pop(number, None)

@@ -143,7 +143,7 @@ def _kv_tokens(config: Config, info: ModelInfo, cost: CostModel, given: int | No
         return cost.kv_tokens
     raise ConfigError(
         "generate.memory: a simulation has no device to measure, and the cost model "
-        f"{cost.name} does not say how large the KV cache is. Remedy: give --kv-tokens, or "
+        f"{cost.name} does not define the KV cache size. Remedy: give --kv-tokens, or "
         'generate.memory = {use = "pinned", tokens = ...}'
     )
 
@@ -157,7 +157,7 @@ def inspect_checkpoint(config: Config, path: str | os.PathLike[str]) -> ModelInf
     """
     if not str(path):
         raise ConfigError(
-            "model.path: neither a checkpoint nor the cost model says how large the model is. Remedy: set it, or "
+            "model.path: neither a checkpoint nor the cost model defines the model's shape. Remedy: set it, or "
             "choose a cost model with a shape (h100-7b, tiny25)"
         )
     plugin = load_worker(config.generate.plugin, path="generate.plugin")

@@ -22,7 +22,7 @@ SetOption = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Set one key, such as generate.slots=8."),
 ]
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Write the figures.", show_default=False)
+    Path | None, typer.Option("--json", help="Write the figures as JSON.", show_default=False)
 ]
 PlotOption = Annotated[
     Path | None, typer.Option(help="Draw a PNG (needs matplotlib).", show_default=False)

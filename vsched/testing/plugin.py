@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     LoopFactories = Mapping[str, Callable[[], asyncio.AbstractEventLoop]]
 
 _MARKER = (
-    "sim(seeds=...): run the test on a virtual clock, with seeds (a number of them, or which) once for each, in which "
-    "case what is due at the same moment runs in an order drawn from the seed"
+    "sim(seeds=...): run the test on a virtual clock, once per seed with `seeds` (a number or a list), in which "
+    "case callbacks due at the same moment run in an order drawn from the seed"
 )
 
 
@@ -343,7 +343,7 @@ def _commit(folder: Path) -> str:
     """Return the checked-out commit, and whether there are uncommitted changes."""
     git = shutil.which("git")
     if git is None:
-        return "unknown: there is no git"
+        return "unknown: git is not installed"
     said = [
         subprocess.run(  # noqa: S603 - fixed words
             [git, "-C", str(folder), *words],
@@ -355,6 +355,6 @@ def _commit(folder: Path) -> str:
         for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
     ]
     if said[0].returncode:
-        return "unknown: this is no git repository"
+        return "unknown: not a git repository"
     changes = " with local changes" if said[1].stdout.strip() else ""
     return said[0].stdout.strip() + changes

@@ -86,7 +86,7 @@ def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(
         try:
             first = _check(twice, seed)
             repeated = _check(made, seed) if count < REPEATS else first
-            assert first == repeated, "the same run a second time went another way"
+            assert first == repeated, "the same run gave another result the second time"
             if made.state_type is not None and count < GROWTH_RUNS:
                 check_growth(default_policies(**dict.fromkeys(PLACES[kind], made)), seed)
         except Exception as error:

@@ -67,7 +67,7 @@ class DeadlineShed(FrontDoorPolicy, frozen=True, kw_only=True):
             return Redirect(self.redirect_to)
         retry_s = min(max(ceil(late_ns / 1e9), 1), 3600)
         text = limit_message(
-            "the first token would come too late",
+            "the first token would miss its target",
             value=f"a wait of {wait_ns / 1e6:.0f} ms behind {ahead} requests",
             limit=f"{(wait_ns - late_ns) / 1e6:.0f} ms",
             remedy=f"try again in {retry_s} s, or allow more time (ttft_target_ms)",

@@ -68,7 +68,7 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
         return Fail(
             limit_message(
                 f"generate.memory: memory ran out on {peak.pool} before there was a KV cache to speak of "
-                f"({last.message or 'no rank said more'})",
+                f"({last.message or 'no rank gave details'})",
                 value=f"a probe of {last.tokens} tokens ({size_text(last.tokens * view.bytes_per_token)}), "
                 f"peak {size_text(peak.peak_bytes)}",
                 limit=f"{size_text(peak.total_bytes)} in all, of which {size_text(peak.weights_bytes)} are weights",
@@ -118,7 +118,7 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
         return Fail(
             limit_message(
                 f"generate.memory: memory ran out on {peak.pool} in every one of {len(builds)} attempts "
-                f"({builds[-1].message or 'no rank said more'})",
+                f"({builds[-1].message or 'no rank gave details'})",
                 value=f"initial {_sized(view, builds[0])}, final {_sized(view, builds[-1])}, "
                 f"peak {size_text(peak.peak_bytes)}, headroom {size_text(self.headroom_bytes)}",
                 limit=f"total {size_text(peak.total_bytes)}, {_peers(view, builds[-1])}",
@@ -136,7 +136,7 @@ def _first_probe(view: MemoryView) -> Probe | Fail:
     if free < least:
         return Fail(
             limit_message(
-                f"generate.memory: no room for a KV cache is left on {tightest.pool} after loading",
+                f"generate.memory: no memory for a KV cache is left on {tightest.pool} after loading",
                 value=f"{free} tokens",
                 limit=f"at least {least} tokens ({size_text(least * view.bytes_per_token)})",
                 remedy="in this order: raise generate.memory_limit where that is the limit, free the device of other "

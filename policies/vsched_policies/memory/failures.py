@@ -16,9 +16,9 @@ def leaked(view: MemoryView) -> Fail:
     return Fail(
         limit_message(
             f"generate.memory: the teardown before the {last.action} of {last.tokens} tokens did not give the KV "
-            f"cache back ({last.message or 'no rank said more'})",
+            f"cache back ({last.message or 'no rank gave details'})",
             value=f"{rank.released_bytes} bytes released by {rank.name}",
-            limit=f"at least the {stood.get(rank.rank, 0)} bytes that stood before",
+            limit=f"at least the {stood.get(rank.rank, 0)} bytes allocated before",
             remedy="report it as a fault of the worker plug-in, which still refers to the cache: a smaller one would "
             'leak too. Until it is mended, give the size with generate.memory = {use = "pinned", tokens = ...}, '
             "which needs no teardown",

@@ -29,7 +29,7 @@ class Fraction(MemoryPolicy, frozen=True, kw_only=True):
         peak = highest_peak([last])
         return Fail(
             limit_message(
-                f"generate.memory: memory ran out on {peak.pool} ({last.message or 'no rank said more'})",
+                f"generate.memory: memory ran out on {peak.pool} ({last.message or 'no rank gave details'})",
                 value=f"{last.tokens} tokens ({size_text(last.tokens * view.bytes_per_token)})",
                 limit=f"total {size_text(peak.total_bytes)}",
                 remedy=f"lower generate.memory.mem_fraction (now {self.mem_fraction:g}), "
@@ -49,7 +49,7 @@ class Fraction(MemoryPolicy, frozen=True, kw_only=True):
         if tokens < view.tokens_min:
             return Fail(
                 limit_message(
-                    "generate.memory: what the weights leave holds too few tokens for one block",
+                    "generate.memory: the memory left by the weights holds too few tokens for one block",
                     value=f"{tokens} tokens",
                     limit=f"at least {view.tokens_min} tokens",
                     remedy=f"raise generate.memory.mem_fraction (now {self.mem_fraction:g}), "

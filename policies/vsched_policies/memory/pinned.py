@@ -54,7 +54,7 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
 
     def _build(self, view: MemoryView) -> Build | Fail:
         tokens = self.tokens if self.bytes is None else self.bytes // view.bytes_per_token
-        assert tokens is not None, "__post_init__ has seen to it"
+        assert tokens is not None, "checked by __post_init__"
         if tokens < view.tokens_min:
             least = f"{self._knob()} to {self._amount(view, view.tokens_min)} or more"
             return Fail(
@@ -91,8 +91,8 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
         peak = highest_peak([last])
         return Fail(
             limit_message(
-                f"generate.memory: memory ran out on {peak.pool} beside a KV cache of the given size "
-                f"({last.message or 'no rank said more'})",
+                f"generate.memory: memory ran out on {peak.pool} with a KV cache of the given size "
+                f"({last.message or 'no rank gave details'})",
                 value=f"{last.tokens} tokens ({size_text(last.tokens * view.bytes_per_token)}), "
                 f"peak {size_text(peak.peak_bytes)}, headroom {size_text(self.headroom_bytes)}",
                 limit=f"total {size_text(peak.total_bytes)}",

@@ -33,14 +33,17 @@ def accuracy(
         typer.Argument(help="Folder of the checkpoint; the trained one of the repository."),
     ] = "",
     assignments: SetOption = None,
-    count: Annotated[int, typer.Option(min=1, help="Conversations a task.")] = 100,
+    count: Annotated[int, typer.Option(min=1, help="Conversations per task.")] = 100,
     clients: Annotated[int, typer.Option(min=1, help="Conversations at a time.")] = 32,
     budgets: Annotated[
-        str, typer.Option(help="Clamps to try: most tokens of an image, by commas; empty for none.")
+        str, typer.Option(help="Image token limits to try, separated by commas; empty for none.")
     ] = "24,16,12,8,6,4",
     only: Annotated[
         str,
-        typer.Option(help="Settings to try besides the first, by commas.", show_default="all"),
+        typer.Option(
+            help="Settings to try in addition to the first, separated by commas.",
+            show_default="all",
+        ),
     ] = "",
     out: JsonOption = None,
     plot: PlotOption = None,
@@ -110,7 +113,7 @@ def _examiner(assignments: list[str]) -> Examiner:
     plugin = load_worker(name, path="generate.plugin")
     if not isinstance(plugin, Examiner):
         raise ConfigError(
-            f"generate.plugin: {name!r} has no questions to ask. Remedy: use one that has the methods of "
+            f"generate.plugin: {name!r} has no questions to ask. Remedy: use one with the methods of "
             f"{Examiner.__module__}.{Examiner.__qualname__}, such as transformers"
         )
     return plugin
@@ -120,7 +123,7 @@ def _trained(examiner: Examiner) -> str:
     path = examiner.trained_checkpoint()
     if not path:
         raise ConfigError(
-            "CHECKPOINT is missing, and the trained one is not installed: a wheel does not have it. "
+            "CHECKPOINT is missing, and the trained one is not installed: wheels do not contain it. "
             "Remedy: give a folder, or run from a clone of the repository"
         )
     return path
@@ -192,7 +195,7 @@ def _show(report: AccuracyReport, console: Console) -> None:
     for one in report.outcomes:
         table.add_row(*_cells(one))
     table.caption = (
-        "changed: answers, of all passes, that are not those of the first setting, to the letter; "
+        "changed: answers of all passes that differ from the first setting; "
         "cached: prompt tokens from the prefix cache; encoded: images encoded, of those asked about"
     )
     table.caption_justify = "left"
@@ -287,9 +290,11 @@ def _plot(report: AccuracyReport, path: Path) -> None:
     axis.set_xticks(budgets, labels)
     axis.minorticks_off()
     axis.set_ylim(0, 102)
-    axis.set_xlabel("clamp: most tokens of an image (encode.admission.max_tokens)")
+    axis.set_xlabel("clamp: maximum tokens of an image (encode.admission.max_tokens)")
     axis.set_ylabel("right answers, % (Wilson's 95 % interval)")
-    axis.set_title(f"{report.model}: what a clamp costs, {report.questions} questions a setting")
+    axis.set_title(
+        f"{report.model}: cost of an image token limit, {report.questions} questions a setting"
+    )
     axis.grid(alpha=0.3)
     axis.legend(loc="lower right")
     figure.savefig(path, dpi=110)

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 def cache(
     path: Annotated[str, typer.Argument(help="Folder of the checkpoint.")],
     assignments: SetOption = None,
-    sizes: Annotated[str, typer.Option(help="Image sides in pixels, by commas.")] = "448,672,896",
-    turns: Annotated[int, typer.Option(min=2, help="Turns a conversation.")] = 8,
-    repeats: Annotated[int, typer.Option(min=1, help="Conversations a case.")] = 3,
+    sizes: Annotated[
+        str, typer.Option(help="Image sides in pixels, separated by commas.")
+    ] = "448,672,896",
+    turns: Annotated[int, typer.Option(min=2, help="Turns per conversation.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Conversations per case.")] = 3,
     out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:

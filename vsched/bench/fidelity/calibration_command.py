@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 CALIBRATION_S = 60.0
 SecondsOption = Annotated[
-    float, typer.Option("--seconds", min=1, help="What to spend on measuring, more or less.")
+    float, typer.Option("--seconds", min=1, help="Approximate measuring time.")
 ]
 REFRESH_HZ = 2
 """Low, because bars take time from the measured engine."""
@@ -82,13 +82,13 @@ def show_costs(model: CostModel, console: Console) -> None:
         table.add_row(part, f"{cost:.3g}", unit, _off(error))
     console.print(table)
     for count, slowdown in enumerate(model.host.contention[1:], 2):
-        console.print(f"{count} at work at a time: all takes {slowdown:.2f} times as long")
+        console.print(f"{count} busy processes: slowdown {slowdown:.2f}")
     console.print(f"steps of one kind differ by {100 * model.noise:.1f} % (standard deviation)")
     machine = model.machine
     if machine is not None and machine.others > NOISY_OTHERS:
         console.print(
-            f"[yellow]Other programs kept {machine.others:.1f} of {machine.cores} cores busy meanwhile: measure again "
-            "when there are none."
+            f"[yellow]Other programs kept {machine.others:.1f} of {machine.cores} cores busy meanwhile: "
+            "repeat the measurement on an idle machine."
         )
 
 

@@ -45,26 +45,29 @@ def fidelity(
     assignments: SetOption = None,
     cost: Annotated[
         Path | None,
-        typer.Option(help="Cost model of it.", show_default="measured first"),
+        typer.Option(help="Cost model of the checkpoint.", show_default="measured first"),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Requests to send.", show_default=False)
     ] = None,
     workload: Annotated[
-        str, typer.Option(help="Generator of requests, where there is no trace.")
+        str, typer.Option(help="Generator of requests, if there is no trace.")
     ] = "small",
     loads: Annotated[
-        str, typer.Option(help="Shares of the capacity that is measured first, by commas.")
+        str, typer.Option(help="Loads as shares of the measured capacity, separated by commas.")
     ] = "0.3,0.6,0.9",
     rates: Annotated[
-        str, typer.Option(help="Requests a second instead, by commas.", show_default=False)
+        str,
+        typer.Option(
+            help="Loads as requests per second instead, separated by commas.", show_default=False
+        ),
     ] = "",
-    seconds: Annotated[float, typer.Option(min=1, help="Time of each load.")] = 60.0,
-    flood_s: Annotated[float, typer.Option(min=1, help="Time to measure the capacity.")] = 20.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of each load.")] = 60.0,
+    flood_s: Annotated[float, typer.Option(min=1, help="Seconds to measure the capacity.")] = 20.0,
     calibration_s: Annotated[
-        float, typer.Option(min=1, help="Time to measure costs, without --cost.")
+        float, typer.Option(min=1, help="Seconds to measure costs, without --cost.")
     ] = CALIBRATION_S,
-    seed: Annotated[int, typer.Option(help="Of the generator, and of noise.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the generator and of noise.")] = 0,
     out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
@@ -187,7 +190,7 @@ def _table(title: str, runs: Sequence[Run], *, adjusted: bool) -> Table:
 
     from vsched.bench.fidelity.measure import LIMITS
 
-    table = Table(title=f"{title}; red where it is off by more than is aimed at")
+    table = Table(title=f"{title}; red if the error exceeds its limit")
     about = ("encode", "generate") if adjusted else ("requests", "others")
     for column in ("load", *about, *HEADINGS.values()):
         table.add_column(column, justify="right")

@@ -17,10 +17,11 @@ def front(
     short: Annotated[int, typer.Option(min=1, help="Tokens of a short answer.")] = 8,
     long: Annotated[int, typer.Option(min=1, help="Tokens of a long one.")] = 128,
     processes: Annotated[
-        str, typer.Option(help="Numbers of server.processes to compare, by commas.")
+        str, typer.Option(help="Numbers of server.processes to compare, separated by commas.")
     ] = "1",
     paced: Annotated[
-        bool, typer.Option(help="Let a step take 10 ms, so that all running requests are in each.")
+        bool,
+        typer.Option(help="Make each step take 10 ms, so that it contains all running requests."),
     ] = False,
     out: JsonOption = None,
 ) -> None:

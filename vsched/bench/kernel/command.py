@@ -14,8 +14,8 @@ from vsched.terminal.options import ConfigOption, SetOption, load, write_json
 def kernel(
     config: ConfigOption = None,
     assignments: SetOption = None,
-    steps: Annotated[int, typer.Option(help="Events a repeat.")] = 200,
-    repeats: Annotated[int, typer.Option(help="Repeats a case.")] = 5,
+    steps: Annotated[int, typer.Option(help="Events per repeat.")] = 200,
+    repeats: Annotated[int, typer.Option(help="Repeats per case.")] = 5,
     out: Annotated[
         Path | None, typer.Option(help="JSON file to write.", show_default=False)
     ] = None,

@@ -36,7 +36,7 @@ async def ready_clients(order: LoadOrder) -> AsyncIterator[asyncio.subprocess.Pr
     )
     try:
         if await _line_of(process) != b"ready\n":
-            raise BenchError("the clients could not warm up. Remedy: see what they wrote above.")
+            raise BenchError("the clients could not warm up. Remedy: see their output above.")
         yield process
     finally:
         if process.returncode is None:
@@ -58,7 +58,7 @@ async def figures_of(process: asyncio.subprocess.Process) -> Figures:
     """
     answer = await _line_of(process)
     if not answer:
-        raise BenchError("the clients have ended early. Remedy: see what they wrote above.")
+        raise BenchError("the clients ended early. Remedy: see their output above.")
     figures = msgspec.json.decode(answer, type=Figures)
     if figures.failed:
         raise BenchError(f"{figures.failed} requests failed, most often: {figures.errors[0]}")

@@ -20,16 +20,20 @@ def serve(
     case: Annotated[
         list[Case] | None, typer.Option(help="Case to run; repeat for several, all by default.")
     ] = None,
-    concurrency: Annotated[str, typer.Option(help="Sessions at a time, by commas.")] = "1,8,32",
+    concurrency: Annotated[
+        str, typer.Option(help="Concurrent sessions, separated by commas.")
+    ] = "1,8,32",
     sessions: Annotated[
         int | None,
-        typer.Option(min=1, help="Sessions a case; by default 2 x concurrency, at least 8."),
+        typer.Option(min=1, help="Sessions per case; by default 2 x concurrency, at least 8."),
     ] = None,
-    words: Annotated[int | None, typer.Option(min=1, help="Words a message.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens an answer.")] = None,
+    words: Annotated[int | None, typer.Option(min=1, help="Words per message.")] = None,
+    output_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Output tokens per request.")
+    ] = None,
     image_pixels: Annotated[int, typer.Option(min=16, help="Side of an image.")] = 448,
-    turns: Annotated[int, typer.Option(min=1, help="Turns a conversation.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Draws other texts and images.")] = 0,
+    turns: Annotated[int, typer.Option(min=1, help="Turns per conversation.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of texts and images.")] = 0,
     warmup: Annotated[int, typer.Option(min=0, help="Requests before each measurement.")] = 2,
     extra: Annotated[
         bool,

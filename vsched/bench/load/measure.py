@@ -104,4 +104,4 @@ def write_report(report: LoadReport, path: Path | None) -> None:
             console.print(f"{where}: {figures.failed} failed, most often: {figures.errors[0]}")
         if figures.client_cpu > _CLIENT_CPU_MAX:
             busy = f"the client was busy {figures.client_cpu:.0%} of the time"
-            console.print(f"{where}: {busy}; it may be what was measured")
+            console.print(f"{where}: {busy}; it may have limited the result")

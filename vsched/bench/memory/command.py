@@ -29,7 +29,7 @@ def memory(
     path: Annotated[str, typer.Argument(help="Folder of the checkpoint.")],
     assignments: SetOption = None,
     limit: Annotated[str, typer.Option(help="Hard limit on a rank, as in 2GiB.")] = "900MiB",
-    seconds: Annotated[float, typer.Option(min=1, help="Time under load, each.")] = 30,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of load for each policy.")] = 30,
     bisect: Annotated[bool, typer.Option(help="Also find the largest size by bisection.")] = False,
     out: JsonOption = None,
     plot: PlotOption = None,

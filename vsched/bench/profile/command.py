@@ -37,10 +37,12 @@ def profile(
     *,
     clients: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 32,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests; by default two a client.")
+        int | None, typer.Option(min=1, help="Requests; by default two per client.")
     ] = None,
-    case: Annotated[Case, typer.Option(help="What clients ask: text or image.")] = Case.TEXT,
-    output_tokens: Annotated[int | None, typer.Option(min=2, help="Tokens an answer.")] = None,
+    case: Annotated[Case, typer.Option(help="Contents of requests: text or image.")] = Case.TEXT,
+    output_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Output tokens per request.")
+    ] = None,
     out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
@@ -54,7 +56,7 @@ def profile(
     from vsched.terminal.progress import loading_progress
 
     if case not in CASES:
-        raise ConfigError(f"--case: {case} is none of {', '.join(CASES)}. Remedy: choose one")
+        raise ConfigError(f"--case: {case} is not one of {', '.join(CASES)}. Remedy: choose one")
     assignments = [*(assignments or ()), f"model.path={path}", "server.port=0"]
     settings = load(config, assignments).config
     forgo_models(settings)
@@ -110,7 +112,7 @@ def _show(found: Profile, console: Console) -> None:
         f"One core moves {machine.bytes_s / 1e9:.1f} GB/s, multiplies at {machine.operations_s / 1e9:.0f} "
         f"GFLOP/s and sends a message in {machine.message_s * 1e6:.1f} µs. "
         f"The server has {found.server_resident_bytes / (1 << 20):.0f} MiB resident. "
-        f"OtherLoad kept {found.others:.1f} cores busy.",
+        f"Other programs kept {found.others:.1f} cores busy.",
         highlight=False,
     )
 

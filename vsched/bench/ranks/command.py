@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def ranks(
-    messages: Annotated[int, typer.Option(min=20, help="Messages a round.")] = 2000,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the ways take turns.")] = 7,
+    messages: Annotated[int, typer.Option(min=20, help="Messages per round.")] = 2000,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the transports take turns.")] = 7,
     out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:

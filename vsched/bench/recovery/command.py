@@ -33,12 +33,12 @@ def recovery(
         list[int] | None,
         typer.Option(
             min=0,
-            help="Case: processes beside the server that take a core each.",
+            help="Case: other processes that occupy a core each.",
             show_default="0, twice the cores",
         ),
     ] = None,
     new_processes: Annotated[
-        bool, typer.Option(help="Also measure ranks that are new processes, not forked.")
+        bool, typer.Option(help="Also measure ranks started as new processes instead of forks.")
     ] = False,
     out: JsonOption = None,
     plot: PlotOption = None,
@@ -76,7 +76,7 @@ def recovery(
         _plot(found, cases, plot)
         console.print(f"Plot: {plot}")
     if not all(one.kept for one in found):
-        console.print("A stream has not got the tokens that were promised.")
+        console.print("A stream did not get the promised tokens.")
         raise typer.Exit(1)
 
 

@@ -12,7 +12,7 @@ from vsched.terminal.options import JsonOption, write_json
 
 
 def sampler(
-    vocabulary: Annotated[int, typer.Option(min=2, help="Logits of a row.")] = 152_064,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Logits per row.")] = 152_064,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats; the cases take turns.")] = 11,
     dtype: Annotated[str, typer.Option(help="Type of the logits: bfloat16 or float32.")] = (
         "bfloat16"

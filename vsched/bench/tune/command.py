@@ -32,13 +32,13 @@ def tune(
     assignments: SetOption = None,
     *,
     clients: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 16,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each load, if there is time.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each load, if time permits.")] = 3,
     limit: Annotated[
-        float, typer.Option(min=10, help="Seconds that all of it may take; runs become shorter.")
+        float, typer.Option(min=10, help="Total seconds; a lower limit shortens the runs.")
     ] = 300.0,
     write: Annotated[
         Path | None,
-        typer.Option(help="Write the best as TOML, for --config.", show_default=False),
+        typer.Option(help="Write the best split as TOML, for --config.", show_default=False),
     ] = None,
     out: JsonOption = None,
 ) -> None:
@@ -125,7 +125,7 @@ def _show(trials: Sequence[PlacementTrial], best: PlacementTrial, console: Conso
 
     from vsched.bench.tune.measure import shares
 
-    table = Table(caption="requests a second: median (least to most)")
+    table = Table(caption="requests per second: median (minimum to maximum)")
     for name in (
         "replicas",
         "threads each",

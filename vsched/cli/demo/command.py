@@ -35,14 +35,17 @@ TASKS = ("number", "colour", "count")
 
 @app.command()
 def demo(
-    folder: Annotated[Path, typer.Option(help="Where to keep pictures and random weights.")] = (
+    folder: Annotated[Path, typer.Option(help="Folder for pictures and random weights.")] = (
         Path(".demo")
     ),
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 40,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 40,
     *,
-    seed: Annotated[int, typer.Option(min=0, help="Of the pictures: another draws others.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the pictures.")] = 0,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Do without the trained checkpoint.")
+        bool,
+        typer.Option(
+            "--random-weights", help="Use random weights instead of the trained checkpoint."
+        ),
     ] = False,
 ) -> None:
     """Serve a small checkpoint, ask it about pictures, and show where time and memory went."""
@@ -65,7 +68,7 @@ def demo(
         return
     if not random_weights:
         console.print(
-            "The trained checkpoint is not here: it lies in the repository, and a wheel leaves it out."
+            "The trained checkpoint is not available: it is in the repository, but not in wheels."
         )
     checkpoint = folder / SIZE
     if not (checkpoint / "config.json").exists():

@@ -25,11 +25,9 @@ RequestsOption = Annotated[
     int | None,
     typer.Option(min=1, help=f"Number of requests; {REQUESTS} of a generator.", show_default=False),
 ]
-RateOption = Annotated[float, typer.Option(min=0.001, help="Requests a second to generate.")]
-SpeedOption = Annotated[
-    float, typer.Option(min=0.001, help="Let them arrive this many times as fast.")
-]
-SeedOption = Annotated[int, typer.Option(help="Of the generator, and of noise.")]
+RateOption = Annotated[float, typer.Option(min=0.001, help="Generated requests per second.")]
+SpeedOption = Annotated[float, typer.Option(min=0.001, help="Speed-up factor of arrivals.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the generator and of noise.")]
 CostOption = Annotated[str, typer.Option(help="Cost model: h100-7b, tiny25, or a JSON file.")]
 ModelOption = Annotated[
     Path | None,
@@ -43,11 +41,11 @@ LinkMbitOption = Annotated[
     float,
     typer.Option(
         min=0.001,
-        help="Megabits a second of the link to each host of `cluster`, in each direction.",
+        help="Megabits per second of the link to each host of `cluster`, in each direction.",
     ),
 ]
 LinkLatencyOption = Annotated[
-    float, typer.Option(min=0, help="Milliseconds of the way to a host of `cluster`.")
+    float, typer.Option(min=0, help="Latency to a host of `cluster`, in milliseconds.")
 ]
 
 DraftAcceptanceOption = Annotated[
@@ -55,18 +53,20 @@ DraftAcceptanceOption = Annotated[
     typer.Option(
         min=0,
         max=1,
-        help="How likely a draft proves right behind others that did; 0 for no drafts.",
+        help="Acceptance probability of a draft token after accepted ones; 0 for no drafting.",
     ),
 ]
 DraftModelTimeOption = Annotated[
     float,
-    typer.Option(min=0, help="A token of the draft model, as a share of a step that decodes."),
+    typer.Option(min=0, help="Time of a draft-model token, as a share of a decode step."),
 ]
 
 # Faults and checks.
 OutagesOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="GROUP:FROM_S:TO_S", help="Lose a group for a while; no TO_S for ever."),
+    typer.Option(
+        metavar="GROUP:FROM_S:TO_S", help="Lose a group for a while; for good without TO_S."
+    ),
 ]
 SwarmOption = Annotated[
     int | None,
@@ -81,7 +81,7 @@ ProbesOption = Annotated[
     bool,
     typer.Option(
         "--probes",
-        help="With --swarm, say of each rare coincidence in how many engines it came about.",
+        help="With --swarm, report the number of engines that reached each probe.",
     ),
 ]
 FaultsOption = Annotated[
@@ -91,10 +91,13 @@ FaultsOption = Annotated[
     ),
 ]
 RestartSOption = Annotated[
-    float, typer.Option(min=0, help="Until a group that --faults took is back.")
+    float,
+    typer.Option(min=0, help="Seconds from the loss of a group by --faults until it serves again."),
 ]
-OraclesOption = Annotated[bool, typer.Option("--oracles", help="Check everything as it goes.")]
-TargetOption = Annotated[float, typer.Option(min=0, help="For goodput.")]
+OraclesOption = Annotated[
+    bool, typer.Option("--oracles", help="Check all invariants after every event.")
+]
+TargetOption = Annotated[float, typer.Option(min=0, help="Target for goodput.")]
 
 # Outputs.
 HtmlOption = Annotated[

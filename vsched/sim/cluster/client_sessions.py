@@ -241,7 +241,7 @@ class ClientSession:
             else:
                 same = expected.text.startswith(one.text)
                 same = same and one.tokens == expected.tokens[: len(one.tokens)]
-            self._world.expect(same, f"{self}: answered {one}, not {expected}")
+            self._world.expect(same, f"{self}: received {one} instead of {expected}")
         if self.outcome == "left":
             self._world.expect(self._left, f"{self}: it was left alone")
 
@@ -292,7 +292,7 @@ class ClientSession:
         received = self.answers[index]
         if text and self.first_ns < 0:
             self.first_ns = self._world.loop.now_ns()
-        self._world.expect(not received.reason, f"{self}: answer {index} went on after its end")
+        self._world.expect(not received.reason, f"{self}: choice {index} continued after its end")
         received.text += text or ""
         if reason is not None:
             received.reason = reason

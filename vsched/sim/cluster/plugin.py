@@ -85,7 +85,7 @@ class SimulatedPreprocessor:
         if word == IMAGE_TEXT:
             return self.info.placeholder
         if not word.isdecimal():
-            raise RequestRefused(f"{word!r} is no token. Remedy: send numbers.", code="no_token")
+            raise RequestRefused(f"{word!r} is not a token. Remedy: send numbers.", code="no_token")
         return int(word)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -105,7 +105,7 @@ class SimulatedPreprocessor:
     def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
         (tokens,) = companion
         if tokens < 1:
-            raise RequestRefused(f"{tokens} are no tokens. Remedy: send some.", code="no_tokens")
+            raise RequestRefused(f"{tokens} tokens. Remedy: send at least one.", code="no_tokens")
         return image_plan(tokens)
 
     def process_image(self, image: PillowImage.Image) -> Arrays:

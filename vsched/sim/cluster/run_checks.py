@@ -218,7 +218,7 @@ def _check_given_up(run: CheckedRun) -> None:
         given_up = row["state"] == "retired"
         run.world.expect(
             not given_up or launches > len(RESTART_DELAYS_S),
-            f"{row['name']} was given up after {launches} starts",
+            f"{row['name']} was retired after {launches} starts",
         )
 
 

@@ -148,7 +148,7 @@ def run_guarded(scenario: Scenario, *, twice: bool = False) -> ScenarioReport:
         if twice and not report.violations:
             again = run_scenario(scenario)
             if again.digest != report.digest:
-                words = f"another run went another way: {again.digest}, not {report.digest}"
+                words = f"the second run differs: digest {again.digest} instead of {report.digest}"
                 return msgspec.structs.replace(report, violations=(words,))
     except Exception as error:  # noqa: BLE001 - whatever it is, it must not happen
         return ScenarioReport(violations=(f"{type(error).__name__}: {error}",))

@@ -79,7 +79,7 @@ CASES: dict[str, GalleryCase] = {
         ),
         GalleryCase(
             name="long-context",
-            title="Chats beside a tenant of 9,000 to 15,000 tokens",
+            title="Chats next to a tenant with prompts of 9,000 to 15,000 tokens",
             workload=long_context,
             settings=("generate.slots=16",),
             choices={
@@ -130,7 +130,7 @@ CASES: dict[str, GalleryCase] = {
         ),
         GalleryCase(
             name="scan",
-            title="Conversations beside a tenant whose long documents never come again",
+            title="Conversations next to a tenant whose long documents are never repeated",
             workload=scan,
             kv_tokens=48_000,
             in_time=True,
@@ -161,7 +161,7 @@ CASES: dict[str, GalleryCase] = {
         ),
         GalleryCase(
             name="albums",
-            title="Albums of eight large images beside single small ones, on two encode replicas",
+            title="Albums of eight large images and single small ones, on two encode replicas",
             workload=albums,
             settings=("encode.replicas=2",),
             choices={

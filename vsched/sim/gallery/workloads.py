@@ -116,7 +116,7 @@ def scan() -> Workload:
     scanned = _arrivals(
         "scan", _poisson("scan", 1.0, 80.0), lambda rng, _: (rng.randint(3000, 6000), 0, 20)
     )
-    return workload_of("a scan beside conversations", [*chats, *scanned])
+    return workload_of("a scan next to conversations", [*chats, *scanned])
 
 
 def long_answers() -> Workload:
@@ -148,4 +148,4 @@ def albums() -> Workload:
 
     albums = [album(number, at_s) for number, at_s in enumerate(_poisson("albums", 0.9, 40.0))]
     single = _arrivals("single", _poisson("single", 6.0, 40.0), lambda rng, _: (60, 200, 60))
-    return workload_of("albums beside single images", [*albums, *single])
+    return workload_of("albums and single images", [*albums, *single])

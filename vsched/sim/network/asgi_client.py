@@ -268,7 +268,7 @@ class HttpCall:
 
     def cancel(self) -> None:
         """Cancel the application's task, as a stopping server does."""
-        assert self._work is not None, "it has not begun"
+        assert self._work is not None, "the request was not started"
         self._work.cancel()
 
     @property

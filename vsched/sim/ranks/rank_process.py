@@ -277,7 +277,7 @@ class SimulatedRank:
         known = self._world.digests.setdefault((member.link.end.address, log.seq), log.digest)
         self._world.expect(
             known == log.digest,
-            f"{self._name}: entry {log.seq} has another digest than on another rank",
+            f"{self._name}: entry {log.seq} has different digests on two ranks",
         )
 
     # --- time ---

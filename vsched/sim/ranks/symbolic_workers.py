@@ -247,7 +247,7 @@ class SymbolicGenerator(StandInGenerator):
         self._process.spend(self._world.delays.build_ns)
         self._world.expect(
             number not in self._adapters and len(self._adapters) < self._adapters_max,
-            f"{self._who}: adapter {number} comes beside {self._adapters}",
+            f"{self._who}: adapter {number} is added to {self._adapters}",
         )
         self._adapters.add(number)
 
@@ -334,7 +334,7 @@ class SymbolicGenerator(StandInGenerator):
         if self._states is not None:
             if start and self._states.get(slot) != seen:
                 self._world.violate(
-                    f"{self._who}: request {sequence.number} goes on at {start} from a state that is not its own"
+                    f"{self._who}: request {sequence.number} goes on at {start} from the state of another request"
                 )
             self._states[slot] = int(known.fingerprints[stop - 1])
         positions = np.arange(start, stop)

@@ -30,7 +30,7 @@ def demand_members(subject: object, protocol: type, *, who: str) -> None:
     """
     wrong = list(_differences(subject, protocol))
     source = f"{protocol.__module__}.{protocol.__qualname__}"
-    demand(not wrong, f"{who} is no {source}: {'; '.join(wrong)}")
+    demand(not wrong, f"{who} is not a {source}: {'; '.join(wrong)}")
 
 
 def _differences(subject: object, protocol: type) -> Iterator[str]:

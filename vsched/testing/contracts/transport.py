@@ -122,7 +122,10 @@ class _TransportBench:
         await self._until(lambda: len(self.heard) >= count)
         await self._settle()
         found = len(self.heard)
-        demand(found == count, f"the leader should hear {what}: {count} frames, and heard {found}")
+        demand(
+            found == count,
+            f"the leader should receive {what}: {count} frames, but received {found}",
+        )
 
     async def take(self, rank: int, count: int) -> list[bytes]:
         """Wait until a rank has received `count` frames, then for unexpected ones."""
@@ -245,10 +248,10 @@ async def check_deaf_ranks_stall_nobody(bench: _TransportBench) -> None:
         if taken % 100 == 0:
             others.append(b"%d" % taken)
             demand(bench.send(1, others[-1]), "rank 1 got nothing because rank 0 does not read")
-            _same(await bench.take(1, len(others)), others, "rank 1, beside one that never reads,")
+            _same(await bench.take(1, len(others)), others, "rank 1, next to one that never reads,")
     others.append(b"still here")
     demand(bench.send(1, others[-1]), "rank 1 got nothing because rank 0 does not read")
-    _same(await bench.take(1, len(others)), others, "rank 1, beside one that never reads,")
+    _same(await bench.take(1, len(others)), others, "rank 1, next to one that never reads,")
     sent = [b"%d " % number + frame for number in range(taken)]
     _same(await bench.take(0, taken), sent, "a rank that reads late")
 
@@ -265,9 +268,9 @@ async def check_ranks_that_go_are_noticed(bench: _TransportBench) -> None:
     loop = asyncio.get_running_loop()
     until_s = loop.time() + bench.bounds.patience_s
     while bench.send(0, b"anybody?"):
-        demand(loop.time() < until_s, "`send` to a rank that is gone must return False before long")
+        demand(loop.time() < until_s, "`send` to a closed rank must soon return False")
         await asyncio.sleep(_POLL_S)
-    demand(bench.send(1, b"you"), "rank 1 got nothing because rank 0 is gone")
+    demand(bench.send(1, b"you"), "rank 1 got nothing after rank 0 closed")
     _same(await bench.take(1, 1), [b"you"], "rank 1")
 
 
@@ -281,7 +284,7 @@ async def check_close_ends_everything(bench: _TransportBench) -> None:
     bench.leader.read()
     await bench.hear(0, "nothing after `close`")
     _same(await bench.take(0, 0), [], "rank 0, after the leader has closed,")
-    demand(bench.ranks[0].receive(0.001) is None, "`receive` must return None when nothing comes")
+    demand(bench.ranks[0].receive(0.001) is None, "`receive` must return None without a frame")
 
 
 CHECKS: tuple[Callable[[_TransportBench], Awaitable[None]], ...] = (

@@ -124,7 +124,7 @@ def check_worker(
 def sample_images(plugin: WorkerPlugin, info: ModelInfo) -> list[SampleImage]:
     """Return small pictures prepared by the plug-in's preprocessor."""
     preprocessor = plugin.load_preprocessor(info)
-    demand_members(preprocessor, Preprocessor, who="what `load_preprocessor` returns")
+    demand_members(preprocessor, Preprocessor, who="the result of `load_preprocessor`")
     made = []
     for number, (width, height) in enumerate(SIDES):
         noise = np.random.default_rng(number).integers(0, 255, (height, width, 3), np.uint8)
@@ -133,7 +133,7 @@ def sample_images(plugin: WorkerPlugin, info: ModelInfo) -> list[SampleImage]:
         specs = {ArraySpec(name, one.dtype.name, one.shape) for name, one in arrays.items()}
         demand(
             specs == set(plan.arrays),
-            f"`process_image` must return what `plan_image` tells, {plan.arrays}, and returned {specs}",
+            f"`process_image` must return the arrays of `plan_image`, {plan.arrays}, and returned {specs}",
         )
         made.append(SampleImage(plan, arrays, b"sample %d" % number))
     return made
@@ -158,7 +158,7 @@ class _WorkerBench:
         fractions: list[float] = []
 
         def progress(what: str, fraction: float) -> None:
-            demand(isinstance(what, str), f"progress must say what is done, not {what!r}")
+            demand(isinstance(what, str), f"progress must name the current task, not {what!r}")
             fractions.append(fraction)
 
         if self.images:
@@ -176,7 +176,7 @@ class _WorkerBench:
         self.generator.build_kv(blocks=self.blocks, block_size=block_size, touch=False)
         self.swap_blocks = 0
         if isinstance(plugin, SwapsKv) and plugin.swaps_kv(info, device=settings.device):
-            demand_members(self.generator, SwapsBlocks, who="what `load_generator` returns")
+            demand_members(self.generator, SwapsBlocks, who="the result of `load_generator`")
             assert isinstance(self.generator, SwapsBlocks)
             self.swap_blocks = self.blocks // 2
             self.generator.build_swap(self.swap_blocks)
@@ -281,7 +281,7 @@ class _WorkerBench:
         pauses = 0
         while isinstance(heard, Paused):
             pauses += 1
-            demand(pauses < LAYERS_MAX, f"`advance` has not come to an end in {pauses} layers")
+            demand(pauses < LAYERS_MAX, f"`advance` has not finished after {pauses} layers")
             heard = rank.go_on(1, layers)
         if worker.error is not None:
             raise ContractBroken(f"`encode` failed: {worker.error!r}") from worker.error
@@ -372,8 +372,8 @@ class _Overheard:
 
 
 def _check_loaded(worker: EncodeWorker | GenerateWorker, protocol: type, method: str) -> None:
-    demand_members(worker, protocol, who=f"what `{method}` returns")
-    demand_members(worker.device_memory(), DeviceMemory, who="what `device_memory` returns")
+    demand_members(worker, protocol, who=f"the result of `{method}`")
+    demand_members(worker.device_memory(), DeviceMemory, who="the result of `device_memory`")
     weights = worker.weights_bytes
     demand(isinstance(weights, int) and weights >= 0, f"`weights_bytes` is {weights!r}")
 

@@ -331,7 +331,7 @@ class ModelCluster:
 
     def check_settled(self) -> None:
         """Assert that every request was served correctly or refused, and that nothing is held."""
-        assert not self.at_door, f"neither let in nor turned away: {list(self.at_door)}"
+        assert not self.at_door, f"neither admitted nor rejected: {list(self.at_door)}"
         assert not self.unserved(), f"no terminal reply: {self.unserved()}"
         for name, request in self.requests.items():
             finish = self.ended.get(name)
@@ -346,14 +346,14 @@ class ModelCluster:
                 assert explained, f"{name} failed without a fault: {finish.message}"
         kernel = self.kernel
         for stage in kernel.generators:
-            assert stage.statistics()["blocks_held"] == 0, "KV blocks are held by nobody"
-            assert stage.statistics()["swap_blocks_held"] == 0, "host memory is held by nobody"
-            assert stage.slots_held == 0, "a slot is held by nobody"
-            assert stage.load_tokens == 0, "a load is counted for nobody"
-        assert not kernel.embeddings.queue, "an item waits for nobody"
+            assert stage.statistics()["blocks_held"] == 0, "leaked KV blocks"
+            assert stage.statistics()["swap_blocks_held"] == 0, "leaked host memory"
+            assert stage.slots_held == 0, "a leaked slot"
+            assert stage.load_tokens == 0, "load is counted for no request"
+        assert not kernel.embeddings.queue, "an image waits for no request"
         for entry in kernel.embeddings:
-            assert not entry.claims, "an embedding is claimed by nobody"
-            assert not entry.pins, "an embedding is pinned by nobody"
+            assert not entry.claims, "an embedding is claimed by no request"
+            assert not entry.pins, "an embedding is pinned by no step"
 
 
 def _submission(request: Request, answers: int, *, knock: int = 0) -> Submitted:

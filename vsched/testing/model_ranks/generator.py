@@ -154,7 +154,9 @@ class ModelGenerator:
         for chunk in decision.chunks:
             sequence = self._at(chunk.slot)
             assert not sequence.decoding, "a chunk of a sequence that decodes"
-            assert chunk.start == sequence.computed, "a chunk does not begin where the last ended"
+            assert chunk.start == sequence.computed, (
+                "a chunk does not begin at the end of the previous one"
+            )
             cut = [one for one in sequence.atoms if one[0] < chunk.stop < one[1]]
             assert not cut, f"a chunk that ends at {chunk.stop} cuts {cut}"
             self._read_items(sequence, chunk)
@@ -224,7 +226,7 @@ class ModelGenerator:
     def _swap(self, swaps: SwapCopies) -> None:
         """Copy blocks to and from swap; swapped-in blocks are removed from swap, so that they cannot be read twice."""
         for written in (swaps.out[1::2], swaps.back[1::2]):
-            assert len(set(written)) == len(written), "a copy goes where another goes"
+            assert len(set(written)) == len(written), "two copies have the same target"
         for block, place in zip(swaps.out[::2], swaps.out[1::2], strict=True):
             assert 0 <= place < self._limits.swap_blocks, "no such place"
             self.places[place] = list(self.kv[block])
@@ -256,7 +258,7 @@ class ModelGenerator:
             sequence.blocks.append(block)
 
     def _join(self, join: Join) -> None:
-        assert join.slot not in self.slots, "a slot was given twice"
+        assert join.slot not in self.slots, "a slot was assigned twice"
         if join.data is not None:
             data = join.data
             known = array("i")
@@ -278,7 +280,7 @@ class ModelGenerator:
         sequence = self.sequences[join.number]
         assert join.length == len(sequence.tokens), "rank and kernel count tokens differently"
         if sequence.tells_prompt and len(sequence.tokens) == sequence.prompt_length:
-            assert join.computed == 0, "nobody tells of the prompt tokens that were cached"
+            assert join.computed == 0, "no log-probabilities exist for cached prompt tokens"
         sequence.blocks = list(join.blocks)
         sequence.computed = join.computed
         self.slots[join.slot] = join.number
