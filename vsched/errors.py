@@ -6,8 +6,9 @@ Every message about a limit gives the value, the limit and a remedy, in the word
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from opcode import opname
+from typing import Any, ClassVar
 
 from vsched.failures import ErrorKind, GroupFailure, RankStopped, StartFailed
 
@@ -15,6 +16,27 @@ from vsched.failures import ErrorKind, GroupFailure, RankStopped, StartFailed
 def limit_message(what: str, *, value: object, limit: object, remedy: str) -> str:
     """Format an error message about a violated limit: subject, value, limit and remedy."""
     return f"{what}: value {value}, limit {limit}. Remedy: {remedy}."
+
+
+def safe_text(value: object, convert: Callable[[Any], str] = repr) -> str:
+    """Return a text for a message about a value whose own methods may raise anything."""
+    try:
+        return convert(value)
+    except BaseException as error:  # noqa: BLE001 - it is about a value of a user's class
+        reraise_interrupt(error)
+        return f"<a {type(value).__name__} that {convert.__name__}() failed for>"
+
+
+def reraise_interrupt(error: BaseException) -> None:
+    """Raise a KeyboardInterrupt of Ctrl-C again; one that a `raise` statement raised is an error as any other."""
+    if not isinstance(error, KeyboardInterrupt):
+        return
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code.co_code if trace is not None else b""
+    if trace is None or opname[code[trace.tb_lasti]] != "RAISE_VARARGS":
+        raise error
 
 
 def one_of(names: Iterable[str]) -> str:

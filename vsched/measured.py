@@ -7,6 +7,7 @@ kind are kept, the oldest first. A policy that reads each entry once can remembe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -207,7 +208,7 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     blocks_total: int = 0
     blocks_held: int = 0
     blocks_cached: int = 0
-    tokens_running: Mapping[str, int] = {}
+    tokens_running: Mapping[str, int] = MappingProxyType({})
     tokens_prefilled: int = 0
     tokens_cached: int = 0
     embedding_hits: int = 0

@@ -34,23 +34,13 @@ from vsched.policy import (
     RoutingPolicy,
     RoutingView,
     RunningView,
+    WaitingEntry,
 )
 
 REGISTERED = list_policies()
 FIELDS: dict[str, dict[str, Any]] = {"pinned": {"tokens": 64}}
 """Values for fields without defaults, by policy."""
 ROUNDS = 200
-
-
-class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of a queue, as the kernel shows it."""
-
-    tokens: int | None = 1
-    blocks: int = 0
-    priority: int = 0
-    arrived_ns: int = 0
-    target_ns: int | None = None
-    tenant: str = ""
 
 
 def make(policy: RegisteredPolicy) -> Policy:

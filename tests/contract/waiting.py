@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from vsched.measured import NOTHING_MEASURED, Measured
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView
+from vsched.policy import Admission, AdmissionPolicy, AdmissionView, WaitingEntry
 
 SECOND_NS = 1_000_000_000
 
 
-class Item(msgspec.Struct, frozen=True):
-    """A waiting entry."""
+class Item(WaitingEntry, frozen=True):
+    """A waiting entry whose tokens may be given by position."""
 
     tokens: int | None
-    blocks: int = 0
-    priority: int = 0
-    arrived_ns: int = 0
-    target_ns: int | None = None
-    tenant: str = ""
 
 
 def ask(

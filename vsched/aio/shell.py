@@ -165,6 +165,7 @@ class Shell:
         self._loop = asyncio.get_running_loop()
         self._events: deque[tuple[Event, GenerateResult]] = deque()
         self._handling = False
+        self._failures_logged = 0
         self._streams = StreamTable(lambda request_id: self.end(request_id, FinishReason.ERROR))
         self.door = Doorway(self._knock)
         self.preparations = Preparations()
@@ -343,11 +344,21 @@ class Shell:
                     self._set_timer(deadline_ns)
                 case Notice(message):
                     logger.warning("%s", message)
+                    self._log_policy_failures()
                 case RestartGroup(group):
                     if not self._stopping:
                         self._groups[group].supervisor.restart()
                 case Drained(group):
                     self._groups[group].drained.set()
+
+    def _log_policy_failures(self) -> None:
+        """Log the tracebacks that have not been logged: one for each policy and type of exception."""
+        failures = self._kernel.policy_failures
+        for name in [*failures][self._failures_logged :]:
+            logger.warning(
+                "policy %s failed for the first time:\n%s", name, "".join(failures[name].format())
+            )
+        self._failures_logged = len(failures)
 
     def _send(self, commands: Sequence[Command]) -> None:
         for command in commands:

@@ -7,13 +7,14 @@ default decides in its place. Serving goes on.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from operator import index as whole
-from typing import Generic, SupportsIndex, TypeVar, cast, get_args
+from typing import Any, Generic, SupportsIndex, TypeVar, cast, get_args
 
 import msgspec
 
-from vsched.errors import RecordError
+from vsched.errors import RecordError, reraise_interrupt, safe_text
 from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
 from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import (
@@ -55,13 +56,17 @@ from vsched.policy import (
 )
 
 Key = TypeVar("Key", bound=Hashable)
+Answer = TypeVar("Answer")
 MANNERS: tuple[Manner, ...] = get_args(Manner)
 HOLD_MAX_NS = 60 * 1_000_000_000
 """Nothing may be held for longer after its arrival: a policy can delay, but not stop."""
 
 SHED_STATUS = (429, 503)
 RETRY_AFTER_MAX_S = 24 * 3600
-REASON_CHARACTERS_MAX = 500
+TEXT_CHARACTERS_MAX = 500
+COUNT_MAX = 2**31 - 1
+"""Largest count in an answer: what the messages to ranks and the records can hold."""
+TIME_MAX_NS = 2**63 - 1
 
 
 class OrderState(msgspec.Struct):
@@ -70,6 +75,34 @@ class OrderState(msgspec.Struct):
     released: list[bytes]
     given_up: bool
     policy: msgspec.Raw
+
+
+def _decide(
+    seat: PolicySeat[Any],
+    view: object,
+    read: Callable[[Any], Answer],
+    default: Callable[[], Answer],
+) -> Answer:
+    """Ask the policy of a seat and read its answer; return the default if either fails.
+
+    `read` validates the answer and copies it to built-in types. Neither it nor `default` may look at the view: a policy
+    that forces its way past a frozen struct could have changed it.
+    """
+    try:
+        answer = read(seat.ask(view))
+        seat.accept()
+    except BaseException as error:  # noqa: BLE001 - a policy may raise anything, SystemExit included
+        seat.fail(error, view)
+        return default()
+    return answer
+
+
+def _number(answer: SupportsIndex, *, most: int, least: int = 0) -> int:
+    """Return an integer within bounds."""
+    number = whole(answer)
+    if not least <= number <= most:
+        raise ValueError(f"{number} is outside {least} to {most}")
+    return number
 
 
 def _index(answer: SupportsIndex, *, count: int) -> int:
@@ -81,8 +114,10 @@ def _index(answer: SupportsIndex, *, count: int) -> int:
 
 
 def _indices(answer: Iterable[SupportsIndex], *, count: int) -> list[int]:
-    """Return indices into `count` entries."""
-    indices = [whole(one) for one in answer]
+    """Return indices into `count` entries; at most as many, for an iterator may be endless."""
+    indices = [whole(one) for one in islice(answer, count + 1)]
+    if len(indices) > count:
+        raise ValueError(f"there are more indices than the {count} entries")
     for index in indices:
         if not 0 <= index < count:
             raise ValueError(f"an index is outside 0 to {count - 1}: {indices}")
@@ -101,208 +136,192 @@ def _distinct(answer: Iterable[SupportsIndex], *, count: int) -> Sequence[int]:
 
 def ask_admission(seat: PolicySeat[AdmissionPolicy], view: AdmissionView) -> Admission:
     """Return the policy's admission, or all entries in queue order where it fails."""
-    try:
-        answer = seat.ask(view)
-        indices = _distinct(answer.indices, count=len(view.waiting))
-        if not indices and answer.hold_until_ns is None and view.running == 0 and view.waiting:
-            raise ValueError("nothing runs, nothing is admitted and no time to hold until is given")
-        until_ns = None if answer.hold_until_ns is None else whole(answer.hold_until_ns)
-        if until_ns is not None:
-            _check_hold(indices, until_ns, view)
-        seat.accept()
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        seat.fail(error, view)
-        return Admission(range(min(len(view.waiting), max(view.entries_free, 1))))
-    return Admission(indices, until_ns)
+    waiting, entries_free = view.waiting, view.entries_free
+    idle, now_ns = view.running == 0, view.now_ns
+
+    def read(answer: Admission) -> Admission:
+        indices = _distinct(answer.indices, count=len(waiting))
+        hold_until_ns = answer.hold_until_ns
+        if hold_until_ns is None:
+            if not indices and idle and waiting:
+                raise ValueError(
+                    "nothing runs, nothing is admitted and no time to hold until is given"
+                )
+            return Admission(indices)
+        if indices:
+            raise ValueError("entries join, and yet everything is held")
+        arrived_ns = min(entry.arrived_ns for entry in waiting)
+        return Admission(indices, _hold(hold_until_ns, now_ns, arrived_ns))
+
+    return _decide(
+        seat, view, read, lambda: Admission(range(min(len(waiting), max(entries_free, 1))))
+    )
 
 
-def _check_hold(indices: Sequence[int], until_ns: int, view: AdmissionView) -> None:
-    if indices:
-        raise ValueError("entries join, and yet everything is held")
-    if until_ns <= view.now_ns:
-        raise ValueError(f"hold_until_ns {until_ns} is not after now {view.now_ns}")
-    oldest_ns = min(entry.arrived_ns for entry in view.waiting)
-    if until_ns > oldest_ns + HOLD_MAX_NS:
-        raise ValueError(f"an entry is held for over {HOLD_MAX_NS // 1_000_000_000} s")
+def _hold(answer: SupportsIndex, now_ns: int, arrived_ns: int) -> int:
+    """Return the time until which something is held that arrived at a time."""
+    until_ns = whole(answer)
+    if until_ns <= now_ns:
+        raise ValueError(f"the end of the hold, {until_ns}, is not after now, {now_ns}")
+    if until_ns > arrived_ns + HOLD_MAX_NS:
+        raise ValueError(f"held for over {HOLD_MAX_NS // 1_000_000_000} s after an arrival")
+    return until_ns
 
 
 def ask_encoding(seat: PolicySeat[EncodingPolicy], view: EncodingView) -> list[int]:
     """Return indices of the items to encode now: those the chunk needs, and what the policy adds."""
+    start, stop, count = view.chunk_start, view.chunk_stop, len(view.items)
     needed = [
-        index
-        for index, item in enumerate(view.items)
-        if item.start < view.chunk_stop and item.stop > view.chunk_start
+        index for index, item in enumerate(view.items) if item.start < stop and item.stop > start
     ]
-    try:
-        chosen = _indices(seat.ask(view), count=len(view.items))
-        seat.accept()
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        seat.fail(error, view)
-        return needed
-    return sorted({*needed, *chosen})
+
+    def read(answer: Sequence[int]) -> list[int]:
+        return sorted({*needed, *_indices(answer, count=count)})
+
+    return _decide(seat, view, read, lambda: needed)
 
 
 def ask_preemption(seat: PolicySeat[PreemptionPolicy], view: PreemptionView) -> Preemption:
     """Return the victim and the manner; where the policy fails, the youngest is recomputed."""
-    try:
-        answer = seat.ask(view)
+    count = len(view.running)
+
+    def read(answer: int | Preemption) -> Preemption:
         found = answer if isinstance(answer, Preemption) else Preemption(whole(answer))
-        index = _index(found.victim, count=len(view.running))
+        index = _index(found.victim, count=count)
         if found.manner not in MANNERS:
             raise ValueError(f"manner {found.manner!r} is none of {', '.join(MANNERS)}")
-        manner = MANNERS[MANNERS.index(found.manner)]
-        seat.accept()
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        seat.fail(error, view)
-        return Preemption(len(view.running) - 1)
-    return Preemption(index, manner)
+        return Preemption(index, MANNERS[MANNERS.index(found.manner)])
+
+    return _decide(seat, view, read, lambda: Preemption(count - 1))
 
 
 def ask_drafting(seat: PolicySeat[DraftingPolicy], view: DraftingView) -> Draft:
     """Return what may be drafted for a request, or nothing any more where the policy fails."""
-    try:
-        answer = seat.ask(view)
-        found = Draft(
-            whole(answer.tokens), whole(answer.steps), whole(answer.ngram), bool(answer.model)
+
+    def read(answer: Draft) -> Draft:
+        return Draft(
+            _number(answer.tokens, most=DRAFT_TOKENS_MAX),
+            _number(answer.steps, most=COUNT_MAX),
+            _number(answer.ngram, most=COUNT_MAX),
+            bool(answer.model),
         )
-        if not 0 <= found.tokens <= DRAFT_TOKENS_MAX:
-            raise ValueError(f"{found.tokens} tokens are outside 0 to {DRAFT_TOKENS_MAX}")
-        if found.steps < 0 or found.ngram < 0:
-            raise ValueError(f"{found} has a number below 0")
-        seat.accept()
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        seat.fail(error, view)
-        return Draft()
-    return found
+
+    return _decide(seat, view, read, Draft)
 
 
 def ask_step(seat: PolicySeat[StepPolicy], view: StepView) -> StepShares:
     """Return who advances in a step and by how much, or all in order where the policy fails."""
-    try:
-        answer = seat.ask(view)
-        order = _distinct(answer.order, count=len(view.prefilling))
-        tokens = None if answer.tokens is None else [whole(count) for count in answer.tokens]
-        if tokens is not None and (len(tokens) != len(order) or any(one < 0 for one in tokens)):
-            raise ValueError(f"{tokens} are not counts for each of {order}")
-        time_ns = None if answer.time_ns is None else whole(answer.time_ns)
-        if time_ns is not None and time_ns < 0:
-            raise ValueError(f"time_ns is {time_ns}, below 0")
-        seat.accept()
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        seat.fail(error, view)
-        return StepShares(range(len(view.prefilling)))
-    return StepShares(order, tokens, time_ns)
+    count = len(view.prefilling)
+
+    def read(answer: StepShares) -> StepShares:
+        order = _distinct(answer.order, count=count)
+        tokens, time_ns = answer.tokens, answer.time_ns
+        if tokens is not None:
+            tokens = [_number(one, most=COUNT_MAX) for one in islice(tokens, count + 1)]
+            if len(tokens) != len(order):
+                raise ValueError(f"{tokens} are not counts for each of {order}")
+        if time_ns is not None:
+            time_ns = _number(time_ns, most=TIME_MAX_NS)
+        return StepShares(order, tokens, time_ns)
+
+    return _decide(seat, view, read, lambda: StepShares(range(count)))
 
 
-def ask_routing(seat: PolicySeat[RoutingPolicy], view: RoutingView) -> int:
-    """Return the index of a replica; where the policy fails, of the least loaded that is healthy."""
-    try:
-        index = _index(seat.ask(view), count=len(view.replicas))
-        seat.accept()
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        seat.fail(error, view)
-        return min(view.replicas, key=lambda one: (not one.healthy, one.load_tokens)).index
-    return index
+def ask_routing(
+    seat: PolicySeat[RoutingPolicy], view: RoutingView, default: Callable[[], int]
+) -> int:
+    """Return the index of a replica; where the policy fails, the default."""
+    count = len(view.replicas)
+    return _decide(seat, view, lambda answer: _index(answer, count=count), default)
 
 
 def ask_front_door(seat: PolicySeat[FrontDoorPolicy], view: FrontDoorView) -> FrontDoorAnswer:
     """Return whether a request comes in; where the policy fails, it does."""
-    try:
-        answer = _door_answer(seat.ask(view), view)
-        seat.accept()
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        seat.fail(error, view)
-        return LetIn()
-    return answer
+    now_ns, arrived_ns = view.now_ns, view.request.arrived_ns
 
+    def read(answer: object) -> FrontDoorAnswer:
+        match answer:
+            case LetIn():
+                return LetIn()
+            case Hold(until_ns):
+                return Hold(_hold(until_ns, now_ns, arrived_ns))
+            case Shed(reason, retry_after_s, status):
+                if status not in SHED_STATUS:
+                    raise ValueError(f"status {status} is none of {SHED_STATUS}")
+                seconds = _number(retry_after_s, least=1, most=RETRY_AFTER_MAX_S)
+                return Shed(_text(reason), seconds, whole(status))
+            case Redirect(base_url):
+                url = _text(base_url)
+                if not url.startswith(("http://", "https://")) or not url.isprintable():
+                    raise ValueError(f"{url!r} is no base URL")
+                return Redirect(url)
+        raise TypeError(f"{answer!r} is no LetIn, Hold, Shed or Redirect")
 
-def _door_answer(answer: object, view: FrontDoorView) -> FrontDoorAnswer:
-    """Validate an answer and convert it to the built-in types, which a record can hold."""
-    match answer:
-        case LetIn():
-            return LetIn()
-        case Hold(until_ns):
-            _check_door_hold(whole(until_ns), view)
-            return Hold(whole(until_ns))
-        case Shed(reason, retry_after_s, status):
-            if status not in SHED_STATUS:
-                raise ValueError(f"status {status} is none of {SHED_STATUS}")
-            if not 1 <= whole(retry_after_s) <= RETRY_AFTER_MAX_S:
-                raise ValueError(f"retry_after_s {retry_after_s} is outside 1 to 86400")
-            if not reason or len(reason) > REASON_CHARACTERS_MAX:
-                raise ValueError(f"a reason of {len(reason)} characters, not 1 to 500")
-            return Shed(_text(reason), whole(retry_after_s), whole(status))
-        case Redirect(base_url):
-            if not base_url.startswith(("http://", "https://")) or not base_url.isprintable():
-                raise ValueError(f"{base_url!r} is no base URL")
-            return Redirect(_text(base_url))
-        case _:
-            raise TypeError(f"{answer!r} is no LetIn, Hold, Shed or Redirect")
+    return _decide(seat, view, read, LetIn)
 
 
 def _text(answer: str) -> str:
     """Return a text as a plain str, which a record can hold; raise if UTF-8 cannot encode it."""
-    return answer.encode().decode()
-
-
-def _check_door_hold(until_ns: int, view: FrontDoorView) -> None:
-    if until_ns <= view.now_ns:
-        raise ValueError(f"until_ns {until_ns} is not after now {view.now_ns}")
-    if until_ns > view.request.arrived_ns + HOLD_MAX_NS:
-        raise ValueError(f"a request is held for over {HOLD_MAX_NS // 1_000_000_000} s")
+    text = str.encode(answer).decode()
+    if not 1 <= len(text) <= TEXT_CHARACTERS_MAX:
+        raise ValueError(f"a text of {len(text)} characters, not 1 to {TEXT_CHARACTERS_MAX}")
+    return text
 
 
 def ask_dispatch(
-    seat: PolicySeat[DispatchPolicy], view: DispatchView, *, encoding: int
+    seat: PolicySeat[DispatchPolicy],
+    view: DispatchView,
+    *,
+    free: Mapping[int, int],
+    encoding: int,
 ) -> Dispatch:
-    """Return who has the next batch and of which images; where the policy fails, who holds up the fewest, and all.
+    """Return the group of the next batch, and its images; where the policy fails, `fewest(free)` and all images.
 
-    `encoding` images are being encoded, without which something must come of it.
+    `free` are the groups without a batch, each with the requests that get no token while it works. While no image is
+    being encoded (`encoding` is 0), the answer must start a batch.
     """
-    try:
-        answer = seat.ask(view)
+    count = len(view.waiting)
+
+    def read(answer: Dispatch) -> Dispatch:
         group, order = answer.group, answer.order
         if group is not None:
-            group = _index(group, count=len(view.groups))
-            if not view.groups[group].free:
+            group = whole(group)
+            if group not in free:
                 raise ValueError(f"group {group} is not free")
         if order is not None:
-            order = _distinct(order, count=len(view.waiting))
+            order = _distinct(order, count=count)
         if not encoding and (group is None or (order is not None and not order)):
             raise ValueError("nothing is being encoded, and nothing is to be")
-        seat.accept()
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        seat.fail(error, view)
-        return Dispatch(fewest_held_up(view))
-    return Dispatch(group, order)
+        return Dispatch(group, order)
+
+    return _decide(seat, view, read, lambda: Dispatch(fewest(free)))
 
 
-def fewest_held_up(view: DispatchView) -> int:
-    """Return the free group that keeps the fewest requests from their next tokens."""
-    free = [index for index, group in enumerate(view.groups) if group.free]
-    return min(free, key=lambda index: view.groups[index].held_up)
+def fewest(counts: Mapping[int, int]) -> int:
+    """Return the first of the keys with the least count."""
+    return min(counts, key=counts.__getitem__)
 
 
 def ask_reclaim(seat: PolicySeat[ReclaimPolicy], view: ReclaimView) -> list[int]:
     """Return which ready embeddings give way, in this order; where the policy fails, all, the youngest first."""
-    try:
-        chosen = list(_distinct(seat.ask(view), count=len(view.ready)))
-        seat.accept()
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        seat.fail(error, view)
-        return list(range(len(view.ready) - 1, -1, -1))
-    return chosen
+    count = len(view.ready)
+    return _decide(
+        seat,
+        view,
+        lambda answer: list(_distinct(answer, count=count)),
+        lambda: list(range(count - 1, -1, -1)),
+    )
 
 
 def ask_insertion(seat: PolicySeat[InsertionPolicy], view: InsertionView) -> int:
     """Return how many of the first blocks of a request are kept, or all where the policy fails."""
-    try:
-        kept = _index(seat.ask(view), count=len(view.hashes) + 1)
-        seat.accept()
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        seat.fail(error, view)
-        return len(view.hashes)
-    return max(kept, view.found)
+    count, found = len(view.hashes), view.found
+    return _decide(
+        seat,
+        view,
+        lambda answer: max(_index(answer, count=count + 1), found),
+        lambda: count,
+    )
 
 
 class GuardedOrder(Restorable, Generic[Key]):
@@ -322,7 +341,7 @@ class GuardedOrder(Restorable, Generic[Key]):
             self._order = cast("EvictionOrder[Key] | None", policy.build_order())
             if self._order is None:
                 raise TypeError("build_order returned None")
-        except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        except BaseException as error:  # noqa: BLE001 - a policy may raise anything
             self._give_up(error)
 
     def add(self, key: Key, size: int) -> bool:
@@ -342,7 +361,7 @@ class GuardedOrder(Restorable, Generic[Key]):
                     if add(key, size) is False:
                         del released[key]
                         refused.append(key)
-            except Exception as error:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001
                 self._give_up(error)
         self._released.update((key, key) for key in rest)
         return refused
@@ -354,7 +373,7 @@ class GuardedOrder(Restorable, Generic[Key]):
         if order is not None:
             try:
                 order.reuse(key)
-            except Exception as error:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001
                 self._give_up(error)
 
     def drop(self, key: Key) -> None:
@@ -364,7 +383,7 @@ class GuardedOrder(Restorable, Generic[Key]):
         if order is not None:
             try:
                 order.drop(key)
-            except Exception as error:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001
                 self._give_up(error)
 
     def take_victims(self, count: int) -> list[Key]:
@@ -382,7 +401,7 @@ class GuardedOrder(Restorable, Generic[Key]):
                     key = released.pop(named)
                     victims.append(key)
                     drop(key)
-            except Exception as error:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001
                 self._give_up(error)
         while len(victims) < count:
             key = next(iter(self._released))  # an OrderedDict by now
@@ -390,7 +409,7 @@ class GuardedOrder(Restorable, Generic[Key]):
             victims.append(key)
         return victims
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         self._faults.report(self._policy, error, f"{len(self._released)} evictable entries")
         self._order = None
         # From now on its first key is asked for again and again: a plain dict would pass over all that were removed.
@@ -422,18 +441,22 @@ class GuardedOrder(Restorable, Generic[Key]):
         order = _recordable(self._order)
         try:
             order.restore(msgspec.msgpack.decode(state.policy))
-        except Exception as error:
-            raise RecordError(f"{type(order).__qualname__}.restore() failed: {error!r}") from error
+        except BaseException as error:
+            reraise_interrupt(error)
+            name = type(order).__qualname__
+            raise RecordError(f"{name}.restore() failed: {safe_text(error)}") from error
 
     def _policy_state(self) -> msgspec.Raw:
         if self._order is None:
             return msgspec.Raw(msgspec.msgpack.encode(None))
-        order = _recordable(self._order)
         try:
-            return msgspec.Raw(msgspec.msgpack.encode(order.state()))
-        except Exception as error:
-            name = type(order).__qualname__
-            raise RecordError(f"{name}.state() cannot be recorded: {error!r}") from error
+            return msgspec.Raw(msgspec.msgpack.encode(_recordable(self._order).state()))
+        except RecordError:
+            raise
+        except BaseException as error:
+            reraise_interrupt(error)
+            name = type(self._order).__qualname__
+            raise RecordError(f"{name}.state() cannot be recorded: {safe_text(error)}") from error
 
 
 def _recordable(order: object) -> RecordableOrder:

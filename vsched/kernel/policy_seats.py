@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from vsched.errors import PolicyError, RecordError, limit_message
+from vsched.errors import PolicyError, RecordError, limit_message, reraise_interrupt, safe_text
 from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import Policy
 
@@ -60,31 +60,38 @@ class PolicyFaults(Restorable):
     """Counts policy failures and keeps notices of them until the scheduler takes them.
 
     Attributes:
-        first: The traceback of each policy's first failure since this kernel was created, by the name of its class.
+        first: The traceback of each policy's first failure since this kernel was created, by the name of its class;
+            of its failures by other types of exception, by that name and theirs.
     """
 
     counts: Saved[dict[str, int]]
     notices: Saved[list[str]]
-    _reported: Saved[int] = 0
 
     def __init__(self) -> None:
         self.counts = {}
         self.notices = []
         self.first: dict[str, TracebackException] = {}
 
-    def report(self, policy: Policy, error: Exception, shown: object) -> None:
-        """Count a failure, and word a notice with the policy's input."""
-        name = type(policy).__name__
+    def report(self, policy: Policy, error: BaseException, shown: object) -> None:
+        """Count a failure, and word a notice with the policy's input.
+
+        Raises:
+            KeyboardInterrupt: When Ctrl-C interrupted the policy, which is no failure of it.
+        """
+        reraise_interrupt(error)
+        name, kind = type(policy).__name__, type(error).__name__
         self.counts[name] = self.counts.get(name, 0) + 1
-        if self._reported < NOTICES_MAX:
-            self._reported += 1
-            # Without source lines, since the kernel does no I/O.
-            trace = TracebackException.from_exception(error, lookup_lines=False)
-            self.first.setdefault(name, trace)
-            self.notices.append(
-                f"policy {name} failed at {_place(policy, trace)} ({type(error).__name__}: {error}); "
-                f"the default decided. Input: {shown!r:.500}"
-            )
+        if self.counts[name] > NOTICES_MAX:
+            return
+        # Without source lines, since the kernel does no I/O.
+        trace = TracebackException.from_exception(error, lookup_lines=False)
+        known = self.first.setdefault(name, trace)
+        if known.exc_type is not type(error):
+            self.first.setdefault(f"{name}, {kind}", trace)
+        self.notices.append(
+            f"policy {name} failed at {_place(policy, trace)} ({kind}: {safe_text(error, str):.500}); "
+            f"the default decided. Input: {safe_text(shown):.500}"
+        )
 
     def take_notices(self) -> list[str]:
         """Return the notices since this was last asked."""
@@ -146,13 +153,18 @@ class PolicySeat(Restorable, Generic[AnyPolicy]):
             raise PolicyError(f"its state cannot be kept: {error}") from error
         self._keep(data)
 
-    def fail(self, error: Exception, view: object) -> None:
+    def fail(self, error: BaseException, view: object) -> None:
         """Report a call that failed, and take back what it did to its state."""
-        if isinstance(error, Replaced):
+        if self.replaced:
             return
         self._faults.report(self.policy, error, view)
-        if self._decoder is not None:
+        if self._decoder is None:
+            return
+        try:
             self.state = self._decoder.decode(self.kept)
+        except BaseException as again:  # noqa: BLE001 - a state's __post_init__ may raise anything
+            self._faults.report(self.policy, again, "its state")
+            self.replace(f"its state cannot be read: {safe_text(again, str)}")
 
     def replace(self, reason: str) -> None:
         """Ask the policy no more."""

@@ -184,10 +184,12 @@ class RequestMoves(Restorable):
         if not state.items or state.items[-1].end <= start:
             return ()
         view = EncodingView(
-            items=[
-                ItemSpan(item.offset, item.end, self._cache.is_ready(item.key))
-                for item in state.items
-            ],
+            items=tuple(
+                [
+                    ItemSpan(item.offset, item.end, self._cache.is_ready(item.key))
+                    for item in state.items
+                ]
+            ),
             chunk_start=start,
             chunk_stop=reach(state, start, self._limits),
             chunk_tokens=self._limits.chunk_tokens,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
+
+import msgspec
 
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
@@ -31,15 +34,12 @@ class RoutingContext:
         self.loads = loads
 
 
-class RoutedGroup:
+class RoutedGroup(msgspec.Struct, frozen=True, eq=False):
     """View of a generate group for routing policies; what depends on the request is computed when it is read."""
 
-    __slots__ = ("_context", "_group", "index")
-
-    def __init__(self, group: GenerateGroup, context: RoutingContext) -> None:
-        self.index = group.index
-        self._group = group
-        self._context = context
+    index: int
+    _group: GenerateGroup
+    _context: RoutingContext
 
     @property
     def load_tokens(self) -> int:
@@ -94,7 +94,7 @@ class Router(Restorable):
         self._groups = groups
         self._loads = loads
         self._context = RoutingContext(loads)
-        self._replicas = tuple(RoutedGroup(group, self._context) for group in groups)
+        self._replicas = tuple(RoutedGroup(group.index, group, self._context) for group in groups)
         self._measured = measured
         self._limits = limits
         self._sent = {}
@@ -112,7 +112,7 @@ class Router(Restorable):
         return chosen
 
     def _ask(self, state: RequestState, usable: Sequence[int]) -> int:
-        keys = [item.key for item in state.items]
+        keys = tuple([item.key for item in state.items])
         self._context.state = state
         self._context.seen = Counter(self._sent[key] for key in keys if key in self._sent)
         view = RoutingView(
@@ -125,10 +125,9 @@ class Router(Restorable):
             measured=self._measured,
             state=self._seat.state,
         )
-        chosen = ask_routing(self._seat, view)
-        if self._loads.open[chosen] or chosen in usable:
-            return chosen
-        return min(usable, key=self._loads.tokens.__getitem__)  # the first of equals
+        default = partial(min, usable, key=self._loads.tokens.__getitem__)  # the first of equals
+        chosen = ask_routing(self._seat, view, default)
+        return chosen if self._loads.open[chosen] or chosen in usable else default()
 
     def _remember(self, state: RequestState, index: int) -> None:
         for item in state.items:

@@ -102,10 +102,10 @@ class Scheduler(SnapshotRoot):
             for index, name in enumerate(group_names("generate", limits.generators))
         ]
         self._loads = loads = Loads(self.generators)
-        measured = MeasuredGroups(self.generators, self.encode)
+        measured = MeasuredGroups(tuple(self.generators), self.encode)
         self.encode.measured = self.embeddings.measured = measured
         for group in self.generators:
-            group.measured = MeasuredGroups([group], self.encode)
+            group.measured = MeasuredGroups((group,), self.encode)
             group.loads = loads
         self._moves = RequestMoves(
             limits, policies, self._table, self.embeddings, self.generators, seats, measured, loads

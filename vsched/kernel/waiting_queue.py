@@ -8,27 +8,25 @@ nothing: it was never taken out.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
 from vsched.kernel.snapshot import Restorable, Saved
+from vsched.policy import WaitingEntry
 
 
 class Ordered(Protocol):
-    """Something with a place in a queue."""
+    """Something with a place in a queue, and what an admission policy sees of it."""
 
     @property
     def order(self) -> tuple[int, int]: ...
+    @property
+    def view(self) -> WaitingEntry: ...
 
 
 Waiting = TypeVar("Waiting", bound=Ordered)
-
-
-def order_of(entry: Ordered) -> tuple[int, int]:
-    """Return an entry's place in the queue."""
-    return entry.order
 
 
 class OrderedQueue(Restorable, Generic[Waiting]):
@@ -43,7 +41,13 @@ class OrderedQueue(Restorable, Generic[Waiting]):
 
     def __init__(self) -> None:
         self._entries: list[Waiting] = []
+        self._orders: list[tuple[int, int]] = []
+        self._views: list[WaitingEntry] = []
         self.entries: Sequence[Waiting] = self._entries
+
+    def shown(self) -> tuple[WaitingEntry, ...]:
+        """Return what policies see of the entries; a tuple, so that no policy can change the queue."""
+        return tuple(self._views)
 
     def held_until(self, now_ns: int) -> int | None:
         """Return until when the entries are still held back; None when they are not."""
@@ -57,19 +61,26 @@ class OrderedQueue(Restorable, Generic[Waiting]):
 
     def put(self, entry: Waiting) -> None:
         """Insert an entry at its place."""
-        if not self._entries or self._entries[-1].order < entry.order:
-            self._entries.append(entry)
-        else:
-            insort(self._entries, entry, key=order_of)
+        order = entry.order
+        index = len(self._orders)
+        if index and order < self._orders[-1]:
+            index = bisect_left(self._orders, order)
+        self._entries.insert(index, entry)
+        self._orders.insert(index, order)
+        self._views.insert(index, entry.view)
 
     def remove(self, entry: Waiting) -> None:
         """Take an entry out; it must be in."""
-        index = bisect_left(self._entries, entry.order, key=order_of)
+        index = bisect_left(self._orders, entry.order)
         assert self._entries[index] is entry, "the queue's order was broken"
-        del self._entries[index]
+        del self._entries[index], self._orders[index], self._views[index]
+
+    def renew_view(self, entry: Waiting) -> None:
+        """Show policies an entry as it is now."""
+        self._views[bisect_left(self._orders, entry.order)] = entry.view
 
     def __contains__(self, entry: Waiting) -> bool:
-        index = bisect_left(self._entries, entry.order, key=order_of)
+        index = bisect_left(self._orders, entry.order)
         return index < len(self._entries) and self._entries[index] is entry
 
     def __iter__(self) -> Iterator[Waiting]:

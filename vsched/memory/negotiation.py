@@ -12,7 +12,14 @@ from typing import NoReturn, Protocol, TypeAlias
 
 import msgspec
 
-from vsched.errors import DeviceOutOfMemory, MemoryLeak, PolicyError, limit_message
+from vsched.errors import (
+    DeviceOutOfMemory,
+    MemoryLeak,
+    PolicyError,
+    limit_message,
+    reraise_interrupt,
+    safe_text,
+)
 from vsched.memory.ledger import Ledger, LedgerLine, group_ledger
 from vsched.policy import (
     AcceptBuild,
@@ -74,7 +81,10 @@ class KvNegotiation:
         assert view.ranks, "a group has a rank"
         assert not view.attempts, "a negotiation starts without attempts"
         self._policy = policy
-        self.view = view
+        # Tuples: the view is kept between the calls of the policy, which cannot change it.
+        self.view = msgspec.structs.replace(
+            view, ranks=tuple(view.ranks), reservations=tuple(view.reservations), attempts=()
+        )
         self.failure: Fail | None = None
         self._order: Order | None = None
         self._encoders, self._together, self._more = encoders, together, more
@@ -101,7 +111,7 @@ class KvNegotiation:
         """
         order = self._order
         assert isinstance(order, Probe | Build), "no order is out"
-        ranks = sorted((report.memory for report in reports), key=lambda memory: memory.rank)
+        ranks = tuple(sorted((one.memory for one in reports), key=lambda memory: memory.rank))
         wanted = sorted(memory.rank for memory in self.view.ranks)
         assert [memory.rank for memory in ranks] == wanted, f"not one report of each rank: {ranks}"
         outcome = vote([report.outcome for report in reports])
@@ -114,7 +124,7 @@ class KvNegotiation:
             headroom_bytes=order.headroom_bytes if isinstance(order, Build) else 0,
             profile=order.profile if isinstance(order, Build) else True,
         )
-        attempts = [*self.view.attempts, attempt]
+        attempts = (*self.view.attempts, attempt)
         self.view = msgspec.structs.replace(self.view, attempts=attempts)
         return self._ask()
 
@@ -134,8 +144,9 @@ class KvNegotiation:
     def _ask(self) -> Order:
         try:
             answer = self._policy.plan(self.view)
-        except Exception as error:
-            raise PolicyError(f"{self._name()} failed: {error!r}") from error
+        except BaseException as error:
+            reraise_interrupt(error)
+            raise PolicyError(f"{self._name()} failed: {safe_text(error)}") from error
         match answer:
             case Fail():
                 self._fail(answer)
@@ -147,7 +158,7 @@ class KvNegotiation:
                 self._order = self._accepted()
             case _:
                 raise PolicyError(
-                    f"{self._name()} returned {answer!r}, which is none of Probe, Build, AcceptBuild and Fail"
+                    f"{self._name()} returned {safe_text(answer)}, which is none of Probe, Build, AcceptBuild and Fail"
                 )
         return self._order
 

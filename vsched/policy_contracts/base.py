@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Protocol
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -30,24 +30,21 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     state_type: ClassVar[type[msgspec.Struct] | None] = None
 
 
-class WaitingEntry(Protocol):
+class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One waiting entry: an item in the encode stage, a request in the generate stage.
 
-    `tokens` is what it adds to a step: encoder output tokens, or prompt tokens still to be computed. None means that
-    the size is not known; such an entry is never counted as 0. `blocks` is the KV blocks it needs (0 for items).
-    A larger `priority` is more urgent. `target_ns` is when its first token is due, None without a target. `tenant` is
-    whose request it is, empty where nobody says; of an item, whose request needed it first.
+    Attributes:
+        tokens: What it adds to a step: encoder output tokens, or prompt tokens still to be computed. None if the size
+            is not known; such an entry is never counted as 0.
+        blocks: KV blocks of all its tokens, cached ones included; 0 for items.
+        priority: A larger one is more urgent.
+        target_ns: When its first token is due; None without a target.
+        tenant: Tenant of the request, empty for none; of an item, of the request that needed it first.
     """
 
-    @property
-    def tokens(self) -> int | None: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def arrived_ns(self) -> int: ...
-    @property
-    def target_ns(self) -> int | None: ...
-    @property
-    def tenant(self) -> str: ...
+    tokens: int | None
+    blocks: int = 0
+    priority: int = 0
+    arrived_ns: int = 0
+    target_ns: int | None = None
+    tenant: str = ""

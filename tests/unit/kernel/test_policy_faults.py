@@ -129,7 +129,7 @@ class BadOrder:
 
     def _do(self, name: str, *arguments: Any) -> Any:
         if name == self._broken:
-            if isinstance(self._answer, Exception):
+            if isinstance(self._answer, BaseException):
                 raise self._answer
             return self._answer
         return getattr(self._order, name)(*arguments)
@@ -301,6 +301,7 @@ def test_guard_insertion_default_decides(answer: Any) -> None:
         None,
         Said(),
         *[BadOrder(method, BOOM) for method in ("add", "reuse", "drop", "victim")],
+        *[BadOrder(method, SystemExit()) for method in ("add", "reuse", "drop", "victim")],
         *[BadOrder("victim", answer) for answer in NO_VICTIMS],
     ],
     ids=lambda order: f"{getattr(order, '_broken', order)} {getattr(order, '_answer', '')}",
@@ -339,6 +340,9 @@ def test_guard_eviction_takes_out_the_keys_that_were_added() -> None:
     assert not faults.counts
 
 
+KNOCKED = SimpleNamespace(now_ns=7, request=SimpleNamespace(arrived_ns=5))
+
+
 class Manner(str):
     __slots__ = ()
 
@@ -370,13 +374,13 @@ class Reason(str):
         ),
         (
             ask_front_door,
-            SimpleNamespace(now_ns=7, request=SimpleNamespace(arrived_ns=5)),
+            KNOCKED,
             Hold(np.int64(9)),  # type: ignore[arg-type]
         ),
-        (ask_front_door, None, Shed(Reason("full"), np.int64(3), np.int64(503))),  # type: ignore[arg-type]
-        (ask_front_door, None, Redirect(Reason("http://other:8000"))),
+        (ask_front_door, KNOCKED, Shed(Reason("full"), np.int64(3), np.int64(503))),  # type: ignore[arg-type]
+        (ask_front_door, KNOCKED, Redirect(Reason("http://other:8000"))),
         (
-            partial(ask_dispatch, encoding=1),
+            partial(ask_dispatch, free={}, encoding=1),
             SimpleNamespace(waiting=[0]),
             Dispatch(None, [np.int8(0)]),  # type: ignore[list-item]
         ),

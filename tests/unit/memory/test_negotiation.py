@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.contract.harmful import changed_by
 from tests.unit.memory.views import memory_view, rank_memory, reserved
 from vsched.errors import DeviceOutOfMemory, MemoryLeak, PolicyError
 from vsched.memory import Accepted, KvNegotiation, LedgerLine
@@ -189,6 +190,27 @@ def test_negotiation_accepts_only_what_stands(
     negotiation.start()
     with pytest.raises(PolicyError, match=words):
         negotiation.take([report(0, outcome)])
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()])
+def test_negotiation_names_a_policy_that_raises_what_would_end_a_program(
+    error: BaseException,
+) -> None:
+    def script(view: MemoryView) -> Any:
+        raise error
+
+    with pytest.raises(PolicyError, match=r"Scripted\.plan failed"):
+        KvNegotiation(scripted(script), memory_view()).start()
+
+
+def test_negotiation_view_cannot_be_changed() -> None:
+    def script(view: MemoryView) -> Any:
+        assert not changed_by(view)
+        return Probe(100) if not view.attempts else Build(100)
+
+    negotiation = KvNegotiation(scripted(script), memory_view())
+    negotiation.start()
+    assert isinstance(negotiation.take([report(0)]), Build)
 
 
 def test_negotiation_names_a_policy_that_raises() -> None:

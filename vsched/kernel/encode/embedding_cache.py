@@ -25,7 +25,13 @@ from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved
 from vsched.kernel.waiting_queue import OrderedQueue
 from vsched.measured import NOTHING_MEASURED, Measured
-from vsched.policy import EvictionPolicy, ReadyEmbedding, ReclaimPolicy, ReclaimView
+from vsched.policy import (
+    EvictionPolicy,
+    ReadyEmbedding,
+    ReclaimPolicy,
+    ReclaimView,
+    WaitingEntry,
+)
 from vsched.probes import probe
 from vsched.types import MediaItem
 
@@ -39,7 +45,7 @@ class EntryPhase(enum.Enum):
 
 
 class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
-    """One item's embedding; also what an admission policy sees of it.
+    """One item's embedding.
 
     Attributes:
         order: Its place in the queue.
@@ -79,9 +85,15 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
         return 0 if self.item.encoded else self.item.tokens
 
     @property
-    def blocks(self) -> int:
-        """Items need no KV blocks."""
-        return 0
+    def view(self) -> WaitingEntry:
+        """The entry as admission and dispatch policies see it."""
+        return WaitingEntry(
+            tokens=self.tokens,
+            priority=self.priority,
+            arrived_ns=self.arrived_ns,
+            target_ns=self.target_ns,
+            tenant=self.tenant,
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -162,6 +174,8 @@ class EmbeddingCache(Restorable):
             if entry.item.tokens == item.tokens:
                 entry.item = item  # the pixels of an earlier claimant may be gone
             entry.inherit_priority(state)
+            if entry.phase is EntryPhase.QUEUED:
+                self.queue.renew_view(entry)
         entry.claims[state.number] = min(order, entry.claims.get(state.number, order))
         self._move_up(entry, order)
         return self.is_ready(item.key)
@@ -307,7 +321,7 @@ class EmbeddingCache(Restorable):
         front = self.queue.entries[0] is entry
         view = ReclaimView(
             now_ns=now_ns,
-            ready=[_ready_view(other) for other in ready],
+            ready=tuple([_ready_view(other) for other in ready]),
             pages=pages,
             front=front,
             tokens=entry.tokens,

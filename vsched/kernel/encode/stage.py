@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
 from vsched.kernel.groups import Group
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import HOLD_MAX_NS, ask_admission, ask_dispatch, fewest_held_up
+from vsched.kernel.policy_calls import HOLD_MAX_NS, ask_admission, ask_dispatch, fewest
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved, SavedKeys
@@ -26,6 +28,7 @@ from vsched.policy import (
     DispatchPolicy,
     DispatchView,
     EncodeGroupView,
+    WaitingEntry,
 )
 from vsched.probes import probe
 from vsched.types import group_names
@@ -116,54 +119,51 @@ class EncodeGroup(Group):
         }
 
 
-class DispatchedGroup:
-    """An encode group as a dispatch policy sees it; `host` is the generate group of the same processes, if any."""
+class DispatchedGroup(msgspec.Struct, frozen=True, eq=False):
+    """An encode group as a dispatch policy sees it, and the generate group of the same processes, if any."""
 
-    __slots__ = ("group", "host")
-
-    def __init__(self, group: EncodeGroup, host: Host | None) -> None:
-        self.group = group
-        self.host = host
+    _group: EncodeGroup
+    _host: Host | None
 
     @property
     def free(self) -> bool:
         """Whether it has no batch."""
-        return not self.group.batch
+        return not self._group.batch
 
     @property
     def items(self) -> int:
         """Images of its batch."""
-        return len(self.group.batch)
+        return len(self._group.batch)
 
     @property
     def tokens(self) -> int:
         """Tokens of all of them."""
-        return sum(entry.tokens or 0 for entry in self.group.batch.values())
+        return sum(entry.tokens or 0 for entry in self._group.batch.values())
 
     @property
     def largest(self) -> int:
         """Tokens of the largest."""
-        return max((entry.tokens or 0 for entry in self.group.batch.values()), default=0)
+        return max((entry.tokens or 0 for entry in self._group.batch.values()), default=0)
 
     @property
     def since_ns(self) -> int:
         """When its latest batch was decided."""
-        return self.group.sent_ns
+        return self._group.sent_ns
 
     @property
     def tokens_encoded(self) -> int:
         """Tokens of all batches that it was given."""
-        return self.group.tokens_given
+        return self._group.tokens_given
 
     @property
     def held_up(self) -> int:
         """Requests that get no token while it is at work."""
-        return 0 if self.host is None else self.host.decoding
+        return 0 if self._host is None else self._host.decoding
 
     @property
     def load_tokens(self) -> int:
         """Tokens of the requests that are served in its processes."""
-        return 0 if self.host is None else self.host.load_tokens
+        return 0 if self._host is None else self._host.load_tokens
 
     def __repr__(self) -> str:
         values = {name: getattr(self, name) for name in EncodeGroupView.__struct_fields__}
@@ -202,7 +202,7 @@ class EncodeStage(Restorable):
         self.groups = [
             EncodeGroup(name, self._mark_dirty) for name in group_names("encode", limits.encoders)
         ]
-        self._dispatched = [DispatchedGroup(group, None) for group in self.groups]
+        self.place({})
         self.encodes = deque(maxlen=WINDOW)
         self.measured: Measured = NOTHING_MEASURED
 
@@ -210,7 +210,8 @@ class EncodeStage(Restorable):
 
     def place(self, hosts: Mapping[str, Host]) -> None:
         """Learn of the generate groups that encode groups, by name, share their processes with."""
-        self._dispatched = [DispatchedGroup(one, hosts.get(one.name)) for one in self.groups]
+        self._hosts = hosts
+        self._views = [DispatchedGroup(one, hosts.get(one.name)) for one in self.groups]
 
     def _mark_dirty(self) -> None:
         self._all_at_work = False
@@ -221,13 +222,13 @@ class EncodeStage(Restorable):
             return None
         if self._all_at_work:
             return None
-        group, waiting = self._choose(now_ns)
+        group, waiting, shown = self._choose(now_ns)
         if group is None or not waiting:
             return None
         view = AdmissionView(
             stage="encode",
             now_ns=now_ns,
-            waiting=waiting,
+            waiting=shown,
             tokens_free=self._limits.batch_tokens,
             entries_free=self._limits.encode_items,
             blocks_free=0,
@@ -249,32 +250,46 @@ class EncodeStage(Restorable):
         self.in_flight += len(batch)
         return (group, batch) if batch else None
 
-    def _choose(self, now_ns: int) -> tuple[EncodeGroup | None, Sequence[EmbeddingEntry]]:
-        """Return the group that is to have the next batch, None for none, and of which entries it can be."""
-        waiting = self._queue.entries
+    def _choose(
+        self, now_ns: int
+    ) -> tuple[EncodeGroup | None, Sequence[EmbeddingEntry], Sequence[WaitingEntry]]:
+        """Return the group of the next batch, None for none, the entries that may be in it, and their views."""
+        waiting, shown = self._queue.entries, self._queue.shown()
         if len(self.groups) == len(waiting) == 1:
             # There is one answer: what is free while nothing is being encoded must have what waits.
             only = self.groups[0]
-            return (only if only.open and only.idle else None), waiting
-        groups = [one for one in self._dispatched if one.group.open]
-        if not any(one.free for one in groups):
+            return (only if only.open and only.idle else None), waiting, shown
+        groups = [one for one in self.groups if one.open]
+        free = {index: self._held_up(one) for index, one in enumerate(groups) if one.idle}
+        if not free:
             self._all_at_work = True  # until one of them tells of a change
-            return None, ()
+            return None, (), ()
         view = DispatchView(
             now_ns=now_ns,
-            groups=groups,
-            waiting=waiting,
+            groups=tuple(
+                [view for view, one in zip(self._views, self.groups, strict=True) if one.open]
+            ),
+            waiting=shown,
             measured=self.measured,
             state=self._dispatch.state,
         )
-        answer = ask_dispatch(self._dispatch, view, encoding=self.in_flight)
+        answer = ask_dispatch(self._dispatch, view, free=free, encoding=self.in_flight)
         chosen, order = answer.group, answer.order
-        entries = waiting if order is None else [waiting[index] for index in order]
         front = waiting[0]
-        if front.arrived_ns + HOLD_MAX_NS <= now_ns and (chosen is None or entries[:1] != [front]):
-            chosen = fewest_held_up(view) if chosen is None else chosen
-            entries = [front, *(entry for entry in entries if entry is not front)]
-        return None if chosen is None else groups[chosen].group, entries
+        late = front.arrived_ns + HOLD_MAX_NS <= now_ns
+        if late and chosen is None:
+            chosen = fewest(free)
+        if late and order is not None and order[:1] != [0]:
+            order = [0, *(index for index in order if index)]
+        group = None if chosen is None else groups[chosen]
+        if order is None:
+            return group, waiting, shown
+        return group, [waiting[index] for index in order], tuple([shown[i] for i in order])
+
+    def _held_up(self, group: EncodeGroup) -> int:
+        """Return how many requests get no token while a group works."""
+        host = self._hosts.get(group.name)
+        return 0 if host is None else host.decoding
 
     def _take(self, chosen: list[EmbeddingEntry], now_ns: int) -> list[EmbeddingEntry]:
         """Move entries from the queue into a batch, as far as pages allow; a retry batch goes by itself, and whole."""

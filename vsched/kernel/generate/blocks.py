@@ -187,7 +187,7 @@ class PrefixInsertion:
             return None
         view = InsertionView(
             now_ns=now_ns,
-            hashes=state.hashes[:full],
+            hashes=tuple(state.hashes[:full]),
             prompt_blocks=min(state.prompt_length // self._block_size, full),
             found=found,
             block_tokens=self._block_size,

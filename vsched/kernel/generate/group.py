@@ -292,7 +292,7 @@ class GenerateGroup(Group):
             views = [self._running.view(other, self._in_flight.planned) for other in running]
             view = PreemptionView(
                 now_ns=now_ns,
-                running=views,
+                running=tuple(views),
                 swap_blocks_free=self._swap.free,
                 block_tokens=self._limits.block_size,
                 measured=self.measured,
@@ -344,10 +344,11 @@ class GenerateGroup(Group):
             waiting = [entry for entry in waiting if entry.order < preempted]
         if queue.blocked or not waiting:
             return
+        shown = queue.shown()
         view = AdmissionView(
             stage="generate",
             now_ns=now_ns,
-            waiting=waiting,
+            waiting=shown if preempted is None else shown[: len(waiting)],
             tokens_free=plan.budget.tokens,
             entries_free=running.slots_free,
             blocks_free=self._pool.available,

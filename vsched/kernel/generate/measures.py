@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, TypeVar
+
+import msgspec
 
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved
@@ -86,12 +89,11 @@ class _Encodes(Protocol):
     def counts(self) -> Mapping[str, int]: ...
 
 
-class MeasuredGroups:
+class MeasuredGroups(msgspec.Struct, frozen=True, eq=False):
     """`vsched.measured.Measured` over some generate groups and the encode stage; what it tells is never older."""
 
-    def __init__(self, groups: Sequence[_Generates], stage: _Encodes) -> None:
-        self._groups = groups
-        self._stage = stage
+    _groups: Sequence[_Generates]
+    _stage: _Encodes
 
     def __repr__(self) -> str:
         return f"<{len(self.steps)} steps, {len(self.encodes)} encode steps, {len(self.ends)} ends>"
@@ -153,7 +155,7 @@ class MeasuredGroups:
         for group in self._groups:
             for tenant, count in group.running_tokens():
                 tokens[tenant] = tokens.get(tenant, 0) + count
-        return tokens
+        return MappingProxyType(tokens)
 
     @property
     def tokens_prefilled(self) -> int:

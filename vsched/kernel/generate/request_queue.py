@@ -7,50 +7,26 @@ from collections.abc import Callable
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.snapshot import Saved
 from vsched.kernel.waiting_queue import OrderedQueue
+from vsched.policy import WaitingEntry
 
 
 class ReadyEntry:
-    """A waiting request as an admission policy sees it."""
+    """A waiting request, and what an admission policy sees of it."""
 
-    __slots__ = ("_block_size", "order", "state")
+    __slots__ = ("order", "state", "view")
 
     def __init__(self, state: RequestState, block_size: int) -> None:
+        request = state.request
         self.state = state
         self.order = state.order
-        self._block_size = block_size
-
-    @property
-    def tokens(self) -> int:
-        """Tokens still to be computed, as far as known."""
-        return self.state.uncached
-
-    @property
-    def blocks(self) -> int:
-        """KV blocks of all its known tokens."""
-        return -(-len(self.state.tokens) // self._block_size)
-
-    @property
-    def priority(self) -> int:
-        """The request's priority."""
-        return self.state.request.priority
-
-    @property
-    def arrived_ns(self) -> int:
-        """When it was submitted."""
-        return self.state.submitted_ns
-
-    @property
-    def target_ns(self) -> int | None:
-        """When its first token is due."""
-        return self.state.target_ns
-
-    @property
-    def tenant(self) -> str:
-        """Whose it is."""
-        return self.state.request.tenant
-
-    def __repr__(self) -> str:
-        return f"<request {self.state.number}: {self.tokens} tokens, {self.blocks} blocks>"
+        self.view = WaitingEntry(
+            tokens=state.uncached,
+            blocks=-(-len(state.tokens) // block_size),
+            priority=request.priority,
+            arrived_ns=state.submitted_ns,
+            target_ns=state.target_ns,
+            tenant=request.tenant,
+        )
 
 
 class RequestQueue(OrderedQueue[ReadyEntry]):

@@ -38,7 +38,7 @@ class StepSharing:
         token_ns, pair_ns = self._times.costs()
         view = StepView(
             now_ns=now_ns,
-            prefilling=[_view(state) for state in prefilling],
+            prefilling=tuple([_view(state) for state in prefilling]),
             waiting=waiting,
             decodes=decodes,
             tokens_free=plan.budget.tokens,

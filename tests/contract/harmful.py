@@ -1,0 +1,228 @@
+"""Policies that do harm: views that are changed by force or in good faith, odd answers, and exceptions of all kinds."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple, cast, get_args, get_type_hints
+
+import msgspec
+
+from vsched.policy import CONTRACTS, Policy
+
+KINDS = sorted(CONTRACTS.keys() - {"eviction", "memory"})
+"""The kinds of policy whose method gets a view from the kernel."""
+
+MUTATORS = sorted(
+    {
+        name
+        for kind in (list, dict, set, deque, bytearray)
+        for name in dir(kind)
+        if not name.startswith("_")
+    }
+    - {name for kind in (tuple, frozenset, bytes) for name in dir(kind)}
+    - {"get", "items", "keys", "values"}
+)
+"""The methods of built-in containers that change them, and a few that do not."""
+OPERATORS: list[Callable[[Any], object]] = [
+    lambda one: operator.setitem(one, 0, None),
+    lambda one: operator.setitem(one, "", 1),
+    lambda one: operator.delitem(one, 0),
+    lambda one: operator.delitem(one, ""),
+    lambda one: operator.delitem(one, slice(None)),
+]
+ARGUMENTS: list[tuple[object, ...]] = [(), (0,), ("",), (0, 0), ({},), ([],), ({0: 0},)]
+
+
+def names_of(value: object) -> list[str]:
+    """Return the names of all attributes of a value that are not Python's own."""
+    return [name for name in dir(value) if not name.startswith("__")]
+
+
+def reachable(view: object) -> list[object]:
+    """Return all objects that a policy reaches from a view by public names, items and values; not its state."""
+    found: list[object] = []
+    seen: set[int] = set()
+    state = getattr(view, "state", None)
+    kept: list[object] = []  # or another value has the address of one that is gone
+
+    def walk(value: object) -> None:
+        plain = isinstance(value, int | float | str | bytes | type) or value is None
+        if plain or value is state or callable(value) or id(value) in seen:
+            return
+        seen.add(id(value))
+        kept.append(value)
+        found.append(value)
+        if isinstance(value, Mapping):
+            for key, one in value.items():
+                walk(key)
+                walk(one)
+        elif isinstance(value, msgspec.Struct) or not hasattr(value, "__iter__"):
+            for name in names_of(value):
+                if not name.startswith("_"):
+                    walk(getattr(value, name))
+        else:
+            for one in itertools.islice(cast("Any", value), 3):
+                walk(one)
+
+    walk(view)
+    return found
+
+
+def changes(value: object) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield all ways to change an object that Python offers without force, each with its name."""
+    for name in names_of(value):
+        yield f"set {name}", partial(setattr, value, name, 0)
+        yield f"delete {name}", partial(delattr, value, name)
+    yield "set a new attribute", partial(setattr, value, "made_up", 0)
+    for name in MUTATORS:
+        method = getattr(value, name, None)
+        if callable(method):
+            for arguments in ARGUMENTS:
+                yield f"{name}{arguments}", partial(method, *arguments)
+    for number, change in enumerate(OPERATORS):
+        yield f"operator {number}", partial(change, value)
+
+
+def changed_by(view: object) -> list[str]:
+    """Try every change on every object that a view leads to; return those that did not raise."""
+    done = []
+    for value in reachable(view):
+        for name, change in changes(value):
+            try:
+                change()
+            except (AttributeError, TypeError, KeyError, IndexError):
+                continue
+            done.append(f"{type(value).__name__}: {name}")
+    return done
+
+
+def forced(view: object, choice: int, value: object) -> None:
+    """Change one field of one object of a view past its protection, private ones included."""
+    structs = [one for one in reachable(view) if isinstance(one, msgspec.Struct)]
+    fields = [(one, name) for one in structs for name in one.__struct_fields__]
+    one, name = fields[choice % len(fields)]
+    msgspec.structs.force_setattr(one, name, value)
+
+
+def wrapped(cls: type[Policy], around: Callable[[Callable[[Any], Any], Any], Any]) -> Policy:
+    """Return a policy like `cls`, whose every call is `around(ask, view)`."""
+    method = cast("Callable[[Policy, Any], Any]", getattr(cls, cls.method))
+
+    def ask(self: Policy, view: Any) -> Any:
+        return around(lambda one: method(self, one), view)
+
+    made = msgspec.defstruct(
+        f"Harmful{cls.__name__}",
+        [],
+        bases=(cls,),
+        namespace={cls.method: ask},
+        frozen=True,
+        kw_only=True,
+    )
+    return cast("Policy", made())
+
+
+def answers_of(kind: str) -> list[type[msgspec.Struct]]:
+    """Return the structs that a policy of a kind may answer with."""
+    contract = CONTRACTS[kind]
+    hint = get_type_hints(getattr(contract, contract.method))["return"]
+    options = get_args(hint) or (hint,)
+    return [one for one in options if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+
+
+class Angry:
+    """A value whose every method raises what no `except Exception` catches."""
+
+    def _raise(self, *_: object) -> Any:
+        raise SystemExit("angry")
+
+    __getattr__ = __index__ = __iter__ = __len__ = __bool__ = __repr__ = __str__ = _raise
+    __eq__ = __hash__ = __lt__ = _raise
+
+
+class AngryError(BaseException):
+    """An exception that cannot be worded."""
+
+    def __str__(self) -> str:
+        raise SystemExit("angry")
+
+    __repr__ = __str__
+
+
+def endless(value: object) -> Iterator[object]:
+    """Yield a value for ever."""
+    while True:
+        yield value
+
+
+class Odd(NamedTuple):
+    """A value that no policy may answer with, made anew for each call."""
+
+    name: str
+    make: Callable[[], object]
+
+
+ODD = [
+    Odd("None", lambda: None),
+    Odd("an object", object),
+    Odd("text", lambda: "youngest"),
+    Odd("long text", lambda: "x" * 100_000),
+    Odd("a negative", lambda: -1),
+    Odd("a huge number", lambda: 10**400),
+    Odd("64 bits", lambda: 2**63 - 1),
+    Odd("a float", lambda: 0.5),
+    Odd("NaN", lambda: math.nan),
+    Odd("infinity", lambda: math.inf),
+    Odd("a bool", lambda: True),
+    Odd("an empty list", list),
+    Odd("out of range", lambda: [99]),
+    Odd("duplicates", lambda: [0, 0]),
+    Odd("reversed", lambda: range(5, -1, -1)),
+    Odd("a long range", lambda: range(10**12)),
+    Odd("a long list", lambda: [0] * 100_000),
+    Odd("NaN in a list", lambda: [math.nan]),
+    Odd("a huge number in a list", lambda: [10**400]),
+    Odd("a nested list", lambda: [[0]]),
+    Odd("a set", lambda: {0}),
+    Odd("a dictionary", lambda: {0: 0}),
+    Odd("an endless generator", lambda: endless(0)),
+    Odd("an angry value", Angry),
+    Odd("angry values", lambda: [Angry()]),
+    Odd("a class", lambda: Angry),
+]
+
+
+def recurse() -> None:
+    """Recurse without an end."""
+    recurse()
+
+
+def exhaust() -> None:
+    """Ask for more memory than there can be."""
+    bytearray(1 << 62)
+
+
+def throw(error: BaseException) -> None:
+    """Raise an error."""
+    raise error
+
+
+RAISES: list[Callable[[], object]] = [
+    lambda: throw(RuntimeError("a bug")),
+    lambda: throw(SystemExit()),
+    lambda: throw(SystemExit(0)),
+    lambda: throw(KeyboardInterrupt()),
+    lambda: throw(GeneratorExit()),
+    lambda: throw(StopIteration()),
+    lambda: throw(asyncio.CancelledError()),
+    lambda: throw(ExceptionGroup("several", [ValueError(), KeyError()])),
+    lambda: throw(AngryError()),
+    recurse,
+    exhaust,
+]

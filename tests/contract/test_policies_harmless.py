@@ -1,0 +1,256 @@
+"""Whatever a policy does to its view, answers or raises: the kernel serves, and names the policy."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import cache
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.contract.harmful import (
+    KINDS,
+    ODD,
+    RAISES,
+    Odd,
+    answers_of,
+    changed_by,
+    forced,
+    reachable,
+    wrapped,
+)
+from tests.unit.kernel.setups import image_request, make_limits, words
+from vsched.kernel.commands import Command
+from vsched.policy import AdmissionPolicy, Policy
+from vsched.testing import ModelCluster, make_request
+from vsched.testing.defaults import DEFAULTS, default_policies
+from vsched.testing.policy_check import PLACES
+
+FEW = settings(max_examples=10, deadline=None)
+
+
+class _Recorded(ModelCluster):
+    def __init__(self, policies: dict[str, Policy]) -> None:
+        self.digest = blake2b()
+        limits = make_limits(
+            blocks=40, slots=4, pages=8, chunk_tokens=12, generators=2, encoders=2, drafts=True
+        )
+        super().__init__(limits, default_policies(**policies))
+
+    def carry_out(self, command: Command) -> None:
+        self.digest.update(type(command).__name__.encode() + msgspec.msgpack.encode(command))
+        super().carry_out(command)
+
+
+def serve(**policies: Policy) -> _Recorded:
+    """Serve requests that need every kind of decision, some of which come while others run."""
+    cluster = _Recorded(policies)
+    for index in range(8):
+        image = (b"image%d" % (index % 3), 10)
+        cluster.knock(image_request(f"image{index}", image, max_tokens=30))
+        cluster.knock(make_request(f"text{index}", words(30, start=20 * index), max_tokens=60))
+    late = image_request("late", (b"old", 8), (b"large", 24), max_tokens=4)
+    cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
+    cluster.submit(late)
+    cluster.drain()
+    assert not cluster.unserved()
+    assert all(one.reason == "length" for one in cluster.ended.values())
+    cluster.check_settled()
+    return cluster
+
+
+def places(kind: str, policy: Policy) -> dict[str, Policy]:
+    return dict.fromkeys(PLACES[kind], policy)
+
+
+def default_of(kind: str) -> type[Policy]:
+    return type(getattr(default_policies(), PLACES[kind][0]))
+
+
+@cache
+def served_by_defaults() -> bytes:
+    return serve().digest.digest()
+
+
+def test_every_kind_is_tried() -> None:
+    assert {kind for kind, _ in DEFAULTS.values()} == {*KINDS, "eviction"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_view_can_be_changed(kind: str) -> None:
+    """All mutations of all objects that a view leads to raise, and so the run goes as it does without them."""
+    done: list[str] = []
+    seen: set[str] = set()
+
+    def around(ask: Any, view: Any) -> Any:
+        done.extend(changed_by(view))
+        seen.update(type(one).__name__ for one in reachable(view))
+        return ask(view)
+
+    policies = places(kind, wrapped(default_of(kind), around))
+    if kind == "admission":
+        policies = {
+            place: wrapped(type(getattr(default_policies(), place)), around) for place in policies
+        }
+    cluster = serve(**policies)
+    assert not done
+    assert len(seen) > 1, "no view was seen"
+    assert cluster.digest.digest() == served_by_defaults()
+    assert not cluster.notices
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@FEW
+@given(
+    choices=st.lists(st.integers(0, 10_000), min_size=1, max_size=20),
+    value=st.sampled_from([None, -1, 10**9, "", ()]),
+    keep=st.booleans(),
+)
+def test_views_changed_by_force_harm_nobody(
+    kind: str, choices: list[int], value: object, keep: bool
+) -> None:
+    """Fields that are forced, during the call or later, at most change what policies see."""
+    kept: list[Any] = []
+    calls = iter(choices * 1000)
+
+    def around(ask: Any, view: Any) -> Any:
+        answer = ask(view)
+        if keep:
+            kept.append(view)
+        forced(kept[0] if keep else view, next(calls, 0), value)
+        return answer
+
+    serve(**places(kind, wrapped(default_of(kind), around)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("odd", [*range(len(ODD))], ids=[one.name for one in ODD])
+def test_odd_answers_harm_nobody(kind: str, odd: int) -> None:
+    serve(**places(kind, wrapped(default_of(kind), lambda *_: ODD[odd].make())))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if answers_of(kind)])
+@FEW
+@given(data=st.data())
+def test_odd_fields_of_answers_harm_nobody(kind: str, data: st.DataObject) -> None:
+    drawn = data.draw(st.sampled_from(answers_of(kind)), "answer")
+    fields: dict[str, Odd] = {
+        name: data.draw(st.sampled_from(ODD), name)
+        for name in drawn.__struct_fields__
+        if data.draw(st.booleans())
+    }
+
+    def around(ask: Any, view: Any) -> Any:
+        answer = ask(view)
+        if isinstance(answer, drawn):
+            made = {name: getattr(answer, name) for name in drawn.__struct_fields__}
+        else:
+            made = dict.fromkeys(drawn.__struct_fields__, 0)
+        return drawn(**{**made, **{name: one.make() for name, one in fields.items()}})
+
+    serve(**places(kind, wrapped(default_of(kind), around)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", range(len(RAISES)))
+def test_no_exception_ends_the_kernel(kind: str, number: int) -> None:
+    """The failure is counted, named with file and line, and its traceback is kept once."""
+
+    def around(ask: Any, view: Any) -> Any:
+        RAISES[number]()
+        return ask(view)
+
+    policy = wrapped(default_of(kind), around)
+    cluster = serve(**places(kind, policy))
+    name = type(policy).__name__
+    assert cluster.kernel.statistics()["policy_faults"][name] >= 1
+    assert cluster.notices[0].startswith(f"policy {name} failed at harmful.py:")
+    traces = cluster.kernel.policy_failures
+    assert [*traces] == [name]
+    assert f'File "{__file__}"' in "".join(traces[name].format())
+
+
+def test_traceback_of_each_kind_of_failure_is_kept_once() -> None:
+    errors = [ValueError("first"), KeyError("second"), ValueError("third")]
+
+    def around(ask: Any, view: Any) -> Any:
+        if errors:
+            raise errors.pop(0)
+        return ask(view)
+
+    cluster = serve(generate_admission=wrapped(default_of("admission"), around))
+    assert [*cluster.kernel.policy_failures] == [
+        "HarmfulTokenBudget",
+        "HarmfulTokenBudget, KeyError",
+    ]
+
+
+def test_interrupt_by_the_user_passes() -> None:
+    """Ctrl-C ends a program whose policy never returns; the failure is not the policy's."""
+
+    def around(ask: Any, view: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            pass
+
+    policy = wrapped(default_of("admission"), around)
+    with pytest.raises(KeyboardInterrupt):
+        serve(generate_admission=policy)
+
+
+class Hoard(msgspec.Struct):
+    names: list[str] = []
+    views: dict[str, list[int]] = {}
+
+
+class Keeping(AdmissionPolicy, frozen=True, kw_only=True):
+    """Keeps its states, and changes them after the call that they were lent to."""
+
+    state_type = Hoard
+
+    def admit(self, view: Any) -> Any:
+        state: Hoard = view.state
+        assert state.names == ["x"] * len(state.names)
+        for old in KEPT:
+            old.names.append("changed later")
+            old.views.clear()
+        KEPT[:] = [*KEPT[-5:], state]
+        state.names.append("x")
+        del state.names[10:]
+        return default_of("admission")().admit(view)  # type: ignore[attr-defined]
+
+
+KEPT: list[Hoard] = []
+
+
+def test_states_that_are_kept_and_changed_later_do_no_harm() -> None:
+    KEPT.clear()
+    cluster = serve(generate_admission=Keeping())
+    assert not cluster.notices
+
+
+def test_state_that_can_no_longer_be_read_replaces_the_policy() -> None:
+    calls: list[int] = []
+
+    class Brittle(msgspec.Struct):
+        count: int = 0
+
+        def __post_init__(self) -> None:
+            if len(calls) > 3:
+                raise SystemExit
+
+    class Tries(AdmissionPolicy, frozen=True, kw_only=True):
+        state_type = Brittle
+
+        def admit(self, view: Any) -> Any:
+            calls.append(1)
+            return default_of("admission")().admit(view)  # type: ignore[attr-defined]
+
+    cluster = serve(generate_admission=Tries())
+    replaced = cluster.kernel.statistics()["policy_replaced"]
+    assert set(replaced) == {"generate-0.admission"} or len(replaced) == 2
