@@ -27,7 +27,6 @@ from vsched.policy import (
     PreemptionPolicy,
     PreemptionView,
     Probe,
-    ReplicaView,
     RoutingPolicy,
     RoutingView,
 )
@@ -155,7 +154,7 @@ class Sorts(RoutingPolicy, frozen=True, kw_only=True):
     def choose(self, view: RoutingView) -> int:
         replicas: Any = view.replicas
         replicas.sort(key=lambda replica: (not replica.healthy, replica.load_tokens))
-        first: ReplicaView = view.replicas[0]
+        first = view.replicas[0]
         return first.index
 
 
