@@ -57,7 +57,7 @@ def _call(
     side: str, options: argparse.Namespace, folder: Path, checkpoint: Path, out: Path
 ) -> None:
     if side == "vsched":
-        command = [sys.executable, "-c", sides.ENTRY, "bench", "kernel", "--out", str(out)]
+        command = [sys.executable, "-m", "tests.bench.parts", "kernel", "--out", str(out)]
         command += ["--steps", str(options.steps), "--repeats", "1"]
     else:
         python = str(folder / "bin" / "python")

@@ -1,4 +1,4 @@
-"""The sampler of vLLM's CPU path, rewritten in torch, compared with `vsched bench sampler`.
+"""The sampler of vLLM's CPU path, rewritten in torch, compared with `python -m tests.bench.parts sampler`.
 
     python -m tests.bench.torch_sampler
 
@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from vsched.bench.sampler.measure import ASKED, Choose, SamplerRow, measure_sampler
+from tests.bench.parts.sampler.measure import ASKED, Choose, SamplerRow, measure_sampler
 from vsched.worker.contract import SequenceState
 from vsched_workers.plugin import TransformersPlugin
 

@@ -160,7 +160,7 @@ def arrive(checkpoint: str, requests: int) -> list[Row]:
     rng = random.Random(0)
     whole: list[int] = []
     gc.collect()
-    gc.disable()  # as in `vsched bench kernel`
+    gc.disable()  # as in `python -m tests.bench.parts kernel`
     for index in range(requests):
         tokens = [rng.randrange(10, 4000) for _ in range(PROMPT_TOKENS)]
         tokens[8:8] = [5] * IMAGE_TOKENS

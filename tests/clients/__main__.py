@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.clients import environments, table
 from tests.clients.catalogue import CLIENTS, Client
 from vsched.api.server import running_server
-from vsched.bench.accuracy.exam import user_message
+from vsched.cli.demo.exam import user_message
 from vsched.config import load_config
 from vsched.worker.capabilities import Examiner
 from vsched.worker.registry import load_worker

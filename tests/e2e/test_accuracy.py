@@ -1,4 +1,4 @@
-"""`vsched bench accuracy`, small: two settings, real engines, real preemptions."""
+"""`python -m tests.bench.parts accuracy`, small: two settings, real engines, real preemptions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command_line import run_vsched
+from tests.bench.parts.__main__ import app
+from tests.e2e.command_line import run_command
 
 
 @pytest.mark.slow
@@ -20,7 +21,7 @@ def test_accuracy_bench_finds_no_change_where_requests_preempt_each_other(
     words = ["--count", "3", "--only", "preempted", "--budgets", ""]
     words += ["--set", "encode.threads=1", "--set", "generate.threads=1"]
     words += ["--json", str(out), "--plot", str(plot)]
-    printed = run_vsched("bench", "accuracy", str(checkpoints("nano25")), *words)
+    printed = run_command(app, "accuracy", str(checkpoints("nano25")), *words)
     assert "No answer changed under 2 settings without a clamp." in printed
     report = json.loads(out.read_bytes())
     undisturbed, preempted = report["outcomes"]

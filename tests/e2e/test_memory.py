@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.parts.memory.measure import measure_memory
 from tests.e2e.command_line import run_vsched
 from tests.parity.architectures import make_checkpoint as make_text_checkpoint
 from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.patience import patience
 from vsched import assembly
-from vsched.bench.memory.measure import measure_memory
 from vsched.config import load_config
 from vsched.engine import Engine
 from vsched.errors import DeviceOutOfMemory

@@ -6,6 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import typer
+
 from vsched.cli import app
 from vsched.errors import VschedError
 from vsched.logs import configure_logging
@@ -37,12 +39,17 @@ def import_commands(words: Sequence[str] = ()) -> None:
 
 
 def main() -> None:
-    """Run the command line; print each expected error as one line, with exit status 2 and without a traceback."""
+    """Run the command line."""
     configure_logging("host" if sys.argv[1:2] == ["host"] else "engine")
     sys.path.insert(0, "")  # a policy "my_policies:Mine" may be in the current folder
     import_commands(sys.argv[1:])
+    run(app)
+
+
+def run(commands: typer.Typer) -> None:
+    """Run a command; print an expected error line by line, with exit status 2 and without a traceback."""
     try:
-        app()
+        commands()
     except VschedError as error:
         sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
         sys.exit(2)

@@ -13,9 +13,9 @@ from pathlib import Path
 from rich.table import Table
 
 from demo_training.drawing import BUILT_IN_FONT, HELD_OUT_FONTS, TRAINING_FONTS
+from demo_training.interval import Share, wilson_interval
 from demo_training.plan import Plan
 from demo_training.train import Progress
-from vsched.bench.report.interval import Share, wilson_interval
 
 FINAL_COUNT = 500
 CURVE_POINTS = 200

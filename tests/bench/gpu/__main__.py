@@ -129,7 +129,7 @@ def _run(
         Step("serve", [*python, "tests.bench.gpu.serve", *served], 110),
         Step("memory", [*python, "tests.bench.gpu.memory", *served,
                         f"--seconds={0 if on_cpu else 140}"], 150),
-        Step("recovery", [*python, "vsched", "bench", "recovery", checkpoint, "--rounds=1",
+        Step("recovery", [*python, "tests.bench.parts", "recovery", checkpoint, "--rounds=1",
                           f"--dtype={dtype}", "--busy=0", f"--json={out}/recovery.json",
                           *(f"--set={one}" for one in settings_of(options.device))], 60),
         Step("weights", [*python, "tests.bench.gpu.models", "--models", options.models.split(",")[0],

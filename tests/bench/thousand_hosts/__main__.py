@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vsched.bench.kernel.measure import IMAGE_TOKENS, PROMPT_TOKENS, one_request
+from tests.bench.parts.kernel.measure import IMAGE_TOKENS, PROMPT_TOKENS, one_request
 from vsched.config import load_config
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import Decide

@@ -10,19 +10,18 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from vsched.bench.accuracy import measure as accuracy
-from vsched.bench.accuracy.command import conclusions
-from vsched.bench.accuracy.exam import CHAINED, Question, draw_questions
-from vsched.bench.accuracy.measure import (
+from tests.bench.parts.__main__ import app
+from tests.bench.parts.accuracy import measure as accuracy
+from tests.bench.parts.accuracy.command import conclusions
+from tests.bench.parts.accuracy.measure import (
     AccuracyReport,
     ExamAnswer,
     VariantResult,
     measure_accuracy,
     offenders,
 )
-from vsched.bench.accuracy.variants import REFERENCE, UNCLAMPED, choose, clamped, merged_sets
-from vsched.cli import app
-from vsched.cli.main import import_commands
+from tests.bench.parts.accuracy.variants import REFERENCE, UNCLAMPED, choose, clamped, merged_sets
+from vsched.cli.demo.exam import CHAINED, Question, draw_questions
 from vsched.config import load_config
 from vsched.errors import CheckpointError, ConfigError
 from vsched.worker.capabilities import Examiner, ExamTurn
@@ -285,15 +284,14 @@ async def test_measure_fails_when_the_first_setting_does(monkeypatch: pytest.Mon
     ],
 )
 def test_command_refuses_options_that_cannot_be(words: list[str], message: str) -> None:
-    import_commands(["bench"])
-    done = CliRunner().invoke(app, ["bench", "accuracy", "nowhere", *words])
+    done = CliRunner().invoke(app, ["accuracy", "nowhere", *words])
     assert isinstance(done.exception, ConfigError)
     assert message in str(done.exception)
 
 
 def test_command_refuses_a_plugin_without_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vsched.worker.registry.load_worker", lambda _name, path="": object())
-    done = CliRunner().invoke(app, ["bench", "accuracy", "nowhere"])
+    done = CliRunner().invoke(app, ["accuracy", "nowhere"])
     assert isinstance(done.exception, ConfigError)
     assert "generate.plugin: 'transformers' has no questions" in str(done.exception)
 
@@ -302,6 +300,6 @@ def test_command_without_a_checkpoint_says_where_the_trained_one_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("vsched.worker.registry.load_worker", lambda _name, path="": Drawn())
-    done = CliRunner().invoke(app, ["bench", "accuracy"])
+    done = CliRunner().invoke(app, ["accuracy"])
     assert isinstance(done.exception, ConfigError)
     assert "the trained one is not installed" in str(done.exception)

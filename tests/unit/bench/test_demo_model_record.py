@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vsched.bench.report.interval import Share
+from demo_training.interval import Share
 
 ROOT = Path(__file__).parents[3]
 AIMS = {"number": 95, "colour": 98, "shape": 98, "count": 90}

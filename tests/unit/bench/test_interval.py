@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from vsched.bench.report.interval import Share, wilson_interval
+from demo_training.interval import Share, wilson_interval
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""`vsched bench kernel` works with any number of events."""
+"""`python -m tests.bench.parts kernel` works with any number of events."""
 
 from __future__ import annotations
 
 import pytest
 
-from vsched.bench.kernel.measure import measure_arrival, measure_decode, measure_request
+from tests.bench.parts.kernel.measure import measure_arrival, measure_decode, measure_request
 from vsched.testing import default_policies
 
 

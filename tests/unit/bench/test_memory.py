@@ -1,4 +1,4 @@
-"""`vsched bench memory`: a load within the checkpoint's limits, and the verdicts."""
+"""`python -m tests.bench.parts memory`: a load within the checkpoint's limits, and the verdicts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.bench.parts.memory import measure
+from tests.bench.parts.memory.command import memory
+from tests.bench.parts.memory.measure import MemoryRun, Verdict, default_settings
 from vsched.assembly import context_tokens, inspect_checkpoint
-from vsched.bench.memory import measure
-from vsched.bench.memory.command import memory
-from vsched.bench.memory.measure import MemoryRun, Verdict, default_settings
 from vsched.config import load_config
 from vsched.config.policies import resolve_policies
 

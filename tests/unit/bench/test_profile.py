@@ -1,4 +1,4 @@
-"""`vsched bench profile`: clocks at probe points, floors, and a real server with ranks that have no model."""
+"""The profile benchmark: clocks at probe points, floors, and a real server with ranks that have no model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 
 import pytest
 
+from tests.bench.parts.profile.floors import LoadWork, MachineRates, floors
+from tests.bench.parts.profile.measure import Profile, ProfileRow, profile
+from tests.bench.parts.profile.meter import OUTSIDE, Meter, ProbePoint, read_cells
 from tests.unit.bench import idle_plugin
 from vsched.bench.load.client_process_main import LoadOrder
 from vsched.bench.load.shapes import Case
-from vsched.bench.profile.floors import LoadWork, MachineRates, floors
-from vsched.bench.profile.measure import Profile, ProfileRow, profile
-from vsched.bench.profile.meter import OUTSIDE, Meter, ProbePoint, read_cells
 from vsched.config import load_config
 
 MACHINE = MachineRates(bytes_s=1e9, operations_s=1e12, message_s=1e-5)

@@ -1,10 +1,10 @@
-"""`vsched bench ranks` over real processes."""
+"""`python -m tests.bench.parts ranks` over real processes."""
 
 from __future__ import annotations
 
 import pytest
 
-from vsched.bench.ranks.measure import PAUSES_S, WAYS, measure_ranks
+from tests.bench.parts.ranks.measure import PAUSES_S, WAYS, measure_ranks
 
 
 @pytest.mark.slow

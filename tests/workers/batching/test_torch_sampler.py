@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tests.bench.parts.sampler.measure import draw_logits
 from tests.bench.torch_sampler import cut, make_torch_sampler
-from vsched.bench.sampler.measure import draw_logits
 
 
 def test_torch_sampler_cuts_what_top_k_and_top_p_name() -> None:

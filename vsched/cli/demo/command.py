@@ -158,7 +158,7 @@ class _Exam:
 
 async def _examine(exam: _Exam, folder: Path, max_tokens: int, console: Console) -> None:
     """Ask about a picture, then hold a conversation; report whether the answers are right."""
-    from vsched.bench.accuracy.exam import user_message
+    from vsched.cli.demo.exam import user_message
 
     first = exam.turn(TASKS[0], 0)
     async with _serving(exam.checkpoint, console) as client:
@@ -180,7 +180,7 @@ async def _examine(exam: _Exam, folder: Path, max_tokens: int, console: Console)
 
 async def _converse(client: _Client, turns: Sequence[ExamTurn], max_tokens: int) -> list[AskedTurn]:
     """Hold a conversation of these turns, each with its own picture."""
-    from vsched.bench.accuracy.exam import user_message
+    from vsched.cli.demo.exam import user_message
 
     messages: list[dict[str, Any]] = []
     asked: list[AskedTurn] = []
@@ -220,7 +220,7 @@ def _show(pictures: Sequence[bytes], folder: Path, name: str, console: Console) 
 
 
 async def _ask_noise(checkpoint: Path, folder: Path, max_tokens: int, console: Console) -> None:
-    from vsched.bench.accuracy.exam import user_message
+    from vsched.cli.demo.exam import user_message
 
     turn = ExamTurn((draw_picture(),), QUESTION, "")
     _show(turn.images, folder, "picture", console)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vsched.bench.accuracy.exam import is_answer
+from vsched.cli.demo.exam import is_answer
 
 if TYPE_CHECKING:
     from PIL import Image

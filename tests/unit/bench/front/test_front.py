@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
+from tests.bench.parts.front import stub_plugin
+from tests.bench.parts.front.measure import FrontLoad, front_row
 from tests.unit.bench.idle_plugin import plugin as idle
-from vsched.bench.front import stub_plugin
-from vsched.bench.front.measure import FrontLoad, front_row
 from vsched.bench.load.client import Sample
 from vsched.bench.load.figures import Answers, summarise
 from vsched.bench.load.shapes import Case

@@ -1,4 +1,4 @@
-"""`vsched bench lag` sends the described cases, and counts events that would have been late."""
+"""`python -m tests.bench.parts lag` sends the described cases, and counts events that would have been late."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import base64
 import msgspec
 import pytest
 
+from tests.bench.parts.lag.cases import OUTPUT_TOKENS, lag_cases
+from tests.bench.parts.lag.meter import lateness
 from tests.unit.media.fakes import model_info
 from vsched.api.contract import ApiSettings
-from vsched.bench.lag.cases import OUTPUT_TOKENS, lag_cases
-from vsched.bench.lag.meter import lateness
 from vsched.config import MediaConfig
 from vsched.media.embeddings import read_tensors
 

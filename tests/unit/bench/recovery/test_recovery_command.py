@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vsched.bench.recovery import measure
-from vsched.bench.recovery.measure import Recovery, RecoveryCase
-from vsched.cli.bench import bench_app
+from tests.bench.parts.__main__ import app
+from tests.bench.parts.recovery import measure
+from tests.bench.parts.recovery.measure import Recovery, RecoveryCase
 
 
 def loss(
@@ -54,7 +54,7 @@ def test_recovery_shows_lowest_median_and_highest_of_each_case(
 
     monkeypatch.setattr(measure, "measure_recovery", measured)
     options = ["--dtype", "float32", "--busy", "0", "--busy", "3", "--new-processes"]
-    done = CliRunner().invoke(bench_app, ["recovery", "nowhere", *options])
+    done = CliRunner().invoke(app, ["recovery", "nowhere", *options])
     assert [(case.busy, case.forked) for case in asked] == [
         (0, True),
         (0, False),

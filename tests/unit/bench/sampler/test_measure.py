@@ -1,4 +1,4 @@
-"""`vsched bench sampler` measures every case, and only rows with sampling parameters are special."""
+"""`python -m tests.bench.parts sampler` measures every case, and only rows with sampling parameters are special."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vsched.bench.sampler.measure import ASKED, KINDS, draw_logits, measure_sampler
+from tests.bench.parts.sampler.measure import ASKED, KINDS, draw_logits, measure_sampler
 from vsched.worker.contract import SequenceState
 
 

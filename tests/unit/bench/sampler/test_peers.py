@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.bench.parts.sampler.measure import SamplerRow, draw_logits
 from tests.bench.samplers import table
 from tests.bench.samplers.job import OUTPUTS, PROMPT, Choose, Logits, check, measure
 from tests.bench.servers.sides import ROOT
-from vsched.bench.sampler.measure import SamplerRow, draw_logits
 from vsched.types import SamplingParams
 
 LOGITS = np.array([[1.0, 5.0, 3.0], [9.0, 2.0, 8.0]], np.float32)

@@ -1,0 +1,1 @@
+"""`python -m tests.bench.parts accuracy`: output accuracy under different settings."""

@@ -1,0 +1,1 @@
+"""`python -m tests.bench.parts cache`: the effect of caching embeddings per image."""

@@ -1,0 +1,1 @@
+"""`python -m tests.bench.parts kernel`: cost of the scheduler."""

@@ -1,0 +1,1 @@
+"""`python -m tests.bench.parts lag`: event loop latency under the largest legal requests."""

@@ -1,0 +1,1 @@
+"""`python -m tests.bench.parts memory`: memory policies under a hard limit."""

@@ -1,0 +1,1 @@
+"""`python -m tests.bench.parts profile`: time spent on a served load, by component."""

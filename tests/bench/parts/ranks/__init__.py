@@ -1,0 +1,1 @@
+"""`python -m tests.bench.parts ranks`: latency of a decision from leader to rank."""

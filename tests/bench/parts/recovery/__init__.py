@@ -1,0 +1,1 @@
+"""`python -m tests.bench.parts recovery`: cost of a killed generate rank."""

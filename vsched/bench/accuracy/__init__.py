@@ -1,1 +1,0 @@
-"""`vsched bench accuracy`: output accuracy under different settings."""

@@ -1,1 +1,0 @@
-"""`vsched bench cache`: the effect of caching embeddings per image."""

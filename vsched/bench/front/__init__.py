@@ -1,1 +1,0 @@
-"""`vsched bench front`: cost of serving HTTP, measured with ranks that compute nothing."""

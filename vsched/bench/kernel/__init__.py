@@ -1,1 +1,0 @@
-"""`vsched bench kernel`: cost of the scheduler."""

@@ -1,1 +1,0 @@
-"""`vsched bench lag`: event loop latency under the largest legal requests."""

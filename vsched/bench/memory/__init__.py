@@ -1,1 +1,0 @@
-"""`vsched bench memory`: memory policies under a hard limit."""

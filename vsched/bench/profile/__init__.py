@@ -1,1 +1,0 @@
-"""`vsched bench profile`: time spent on a served load, by component."""

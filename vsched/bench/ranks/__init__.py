@@ -1,1 +1,0 @@
-"""`vsched bench ranks`: latency of a decision from leader to rank."""

@@ -1,1 +1,0 @@
-"""`vsched bench recovery`: cost of a killed generate rank."""
