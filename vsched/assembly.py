@@ -83,7 +83,7 @@ def _check_kv_heads(config: Config, info: ModelInfo) -> None:
     if not info.kv_heads_per_token:
         raise ConfigError(
             limit_message(
-                f"generate.kv_dtype: {config.generate.plugin} does not tell the heads of model_type {info.family!r}, "
+                f"generate.kv_dtype: {config.generate.plugin} does not report the heads of model_type {info.family!r}, "
                 "each of which would have a scale",
                 value=config.generate.kv_dtype,
                 limit="auto",
@@ -136,7 +136,7 @@ def context_tokens(config: Config, info: ModelInfo) -> int:
     if wanted > info.context_tokens:
         raise ConfigError(
             limit_message(
-                "generate.context_tokens: more than the checkpoint was made for",
+                "generate.context_tokens: more than the checkpoint supports",
                 value=wanted,
                 limit=f"{info.context_tokens} tokens",
                 remedy="lower it, or set it to 0 for the checkpoint's",
@@ -198,11 +198,11 @@ def _check_atoms(config: Config, info: ModelInfo) -> None:
     room = generate.max_batch_tokens - generate.slots
     sees = info.item_atomic or info.prompt_atomic
     if info.takes_images and sees and info.item_tokens_max > room:
-        whose = "of its prompt" if info.prompt_atomic else "of it"
+        whose = "within its prompt" if info.prompt_atomic else "within it"
         raise ConfigError(
             limit_message(
-                "generate.max_batch_tokens: too few beside a decode of each slot: one step must hold an image whole, "
-                f"for the positions {whose} see each other in model_type {info.family!r}",
+                "generate.max_batch_tokens: too small beyond one decode per slot: one step must hold an image whole, "
+                f"because attention {whose} is bidirectional in model_type {info.family!r}",
                 value=room,
                 limit=f"at least {info.item_tokens_max} tokens",
                 remedy=f"set it to {info.item_tokens_max + generate.slots}, or generate.slots lower",
@@ -241,11 +241,11 @@ def swap_blocks(config: Config, info: ModelInfo) -> int:
     if info.state_bytes:
         raise ConfigError(
             limit_message(
-                f"generate.swap_memory: layers of model_type {info.family!r} keep a state, and without it KV blocks "
-                "that come back are of no use",
+                f"generate.swap_memory: layers of model_type {info.family!r} keep a state, and without it swapped KV "
+                "blocks cannot be used",
                 value=generate.swap_memory,
                 limit="0",
-                remedy="set it to 0, or leave it out: preempted requests go on from snapshots",
+                remedy="set it to 0, or leave it out: preempted requests continue from snapshots",
             )
         )
     block_bytes = generate.block_size * rank_kv_bytes_per_token(config, info)

@@ -80,7 +80,7 @@ class ProcessExited(_GroupFailure, frozen=True):
         said += f"; it was last {self.doing}"
         if self.code == -signal.SIGKILL:
             return (
-                f"{said}. Where nobody else did so, the memory of the host or of its control group ran out. Remedy: "
+                f"{said}. If no other program did so, the memory of the host or of its control group ran out. Remedy: "
                 "free memory there, or lower generate.memory_limit, arena.pixel_bytes or arena.embedding_bytes"
             )
         if self.memory_limit is None:

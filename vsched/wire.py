@@ -364,7 +364,7 @@ class FollowerLog:
         """
         if len(frame) < _HEADER.size:
             raise RankDesync(
-                f"after entry {self.seq}: a frame of {len(frame)} bytes is no log entry"
+                f"after entry {self.seq}: a frame of {len(frame)} bytes is not a log entry"
             )
         seq, digest, turn = _HEADER.unpack_from(frame)
         if seq != self.seq + 1:

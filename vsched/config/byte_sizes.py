@@ -23,7 +23,7 @@ def size_bytes(size: int | str, *, path: str) -> int:
                 f"{path}: not a size",
                 value=repr(size),
                 limit=f"a number, or one with a unit ({', '.join(filter(None, _UNITS))})",
-                remedy="write it as in 4GiB",
+                remedy="write it like 4GiB",
             )
         )
     return int(float(found[1]) * _UNITS[found[2]])

@@ -56,7 +56,7 @@ def check_calibration(config: Config, info: ModelInfo) -> None:
         plugin = load_worker(section.plugin, path=f"{stage}.plugin")
         if not isinstance(plugin, Calibrates):
             raise ConfigError(
-                f"{stage}.calibration: the plug-in {section.plugin!r} takes no such file. "
+                f"{stage}.calibration: the plug-in {section.plugin!r} does not support calibration files. "
                 "Remedy: leave it empty."
             )
         plugin.check_calibration(info, section.calibration, stage=stage)

@@ -143,7 +143,7 @@ def check_cluster(cluster: ClusterConfig, *, together: bool, adapters: int) -> N
             problems.add(f"cluster.hosts: {RAY_HOST!r} is Ray's. Remedy: choose another name")
         if not _ADDRESS.fullmatch(address):
             what = f"cluster.hosts.{name}: no address"
-            remedy = "write where `vsched host --listen` listens there"
+            remedy = "write the address of `vsched host --listen` on that host"
             problems.add(
                 limit_message(what, value=repr(address), limit="tcp://HOST:PORT", remedy=remedy)
             )
@@ -168,14 +168,14 @@ def _check_ray(cluster: ClusterConfig) -> None:
                 "cluster.ray: no address of a Ray cluster",
                 value=repr(cluster.ray),
                 limit="auto or HOST:PORT",
-                remedy="write where `ray start --head` said that its nodes connect to",
+                remedy="write the address that `ray start --head` printed for its nodes",
             )
         )
     for key in ("encode", "generate"):
         names = getattr(cluster, key)
         if RAY_HOST in names and {*names} != {RAY_HOST}:
             raise ConfigError(
-                f"cluster.{key}: {', '.join(names)}: Ray finds places for all replicas of a stage, or for none. "
+                f"cluster.{key}: {', '.join(names)}: Ray places all replicas of a stage, or none. "
                 f'Remedy: ["{RAY_HOST}"], or hosts alone'
             )
     for key in ("encode_resources", "generate_resources"):
@@ -186,7 +186,7 @@ def _check_ray(cluster: ClusterConfig) -> None:
                         f"cluster.{key}.{name}: no amount of a resource",
                         value=amount,
                         limit="above 0",
-                        remedy="leave out what a replica does not need",
+                        remedy="leave out resources that replicas do not need",
                     )
                 )
 
@@ -196,7 +196,7 @@ def _check_use(cluster: ClusterConfig, *, together: bool, adapters: int) -> None
         return
     if not cluster.key_file and not cluster.used <= {OWN_HOST, RAY_HOST}:
         raise ConfigError(
-            "cluster.key_file: not set, and nobody is trusted without a key. Remedy: make one with "
+            "cluster.key_file: not set, and hosts need a key. Remedy: create one with "
             "`vsched host --make-key FILE`, and copy it to every host"
         )
     if not (cluster.encrypt_rows or cluster.direct):
@@ -207,7 +207,7 @@ def _check_use(cluster: ClusterConfig, *, together: bool, adapters: int) -> None
     if together and cluster.encode:
         raise ConfigError(
             "cluster.encode: with placement = together both stages start where the generate stage does. Remedy: "
-            "list the hosts in cluster.generate alone"
+            "list the hosts only in cluster.generate"
         )
     if adapters:
         raise ConfigError(

@@ -169,7 +169,7 @@ def _read(path: Path) -> Tree:
             f"{path}: cannot be read: {error.strerror}. Remedy: check the path of --config"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}. Remedy: mend that line") from error
+        raise ConfigError(f"{path}: not valid TOML: {error}. Remedy: correct that line") from error
 
 
 def _assignment(key: str, text: str) -> Tree:

@@ -198,7 +198,7 @@ def check_combinations(config: Config) -> None:
             "adapters.load",
             len(config.adapters.load),
             config.adapters.count_max,
-            "more adapters than there may be at a time (adapters.count_max)",
+            "more adapters than adapters.count_max allows",
         ),
         (
             "deadlines.heartbeat_s",

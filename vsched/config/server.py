@@ -21,12 +21,17 @@ def check_names(server: ServerConfig) -> None:
     """
     problems = ConfigProblems()
     for key, values, form, limit in (
-        ("allowed_hosts", server.allowed_hosts, _NAME, "a name as api.example.com, without a port"),
+        (
+            "allowed_hosts",
+            server.allowed_hosts,
+            _NAME,
+            "a name such as api.example.com, without a port",
+        ),
         (
             "cors_origins",
             server.cors_origins,
             _ORIGIN,
-            "scheme, name and port as https://app.example.com, without a path",
+            "scheme, name and port such as https://app.example.com, without a path",
         ),
     ):
         for value in values:
@@ -36,19 +41,19 @@ def check_names(server: ServerConfig) -> None:
                 problems.add(limit_message(what, value=repr(value), limit=limit, remedy=remedy))
     if _PATH.fullmatch(server.root_path) is None:
         what, limit = (
-            "server.root_path: no beginning of a path",
-            "a path as /llm, without a / at its end",
+            "server.root_path: not a path prefix",
+            "a path such as /llm, without a / at its end",
         )
         remedy = "write it in that form"
         problems.add(limit_message(what, value=repr(server.root_path), limit=limit, remedy=remedy))
     header = server.tenant_header
     if header and _HEADER.fullmatch(header) is None:
         what, limit = "server.tenant_header: no name of a header", "letters, digits and hyphens"
-        remedy = "write it as x-tenant"
+        remedy = "write a name such as x-tenant"
         problems.add(limit_message(what, value=repr(header), limit=limit, remedy=remedy))
     if header and server.tenant_keys_variable:
         problems.add(
-            "server.tenant_header: keys say the tenant already (server.tenant_keys_variable), and a client could "
+            "server.tenant_header: keys identify tenants already (server.tenant_keys_variable), and a client could "
             "claim to be another. Remedy: set one of the two"
         )
     problems.tell()
