@@ -249,7 +249,7 @@ async def test_request_that_had_ended_in_an_error_is_not_tried_again(
 
 
 async def test_request_that_may_be_why_is_given_up(tmp_path: Path) -> None:
-    """A request is resumed after two servers died while serving it; starts that fail do not count."""
+    """At most `RESUMED_MAX` servers resume a request and die while serving it; starts that fail do not count."""
     await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
     for _ in range(resuming.RESUMED_MAX):
         for _ in range(3):
