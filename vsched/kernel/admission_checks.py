@@ -1,4 +1,4 @@
-"""What can never be served as configured, or not now, is refused at once: a code, and the facts."""
+"""Checks for requests that can never be served, or not now; these are refused at once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from vsched.types import MediaItem, Request
 def refuse_impossible(
     request: Request, limits: SchedulerLimits, *, scope: str, emitted: int = 0
 ) -> Refuse | None:
-    """Return why a request can never be served with these limits; None when it can.
+    """Return the refusal of a request that can never be served with these limits; None for others.
 
-    `scope` is the encoding policy's: what shares a cache entry. `emitted` outputs are there already.
+    `scope` is from the encoding policy. `emitted` is the number of outputs from an earlier engine.
     """
     name, prompt = request.request_id, len(request.prompt_token_ids)
     outputs = request.sampling.max_tokens
@@ -51,7 +51,7 @@ def _refuse_images(request: Request, limits: SchedulerLimits, scope: str) -> Ref
         if limits.pages_for(item.tokens) > limits.pages:
             return Refuse(name, RefusalCode.IMAGE_EXCEEDS_CACHE, item.tokens, room, setting)
     by_choice = scope == "request"
-    # One set, of which each image has an entry, or one chunk, for which the same image has one: all are there at once.
+    # All images must be in the cache at once: with an entry each in a set, or one for equal images in a chunk.
     entries = {index if by_choice else item.key: item for index, item in enumerate(request.items)}
     pages = sum(limits.pages_for(item.tokens) for item in entries.values())
     if (by_choice or limits.prompt_atomic) and pages > limits.pages:
@@ -64,10 +64,9 @@ def _refuse_images(request: Request, limits: SchedulerLimits, scope: str) -> Ref
 def refuse_full(
     request: Request, *, answers: int, waiting: int, waiting_bytes: int, limits: SchedulerLimits
 ) -> Refuse | None:
-    """Return the refusal when too many requests would wait, or hold too many bytes while they wait.
+    """Return the refusal if too many requests would wait, or waiting requests would hold too many bytes.
 
-    One request alone may hold more bytes than the limit, and have more answers. `waiting` does not count this request,
-    `waiting_bytes` does.
+    A single request may exceed the limits. `waiting` excludes this request, `waiting_bytes` includes it.
     """
     name, code = request.request_id, RefusalCode.QUEUE_FULL
     if waiting and waiting + answers > limits.waiting:
@@ -79,7 +78,7 @@ def refuse_full(
 
 
 def _items_fit(items: tuple[MediaItem, ...], prompt_tokens: int) -> bool:
-    """Return whether items are in order, do not overlap, hold tokens, and lie within the prompt."""
+    """Return True if items are in order, do not overlap, have tokens, and lie within the prompt."""
     position = 0
     for item in items:
         if item.offset != item.runs[0][0]:

@@ -1,4 +1,4 @@
-"""What the kernel wants done."""
+"""Commands: the output of the scheduler."""
 
 from __future__ import annotations
 
@@ -41,46 +41,46 @@ class TurnAway(msgspec.Struct, frozen=True):
 
 
 class Accept(msgspec.Struct, frozen=True):
-    """A request is in; ranks and token batches know it by `number`."""
+    """A request is accepted; ranks and token batches refer to it by `number`."""
 
     request_id: str
     number: int
 
 
 class RefusalCode(enum.StrEnum):
-    """Why a request is refused; the codes are those that clients see."""
+    """Why a request is refused; clients see the codes."""
 
     EMPTY = "empty"
-    """`value` prompt tokens and `detail[0]` outputs; one of them is below `limit`."""
+    """There are `value` prompt tokens and `detail[0]` outputs, of which one is below `limit`."""
     BAD_ITEMS = "bad_items"
-    """Items that overlap, hold no tokens, or lie outside the prompt of `limit` tokens; `detail` has their spans."""
+    """Items overlap, have no tokens, or lie outside the prompt of `limit` tokens; `detail` has their spans."""
     CONTEXT_EXCEEDED = "context_exceeded"
-    """Tokens of prompt and output."""
+    """Prompt and output have too many tokens."""
     KV_EXCEEDED = "kv_exceeded"
-    """Tokens of prompt and output that even an empty KV cache cannot hold."""
+    """Prompt and output do not fit into an empty KV cache."""
     IMAGE_EXCEEDS_CACHE = "image_exceeds_cache"
-    """Tokens of one image that even an empty embedding cache cannot hold."""
+    """The tokens of an image do not fit into an empty embedding cache."""
     IMAGES_EXCEED_CACHE = "images_exceed_cache"
-    """Tokens of all images of a request, in whole pages of `detail[0]`."""
+    """The tokens of all images of a request, in pages of `detail[0]`, do not fit into an empty embedding cache."""
     CHUNK_EXCEEDED = "chunk_exceeded"
-    """Tokens that see each other, and that one step must therefore hold, beside a decode of each slot."""
+    """Too many tokens attend to each other to fit into a step, next to a decode of each slot."""
     QUEUE_FULL = "queue_full"
-    """Requests that wait, or bytes that they hold: `setting` tells which. It may pass later."""
+    """Too many requests wait, or they hold too many bytes, depending on `setting`. A retry may succeed."""
     DUPLICATE_ID = "duplicate_id"
     """A live request has this id."""
     GIVEN_UP = "given_up"
-    """No group is left, nor will be, to serve it: `reason` tells why."""
+    """All groups of a stage are retired, for `reason`."""
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """A request is refused; nothing of it was kept. These are the facts: `vsched.aio.refusals` words them.
+    """A request is refused, and nothing of it is kept; `vsched.aio.refusals` writes the message.
 
     Attributes:
-        value: What the request has, or would bring it to.
-        limit: What is allowed.
-        setting: The key of the configuration that sets the limit; empty where none does.
+        value: The number that exceeds the limit.
+        limit: The limit.
+        setting: The key of the configuration with the limit, if any.
         detail: More numbers; see the code.
-        reason: Why no request is served any more, in words of the group that was lost last.
+        reason: Why no request is served any more, from the last lost group.
     """
 
     request_id: str
@@ -93,7 +93,7 @@ class Refuse(msgspec.Struct, frozen=True):
 
 
 class RequestTimes(msgspec.Struct, frozen=True):
-    """When a request passed its stations, in kernel nanoseconds; 0 where it never did."""
+    """Times of a request in nanoseconds of the kernel's clock, 0 if it never got there; and counters."""
 
     submitted_ns: int = 0
     items_ready_ns: int = 0
@@ -106,13 +106,13 @@ class RequestTimes(msgspec.Struct, frozen=True):
 
 
 class EmitTokens(msgspec.Struct, frozen=True):
-    """Hand the tokens of this step to their streams (the shell holds the rank's batch itself)."""
+    """Send the tokens of this step to clients; the shell has the batch from the rank."""
 
     step: int
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """The one terminal reply of an accepted request."""
+    """The terminal reply of an accepted request."""
 
     request_id: str
     number: int
@@ -129,19 +129,19 @@ class SetTimer(msgspec.Struct, frozen=True):
 
 
 class RestartGroup(msgspec.Struct, frozen=True):
-    """Start a lost group anew."""
+    """Restart a lost group."""
 
     group: str
 
 
 class Drained(msgspec.Struct, frozen=True):
-    """A draining group has nothing to do any more; it may be stopped, restarted or resumed."""
+    """A draining group has no more work; it may be stopped, restarted or resumed."""
 
     group: str
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """Something an operator should read, such as a policy that raised."""
+    """A message for operators, such as the error of a policy."""
 
     message: str
 

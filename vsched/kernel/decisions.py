@@ -1,8 +1,8 @@
-"""What the kernel decides: the bodies of the two groups' decision logs.
+"""Decisions: the entries of the decision logs of encode and generate groups.
 
-A decision names only what changes. Ranks keep the running set: every slot that finished its prefill decodes in every
-step until the rank itself sees it finish or a decision makes it leave. So a steady decode step is an empty decision but
-for the blocks that slots grow into.
+A decision has changes only. Ranks keep the running set: each slot that finished its prefill decodes in every step,
+until the rank finds that it has finished or a decision frees it. So the decision of a steady decode step is empty,
+except for new blocks.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from vsched.types import ArraySpec, Extent, ItemPlace, SamplingParams
 
 
 class RequestData(msgspec.Struct, frozen=True, array_like=True):
-    """All that a rank must hold of a request; sent once, with its first join (again after a restart).
+    """The data of a request for ranks; sent with its first join, and again after a restart.
 
-    `tokens` is little-endian int32: the prompt, then the outputs from before it was preempted or its group was lost.
-    `adapter` is the number of the adapter that it is computed with, 0 for none.
+    `tokens` is little-endian int32: the prompt, then outputs from before a preemption or a loss of the group.
+    `adapter` is the number of its adapter, 0 for none.
     """
 
     tokens: bytes
@@ -28,9 +28,9 @@ class RequestData(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
-    """A request takes a slot. `computed` tokens are in its blocks already; `length` tokens are known in all.
+    """A request gets a slot. Its blocks have `computed` tokens already, of `length` known tokens.
 
-    `restored` is the place of the snapshot that its state begins with, for a model that keeps one; None to begin anew.
+    `restored` is the place of the snapshot of its recurrent state; None for an initial state.
     """
 
     number: int
@@ -43,7 +43,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True):
-    """A request gives its slot back; `keep` says that it will return (it was preempted)."""
+    """A request leaves its slot; with `keep`, it was preempted and will return."""
 
     number: int
     slot: int
@@ -51,7 +51,7 @@ class Leave(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkItem(msgspec.Struct, frozen=True, array_like=True):
-    """An item that a chunk meets: its place in the prompt and the arena pages of its embedding."""
+    """An item in a chunk: its position in the prompt, and the arena pages of its embedding."""
 
     offset: int
     tokens: int
@@ -59,14 +59,14 @@ class ChunkItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateWrite(msgspec.Struct, frozen=True, array_like=True):
-    """Put the state of a sequence, as it is after position `end` - 1, into a place for snapshots."""
+    """Write the recurrent state after position `end` - 1 to a place for snapshots."""
 
     end: int
     place: int
 
 
 class ChunkPlan(msgspec.Struct, frozen=True, array_like=True):
-    """Prefill positions [start, stop) of the sequence in a slot; `writes` are in order, each end in (start, stop]."""
+    """Prefill positions [start, stop) of a slot; `writes` are in order, with ends in (start, stop]."""
 
     slot: int
     start: int
@@ -76,10 +76,9 @@ class ChunkPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftGrant(msgspec.Struct, frozen=True, array_like=True):
-    """From this step on ranks may draft `tokens` tokens a step for a slot that decodes, until another grant or a leave.
+    """Ranks may draft `tokens` tokens in each step for a decoding slot, until another grant, or until it is left.
 
-    `ngram` and `model` are those of `vsched.policy.Draft`. What is drafted, each rank finds by itself, from what all of
-    them know.
+    `ngram` and `model` are as in `vsched.policy.Draft`. Each rank computes the same drafts by itself.
     """
 
     slot: int
@@ -89,9 +88,10 @@ class DraftGrant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SwapCopies(msgspec.Struct, frozen=True, array_like=True):
-    """Copies between KV blocks and places in host memory: of `out` first, then of `back`.
+    """Copies between KV blocks and places in host memory: first `out`, then `back`.
 
-    `out` is (block, place, block, place, …), `back` is (place, block, place, block, …). Neither writes anything twice.
+    `out` is (block, place, block, place, …), `back` is (place, block, place, block, …). Neither writes a place or block
+    twice.
     """
 
     out: list[int]
@@ -99,16 +99,15 @@ class SwapCopies(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def blocks(self) -> int:
-        """Copies, of a block each."""
+        """Number of copied blocks."""
         return (len(self.out) + len(self.back)) // 2
 
 
 class GenerateDecision(msgspec.Struct, frozen=True, array_like=True, tag="g"):
-    """One step of the generate group.
+    """A step of a generate group.
 
-    Order: `swaps` apply first, then `left`, then `forgotten`, then `joined`, then `granted`, then `grown` (slot, block,
-    slot, block, …), then the step runs: one token for every decoding slot and as many more as drafts of it prove right,
-    and the chunks. Snapshots are read before any is written.
+    Order: `swaps`, `left`, `forgotten`, `joined`, `granted`, `grown` (slot, block, slot, block, …). Then the step runs:
+    a token and any accepted drafts for each decoding slot, and the chunks. Snapshots are read before any is written.
     """
 
     step: int
@@ -122,11 +121,10 @@ class GenerateDecision(msgspec.Struct, frozen=True, array_like=True, tag="g"):
 
 
 class EncodeTask(msgspec.Struct, frozen=True, array_like=True):
-    """Encode one item from its extent of the arena into the arena's pages.
+    """Encode an item from its extent of the arena into arena pages.
 
-    With `encoded`, `extent` holds finished embedding rows, which are only copied. `arrays`, `metadata`, `adapter` are
-    those of `MediaItem`. `readers` are the replicas of the generate stage that have requests waiting for it: where its
-    rows are wanted.
+    With `encoded`, the extent has finished embedding rows, which are only copied. `arrays`, `metadata`, `adapter` are
+    as in `MediaItem`. `readers` are the indices of the generate groups with requests that wait for it.
     """
 
     key: bytes
@@ -141,12 +139,12 @@ class EncodeTask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EncodeDecision(msgspec.Struct, frozen=True, array_like=True, tag="e"):
-    """One step of the encode group: these items in one batch.
+    """A step of an encode group: a batch of items.
 
     Attributes:
-        time_slice_ns: How long ranks may encode without a step of the generate group in between; 0 for no limit.
-        layers: How much of the batch is to be encoded at first, in layers of the vision tower; 0 for all of it. The
-            leader says so, from what layers took before.
+        time_slice_ns: How long ranks may encode before a step of the generate group runs; 0 for no limit.
+        layers: Layers of the vision tower to compute before the first pause; 0 for all. The leader sets it, from the
+            time of earlier layers.
     """
 
     step: int

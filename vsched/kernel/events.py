@@ -1,4 +1,4 @@
-"""What happens to the kernel."""
+"""Events: the input of the scheduler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vsched.types import FinishReason, Request
 
 
 class FurtherAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """One more answer to a request: a sequence of its own, which differs from the first in its id and seed alone."""
+    """A further choice of a request; it differs from the first in its id and seed only."""
 
     request_id: str
     seed: int
@@ -39,10 +39,10 @@ class Withdrawn(msgspec.Struct, frozen=True):
 
 
 class Submitted(msgspec.Struct, frozen=True):
-    """A request is prepared; all its answers are accepted, or none. The further ones share the prompt of the first.
+    """A request is prepared; all its choices are accepted, or none. They share the prompt.
 
-    `knock` is its number at the front door, 0 for one that never was there. `emitted` are tokens that the first answer
-    has already, from an engine before this one: it goes on behind them.
+    `knock` is its number at the front door, 0 if it never was there. `emitted` are tokens of the first choice from an
+    earlier engine, which is continued.
     """
 
     request: Request
@@ -53,14 +53,14 @@ class Submitted(msgspec.Struct, frozen=True):
 
 
 class Aborted(msgspec.Struct, frozen=True):
-    """A request must end now: its client left (`abort`), or the engine found a stop string (`stop`)."""
+    """A request ends now: its client disconnected (`abort`), or the engine found a stop string (`stop`)."""
 
     request_id: str
     reason: FinishReason = FinishReason.ABORT
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's word that the sequence in a slot ended with this step's token."""
+    """The sequence in a slot ended with the token of this step."""
 
     slot: int
     number: int
@@ -68,7 +68,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Drafted(msgspec.Struct, frozen=True, array_like=True):
-    """What came of the drafts of a slot in a step: how many they were, and the tokens that followed its first."""
+    """The number of drafts of a slot in a step, and the accepted ones, which follow its token."""
 
     slot: int
     drafts: int
@@ -78,9 +78,9 @@ class Drafted(msgspec.Struct, frozen=True, array_like=True):
 class Stepped(msgspec.Struct, frozen=True):
     """A generate step is done.
 
-    Shape: `tokens` is int32, indexed by slot; entries of slots that yielded no token are -1 and never read.
-    `busy_ns` is how long the ranks worked on it, 0 where it was not measured. `drafted` tells of the slots that ranks
-    drafted for. `swap_ns` is the part of `busy_ns` in which `swap_blocks` blocks were copied.
+    Shape: `tokens` is int32, indexed by slot; entries of slots without a token are -1 and never read. `busy_ns` is the
+    time on the ranks, 0 if it was not measured. `drafted` are the slots with drafts. `swap_ns` is the part of `busy_ns`
+    for copying `swap_blocks` blocks.
     """
 
     step: int
@@ -94,14 +94,14 @@ class Stepped(msgspec.Struct, frozen=True):
 
 
 class Encoded(msgspec.Struct, frozen=True):
-    """An encode step is done; every item of it is in its pages."""
+    """An encode step is done; all its items are in their pages."""
 
     step: int
     group: str = "encode"
 
 
 class EncodeFailed(msgspec.Struct, frozen=True):
-    """An encode step failed; the rank goes on."""
+    """An encode step failed, but not the rank."""
 
     step: int
     failure: EncodeErrorKind
@@ -109,21 +109,21 @@ class EncodeFailed(msgspec.Struct, frozen=True):
 
 
 class RowsLost(msgspec.Struct, frozen=True):
-    """The embedding rows in these pages are gone with the hosts that had them."""
+    """The embedding rows in these pages are lost with their hosts."""
 
     pages: list[int]
 
 
 class GroupReady(msgspec.Struct, frozen=True):
-    """All ranks of a group are up, with nothing in them; see `vsched.types.group_names`."""
+    """All ranks of a group have started, without any requests; see `vsched.types.group_names`."""
 
     group: str
 
 
 class GroupLost(msgspec.Struct, frozen=True):
-    """A group is gone, with all that it held; `RestartGroup` answers it.
+    """A group is lost, with its KV and batches; `RestartGroup` answers it.
 
-    `planned` says that it was ended on purpose: nothing that ran there is to blame.
+    With `planned`, it was stopped on purpose, and no request is to blame.
     """
 
     group: str
@@ -132,40 +132,40 @@ class GroupLost(msgspec.Struct, frozen=True):
 
 
 class GroupRetired(msgspec.Struct, frozen=True):
-    """A lost group will not come back: its requests go to the other groups of its stage."""
+    """A lost group will not be restarted: its requests move to other groups of its stage."""
 
     group: str
     failure: GroupFailure
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """Give a group nothing new: what runs there ends, what waits goes elsewhere. `Drained` answers it.
+    """Drain a group: running requests finish, waiting ones move to other groups. `Drained` answers it.
 
-    What ran there when it was lost goes nowhere else: it ends there, too.
+    Requests that ran there when it was lost do not move; they finish there, too.
     """
 
     group: str
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """Give a draining group work again."""
+    """Let a draining group take work again."""
 
     group: str
 
 
 class TimerFired(msgspec.Struct, frozen=True):
-    """The time of an earlier `SetTimer` has come."""
+    """The deadline of an earlier `SetTimer` has passed."""
 
 
 class PolicyReplaced(msgspec.Struct, frozen=True):
-    """From now on the kernel's default decides in place of the policy of a seat, for the reason that is given."""
+    """The default decides from now on, instead of the policy of a seat."""
 
     seat: str
     reason: str
 
 
 class Cleared(msgspec.Struct, frozen=True):
-    """Interrupt every running and waiting request; they end with this message and code."""
+    """End all running and waiting requests with this message and code."""
 
     message: str = "the server was cleared"
     code: str = "cleared"

@@ -1,4 +1,4 @@
-"""The kernel's limits and the policies it consults."""
+"""The limits and the policies of a scheduler."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from vsched.policy import (
 
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Every limit of a scheduler.
+    """The limits of a scheduler.
 
     Attributes:
         block_size: Tokens of a KV block.
         blocks: KV blocks of each generate group.
-        slots: Most sequences that run at once in a generate group.
-        batch_tokens: Most tokens of one generate step; at least `slots` + 1, so that prefill always progresses.
-        chunk_tokens: Longest piece of one prompt in a step.
-        step_target_ns: How long a step with prefill may take while others decode; 0 for no limit.
-        step_target_ratio: How many times the time of decoding alone it may always take.
-        context_tokens: Longest prompt plus output.
+        slots: Maximum number of sequences that run at once in a generate group.
+        batch_tokens: Maximum number of tokens of a generate step; at least `slots` + 1, so that prefill progresses.
+        chunk_tokens: Maximum length of a prefill chunk.
+        step_target_ns: Time limit of a step with prefill and decodes; 0 for none.
+        step_target_ratio: Such a step may always take this multiple of the time of its decodes.
+        context_tokens: Maximum length of prompt plus output.
         page_rows: Embedding rows of an arena page.
         pages: Arena pages for embeddings.
-        encode_items: Most items of one step of one encode group.
-        waiting: Most requests that wait for a slot.
-        waiting_bytes: Most host bytes (tokens, pixels) that waiting requests hold together; one alone may hold more.
-        state_snapshots: Places for states at ends of KV blocks, without which cached blocks are of no use; None for a
-            model that keeps no state.
-        generate_depth: Decisions that may be out before their results are back; 2 is one step ahead.
-        waiting_ns: How long a request may wait for its first step; 0 for no limit.
-        encoders: Encode groups; 0 where no request has images.
-        generators: Generate groups.
+        encode_items: Maximum number of items in a step of an encode group.
+        waiting: Maximum number of requests that wait for a slot.
+        waiting_bytes: Maximum host memory (tokens, pixels) of all waiting requests; a single one may exceed it.
+        state_snapshots: Places for recurrent states at ends of KV blocks, without which cached blocks are useless; None
+            for a model without such a state.
+        generate_depth: Maximum number of decisions in flight; 2 is one step ahead.
+        waiting_ns: Time limit for the wait for the first step; 0 for none.
+        encoders: Number of encode groups; 0 if no request has images.
+        generators: Number of generate groups.
         encode_pauses: Each encode group runs in the processes of a generate group, and pauses for its steps.
-        item_atomic: One chunk holds each run of an item whole, however long it is: its positions see each other.
-        prompt_atomic: One chunk holds a prompt whole.
-        drafts: Ranks can verify drafted tokens.
-        draft_model: They have a model that drafts.
-        swap_blocks: Places of a KV block each in the host memory of each generate group, for preempted requests.
+        item_atomic: No chunk cuts a run of an item, whose positions attend to each other.
+        prompt_atomic: No chunk cuts a prompt.
+        drafts: Ranks can verify draft tokens.
+        draft_model: Ranks have a draft model.
+        swap_blocks: Places for KV blocks of preempted requests, in host memory of each generate group.
     """
 
     block_size: int = 16
@@ -93,29 +93,28 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether KV blocks of one sequence can be of use to another.
+        """Whether sequences can share KV blocks.
 
-        They say nothing of the state that a sequence had at their end, and what a prompt's later tokens made of them is
-        only right with these.
+        Not if a recurrent state is missing at their end, or if earlier positions attend to later ones.
         """
         return self.state_snapshots != 0 and not self.prompt_atomic
 
     @property
     def atom_tokens(self) -> int:
-        """The most tokens that one chunk can have to hold whole: what every step has beside a decode of each slot."""
+        """Maximum length of a range that no chunk may cut: the tokens of a step next to a decode of each slot."""
         return self.batch_tokens - self.slots
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the KV blocks that hold `tokens` tokens."""
+        """Return the number of KV blocks for `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def pages_for(self, tokens: int) -> int:
-        """Return the arena pages that hold `tokens` embedding rows."""
+        """Return the number of arena pages for `tokens` embedding rows."""
         return -(-tokens // self.page_rows)
 
 
 class KernelPolicies(msgspec.Struct, frozen=True, kw_only=True):
-    """The policies that a scheduler consults."""
+    """The policies of a scheduler."""
 
     encode_admission: AdmissionPolicy
     generate_admission: AdmissionPolicy

@@ -1,4 +1,4 @@
-"""The names of KV blocks in the prefix cache: a hash of all that lies in a block and before it."""
+"""Hashes of KV blocks for the prefix cache; each covers its block and all blocks before it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def chain_hashes(
 ) -> list[bytes]:
     """Return the hashes of the full blocks of `tokens` from `start_block` on.
 
-    `parent` is the hash of the block before, or a root. A block that an item begins in covers its digest,
-    place and length too, because every placeholder has the same token id; the blocks after it do by the chain.
+    `parent` is the hash of the block before, or a root. The block where an item begins includes its digest, position
+    and length, because all placeholders have the same token id; later blocks include them through the chain.
     """
     width = block_size * tokens.itemsize
     stop_block = len(tokens) // block_size
@@ -35,7 +35,7 @@ def chain_hashes(
         at = (block - start_block) * width
         beginning[at] = beginning.get(at, b"") + item.key + _PLACE.pack(place, item.tokens)
     hashes: list[bytes] = []
-    fresh = _HASHER.copy  # a copy of a prepared hasher takes half as long as a new one
+    fresh = _HASHER.copy  # copying a hasher takes half as long as creating one
     for at in range(0, len(data), width):
         hasher = fresh()
         hasher.update(parent + data[at : at + width])
@@ -47,7 +47,7 @@ def chain_hashes(
 
 
 def root_hash(cache_salt: str, adapter: int = 0) -> bytes:
-    """Return the parent of a sequence's first block: with another salt or another adapter, nothing is shared."""
+    """Return the parent of the first block of a sequence; different salts or adapters share nothing."""
     of_adapter = adapter.to_bytes(8, "little") if adapter else b""
     return blake2b(
         cache_salt.encode(), digest_size=16, salt=of_adapter, person=b"vsched.prefix"
@@ -55,5 +55,5 @@ def root_hash(cache_salt: str, adapter: int = 0) -> bytes:
 
 
 def answers_root(number: int) -> bytes:
-    """Return the parent of the first blocks that only the answers to one request share; `number` is its first's."""
+    """Return the parent of blocks that only the choices of one request share; `number` is that of the first choice."""
     return blake2b(number.to_bytes(8, "little"), digest_size=16, person=b"vsched.answers").digest()

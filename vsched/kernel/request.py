@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     Int32Array: TypeAlias = array[int]
 else:
     Int32Array = array
-    """`array` takes type arguments from Python 3.12 on, and msgspec evaluates the annotations of a struct."""
+    """`array` takes type arguments from Python 3.12 on, and annotations are evaluated at run time."""
 
 
 class Phase(enum.StrEnum):
-    """Where a request is; `Scheduler.explain` says why."""
+    """Phase of a request; `Scheduler.explain` has the reason."""
 
     ITEMS = "waiting for embeddings"
     READY = "waiting for a slot"
@@ -36,35 +36,36 @@ class Phase(enum.StrEnum):
 
 
 class RequestState(msgspec.Struct, eq=False, kw_only=True):
-    """All that the kernel knows of one accepted request: plain values, so that a snapshot holds it as it is.
+    """State of an accepted request, as plain values, which a snapshot has as they are.
 
     Attributes:
-        order: Its place in every queue, for life: arrival number first.
-        items: The request's items, under the keys that the embedding cache knows them by.
-        tokens: Prompt, then the outputs from before it arrived, was last preempted, or its group was lost.
-        host_bytes: Host memory that it keeps occupied.
+        order: Its place in every queue, constant; begins with the arrival number.
+        items: The request's items, with their keys in the embedding cache.
+        tokens: The prompt, then outputs from before its arrival, its last preemption, or the loss of its group.
+        host_bytes: Host memory that it occupies.
         uncached: Tokens still to be computed, as far as known.
-        hashes: Block hashes of the full blocks of `tokens`.
-        root: Parent of the first of them; None where it shares its blocks with nobody, and has no hashes.
-        first: Number of the first answer to the same request; its own where it is that, or the only one.
-        answers: How many there are; their numbers are in a row.
-        computed: Tokens whose KV is decided (sent or done); meaningful while it has a slot.
-        branch: Where the blocks ended that were cached when it joined, of a model with a state.
+        hashes: Hashes of the full blocks of `tokens`.
+        root: Parent of the first hash; None if it shares no blocks, and has no hashes.
+        first: Number of the first choice of the same request.
+        answers: Number of choices of the request; they have consecutive numbers.
+        computed: Tokens whose KV is decided (sent or done), while it has a slot.
+        branch: End of the cached blocks when it joined, for a model with a recurrent state.
         first_step: The step that yields its first token since it joined; -1 before its last chunk is decided.
-        decoding_since: What `first_step` was set to when it began to decode, less the tokens that drafts brought since:
-            the step that it would have begun in, had every step brought one token.
-        bucket: Which steps, modulo the block size, give it a block while it decodes; -1 where its steps may bring
+        decoding_since: `first_step` minus the tokens gained from drafts since: the step in which it would have begun to
+            decode at one token a step.
+        bucket: The steps, modulo the block size, in which it needs a block while it decodes; -1 if its steps may yield
             several tokens (see `vsched.kernel.generate.drafts`).
-        granted: What may be drafted for it; None before its drafting policy was asked.
-        asked_in: The step before which that policy is asked again; 0 for never.
-        unsettled: Tokens that drafts of steps in flight may bring at most.
-        drafted: Tokens drafted for it under its grant, and `accepted` those of them that it was given.
-        wanted: Indices of its items that it claimed in the embedding cache and has not consumed.
-        known: Whether the generate ranks hold its data.
-        losses: How often its group went down while it ran there; 0 again once it was seen not to be the cause.
+        granted: Its draft grant; None before the drafting policy was called.
+        asked_in: The step before which the drafting policy is called again; 0 for never.
+        unsettled: Maximum number of tokens that drafts in flight can add.
+        drafted: Tokens drafted under its grant.
+        accepted: Accepted tokens among them.
+        wanted: Indices of its items that are claimed in the embedding cache and not consumed.
+        known: Whether the generate ranks have its data.
+        losses: Times that its group was lost while it ran there; reset once it is cleared of suspicion.
         replica: Index of its generate group; -1 before it has one.
-        advanced_ns: When its latest chunk was decided.
-        counted: Tokens of it that its group counts as load, besides those it is decoding.
+        advanced_ns: Time of its latest chunk.
+        counted: Its tokens in the load of its group, without those of decode steps.
     """
 
     request: Request
@@ -120,9 +121,10 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         answers: int = 1,
         emitted: Sequence[int] = (),
     ) -> RequestState:
-        """Return the state of a request that was just accepted; `scope` is that of the encoding policy.
+        """Return the state of a new request.
 
-        The items of further answers are those of the first, and count once. `emitted` are outputs that it has already.
+        `scope` is from the encoding policy. Further choices share the items of the first, whose memory counts once.
+        `emitted` are outputs from an earlier engine.
         """
         return cls(
             request=request,
@@ -141,12 +143,12 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt as submitted."""
+        """Tokens of the submitted prompt."""
         return len(self.request.prompt_token_ids)
 
     @property
     def target_ns(self) -> int | None:
-        """When its first token is due; None without a target, or once it came."""
+        """Deadline of its first token; None without a target, or after the first token."""
         target_ms = self.request.ttft_target_ms
         if target_ms is None or self.first_token_ns:
             return None
@@ -154,28 +156,28 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether its prompt has to be computed for what that says of its tokens, cached or not."""
+        """Whether its whole prompt must be computed, cached or not, for its log-probabilities."""
         return self.request.sampling.prompt_logprobs is not None and not self.first_token_ns
 
     @property
     def length_max(self) -> int:
-        """The tokens that it can have at most."""
+        """Maximum number of its tokens."""
         return self.prompt_length + self.request.sampling.max_tokens
 
     def extend_hashes(self, block_size: int) -> None:
-        """Compute the hashes of full blocks that it does not have yet, if others may share them."""
+        """Compute missing hashes of full blocks, if blocks can be shared."""
         if self.root is None:
             return
         self.hashes += chain_hashes(
             self.tokens,
-            self.request.items,  # by content: what KV depends on, however embeddings are cached
+            self.request.items,  # by content, which determines KV, whatever the keys of embeddings are
             block_size=block_size,
             parent=self.hashes[-1] if self.hashes else self.root,
             start_block=len(self.hashes),
         )
 
     def data(self) -> RequestData:
-        """Return what ranks must hold of it."""
+        """Return the data that ranks need."""
         return RequestData(
             tokens=self.tokens.tobytes(),
             prompt_length=self.prompt_length,
@@ -190,21 +192,21 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
 
 
 def int32(numbers: Sequence[int]) -> array[int]:
-    """Return numbers as an array; packed as a whole, which takes half as long as one by one."""
+    """Return numbers as an array; packing all at once takes half as long as one by one."""
     if isinstance(numbers, array):
         return array("i", numbers)
     return array("i", pack(f"{len(numbers)}i", *numbers))
 
 
 def host_bytes(request: Request, *, items: bool = True) -> int:
-    """Return the bytes of host memory that a request occupies: its tokens, its grammar, and its items' extents."""
+    """Return the host memory of a request, in bytes: its tokens, its grammar, and the extents of its items."""
     held = request.items if items else ()
     extents = sum(item.extent.size for item in held if item.extent is not None)
     return 4 * len(request.prompt_token_ids) + len(request.sampling.grammar) + extents
 
 
 def keyed_by_set(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
-    """Return items whose keys cover the whole set of images that they are part of."""
+    """Return the items with keys that depend on all images of the request."""
     whole = blake2b(
         b"".join(item.key for item in items), digest_size=32, person=b"vsched.set"
     ).digest()

@@ -1,4 +1,4 @@
-"""The request table: every live request by number, and what is counted of all that came and went."""
+"""The request table: live requests by number, and counters of ended and refused ones."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class RequestTable(Restorable):
 
     Attributes:
         live: The requests by number, oldest first.
-        live_bytes: Host memory that they keep occupied together.
-        finished: How many ended, by reason.
-        refused: How many were refused, by code.
-        tenants: Live requests by tenant, and `priorities` by priority.
-        expiries: When `take_expired` must be called next, and for which request.
+        live_bytes: Host memory of all of them.
+        finished: Number of ended requests by reason.
+        refused: Number of refused requests by code.
+        tenants: Number of live requests by tenant.
+        priorities: Number of live requests by priority.
+        expiries: Deadlines for the first step, and request numbers, in order.
     """
 
     live: Saved[dict[int, RequestState]]
@@ -33,7 +34,7 @@ class RequestTable(Restorable):
     _arrivals: Saved[int] = 0
 
     def __init__(self, waiting_ns: int) -> None:
-        """Make an empty table; a request may wait for `waiting_ns` for its first step, 0 for no limit."""
+        """Create an empty table; `waiting_ns` is the limit for the wait for the first step, 0 for none."""
         self.live = {}
         self.live_bytes = 0
         self.finished = {reason.value: 0 for reason in FinishReason}
@@ -56,7 +57,7 @@ class RequestTable(Restorable):
         answers: int,
         emitted: Sequence[int] = (),
     ) -> RequestState:
-        """Take a request in, or an answer of several to one, and return its state."""
+        """Add a request, or one of its choices, and return its state."""
         self._arrivals += 1
         state = RequestState.arrived(
             request,
@@ -83,12 +84,12 @@ class RequestTable(Restorable):
         return self._arrivals + 1
 
     def answers_with(self, state: RequestState) -> list[RequestState]:
-        """Return the live answers to the request that this is one of, in order."""
+        """Return the live choices of the same request, in order."""
         numbers = range(state.first, state.first + state.answers)
         return [self.live[number] for number in numbers if number in self.live]
 
     def remove(self, state: RequestState, reason: FinishReason) -> None:
-        """Forget a request that ended."""
+        """Remove a request that ended."""
         self.live_bytes -= state.host_bytes
         del self.live[state.number]
         del self._numbers[state.request.request_id]
@@ -100,7 +101,7 @@ class RequestTable(Restorable):
         add_to(self.priorities, request.priority, change)
 
     def count_refusal(self, code: RefusalCode) -> None:
-        """Count a request that was refused."""
+        """Count a refused request."""
         self.refused[code.value] = self.refused.get(code.value, 0) + 1
 
     def find(self, request_id: str) -> RequestState | None:
@@ -113,7 +114,7 @@ class RequestTable(Restorable):
         return [self.live[number] for number in numbers]
 
     def of_replica(self, replica: int, *phases: Phase) -> list[RequestState]:
-        """Return the requests of a generate group, those in some phases or all, oldest first."""
+        """Return the requests of a generate group, of all or some phases, oldest first."""
         return [
             state
             for state in self.live.values()
@@ -121,7 +122,7 @@ class RequestTable(Restorable):
         ]
 
     def take_expired(self, now_ns: int) -> list[RequestState]:
-        """Return the requests that have waited too long for their first step, oldest first."""
+        """Remove and return the requests that waited too long for their first step, oldest first."""
         expired = []
         while self.expiries and self.expiries[0][0] <= now_ns:
             state = self.live.get(self.expiries.popleft()[1])
@@ -137,7 +138,7 @@ class RequestTable(Restorable):
 
 
 def add_to(counts: dict[Counted, int], key: Counted, change: int) -> None:
-    """Change the count of a key; what is counted 0 times is not there."""
+    """Change the count of a key; keys with a count of 0 are removed."""
     count = counts.get(key, 0) + change
     if count:
         counts[key] = count
@@ -146,5 +147,5 @@ def add_to(counts: dict[Counted, int], key: Counted, change: int) -> None:
 
 
 def at_least(counts: dict[int, int], priority: int) -> int:
-    """Return how many are counted under this priority or a higher one."""
+    """Return the sum of the counts of this priority and higher ones."""
     return sum(count for one, count in counts.items() if one >= priority)

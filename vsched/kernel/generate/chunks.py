@@ -1,4 +1,4 @@
-"""Where a prefill chunk ends, and which embeddings it reads."""
+"""The end of a prefill chunk, and the embeddings that it reads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def chunk_stop(
     limits: SchedulerLimits,
     cache: EmbeddingCache,
 ) -> int:
-    """Return where the next chunk from `start` ends: `start` when nothing can be done yet.
+    """Return the end of the next chunk from `start`; `start` if it must wait.
 
-    `budget` is what the step should take, `room` what it can: only an atom, which no chunk may cut, goes beyond the
-    first. A chunk ends before an atom that does not fit, and holds the one that it begins with, or in.
+    A chunk has at most `budget` tokens, unless it begins with or in an atom, a range that no chunk may cut: it has the
+    whole atom if that fits into `room`, the tokens left in the step. It ends before any later atom that does not fit.
 
-    The chunk is cut before an item whose embedding is not ready. A little text before such an item is not worth a step
-    of its own, so the cut goes back to a block boundary; but never across rows of another item: an item that is ready
-    must be consumed as far as possible, or its pages could keep out the very item that is waited for.
+    A chunk ends before an item whose embedding is not ready. A little text before that item is not worth a step, so the
+    chunk then ends at a block boundary, but not within another item: ready items must be consumed as far as possible,
+    or their pages could keep out the missing item.
     """
     stop = min(len(state.tokens), start + limits.chunk_tokens, start + budget)
     atom = _cut_atom(state, stop, limits)
@@ -54,14 +54,14 @@ def chunk_stop(
 
 
 def reach(state: RequestState, start: int, limits: SchedulerLimits) -> int:
-    """Return how far the next chunk from `start` can go: what lies before has to be encoded."""
+    """Return the furthest end of the next chunk from `start`; items before it have to be encoded."""
     stop = min(len(state.tokens), start + limits.chunk_tokens)
     atom = _cut_atom(state, stop, limits)
     return stop if atom is None else atom[1]
 
 
 def _cut_atom(state: RequestState, stop: int, limits: SchedulerLimits) -> tuple[int, int] | None:
-    """Return the range of positions that see each other and that an end at `stop` would cut."""
+    """Return the atom, positions that attend to each other, that a chunk end at `stop` would cut."""
     if limits.prompt_atomic:
         return (0, state.prompt_length) if 0 < stop < state.prompt_length else None
     if limits.item_atomic:
@@ -75,14 +75,14 @@ def _cut_atom(state: RequestState, stop: int, limits: SchedulerLimits) -> tuple[
 def pin_items(
     state: RequestState, start: int, stop: int, *, cache: EmbeddingCache
 ) -> tuple[list[ChunkItem], list[bytes]]:
-    """Pin the items that a chunk over [start, stop) meets; return where they lie, and their keys."""
+    """Pin the items in a chunk over [start, stop); return their positions and pages, and their keys."""
     met = [item for item in state.items if item.offset < stop and item.end > start]
     items = [ChunkItem(item.offset, item.tokens, cache.pin(item.key)) for item in met]
     return items, [item.key for item in met]
 
 
 def drop_claims_before(state: RequestState, computed: int, *, cache: EmbeddingCache) -> None:
-    """Drop claims on the items before `computed`: they lie in the KV cache, their embeddings are not needed."""
+    """Drop claims on items before `computed`: their KV is computed, and their embeddings are not needed."""
     for index, item in enumerate(state.items):
         if item.end > computed:
             break

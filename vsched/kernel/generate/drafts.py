@@ -1,19 +1,19 @@
-"""Steps that bring several tokens of a request: what ranks may draft for it, and what that does to its length.
+"""Speculative decoding in the kernel: draft grants, and the blocks for several tokens a step.
 
-Ranks draft tokens, run them through the model behind the last token, and keep those that are what would have come
-anyway. How many that were is known when the step is done, and the next step has been decided by then. So a request
-with a grant is *bounded*: only the most tokens that it can have are known. It leaves the buckets of the running set,
-and before each step it gets the blocks of that many tokens and of the drafts of the step. When its grant is over, no
-draft is in flight, and it has grown into its blocks, it is back in a bucket, and costs nothing again.
+Ranks draft tokens, run them through the model after the last token, and accept those that the model would have
+generated. The number of accepted tokens is known when the step is done, but the next step was decided before. So a
+request with a grant is *bounded*: the kernel knows only its maximum length. It leaves the buckets of the running set,
+and gets the blocks for that length and for the drafts of each step. When its grant has ended, no draft is in flight,
+and it has filled its blocks, it returns to a bucket, and costs nothing again.
 
-Blocks: what a request might have written is owed to it, as a decode's next block is. For the drafts of a step blocks
-are taken only while each running request would find one left; ranks draft no further than the blocks of a slot reach.
+Blocks: a request always gets the blocks for tokens that it may have written already, as for its next token. Blocks for
+new drafts are allocated only while one is left for each running request; ranks draft only as far as the blocks reach.
 
-Rows: drafts take the rows of free slots, so that no step has more rows to sample than there are slots, which is what
-memory was measured for. When requests join, the youngest grants go.
+Rows: drafts use the rows of free slots, so no step samples more rows than there are slots, for which memory was
+measured. When requests join, the youngest grants end.
 
-Rejected: to keep a request out of the next step until its length is known. That needs no bounds, and halves the steps
-of a request that runs alone, where drafts matter most.
+Rejected: leaving a request out of the next step until its length is known. That needs no bounds, but halves the number
+of steps of a request that runs alone, where drafts help most.
 """
 
 from __future__ import annotations
@@ -34,23 +34,22 @@ from vsched.measured import Measured
 from vsched.policy import Draft, DraftingPolicy, DraftingView
 
 RETRY_STEPS = 64
-"""After so many steps a policy is asked again whose grant without an end found no free rows."""
-
+"""Steps until a policy is called again, if there were no free rows for a grant without an end."""
 
 NO_DRAFTS = 0, 0
 
 
 def count_drafts(drafted: Sequence[Drafted]) -> tuple[int, int]:
-    """Return how many drafts a step ran, and how many of them proved right."""
+    """Return the number of drafts in a step, and of accepted ones."""
     return sum(one.drafts for one in drafted), sum(len(one.tokens) for one in drafted)
 
 
 class DraftGrants(Restorable):
-    """The grants of the requests of a group that decode.
+    """The draft grants of the decoding requests of a group.
 
     Attributes:
-        tokens: What the next step may draft for all of them together.
-        active: Whether there is anything to ask about in a step; otherwise they cost nothing.
+        tokens: Maximum number of drafts in the next step, of all requests.
+        active: Whether steps need any of this; otherwise it costs nothing.
     """
 
     _bounded: SavedKeys[dict[int, RequestState]]
@@ -74,7 +73,7 @@ class DraftGrants(Restorable):
         self._asks = {}
         self._in_flight = {}
         self._changes = {}
-        self.active = False  # every step looks at it: it is no property
+        self.active = False  # no property, because every step reads it
 
     def _see_whether_active(self) -> None:
         self.active = self._is_pending()
@@ -85,7 +84,7 @@ class DraftGrants(Restorable):
     # --- before a step ---
 
     def begin(self, step: int, now_ns: int) -> None:
-        """Renew the grants that are over before this step, and let requests whose length is known be as others."""
+        """Renew grants that end before this step, and return requests of known length to their buckets."""
         for number in self._asks.pop(step, ()):
             state = self._running.decoding.get(number)
             if state is not None and state.asked_in == step:
@@ -96,14 +95,14 @@ class DraftGrants(Restorable):
                 self._running.enter_bucket(state)
 
     def began(self, state: RequestState, step: int, now_ns: int) -> None:
-        """A request begins to decode: its first token comes in this step, and drafts from the next one on."""
+        """Ask for a grant for a request with its first token in this step; it is drafted for from the next step on."""
         if self._limits.drafts:
             self._ask(state, step + 1, now_ns)
 
     def grow(self, step: int, make_room: Callable[[RequestState], bool]) -> list[int]:
         """Give bounded requests the blocks that this step may write; return (slot, block, slot, block, …).
 
-        `make_room` preempts until a block is available, and returns False when the request itself had to go.
+        `make_room` preempts until a block is available; it returns False if the request itself was preempted.
         """
         grown: list[int] = []
         pool, running = self._running.pool, self._running
@@ -125,7 +124,7 @@ class DraftGrants(Restorable):
         return grown
 
     def send(self, step: int) -> list[DraftGrant]:
-        """Note what a step may draft; return the grants that its decision brings."""
+        """Note the drafts of a step; return the changed grants for its decision."""
         excess = len(self._running) + self.tokens - self._limits.slots
         for state in reversed(list(self._bounded.values())) if excess > 0 and self.tokens else ():
             if excess > 0 and state.granted is not None and state.granted.tokens:
@@ -146,7 +145,7 @@ class DraftGrants(Restorable):
         return changes
 
     def _bound(self, state: RequestState, step: int, *, drafts: int = 0) -> int:
-        """Return how many positions it has written at most after this step."""
+        """Return the maximum number of positions that it has written after this step."""
         most = self._running.written(state, step) + state.unsettled + drafts
         return min(most, state.length_max)
 
@@ -198,20 +197,20 @@ class DraftGrants(Restorable):
     # --- after a step ---
 
     def settle(self, step: int, drafted: Sequence[Drafted], counts: dict[str, int]) -> None:
-        """Take what came of the drafts of a step, and count it."""
+        """Take the accepted drafts of a step, and count them."""
         granted = self._in_flight.pop(step, None)
         if granted is None:
             return
-        told = {one.slot: one for one in drafted}
+        results = {one.slot: one for one in drafted}
         for number, tokens in granted:
             state = self._bounded.get(number)
             if state is None:
                 continue
             state.unsettled -= tokens
-            found = told.get(state.slot)
+            found = results.get(state.slot)
             if found is not None:
                 assert len(found.tokens) <= found.drafts <= tokens, (
-                    "a rank drafted more than it may"
+                    "a rank drafted more than granted"
                 )
                 state.drafted += found.drafts
                 state.accepted += len(found.tokens)
@@ -222,7 +221,7 @@ class DraftGrants(Restorable):
         counts["tokens_decoded"] += accepted
 
     def drop(self, state: RequestState) -> None:
-        """A request leaves its slot."""
+        """End the grant of a request that leaves its slot."""
         if state.granted is not None:
             self.tokens -= state.granted.tokens
             self._changes.pop(state.slot, None)
@@ -236,13 +235,13 @@ class DraftGrants(Restorable):
         self._see_whether_active()
 
     def check(self, planned: int) -> None:
-        """Assert that bounded requests are just those without a bucket, and have the blocks that they may need."""
+        """Assert that just the requests without a bucket are bounded, and that they have enough blocks."""
         decoding = self._running.decoding
         loose = {number for number, state in decoding.items() if state.bucket < 0}
         assert loose == set(self._bounded), "bounded requests and buckets disagree"
         granted = sum(one.granted.tokens for one in decoding.values() if one.granted is not None)
         assert self.tokens == granted, "granted tokens are miscounted"
-        assert self.active or not self._is_pending(), "there is something to do, and nobody asks"
+        assert self.active or not self._is_pending(), "there are grants, and they are not active"
         for number, state in self._bounded.items():
             noted = [
                 tokens for step in self._in_flight.values() for one, tokens in step if one == number

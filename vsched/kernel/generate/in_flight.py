@@ -1,7 +1,7 @@
-"""Generate steps in flight: what they read, whose first token they bring, what they left behind.
+"""Generate steps in flight: the embeddings they read, the first tokens they yield, and the log of tokens.
 
-A decision may go out while the step before is still running, so the kernel plans on results that it has not seen. This
-is the one place that knows the difference between what is decided (`planned`) and what has happened (`done`).
+A decision may be sent while the step before still runs, so the kernel plans before it has all results. Only this module
+distinguishes decided steps (`planned`) from completed ones (`done`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vsched.kernel.snapshot import Restorable, Saved
 
 
 class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk that reads embeddings: the request, where the chunk ends, and the keys of the items."""
+    """A chunk that reads embeddings: the request, the end of the chunk, and the keys of the items."""
 
     number: int
     stop: int
@@ -29,11 +29,9 @@ class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
 class InFlightSteps(Restorable):
     """Steps up to `planned` are decided, those up to `done` have completed.
 
-    Requests are known by number; `requests` finds those that are live.
-
     Attributes:
-        preempted: Preempted requests whose last step has not completed: by number the slot that each left, and the
-            last step that brings a token of it.
+        preempted: By number, preempted requests whose last step has not completed: the slot that each left, and the
+            last step that yields its tokens.
     """
 
     planned: Saved[int]
@@ -61,21 +59,21 @@ class InFlightSteps(Restorable):
         return self.planned - self.done
 
     def note_read(self, step: int, read: ChunkRead) -> None:
-        """A chunk of this step reads embeddings: they stay until it has completed."""
+        """Note that a chunk of this step reads embeddings, which stay in place until it has completed."""
         self._reads.setdefault(step, []).append(read)
 
     def note_first(self, step: int, number: int) -> None:
-        """This step brings a request's first token since it joined."""
+        """Note that this step yields a request's first token since it joined."""
         self._firsts.setdefault(step, []).append(number)
 
     def firsts(self, step: int) -> int:
-        """Return how many requests get their first token in this step."""
+        """Return the number of requests with a first token in this step."""
         return len(self._firsts.get(step, ())) if self._firsts else 0
 
     def complete(
         self, step: int, tokens: array[int], now_ns: int, drafted: Sequence[Drafted] = ()
     ) -> list[ChunkRead]:
-        """Take the result of the oldest step; return the chunks that read embeddings in it."""
+        """Take the result of the oldest step in flight; return its chunks that read embeddings."""
         assert step == self.done + 1, f"step {step} came back, {self.done + 1} was due"
         assert step <= self.planned, f"step {step} came back, {self.planned} is the last decided"
         self.done = step
@@ -91,23 +89,23 @@ class InFlightSteps(Restorable):
         return self._reads.pop(step, []) if self._reads else []
 
     def lost_reads(self) -> list[ChunkRead]:
-        """Return the chunks that were reading embeddings: no step that is in flight will complete."""
+        """Return the chunks in flight that read embeddings, after a loss: none of their steps will complete."""
         return [read for reads in self._reads.values() for read in reads]
 
     def await_last(self, number: int, slot: int) -> None:
-        """A preempted request waits for the steps in flight: they bring tokens of it."""
+        """Let a preempted request wait for the steps in flight, which yield its tokens."""
         self.preempted[number] = (slot, self.planned)
 
     def oldest_preempted(self) -> tuple[int, int] | None:
-        """Return the queue order of the oldest request that waits for its last step."""
+        """Return the queue order of the oldest preempted request that waits for its last step."""
         return min((self._requests[number].order for number in self.preempted), default=None)
 
     def drop_preempted(self, number: int) -> bool:
-        """A request ended; return whether it waited for its last step."""
+        """Remove a request that ended; return whether it waited for its last step."""
         return self.preempted.pop(number, None) is not None
 
     def take_requeueable(self, *, crashed: bool = False) -> list[RequestState]:
-        """Return preempted requests whose steps have all completed, with their outputs added to their tokens."""
+        """Remove and return preempted requests whose steps have completed, with outputs added to their tokens."""
         requeueable = []
         for number, (slot, last_step) in list(self.preempted.items()):
             if crashed or last_step <= self.done:
@@ -118,28 +116,28 @@ class InFlightSteps(Restorable):
         return requeueable
 
     def gather(self, state: RequestState, slot: int) -> None:
-        """Add the outputs that a request yielded in this slot to its known tokens."""
+        """Add the outputs of a request in this slot to its tokens."""
         if state.first_step >= 0:
             state.tokens.extend(self._log.gather(slot, state.first_step, self.done))
             state.first_step = -1
 
     def trim(self, oldest: RequestState | None) -> None:
-        """Forget the tokens of steps before the first step of `oldest`, the oldest decoding request."""
+        """Drop the tokens of steps before the first step of `oldest`, the oldest decoding request."""
         needed = [self._requests[number].first_step for number in self.preempted]
         needed.append(self.done + 1 if oldest is None else oldest.first_step)
         self._log.forget_before(min(step for step in needed if step >= 0))
 
 
 class TokenLog(Restorable):
-    """The token batches of past steps, kept as they came.
+    """The token batches of past steps.
 
-    A step appends its batch without looking into it, so the kernel's cost does not grow with the running requests.
-    Only when a request leaves its slot are its tokens gathered, slot by slot, from the steps that it took part in.
+    A step appends its batch unread, so its cost does not grow with the number of running requests. The tokens of a
+    request are gathered when it leaves its slot.
 
     Attributes:
-        batches: The batches that are kept, oldest first.
-        first_step: The step of the first of them.
-        more: By step and slot the tokens that followed, where drafts brought more than one.
+        batches: The batches, oldest first.
+        first_step: The step of the first batch.
+        more: By step and slot, the accepted drafts, which follow the token in the batch.
     """
 
     batches: Saved[deque[Int32Array]]
@@ -151,7 +149,7 @@ class TokenLog(Restorable):
         self.more = {}
 
     def append(self, step: int, tokens: array[int]) -> None:
-        """Keep the batch of a step; steps come without gaps."""
+        """Append the batch of the next step."""
         if not self.batches:
             self.first_step = step
         assert step == self.first_step + len(self.batches), "a step's tokens are missing"
@@ -176,7 +174,7 @@ class TokenLog(Restorable):
         return tokens
 
     def forget_before(self, step: int) -> None:
-        """Drop the batches that no running request needs any more."""
+        """Drop the batches of earlier steps."""
         while self.batches and self.first_step < step:
             self.batches.popleft()
             if self.more:

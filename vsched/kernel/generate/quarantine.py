@@ -1,8 +1,8 @@
-"""Finding the poison request, which takes its group down, without ending others for it.
+"""Finding the poison request, which crashes its group, without ending others.
 
-After a loss, what ran there goes on together: most losses have other reasons. A request that ran in two losses is a
-suspect. Suspects come back one at a time, each in quarantine until it has got past the place where it was; when a
-group is lost with a request in quarantine, or with nothing else running, that request is the poison.
+After a loss, all requests of the group run again, since most losses have other reasons. A request that ran in two
+losses is a suspect. Suspects join one at a time, each in quarantine until it has yielded more tokens than before. If a
+group is lost with a request in quarantine, or with a single running request, that request is the poison.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from vsched.kernel.snapshot import Restorable, Saved
 from vsched.probes import probe
 
 LOSSES_MAX = 2
-"""A request that ran in this many losses is a suspect."""
+"""Losses after which a request is a suspect."""
 QUARANTINE_TOKENS = 2
-"""Tokens beyond those that it had which a suspect must yield to be cleared."""
+"""New tokens after which a suspect is cleared."""
 
 
 class Quarantine(Restorable):
-    """The suspect that a group runs, if any.
+    """The running suspect of a group, if any.
 
     Attributes:
-        number: The suspect's; 0 for none.
+        number: Number of the suspect; 0 for none.
     """
 
     number: Saved[int] = 0
@@ -32,21 +32,21 @@ class Quarantine(Restorable):
         self._requests = requests
 
     def admits(self, state: RequestState) -> bool:
-        """Return whether a request may join now."""
+        """Return True if a request may join now."""
         return not self.number or not is_suspect(state)
 
     def begin(self, state: RequestState) -> None:
-        """A request joined."""
+        """Note that a request joined."""
         if is_suspect(state):
             self.number = state.number
 
     def end(self, state: RequestState) -> None:
-        """A request left its slot."""
+        """Note that a request left its slot."""
         if self.number == state.number:
             self.number = 0
 
     def review(self, done: int) -> None:
-        """Clear the suspect, of which there is one, once steps up to `done` have brought it far enough."""
+        """Clear the suspect once it got enough tokens in the steps up to `done`; there must be one."""
         state = self._requests[self.number]
         if 0 <= state.first_step <= done + 1 - QUARANTINE_TOKENS:
             probe("generate.suspect_cleared")
@@ -54,7 +54,7 @@ class Quarantine(Restorable):
             self.number = 0
 
     def blame(self, running: Sequence[RequestState]) -> RequestState | None:
-        """Count a loss against the requests that ran, and return the poison request if it is certain."""
+        """Count a loss for each running request; return the poison request if it is certain."""
         alone = running[0] if len(running) == 1 else None
         if self.number:
             alone = self._requests[self.number]
@@ -64,5 +64,5 @@ class Quarantine(Restorable):
 
 
 def is_suspect(state: RequestState) -> bool:
-    """Return whether a request ran in too many losses to run beside another such."""
+    """Return True if a request must not run together with another suspect."""
     return state.losses >= LOSSES_MAX

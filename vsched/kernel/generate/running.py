@@ -1,9 +1,9 @@
-"""The running set: which request holds which slot and blocks, and in which step it needs another block.
+"""The running set: the slots and blocks of requests, and the steps in which they need another block.
 
-A decoding request grows into a new block every `block_size` steps; which steps those are follows from its length when
-it began to decode. So decoding requests are in `block_size` buckets, by the step (modulo `block_size`) in which they
-need a block, and a step looks at one bucket however many requests run. Those whose steps may bring several tokens are
-in none of them: see `vsched.kernel.generate.drafts`.
+A decoding request needs a new block every `block_size` steps; its length when it began to decode determines which. So
+decoding requests are in `block_size` buckets, by the step (modulo `block_size`) in which they need a block, and a step
+looks at one bucket only. Requests whose steps may yield several tokens are in no bucket: see
+`vsched.kernel.generate.drafts`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vsched.probes import probe
 
 
 class RunningSet(Restorable):
-    """Requests that hold a slot: prefilling or decoding, each in order of joining."""
+    """Requests with a slot, prefilling or decoding, each in order of joining."""
 
     prefilling: SavedKeys[dict[int, RequestState]]
     decoding: SavedKeys[dict[int, RequestState]]
@@ -47,12 +47,12 @@ class RunningSet(Restorable):
 
     @property
     def unannounced(self) -> set[int]:
-        """The requests that are gone, of which ranks learn with the next decision."""
+        """Ended requests that ranks drop with the next decision."""
         return {leave.number for leave in self._left if not leave.keep} | set(self._forgotten)
 
     @property
     def slots_free(self) -> int:
-        """Slots that no request holds."""
+        """Number of free slots."""
         return len(self._free_slots)
 
     def in_order(self) -> list[RequestState]:
@@ -60,11 +60,11 @@ class RunningSet(Restorable):
         return sorted([*self.prefilling.values(), *self.decoding.values()], key=order_of)
 
     def prefilling_in_order(self) -> list[RequestState]:
-        """Return the requests that are prefilled, oldest first."""
+        """Return the prefilling requests, oldest first."""
         return sorted(self.prefilling.values(), key=order_of)
 
     def view(self, state: RequestState, planned: int) -> RunningView:
-        """Return a running request as a preemption policy sees it."""
+        """Return the view of a running request for preemption policies."""
         decoded = planned - state.decoding_since + 1 if state.first_step >= 0 else 0
         return RunningView(
             tokens=state.computed + decoded,
@@ -77,13 +77,13 @@ class RunningSet(Restorable):
         )
 
     def tokens(self, planned: int) -> Iterable[tuple[str, int]]:
-        """Return the tenant of each request and the tokens that are computed of it."""
+        """Yield the tenant and the computed tokens of each request."""
         for one in (*self.prefilling.values(), *self.decoding.values()):
             decoded = planned - one.decoding_since + 1 if one.first_step >= 0 else 0
             yield one.request.tenant, one.computed + decoded
 
     def assign_slot(self, state: RequestState, blocks: list[int], computed: int) -> None:
-        """Give a request a free slot, and the blocks of all its known tokens."""
+        """Give a request a free slot, and the blocks for all its known tokens."""
         state.slot = self._free_slots.pop()
         state.blocks = blocks
         state.computed = computed
@@ -92,7 +92,7 @@ class RunningSet(Restorable):
         self.prefilling[state.number] = state
 
     def start_decoding(self, state: RequestState, step: int) -> None:
-        """Move a request on whose last chunk is in `step`: it yields a token in that and every later step."""
+        """Let a request decode whose last chunk is in `step`: it yields a token in that and every later step."""
         del self.prefilling[state.number]
         state.phase = Phase.DECODE
         state.first_step = state.decoding_since = step
@@ -101,11 +101,11 @@ class RunningSet(Restorable):
         self.enter_bucket(state)
 
     def written(self, state: RequestState, step: int) -> int:
-        """Return the positions that a decoding request has written after this step, drafts in flight not counted."""
+        """Return the positions that a decoding request has written after this step, without drafts in flight."""
         return len(state.tokens) + step - state.decoding_since
 
     def swappable(self, state: RequestState, planned: int) -> int:
-        """Return how many tokens of a running request have KV once the steps in flight are done, or a bound of it."""
+        """Return the number of tokens with KV once the steps in flight are done, or an upper bound of it."""
         if state.phase is not Phase.DECODE:
             return state.computed
         if state.bucket < 0:  # drafts in flight may bring several tokens
@@ -113,23 +113,23 @@ class RunningSet(Restorable):
         return self.written(state, planned)
 
     def enter_bucket(self, state: RequestState) -> None:
-        """From the next step on a decoding request grows by one token a step, and has no more blocks than it fills."""
+        """Put a decoding request into its bucket: it grows by one token a step, and has just the blocks it fills."""
         # In step `since + j` it writes position `len(tokens) + j - 1`: a block's first when 0 modulo the size.
         state.bucket = (state.decoding_since + 1 - len(state.tokens)) % self._block_size
         self._growth[state.bucket][state.number] = state
 
     def leave_bucket(self, state: RequestState) -> None:
-        """Steps may bring several tokens of a request: what it grows into is no business of the buckets any more."""
+        """Take a request whose steps may yield several tokens out of its bucket."""
         del self._growth[state.bucket][state.number]
         state.bucket = -1
 
     def gain(self, state: RequestState, tokens: int) -> None:
-        """A decoding request got so many tokens more than one a step."""
+        """Account for extra tokens accepted from speculative decoding."""
         state.decoding_since -= tokens
         self._first_steps -= tokens
 
     def decoded(self, planned: int) -> int:
-        """Return the tokens that decoding requests got since they joined, with those of steps in flight."""
+        """Return the number of tokens decoded since requests joined, with steps in flight."""
         return len(self.decoding) * (planned + 1) - self._first_steps
 
     def due(self, step: int) -> list[RequestState]:
@@ -140,9 +140,9 @@ class RunningSet(Restorable):
     def release_slot(
         self, state: RequestState, *, keep: bool, blocks_kept: int | None = None
     ) -> None:
-        """Take a request's slot and blocks back; `keep` when ranks must hold on to its tokens.
+        """Free a request's slot and blocks; with `keep`, ranks keep its tokens.
 
-        The first `blocks_kept` blocks stay cached, None for all.
+        The first `blocks_kept` blocks stay cached; None for all.
         """
         if state.phase is Phase.DECODE:
             if state.bucket >= 0:
@@ -158,11 +158,11 @@ class RunningSet(Restorable):
         state.blocks, state.slot, state.computed = [], -1, 0
 
     def forget(self, state: RequestState) -> None:
-        """Let the ranks drop a request that holds no slot but that they still keep."""
+        """Let ranks drop a request without a slot."""
         self._forgotten.append(state.number)
 
     def without_left(self, grown: list[int]) -> list[int]:
-        """Return (slot, block, slot, block, …) without the slots that a request has left since the last decision."""
+        """Return (slot, block, slot, block, …) without the slots that requests left since the last decision."""
         left = {leave.slot for leave in self._left}
         pairs = list(zip(grown[::2], grown[1::2], strict=True))
         kept = [pair for pair in pairs if pair[0] not in left]
@@ -171,7 +171,7 @@ class RunningSet(Restorable):
         return [one for pair in kept for one in pair]
 
     def take_changes(self) -> tuple[list[int], list[Leave]]:
-        """Return the requests to forget and those that left, for the next decision to carry."""
+        """Return the requests to drop and those that left their slots, for the next decision."""
         changes = self._forgotten, self._left
         self._forgotten, self._left = [], []
         return changes
@@ -183,7 +183,7 @@ class RunningSet(Restorable):
         self._first_steps = sum(state.decoding_since for state in self.decoding.values())
 
     def check(self, planned: int) -> None:
-        """Assert that blocks and slots are conserved and that buckets hold just the decoding requests."""
+        """Assert that no block or slot is lost, and that buckets have just the decoding requests."""
         running = self.in_order()
         self.pool.check(state.blocks for state in running)
         for state in running:
@@ -204,5 +204,5 @@ class RunningSet(Restorable):
 
 
 def order_of(state: RequestState) -> tuple[int, int]:
-    """Return a request's queue order."""
+    """Return the queue order of a request."""
     return state.order

@@ -1,11 +1,11 @@
-"""States at the ends of KV blocks, for models whose layers keep a state beside keys and values.
+"""Snapshots of recurrent states at the ends of KV blocks, for models whose layers have one.
 
-Blocks of an earlier request are of use to such a model only as far as there is a *snapshot*: the state that a sequence
-had just there. A rank has a number of places for them. The kernel says which chunk puts its state where, and which
-request begins with which; a snapshot is known by the hash of the block that it ends, as the block is.
+Such a model can use cached blocks only up to a *snapshot*: the state of the sequence at the end of a block. Each rank
+has a number of places for snapshots. The kernel decides which chunk writes its state to which place, and which request
+begins with which snapshot; a snapshot has the hash of the block at its end.
 
-Two ends are worth a place: the last one of a prompt, where the next turn of its conversation goes on, and the last one
-up to which blocks were found when a request joined, where others with the same beginning go on.
+Two block ends get a snapshot: the last one of a prompt, where the next turn of a conversation continues, and the end of
+the cached blocks when a request joined, where other requests with the same prefix continue.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from vsched.kernel.snapshot import Restorable, Saved
 
 
 class StateSnapshots(Restorable):
-    """Places 0 to `limits.state_snapshots` - 1, each free or with a snapshot; for a model without a state, nothing.
+    """Places 0 to `limits.state_snapshots` - 1, each free or with a snapshot; none for models without a state.
 
-    A snapshot is read when the step begins in which a request joins, and written in the course of a step. So one that a
-    step reads may give its place to one that the same step writes, and is never found in the step that writes it.
+    A step reads snapshots before it writes any. So it may write to the place of a snapshot that it reads, and a request
+    cannot begin with a snapshot in the step that writes it.
     """
 
     _order: Saved[GuardedOrder[bytes] | None]
@@ -38,19 +38,19 @@ class StateSnapshots(Restorable):
         self._order = make_order() if limits.state_snapshots is not None else None
         self._free = list(range(self.count - 1, -1, -1))
         self._places = {}
-        self.written: dict[bytes, int] = {}  # by the step that is being decided
+        self.written: dict[bytes, int] = {}  # by the step that is being planned
 
     def usable(self, hashes: Sequence[bytes], blocks: int) -> int:
-        """Return how many of the first `blocks` blocks, which are cached, a request can go on from."""
+        """Return the number of leading cached blocks, up to `blocks`, at whose end there is a snapshot."""
         if self._order is not None:
             while blocks and hashes[blocks - 1] not in self._places:
                 blocks -= 1
         return blocks
 
     def read(self, state: RequestState, *, found: int, used: int) -> int | None:
-        """A request joins that found so many cached blocks, and uses the first of them; return where its state is.
+        """Return the place of the snapshot for a joining request; None if it begins without one.
 
-        None where it begins without one.
+        It found `found` cached blocks, and uses the first `used` of them.
         """
         state.branch = found * self._block_size
         if self._order is None or not used:
@@ -63,7 +63,7 @@ class StateSnapshots(Restorable):
         return place
 
     def write(self, state: RequestState, stop: int) -> list[StateWrite]:
-        """Return the snapshots that a chunk from `state.computed` to `stop` leaves behind."""
+        """Return the snapshots that a chunk from `state.computed` to `stop` writes."""
         if self._order is None or not state.hashes:
             return []
         size, writes = self._block_size, []
@@ -76,7 +76,7 @@ class StateSnapshots(Restorable):
         return writes
 
     def _place_for(self, block_hash: bytes, order: GuardedOrder[bytes]) -> int | None:
-        """Return the place for a new snapshot; None where it is there already, or no place can be had."""
+        """Return a place for a new snapshot; None if it exists already, or no place is available."""
         if block_hash in self._places or block_hash in self.written:
             return None
         if not self._free:
@@ -88,15 +88,15 @@ class StateSnapshots(Restorable):
         return place
 
     def publish(self) -> None:
-        """The step is decided: what it writes can be found by those that join later."""
-        assert self._order is not None, "states were written, and there are no places for them"
+        """Make the snapshots of a decided step available to later requests."""
+        assert self._order is not None, "states were written without places"
         for block_hash in self._order.add_all(list(self.written)):
             self._free.append(self.written.pop(block_hash))
         self._places |= self.written
         self.written = {}
 
     def check(self) -> None:
-        """Assert that every place is in exactly one place, and that the order knows just what can be found."""
+        """Assert that no place is lost, and that the eviction order has the available snapshots."""
         assert not self.written, "a step was not published"
         taken = sorted([*self._free, *self._places.values()])
         assert taken == list(range(self.count)), "a place for a state is lost"

@@ -1,16 +1,17 @@
-"""How much prefill a step can bear while others decode: learned from the time that steps took.
+"""A model of step times, and the budget of prefill tokens in a step with decodes.
 
-A prompt token costs a part that is the same for all (its way through the layers) and a part that grows with the tokens
-before it (attention): at 16,000 tokens of context, 64 tokens took 30 times what they take at none. A limit in tokens
-alone therefore either starves short prompts or stalls decoders beside long ones. So both parts are fitted to what ranks
-report, by least squares that forget, and a chunk is cut to the time that is left in its step. The errors are relative
-to the time that was measured: else a large, slow chunk would outweigh a hundred small ones that come after it, and the
-chunks would stay small long after a neighbour has left the cores.
+The time of a prompt token has a constant part (its way through the layers) and a part proportional to the tokens before
+it (attention): with 16,000 tokens of context, 64 tokens took 30 times as long as with none. So a limit in tokens either
+starves short prompts or stalls decodes next to long ones. Both parts are fitted to the times that ranks report, by
+least squares with exponential forgetting, and a chunk is cut to the time left in its step. Errors are relative to the
+measured time: else a large, slow chunk would outweigh a hundred small ones after it, and chunks would stay small long
+after other processes have left the cores.
 
-What decodes alone take is seen in steps without prefill, and while requests wait there are none, though ever more
-decode. So it is kept together with how many they were, and each one more counts as a prompt token.
+The time of decodes alone is measured in steps without prefill. While requests wait there are no such steps, but the
+number of decodes grows. So the time is kept with its number of decodes, and each further decode counts as a prompt
+token.
 
-The times come in with events, so the kernel stays a function of its events.
+Times are part of events, so the kernel remains a function of its events.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved
 
 FORGET = 0.9
-"""What an observation still counts after the next one: about the last ten steps with prefill decide."""
+"""Weight of an observation after the next one: about the last ten steps with prefill count."""
 HELD_UP = 2.0
-"""A step of decodes alone that took more than so many times what it should was held up by something else, and counts
-as just that."""
+"""Limit for the time of a step of decodes, as a multiple of the expected time: a longer one was held up by something
+else."""
 NOISE = 0.05
-"""Part of the time of a step below which the time of its prefill says nothing."""
+"""Share of the time of a step below which the time of its prefill is noise."""
 
 _UNPLANNED = (0, 0, 0.0)
 
 
 class StepTimeModel(Restorable):
-    """What decoding and prefill cost in this group; `target_ns` is how long a step with both may take, 0 for no limit.
+    """The times of decodes and prefill in a group; `target_ns` is the limit for a step with both, 0 for none.
 
-    `ratio` times the time of decoding alone is always allowed: a target near that time would starve prefill, and the
-    few requests that decode already would keep the others from joining them.
+    A step may always take `ratio` times as long as its decodes: a target near that time would starve prefill, and a few
+    decoding requests would keep all others from joining.
     """
 
     _known_decodes: Saved[float] = 0.0
@@ -56,27 +57,27 @@ class StepTimeModel(Restorable):
         self._costs = (0.0, 0.0)
 
     def start_step(self, tokens: int, *, decodes: int) -> StepBudget:
-        """Return what a step may prefill that has room for `tokens` beside its decodes."""
+        """Return the budget of a step with room for `tokens` next to its decodes."""
         return StepBudget(self, tokens, self.left_ns(decodes) or math.inf)
 
     def left_ns(self, decodes: int) -> float:
-        """Return how long something else may keep `decodes` requests from their next step; 0 for no limit."""
+        """Return how long other work may delay the next step of `decodes` requests; 0 for no limit."""
         if not (self._target_ns and decodes):
             return 0.0
         decode_ns = self.decode_ns(decodes)
         return max(max(self._target_ns, self._ratio * decode_ns) - decode_ns, 1.0)
 
     def note(self, step: int, decodes: int, budget: StepBudget | None = None) -> None:
-        """Remember what a step consists of until its time is known; it has no budget where nothing is prefilled."""
+        """Note the composition of a step until its time is known; there is no budget without prefill."""
         if budget is None:
             self._planned[step] = (decodes, 0, 0.0)
         else:
             self._planned[step] = (decodes, budget.prefilled, budget.pairs)
 
     def learn(self, step: int, busy_ns: int, drafts: int = 0) -> tuple[int, int, float]:
-        """Take the time that a step took on the ranks, 0 where it was not measured; return what it consisted of.
+        """Learn the time of a step on the ranks, 0 if it was not measured; return the composition of the step.
 
-        Drafts took rows as decodes do.
+        A draft takes a row, like a decode.
         """
         composition = self._planned.pop(step, _UNPLANNED)
         if busy_ns > 0 and self._target_ns:
@@ -97,7 +98,7 @@ class StepTimeModel(Restorable):
         known = min(decodes, self._known_decodes)
         count = tokens + decodes - known
         cost = max(busy_ns - self.decode_ns(known), 0.0)
-        # Between the time of the step, which bounds the noise, and that of its prefill, which is what is learned.
+        # Between the time of the step, which bounds the noise, and that of its prefill, which is learned.
         scale = math.sqrt(busy_ns * max(cost, NOISE * busy_ns))
         count, pairs, cost = count / scale, pairs / scale, cost / scale
         new = (count * count, count * pairs, pairs * pairs, count * cost, pairs * cost)
@@ -105,7 +106,7 @@ class StepTimeModel(Restorable):
         self._costs = self._solve()
 
     def decode_ns(self, decodes: float) -> float:
-        """Return what `decodes` decodes should take by themselves."""
+        """Return the expected time of `decodes` decodes without prefill."""
         token_ns, _ = self.costs()
         if not (decodes and self._known_decodes):
             return token_ns * decodes
@@ -113,11 +114,11 @@ class StepTimeModel(Restorable):
         return self._known_ns + min(token_ns, mean_ns) * (decodes - self._known_decodes)
 
     def drop_planned(self) -> None:
-        """No step in flight will complete."""
+        """Forget the steps in flight, which will not complete."""
         self._planned.clear()
 
     def costs(self) -> tuple[float, float]:
-        """Return ns a token, and ns a pair of a token and one before it; neither is below 0."""
+        """Return ns per token, and ns per pair of a token and one before it; neither is negative."""
         return self._costs
 
     def _solve(self) -> tuple[float, float]:
@@ -127,16 +128,16 @@ class StepTimeModel(Restorable):
             token_ns, pair_ns = (tc * pp - pc * tp) / whole, (pc * tt - tc * tp) / whole
             if token_ns >= 0 and pair_ns >= 0:
                 return token_ns, pair_ns
-        # The last steps were too much alike to tell the two apart, or noise won: one of them explains it all.
+        # The latest steps are too similar to separate the two, or too noisy: attribute all time to one of them.
         return (0.0, pc / pp) if pp and pc * tt > tc * tp else (tc / tt if tt else 0.0, 0.0)
 
     @property
     def block_ns(self) -> float:
-        """What a block at the beginning of a prompt should take."""
+        """Expected time of a block at the start of a prompt."""
         return self.nanoseconds(0, self._block_size)
 
     def tokens_within(self, left_ns: float, start: int) -> float:
-        """Return how many tokens from position `start` on take `left_ns`; a block at least."""
+        """Return the number of tokens from position `start` that take `left_ns`, at least a block."""
         token_ns, pair_ns = self.costs()
         first_ns = token_ns + pair_ns * start
         if not first_ns or left_ns == math.inf:
@@ -149,13 +150,13 @@ class StepTimeModel(Restorable):
         self._costs = self._solve()
 
     def nanoseconds(self, start: int, tokens: int) -> float:
-        """Return what tokens from `start` on should take."""
+        """Return the expected time of tokens from `start`."""
         token_ns, pair_ns = self.costs()
         return tokens * token_ns + pairs_of(start, tokens) * pair_ns
 
 
 class StepBudget:
-    """What one step may still prefill, in tokens and in time, and what it has been given."""
+    """The prefill that is left in a step, in tokens and time, and the prefill that it has."""
 
     def __init__(self, model: StepTimeModel, tokens: int, left_ns: float) -> None:
         self.tokens = tokens
@@ -166,44 +167,44 @@ class StepBudget:
 
     @property
     def spent(self) -> bool:
-        """Whether nothing more fits."""
+        """Whether no more prefill fits."""
         return self.tokens <= 0 or self._left_ns <= 0
 
     def limit_time(self, left_ns: float) -> None:
-        """Let what is prefilled take this long, where there is a limit."""
+        """Set the time for prefill, if it is limited."""
         if self._left_ns != math.inf:
             self._left_ns = left_ns
 
     @property
     def time_ns(self) -> int | None:
-        """How long what is prefilled may take; None for any time."""
+        """Time left for prefill; None for no limit."""
         return None if self._left_ns == math.inf else int(self._left_ns)
 
     def tokens_at(self, start: int) -> int:
-        """Return how many tokens of a prompt, from position `start` on, fit: a block at least, until it is spent."""
+        """Return the number of prompt tokens from `start` that fit, at least a block unless the budget is spent."""
         if self.spent:
             return 0
         return int(min(self.tokens, self._model.tokens_within(self._left_ns, start)))
 
     def take(self, start: int, tokens: int) -> None:
-        """A chunk of `tokens` tokens from `start` on is in the step."""
+        """Add a chunk of `tokens` tokens from `start` to the step."""
         self.tokens -= tokens
         self._left_ns -= self._model.nanoseconds(start, tokens)
         if self._left_ns < self._model.block_ns:
-            # A block of another prompt would pass the time, and a chunk more costs a step more than its tokens.
+            # A block of another prompt would exceed the time, and a further chunk has a cost of its own.
             self._left_ns = 0.0
         self.prefilled += tokens
         self.pairs += pairs_of(start, tokens)
 
 
 def pairs_of(start: int, tokens: int) -> float:
-    """Return the pairs of a token and one before it that attention visits for tokens from `start` on."""
+    """Return the number of pairs of a token and one before it, for tokens from `start`."""
     return tokens * (start + tokens / 2)
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step while it is formed."""
+    """A step that is being planned."""
 
     step: int
     budget: StepBudget
@@ -213,14 +214,14 @@ class StepPlan:
 
 
 class PlannedStep(msgspec.Struct, frozen=True):
-    """What came of planning a step.
+    """Result of planning a step.
 
     Attributes:
-        decision: The step; None when there is nothing to run, or enough is in flight.
-        requeued: Requests that must find their way into the queue again: preempted, or without their embeddings.
-        prefilled: Requests with a chunk in this step, after which they decode or go on prefilling.
-        more: Whether more may come of it though nothing of the group changes: another step may be sent behind this
-            one, or a policy, which let nobody go on, may decide otherwise after the next event.
+        decision: The step; None if there is no work, or enough is in flight.
+        requeued: Requests to put back into the queue: preempted, or without their embeddings.
+        prefilled: Requests with a chunk in this step.
+        more: Whether to plan again although the group has not changed: another step may follow this one, or a policy
+            that let no request continue may decide otherwise after the next event.
     """
 
     decision: GenerateDecision | None = None

@@ -1,15 +1,15 @@
-"""KV blocks of preempted requests, kept in host memory until they go on.
+"""Swap space: KV blocks of preempted requests in host memory.
 
-Each rank of a group has *places* in host memory, of a block each. When a request is preempted by swapping, its blocks
-are copied to places; when it joins again, back to the blocks that it is given then, and it goes on where it was. The
-copies are part of decisions, before anything else in them: steps run in order, so a copy sees what the steps before
-wrote, and nothing is written to its block before. Places need no announcement of their own for the same reason.
+Each rank of a group has *places* in host memory for a block each. When a request is preempted by swapping, its blocks
+are copied to places; when it joins again, they are copied to its new blocks, and it continues. Copies are the first
+part of a decision. Steps run in order, so a copy sees the writes of earlier steps, and comes before any later write to
+its block or place.
 
-What others hold, too, is not copied: the prefix cache has it. If it is evicted nevertheless before the request is back,
-what lies behind it in places is of no use, and the request is recomputed, as it is after a loss of its group.
+Blocks that other requests hold as well are not copied, since the prefix cache has them. If they are evicted before the
+request joins again, its places are useless, and it is recomputed, as after a loss of its group.
 
-Rejected: copying blocks when they are evicted, as a second prefix cache. Under pressure that copies all that was ever
-cached, of requests that will not come back, and every allocation would have to look.
+Rejected: copying evicted blocks, as a second prefix cache. Under pressure that copies all cached blocks, also of
+requests that never come back, and adds a check to every allocation.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from vsched.probes import probe
 
 
 class SwappedOut(msgspec.Struct):
-    """What is kept of a request.
+    """The swapped-out blocks of a request.
 
     Attributes:
-        tokens: Its KV is there up to this position, less what a step in flight did not write.
-        first: The first of its blocks that is kept; those before have other holders.
-        places: Where that block lies, and those behind it.
+        tokens: Number of its tokens with KV.
+        first: Index of its first swapped-out block; those before have other holders.
+        places: The places of that block and the blocks after it.
     """
 
     tokens: int
@@ -41,10 +41,10 @@ class SwappedOut(msgspec.Struct):
 
 
 class SwapSpace(Restorable):
-    """Places 0 to `limits.swap_blocks` - 1, each free or with a block of a request that has no slot.
+    """Places 0 to `limits.swap_blocks` - 1, each free or with a block of a request without a slot.
 
     Attributes:
-        pending: Whether there are copies for the next decision.
+        pending: Whether the next decision has copies.
     """
 
     _free: Saved[list[int]]
@@ -62,19 +62,19 @@ class SwapSpace(Restorable):
         self._back = []
 
     def __len__(self) -> int:
-        """Return of how many requests something is kept."""
+        """Number of requests with swapped-out blocks."""
         return len(self._kept)
 
     @property
     def free(self) -> int:
-        """Places that are free."""
+        """Number of free places."""
         return len(self._free)
 
     def keep(self, state: RequestState, tokens: int, pool: BlockPool) -> bool:
-        """Copy out the blocks of a request that leaves its slot, for its first `tokens` tokens; False without room.
+        """Copy out the blocks of the first `tokens` tokens of a request; return False if there is no room.
 
-        Called while it still holds them. A request that must tell of its prompt is not kept before it has: computing it
-        is what tells.
+        Called while it holds them. A request whose prompt log-probabilities are still due is not swapped, since only
+        computing the prompt yields them.
         """
         if not tokens or state.tells_prompt:
             return False
@@ -93,7 +93,7 @@ class SwapSpace(Restorable):
         return True
 
     def reach(self, state: RequestState, cached: int) -> int:
-        """Return how many tokens of a request need not be computed, of whose first blocks so many are cached."""
+        """Number of tokens that the request can skip, given `cached` cached blocks."""
         reached = cached * self._block_size
         kept = self._kept.get(state.number) if self._kept else None
         if kept is None or cached < kept.first:
@@ -117,19 +117,19 @@ class SwapSpace(Restorable):
         return len(needed)
 
     def drop(self, number: int) -> bool:
-        """Keep nothing of a request any more; return whether anything was kept."""
+        """Free the places of a request; return False if it had none."""
         kept = self._kept.pop(number, None) if self._kept else None
         if kept is None:
             return False
         self._free += reversed(kept.places)
-        if self._out:  # perhaps its own, and its places may be another's in the same decision
+        if self._out:  # its own copies are cancelled: its places may be reused in the same decision
             gone, out = set(kept.places), self._out
             pairs = zip(out[::2], out[1::2], strict=True)
             self._out = [one for pair in pairs if pair[1] not in gone for one in pair]
         return True
 
     def take_copies(self) -> SwapCopies:
-        """Return the copies that the next decision orders."""
+        """Return the copies for the next decision."""
         copies = SwapCopies(self._out, self._back)
         self._out, self._back, self.pending = [], [], False
         return copies
@@ -146,9 +146,11 @@ class SwapSpace(Restorable):
         self.pending = bool(self._out or self._back)
 
     def check(self, without_slot: Collection[int]) -> None:
-        """Assert that every place is in exactly one place, and that nothing is kept of others than these requests."""
+        """Assert that no place is lost, and that only these requests have any."""
         kept = [place for one in self._kept.values() for place in one.places]
         assert sorted([*self._free, *kept]) == list(range(self.count)), (
             "a place for a block is lost"
         )
-        assert self._kept.keys() <= set(without_slot), "KV is kept of a request that does not wait"
+        assert self._kept.keys() <= set(without_slot), (
+            "a request with a slot has swapped-out blocks"
+        )
