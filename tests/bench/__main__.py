@@ -65,7 +65,7 @@ def main() -> None:
         console.print(f"error: {error}", markup=False)
         sys.exit(2)
     except KeyboardInterrupt:
-        console.print("Stopped. The same command goes on where this one ended.")
+        console.print("Stopped. The same command continues from here.")
         sys.exit(130)
 
 

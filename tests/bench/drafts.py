@@ -161,7 +161,9 @@ async def measure(options: argparse.Namespace) -> None:
             for name, way in ways.items():
                 if name != NONE:
                     print(f"| {kind} | {clients} | {name} | {way.cells()} |", flush=True)
-                    assert way.same == way.answers or not options.equal, "drafts changed an answer"
+                    assert way.same == way.answers or not options.equal, (
+                        "drafting changed an output"
+                    )
     finally:
         for way in ways.values():
             await way.engine.stop()
@@ -186,11 +188,11 @@ def main() -> None:
     """Run the command."""
     parser = options_of("drafts", tokens=128, rounds=3)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--draft-model", default="", help="a checkpoint that drafts")
+    parser.add_argument("--draft-model", default="", help="checkpoint of the draft model")
     parser.add_argument(
         "--minutes", type=float, default=12.0, help="once all serve; rounds are left out to keep it"
     )
-    parser.add_argument("--equal", action="store_true", help="fail where an answer differs")
+    parser.add_argument("--equal", action="store_true", help="fail if an output differs")
     asyncio.run(measure(parser.parse_args()))
 
 

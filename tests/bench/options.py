@@ -96,14 +96,14 @@ def _count(text: str) -> int:
 def _sizes(parser: argparse.ArgumentParser) -> None:
     """Add the options of all commands with servers."""
     add = parser.add_argument
-    add("--checkpoints", type=Path, default=ROOT / "checkpoints", help="folder that holds them")
+    add("--checkpoints", type=Path, default=ROOT / "checkpoints", help="folder of checkpoints")
     add("--threads", type=_count, default=len(os.sched_getaffinity(0)), help="threads of each side")
-    add("--slots", type=_count, default=64, help="most requests that run at a time, both sides")
+    add("--slots", type=_count, default=64, help="maximum running requests, both sides")
     add("--context", type=_count, default=8192, help="longest prompt and output, both sides")
     add("--kv-gib", type=_count, default=2, help="GiB of KV cache, both sides")
     add("--turns", type=_count, default=8, help="turns of a conversation")
     add("--repeats", type=_count, default=3, help="pairs of runs")
-    add("--out", type=Path, required=True, help="folder for all runs; what is there is kept")
+    add("--out", type=Path, required=True, help="folder for all runs; earlier runs are kept")
     add("--ready-s", type=float, default=600.0, help="deadline for a server to be ready")
     add("--idle-s", type=float, default=30.0, help="how long each idle server is watched")
     add("--timeout-s", type=float, default=1800.0, help="deadline for a request")
@@ -114,13 +114,18 @@ def _sizes(parser: argparse.ArgumentParser) -> None:
 def _common(parser: argparse.ArgumentParser) -> None:
     _sizes(parser)
     add = parser.add_argument
-    add("--checkpoint", choices=CHECKPOINTS, default="tiny25", help="which one, made where missing")
+    add(
+        "--checkpoint",
+        choices=CHECKPOINTS,
+        default="tiny25",
+        help="checkpoint name, created if missing",
+    )
     add(
         "--set", type=assignment, action="append", default=[], help="section.field=value for vsched"
     )
-    add("--sessions", type=_count, help="sessions a run; 2 x clients, at least 8, unless given")
-    add("--words", type=_count, help="words of a message; by case unless given")
-    add("--output-tokens", type=_count, help="tokens of an answer; by case unless given")
+    add("--sessions", type=_count, help="sessions per run; default 2 x clients, at least 8")
+    add("--words", type=_count, help="words per message; default by case")
+    add("--output-tokens", type=_count, help="output tokens per request; default by case")
 
 
 def _peer(parser: argparse.ArgumentParser) -> None:
@@ -154,7 +159,7 @@ def _curve(parser: argparse.ArgumentParser) -> None:
     add("--sides", type=among(list(PEERS)), default=["llamacpp", "openvino"], help="peers")
     add("--cases", type=among(("text", "image")), default=["text"])
     add("--clients", type=_count, default=8)
-    add("--sessions", type=_count, help="sessions a run; 3 x clients unless given")
+    add("--sessions", type=_count, help="sessions per run; default 3 x clients")
     add(
         "--points",
         type=points,
@@ -174,27 +179,30 @@ def _timeline(parser: argparse.ArgumentParser) -> None:
     add("--sides", type=among(SIDES), default=["vsched", "vllm", "llamacpp", "openvino"])
     add("--case", choices=("text", "image"), default="text")
     add("--clients", type=_count, default=8)
-    add("--neighbours", type=_count, default=1, help="busy loops that come and go")
-    add("--seconds", type=stretches, default=(10, 20, 15), help="before, beside and after them")
-    add("--sessions", type=_count, help="requests that are drawn; more than a side can answer")
+    add("--neighbours", type=_count, default=1, help="number of temporary busy loops")
+    add(
+        "--seconds",
+        type=stretches,
+        default=(10, 20, 15),
+        help="seconds before, with and after them",
+    )
+    add("--sessions", type=_count, help="drawn requests; more than a side can serve")
     add("--best", type=assignment, action="append", default=[], help="as of `table`")
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `python -m tests.bench`."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.bench", description="vsched beside a peer, measured in turns."
+        prog="python -m tests.bench", description="vsched compared with a peer, measured in turns."
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    setup = commands.add_parser(
-        "setup", help="install a peer into a virtual environment of its own"
-    )
+    setup = commands.add_parser("setup", help="install a peer into its own virtual environment")
     setup.add_argument("--peer", choices=list(PEERS), default="vllm")
     setup.add_argument("--peers", type=Path, required=True, help="folder; the peer's name is added")
     setup.add_argument("--pip-arguments", default="", help="such as --extra-index-url URL")
 
-    compare = commands.add_parser("compare", help="vsched beside a peer, interleaved")
+    compare = commands.add_parser("compare", help="vsched compared with a peer, interleaved")
     _common(compare)
     _peer(compare)
     compare.add_argument("--cases", type=cases, default=list(CASES))
@@ -202,7 +210,7 @@ def make_parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--sweep", type=numbers, metavar="BUDGETS", help="token budgets to try first"
     )
-    compare.add_argument("--sweep-concurrency", type=_count, help="the greatest unless given")
+    compare.add_argument("--sweep-concurrency", type=_count, help="default the maximum")
     compare.add_argument("--sweep-repeats", type=_count, default=1, help="runs a case and budget")
 
     table = commands.add_parser("table", help="vsched and all peers, in rounds: one table")
@@ -219,16 +227,16 @@ def make_parser() -> argparse.ArgumentParser:
         type=assignment,
         action="append",
         default=[],
-        help="a setting of the sides of vsched that have any; MODEL: before it is for one model",
+        help="a setting of the tuned vsched sides; prefix MODEL: for one model",
     )
     table.add_argument(
         "--neighbours",
         type=neighbours,
         default=[0],
-        help="busy loops beside every side while it is measured: 1, or 0,1 for both in turns",
+        help="busy loops during measurements: 1, or 0,1 for both in turns",
     )
 
-    _timeline(commands.add_parser("timeline", help="requests/s while neighbours come and go"))
+    _timeline(commands.add_parser("timeline", help="requests/s with temporary neighbours"))
 
     _curve(commands.add_parser("curve", help="requests and pauses by limits on a step"))
 
@@ -239,9 +247,9 @@ def make_parser() -> argparse.ArgumentParser:
     growth.add_argument("--concurrency", type=numbers, default=[2**power for power in range(9)])
     growth.add_argument("--lengths", type=numbers, default=[2**power for power in range(7, 15)])
     growth.add_argument("--length-clients", type=_count, default=4, help="clients of long prompts")
-    growth.add_argument("--length-sessions", type=_count, help="2 x clients unless given")
+    growth.add_argument("--length-sessions", type=_count, help="default 2 x clients")
 
-    regress = commands.add_parser("regress", help="vsched beside an earlier commit of itself")
+    regress = commands.add_parser("regress", help="vsched compared with an earlier commit")
     _common(regress)
     regress.add_argument("--before", required=True, help="the commit")
     regress.add_argument("--before-set", type=assignment, action="append", help="in place of --set")
@@ -268,7 +276,7 @@ def make_parser() -> argparse.ArgumentParser:
     price.add_argument("folder", help="of the checkpoint")
     price.add_argument("--words", type=numbers, default=[50, 1000], help="of a prompt")
     price.add_argument("--tokens", type=numbers, default=[32], help="of an answer")
-    price.add_argument("--chunk", type=numbers, default=[512], help="most rows of a chunk")
+    price.add_argument("--chunk", type=numbers, default=[512], help="maximum rows of a chunk")
     price.add_argument("--requests", type=int, choices=range(1, 33), default=4, metavar="N")
     price.add_argument("--rounds", type=_count, default=7, help="runs of each, in turns")
     price.add_argument("--threads", type=_count, default=1, help="of a worker")

@@ -76,7 +76,7 @@ def resolved(name: str) -> str:
     command = ["git", "-C", str(sides.ROOT), "rev-parse", "--short=9", f"{name}^{{commit}}"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode:
-        raise ConfigError(f"--before: {name!r} is no commit. Remedy: name one that git log shows")
+        raise ConfigError(f"--before: {name!r} is not a commit. Remedy: name one from git log")
     return found.stdout.strip()
 
 

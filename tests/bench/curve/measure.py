@@ -47,7 +47,7 @@ def curve(options: argparse.Namespace, console: Console) -> None:
     if failed:
         raise ConfigError(
             f"not all was measured: {'; '.join(failed)}. Remedy: see the logs in {options.out / 'logs'}; "
-            "the same command makes what is missing"
+            "the same command makes the missing runs"
         )
 
 

@@ -111,7 +111,7 @@ def _ledger(path: Path) -> str:
         "after the load": check.driver_loaded,
     }
     told = ", ".join(f"{size / GIB:.2f} {when}" for when, size in driver.items())
-    return "\n".join(lines) + f"\n\nTaken as the driver says, GiB: {told}.\n"
+    return "\n".join(lines) + f"\n\nIn use according to the driver, GiB: {told}.\n"
 
 
 def _recovery(path: Path) -> str:

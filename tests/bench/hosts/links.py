@@ -35,7 +35,7 @@ class Links:
         self._here, there = context.Pipe()
         self._process = context.Process(target=_run, args=(there, encoder, generator), daemon=True)
         self._process.start()
-        assert self._here.poll(READY_S), "the cables are not there"
+        assert self._here.poll(READY_S), "the cable process did not start"
         self.addresses: Mapping[tuple[Machine, Machine], str] = self._here.recv()
 
     @property
@@ -55,7 +55,7 @@ class Links:
 
     def _ask(self, words: tuple[object, ...]) -> object:
         self._here.send(words)
-        assert self._here.poll(READY_S), "the cables do not answer"
+        assert self._here.poll(READY_S), "the cable process does not respond"
         return self._here.recv()
 
     def __enter__(self) -> Self:

@@ -18,7 +18,7 @@ def replaced(page: str, name: str, text: str) -> str:
     pattern = re.compile(f"(?<={re.escape(begin)}\n).*?(?={re.escape(end)})", re.DOTALL)
     if page.count(begin) != 1 or page.count(end) != 1 or not pattern.search(page):
         raise ConfigError(
-            f"the page has not one place for {name}. Remedy: write {begin} and {end} on lines of their own, once"
+            f"the page lacks a unique part {name}. Remedy: write {begin} and {end} on separate lines, once"
         )
     return pattern.sub(lambda _: f"\n{text.strip()}\n\n", page)
 

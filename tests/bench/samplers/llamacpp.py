@@ -105,9 +105,9 @@ def maker(job: dict[str, Any]) -> Make:
                 array = Candidates(candidates.ctypes.data, vocabulary, -1, False)
                 library.llama_sampler_apply(chains[row], ctypes.byref(array))
                 if array.selected < 0:
-                    raise ValueError("the chain has chosen nothing")
+                    raise ValueError("the chain chose no token")
                 if array.data != candidates.ctypes.data:
-                    raise ValueError("the chain has moved its candidates")
+                    raise ValueError("the chain moved its candidates")
                 found[row] = candidates["id"][array.selected]
             return found
 

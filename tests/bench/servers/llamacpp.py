@@ -78,7 +78,7 @@ def build(folder: Path) -> None:
         if done.returncode:
             raise ConfigError(
                 f"llama.cpp could not be built: {cmake} ended with status {done.returncode}. "
-                f"Remedy: see {log.name}; it wants a compiler of C++17 such as g++"
+                f"Remedy: see {log.name}; a C++17 compiler such as g++ is required"
             )
 
 
@@ -134,7 +134,7 @@ def convert_when_missing(weights: str, folder: Path, checkpoint: Path) -> None:
     convert = [sys.executable, "-m", "tests.bench.servers.llamacpp"]
     convert += [str(source_of(folder)), str(checkpoint)]
     environment = {"PYTHONPATH": python_path(ROOT)}
-    what = f"{checkpoint} could not be made a GGUF file"
+    what = f"{checkpoint} could not be converted to GGUF"
     base = model_of(folder, checkpoint)
     make_when_missing(base, convert, environment=environment, what=what)
     if has_tower(checkpoint):

@@ -209,7 +209,7 @@ def _llamacpp(name: str, port: int, weights: str) -> Peer:
         packages=("cmake>=3.28,<5", "ninja>=1.11,<2", "numpy>=2,<3"),
         steps=(
             ("getting the source", llamacpp.get_source),
-            ("building, which takes minutes", llamacpp.build),
+            ("building (takes minutes)", llamacpp.build),
         ),
         contents=(llamacpp.VERSION, llamacpp.TARGET, llamacpp.QUANTIZE, *llamacpp.FLAGS),
         version=llamacpp.version,

@@ -91,7 +91,7 @@ class Server:
         with socket.socket() as probe:
             if not probe.connect_ex((HOST, spec.port)):
                 raise ServerError(
-                    f"{spec.side}: somebody listens on {HOST}:{spec.port} already. Remedy: end the server "
+                    f"{spec.side}: another process listens on {HOST}:{spec.port} already. Remedy: end the server "
                     "that an earlier run left behind."
                 )
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -49,9 +49,11 @@ def install(peer: Peer, folder: Path, *, pip_arguments: str, console: Console) -
         step("making the environment", [sys.executable, "-m", "venv", str(folder)])
     steps.append(("pinning torch", lambda: _write(constraints)))
     wanted = [*peer.packages, "-c", str(constraints), *shlex.split(pip_arguments)]
-    step("installing, which takes minutes", [*pip, "install", "--quiet", *wanted])
+    step("installing (takes minutes)", [*pip, "install", "--quiet", *wanted])
     if peer.unwanted:
-        step("removing what needs CUDA", [*pip, "uninstall", "--quiet", "-y", *peer.unwanted])
+        step(
+            "removing packages that need CUDA", [*pip, "uninstall", "--quiet", "-y", *peer.unwanted]
+        )
     steps += [(what, functools.partial(act, folder)) for what, act in peer.steps]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:

@@ -51,7 +51,7 @@ def table(options: argparse.Namespace, console: Console) -> None:
     if failed:
         raise ConfigError(
             f"not all was measured: {'; '.join(failed)}. Remedy: see the logs in {options.out / 'logs'}; "
-            "the same command makes what is missing, and --sides leaves a side out"
+            "the same command makes the missing runs, and --sides omits a side"
         )
 
 

@@ -56,7 +56,7 @@ def timeline(options: argparse.Namespace, console: Console) -> None:
     if failed:
         raise ConfigError(
             f"not all was measured: {'; '.join(failed)}. Remedy: see the logs in {options.out / 'logs'}; "
-            "the same command makes what is missing"
+            "the same command makes the missing runs"
         )
 
 
@@ -160,7 +160,7 @@ async def load(
         messages = next(requests, None)
         if messages is None:
             raise ConfigError(
-                f"all {len(sessions)} requests were answered too soon. Remedy: raise --sessions"
+                f"all {len(sessions)} requests ended too early. Remedy: raise --sessions"
             )
         sample = await client.chat_when_ready(body(messages, length))
         samples.append(sample)

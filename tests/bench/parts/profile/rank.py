@@ -38,7 +38,7 @@ _ITEM_BYTES = 8
 
 
 def cells_of(folder: Path, pid: int) -> array[int]:
-    """Return the cells of a rank; see `profile_meter.read_cells`."""
+    """Return the cells of a rank; see `meter.read_cells`."""
     cells = array("q")
     cells.frombytes((folder / str(pid)).read_bytes())
     return cells
