@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("numba")
 
 from vsched_workers.backends.cpu.thread_choice import (
-    BLIND_S,
+    BLIND_MAX_S,
     RETRY_MAX_S,
     RETRY_S,
     SLICE_S,
@@ -113,8 +113,20 @@ def test_more_threads_are_tried_when_no_core_looks_idle() -> None:
     machine.run(2.0)
     machine.choice._idle_cores = lambda: 0.0
     machine.neighbours = 0
-    machine.run(BLIND_S + 1)
+    machine.run(3.0)
     assert machine.choice.threads == 2
+
+
+def test_trials_without_an_idle_core_become_rare() -> None:
+    machine = Machine(2)
+    machine.neighbours = 1
+    machine.run(2.0)
+    together = 0
+    for _ in range(1000):
+        machine.run(0.1)
+        together += machine.choice.next_threads == 2
+    assert machine.choice.threads == 1
+    assert together < 1000 * 0.4 / BLIND_MAX_S
 
 
 def test_waiting_between_steps_starts_no_trial() -> None:

@@ -5,8 +5,8 @@ What is measured are steps. A *trial* runs some steps with the present number of
 turns, and compares the time that a row takes. One is made
 
 - with fewer threads, when threads were ready and had no core (`/proc/PID/task/TID/schedstat`);
-- with more, when cores were idle or ran niced programs, which yield (`/proc/stat`), and at the latest after `BLIND_S`:
-  a core that looks busy may run a program of the idle scheduling class.
+- with more, when cores were idle or ran niced programs, which yield (`/proc/stat`), and now and then in any case: a
+  core that looks busy may run a program of the idle scheduling class.
 
 The other number is taken when it is 5 % faster, so that noise does not change it back and forth. Results do not depend
 on the number of threads.
@@ -14,6 +14,7 @@ on the number of threads.
 
 from __future__ import annotations
 
+import enum
 import math
 import os
 import resource
@@ -35,9 +36,9 @@ SAMPLE_S = 0.1
 IDLE_MIN = 0.4
 """Idle cores from which on more threads are tried."""
 RETRY_S, RETRY_MAX_S = 0.5, 8.0
-"""How long after a trial the next one is made; twice as long after each that changed nothing."""
-BLIND_S = 15.0
-"""How long after a trial more threads are tried although no core looks idle."""
+"""How long after a trial the next one for the same reason is made; twice as long after each that changed nothing."""
+BLIND_S, BLIND_MAX_S = 2.0, 15.0
+"""The same for more threads when no core looks idle."""
 TURN_S = 0.015
 """The shortest turn of a trial: some time slices of the system."""
 SIDE_S, SIDE_STEPS, SIDE_LONG_S = 0.06, 3, 0.3
@@ -114,10 +115,19 @@ class _Side:
         return self.total_s >= SIDE_S and (self.steps >= SIDE_STEPS or self.total_s >= SIDE_LONG_S)
 
 
+class _Reason(enum.Enum):
+    """Reason for a trial: the first and the longest time between two trials."""
+
+    WAITED = RETRY_S, RETRY_MAX_S, "fewer threads, since some had no core"
+    IDLE = RETRY_S, RETRY_MAX_S, "more threads, since cores are idle"
+    BLIND = BLIND_S, BLIND_MAX_S, "more threads, since it is time"
+
+
 class _Trial:
     """Steps with two numbers of threads, in turns."""
 
-    def __init__(self, present: int, other: int) -> None:
+    def __init__(self, reason: _Reason, present: int, other: int) -> None:
+        self.reason = reason
         self.numbers = present, other
         self._sides = _Side(), _Side()
         self._turn = 1
@@ -172,7 +182,7 @@ class ThreadChoice:
         self._now_s, self._waited_s = now_s, waited_s
         self._idle_cores = idle_cores or IdleCores()
         self._trial: _Trial | None = None
-        self._retry_s = {-1: RETRY_S, 1: RETRY_S}
+        self._retry_s = {reason: reason.value[0] for reason in _Reason}
         self._last_s = self._asked_s = self._ended_s = now_s()
         self._seen_s = waited_s()
         self._sampled_s = 0.0
@@ -208,29 +218,32 @@ class ThreadChoice:
 
     def _begin(self) -> None:
         """Begin a trial if there is a reason for one."""
-        passed_s = self._ended_s - self._last_s
-        step = max(self.threads // 8, 1)
-        if self.threads < self._most and passed_s >= self._retry_s[1] and self._has_room():
-            self._trial = _Trial(self.threads, min(self.threads + step, self._most))
+        reason = self._reason()
+        if reason is None:
             return
-        if self.threads > 1 and self._share >= WAITED_MIN and passed_s >= self._retry_s[-1]:
-            self._trial = _Trial(self.threads, max(self.threads - step, 1))
+        step = max(self.threads // 8, 1)
+        if reason is _Reason.WAITED:
+            step = -step
+        other = min(max(self.threads + step, 1), self._most)
+        self._trial = _Trial(reason, self.threads, other)
 
-    def _has_room(self) -> bool:
-        """Return True if another thread may find a core; looks once in `RETRY_S`."""
-        if self._ended_s - self._last_s >= BLIND_S:
-            return True
-        if self._ended_s - self._asked_s < RETRY_S:
-            return False
-        self._asked_s = self._ended_s
-        return self._idle_cores() >= IDLE_MIN
+    def _reason(self) -> _Reason | None:
+        passed_s = self._ended_s - self._last_s
+        if self.threads < self._most:
+            if passed_s >= self._retry_s[_Reason.BLIND]:
+                return _Reason.BLIND
+            if passed_s >= self._retry_s[_Reason.IDLE] and self._ended_s - self._asked_s >= RETRY_S:
+                self._asked_s = self._ended_s
+                if self._idle_cores() >= IDLE_MIN:
+                    return _Reason.IDLE
+        waited = self._share >= WAITED_MIN and passed_s >= self._retry_s[_Reason.WAITED]
+        return _Reason.WAITED if waited and self.threads > 1 else None
 
     def _end(self, trial: _Trial, ratio: float) -> None:
-        present, other = trial.numbers
-        direction = 1 if other > present else -1
         if ratio < FASTER:
-            self.threads = other
-            self._retry_s = {-1: RETRY_S, 1: RETRY_S}
+            self.threads = trial.numbers[1]
+            self._retry_s = {reason: reason.value[0] for reason in _Reason}
         else:
-            self._retry_s[direction] = min(2 * self._retry_s[direction], RETRY_MAX_S)
+            longest_s = trial.reason.value[1]
+            self._retry_s[trial.reason] = min(2 * self._retry_s[trial.reason], longest_s)
         self._trial, self._last_s = None, self._now_s()
