@@ -150,7 +150,7 @@ def test_filters_keep_the_likely(options: dict[str, Any], allowed: set[int]) -> 
 def test_filters_equal_the_full_sort(
     seed: int, size: int, top_p: float, top_k: int, levels: int
 ) -> None:
-    """The same tokens are kept as with a sort of the whole vocabulary, even with many equal logits."""
+    """What is kept is what sorting the whole vocabulary keeps, many equal logits included."""
     values = np.floor(np.random.default_rng(seed).random(size) * levels) / levels * 5
     logits = torch.from_numpy(values).float()[None]
     params = SamplingParams(seed=seed, top_p=top_p, top_k=top_k)
