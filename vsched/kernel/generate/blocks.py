@@ -165,39 +165,36 @@ class BlockPool(Restorable):
         assert all(map(eq, known, by_hash)), "a block is published under another's hash"
 
 
-class PrefixInsertion:
-    """Asks the insertion policy what of a request that ended stays cached.
+def blocks_kept(
+    seat: PolicySeat[InsertionPolicy],
+    limits: SchedulerLimits,
+    state: RequestState,
+    computed: int,
+    now_ns: int,
+    measured: Measured,
+) -> int | None:
+    """Return the number of leading blocks of an ended request that stay cached; None for all.
 
-    While a request runs, its full blocks can be found by others, and once it is preempted by itself: that is no
-    caching. Only at its end there is something to decide. What it found in the cache was worth keeping before.
+    `computed` of its tokens have KV. The insertion policy decides at the end of a request only: before, its blocks are
+    published for others, and for itself after a preemption. Blocks that it found in the cache always stay.
     """
-
-    def __init__(self, limits: SchedulerLimits, seat: PolicySeat[InsertionPolicy]) -> None:
-        self._prefix_cache = limits.prefix_cache and limits.shares_blocks
-        self._block_size = limits.block_size
-        self._seat = seat
-
-    def kept(
-        self, state: RequestState, computed: int, now_ns: int, measured: Measured
-    ) -> int | None:
-        """Return how many of the first blocks of a request stay cached that computed so many tokens; None for all."""
-        full = min(computed // self._block_size, len(state.hashes))
-        found = min(state.cached_tokens // self._block_size, full)
-        if not self._prefix_cache or full <= found:
-            return None
-        view = InsertionView(
-            now_ns=now_ns,
-            hashes=tuple(state.hashes[:full]),
-            prompt_blocks=min(state.prompt_length // self._block_size, full),
-            found=found,
-            block_tokens=self._block_size,
-            prompt_tokens=state.prompt_length,
-            output_tokens=len(state.tokens) - state.prompt_length,
-            items=len(state.items),
-            priority=state.request.priority,
-            tenant=state.request.tenant,
-            measured=measured,
-            state=self._seat.state,
-        )
-        kept = ask_insertion(self._seat, view)
-        return kept if kept < full else None
+    full = min(computed // limits.block_size, len(state.hashes))
+    found = min(state.cached_tokens // limits.block_size, full)
+    if not (limits.prefix_cache and limits.shares_blocks) or full <= found:
+        return None
+    view = InsertionView(
+        now_ns=now_ns,
+        hashes=tuple(state.hashes[:full]),
+        prompt_blocks=min(state.prompt_length // limits.block_size, full),
+        found=found,
+        block_tokens=limits.block_size,
+        prompt_tokens=state.prompt_length,
+        output_tokens=len(state.tokens) - state.prompt_length,
+        items=len(state.items),
+        priority=state.request.priority,
+        tenant=state.request.tenant,
+        measured=measured,
+        state=seat.state,
+    )
+    kept = ask_insertion(seat, view)
+    return kept if kept < full else None

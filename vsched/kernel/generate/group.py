@@ -27,7 +27,7 @@ from functools import partial
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.events import Stepped
-from vsched.kernel.generate.blocks import BlockPool, PrefixInsertion
+from vsched.kernel.generate.blocks import BlockPool, blocks_kept
 from vsched.kernel.generate.chunks import chunk_stop, drop_claims_before, pin_items
 from vsched.kernel.generate.drafts import NO_DRAFTS, DraftGrants, count_drafts
 from vsched.kernel.generate.in_flight import ChunkRead, InFlightSteps
@@ -42,7 +42,7 @@ from vsched.kernel.generate.step_budget import (
     StepPlan,
     StepTimeModel,
 )
-from vsched.kernel.generate.step_shares import StepSharing
+from vsched.kernel.generate.step_shares import prefill_shares
 from vsched.kernel.generate.swap_space import SwapSpace
 from vsched.kernel.groups import DirtyGroups, Group, Loads
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
@@ -101,15 +101,14 @@ class GenerateGroup(Group):
         self._admission = seats.place(f"{name}.admission", policies.generate_admission)
         self._preemption = seats.place(f"{name}.preemption", policies.preemption)
         self._drafting = seats.place(f"{name}.drafting", policies.drafting)
-        insertion = seats.place(f"{name}.insertion", policies.insertion)
-        self._insertion = PrefixInsertion(limits, insertion)
+        self._insertion = seats.place(f"{name}.insertion", policies.insertion)
+        self._step = seats.place(f"{name}.step", policies.step)
         self._cache = cache
         self._requests = requests
         self._faults = seats.faults
         self.step_times = StepTimeModel(
             limits.step_target_ns, limits.step_target_ratio, limits.block_size
         )
-        self._sharing = StepSharing(seats.place(f"{name}.step", policies.step), self.step_times)
         self._counts = dict.fromkeys(COUNTED, 0)
         self._known_tokens = 0
         self._quarantine = Quarantine(requests)
@@ -226,8 +225,15 @@ class GenerateGroup(Group):
         budget = self.step_times.start_step(self._limits.batch_tokens - rows, decodes=rows)
         plan = StepPlan(step, budget)
         if able or (joins and budget.time_ns is not None):
-            shares = self._sharing.shares(
-                able, plan, now_ns, decodes=rows, waiting=len(self.queue), measured=self.measured
+            shares = prefill_shares(
+                self._step,
+                self.step_times,
+                able,
+                plan,
+                now_ns,
+                decodes=rows,
+                waiting=len(self.queue),
+                measured=self.measured,
             )
             for state, most in shares:
                 fitting = budget.tokens_at(state.computed)
@@ -474,7 +480,9 @@ class GenerateGroup(Group):
                 computed = len(state.tokens) - 1  # the last token was sampled, not yet computed
                 full = min(computed // self._limits.block_size, len(state.hashes))
                 self._pool.publish(state.blocks[:full], state.hashes[:full])
-            kept = self._insertion.kept(state, computed, now_ns, self.measured)
+            kept = blocks_kept(
+                self._insertion, self._limits, state, computed, now_ns, self.measured
+            )
             self._release_slot(state, keep=False, blocks_kept=kept)
         elif state.known:
             self._running.forget(state)

@@ -1,4 +1,4 @@
-"""Who advances in a step: the step policy says, and the kernel sees to it that everybody does in the end."""
+"""Sharing the prefill of a step: the step policy decides, and the kernel ensures that all requests progress."""
 
 from __future__ import annotations
 
@@ -12,66 +12,58 @@ from vsched.measured import Measured
 from vsched.policy import PrefillView, StepPolicy, StepView
 
 
-class StepSharing:
-    """Asks the step policy of a generate group."""
+def prefill_shares(
+    seat: PolicySeat[StepPolicy],
+    times: StepTimeModel,
+    prefilling: Sequence[RequestState],
+    plan: StepPlan,
+    now_ns: int,
+    *,
+    decodes: int,
+    waiting: int,
+    measured: Measured,
+) -> Iterator[tuple[RequestState, int | None]]:
+    """Ask the step policy; yield requests to prefill and their maximum number of tokens, None for no limit.
 
-    def __init__(self, seat: PolicySeat[StepPolicy], times: StepTimeModel) -> None:
-        self._seat = seat
-        self._times = times
-
-    def shares(
-        self,
-        prefilling: Sequence[RequestState],
-        plan: StepPlan,
-        now_ns: int,
-        *,
-        decodes: int,
-        waiting: int,
-        measured: Measured,
-    ) -> Iterator[tuple[RequestState, int | None]]:
-        """Yield who advances in a step, with the most tokens of each; None for as many as fit.
-
-        `prefilling` are in order of arrival. Who was left out for too long comes first. Where nobody decodes, and
-        nothing came of the policy's answer, all follow: a share that ends short of an embedding must not keep those
-        from going on that could.
-        """
-        token_ns, pair_ns = self._times.costs()
-        view = StepView(
-            now_ns=now_ns,
-            prefilling=tuple([_view(state) for state in prefilling]),
-            waiting=waiting,
-            decodes=decodes,
-            tokens_free=plan.budget.tokens,
-            time_ns=plan.budget.time_ns,
-            decode_ns=self._times.decode_ns(decodes) if decodes else 0.0,
-            token_ns=token_ns,
-            pair_ns=pair_ns,
-            measured=measured,
-            state=self._seat.state,
-        )
-        answer = ask_step(self._seat, view)
-        late_ns = now_ns - HOLD_MAX_NS
-        late = [
-            index
-            for index, state in enumerate(prefilling)
-            if state.advanced_ns <= late_ns and state.admitted_ns <= late_ns
-        ]
-        if answer.time_ns is not None and not late:
-            plan.budget.limit_time(answer.time_ns)
-        shares: dict[int, int | None] = dict.fromkeys(answer.order)
-        if answer.tokens is not None:
-            shares = {
-                index: most for index, most in zip(shares, answer.tokens, strict=True) if most
-            }
-        for index in late:
-            if index not in shares:
-                yield prefilling[index], None
-        for index, most in shares.items():
-            yield prefilling[index], most
-        tried = answer.tokens is None and len(shares) == len(prefilling)
-        if not (decodes or plan.chunks or tried):
-            for state in prefilling:
-                yield state, None
+    `prefilling` are in order of arrival. Requests that were left out for too long come first. If nothing decodes and
+    the answer led to no chunk, all requests follow: a share that ends before a missing embedding must not stop the
+    others.
+    """
+    token_ns, pair_ns = times.costs()
+    view = StepView(
+        now_ns=now_ns,
+        prefilling=tuple([_view(state) for state in prefilling]),
+        waiting=waiting,
+        decodes=decodes,
+        tokens_free=plan.budget.tokens,
+        time_ns=plan.budget.time_ns,
+        decode_ns=times.decode_ns(decodes) if decodes else 0.0,
+        token_ns=token_ns,
+        pair_ns=pair_ns,
+        measured=measured,
+        state=seat.state,
+    )
+    answer = ask_step(seat, view)
+    late_ns = now_ns - HOLD_MAX_NS
+    late = [
+        index
+        for index, state in enumerate(prefilling)
+        if state.advanced_ns <= late_ns and state.admitted_ns <= late_ns
+    ]
+    if answer.time_ns is not None and not late:
+        plan.budget.limit_time(answer.time_ns)
+    shares: dict[int, int | None] = dict.fromkeys(answer.order)
+    if answer.tokens is not None:
+        shares = {index: most for index, most in zip(shares, answer.tokens, strict=True) if most}
+    for index in late:
+        if index not in shares:
+            yield prefilling[index], None
+    for index, most in shares.items():
+        yield prefilling[index], most
+    tried = answer.tokens is None and len(shares) == len(prefilling)
+    if not (decodes or plan.chunks or tried):
+        for state in prefilling:
+            yield state, None
 
 
 def _view(state: RequestState) -> PrefillView:
