@@ -1,11 +1,9 @@
-"""Where the kernel asks a policy, and what the policy remembers there.
+"""Policy seats: the places where the kernel calls policies, and the states of policies.
 
-A policy is a function: of its view, and of the state in it. The kernel keeps the state as bytes. Each call gets the
-struct that they stand for, and changes it in place; if its answer is accepted, the changed struct becomes the bytes,
-and the next call gets what *they* stand for, an object that no earlier call has seen. So nothing is shared between
-calls, a call that fails leaves no trace, a snapshot holds the bytes as they are, and what a replay lends to a policy is
-what the policy was lent when it was recorded. This costs encoding and decoding a small struct per call, only for
-policies with a state.
+A policy is a function of its view, which includes its state. The kernel keeps the state as bytes. Each call gets a
+struct decoded from them, and changes it in place; if its answer is accepted, the struct is encoded, and the next call
+gets a new struct. So calls share no object, a failed call leaves no trace, snapshots have the bytes, and a policy gets
+the same state in a replay. The cost is to encode and decode a small struct per call, for policies with a state only.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import Policy
 
 STATE_BYTES_MAX = 16 << 10
-"""Most bytes of one state: enough for some hundred names with numbers. It is written and read again in every call."""
+"""Maximum size of a state: enough for some hundred names with numbers. It is encoded and decoded in every call."""
 NOTICES_MAX = 100
-"""Most notices per policy: one that raises in every step must not flood the log, and is then only counted."""
+"""Maximum number of notices; further failures are only counted, so they cannot flood the log."""
 
 _KERNEL = str(PurePath(__file__).parent)
 
@@ -44,11 +42,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 Ask = Callable[[Any], Any]
-"""Asks a policy: the view in, the answer out."""
+"""A call of a policy: takes the view, returns the answer."""
 
 
 class Replaced(Exception):
-    """The policy of a seat is not asked any more: the default decides, as it does where a policy fails."""
+    """The policy of a seat was replaced: the default decides, as after a failure."""
 
 
 def _ask_nobody(view: object) -> Any:
@@ -116,14 +114,14 @@ def _place(policy: Policy, trace: TracebackException) -> str:
 
 
 class PolicySeat(Restorable, Generic[AnyPolicy]):
-    """One place where the kernel asks a policy.
+    """A place where the kernel calls a policy.
 
     Attributes:
-        policy: Whom it asks.
-        ask: Asks it.
-        replaced: Why it is not asked any more; empty while it is.
-        state: What the next call is lent; None for a policy without a state.
-        kept: The bytes of it; empty for such a policy.
+        policy: The policy.
+        ask: Calls it.
+        replaced: Why the default decides instead; empty while the policy does.
+        state: The state for the next call; None for a policy without a state.
+        kept: The encoded state; empty for a policy without a state.
     """
 
     replaced: Saved[str] = ""
@@ -140,10 +138,10 @@ class PolicySeat(Restorable, Generic[AnyPolicy]):
             self._keep(_encode(policy.state_type()))
 
     def accept(self) -> None:
-        """Keep what the call left in its state: its answer is good.
+        """Keep the state as the call left it, since its answer is valid.
 
         Raises:
-            PolicyError: When the state is too large, or holds what cannot be kept; it is then not kept.
+            PolicyError: If the state is too large or cannot be encoded; the state before is kept.
         """
         if self._decoder is None:
             return
@@ -154,7 +152,7 @@ class PolicySeat(Restorable, Generic[AnyPolicy]):
         self._keep(data)
 
     def fail(self, error: BaseException, view: object) -> None:
-        """Report a call that failed, and take back what it did to its state."""
+        """Report a failed call, and restore the state before it."""
         if self.replaced:
             return
         self._faults.report(self.policy, error, view)
@@ -167,7 +165,7 @@ class PolicySeat(Restorable, Generic[AnyPolicy]):
             self.replace(f"its state cannot be read: {safe_text(again, str)}")
 
     def replace(self, reason: str) -> None:
-        """Ask the policy no more."""
+        """Let the default decide from now on."""
         self.replaced = reason
         self.ask = _ask_nobody
 
@@ -189,10 +187,10 @@ class PolicySeat(Restorable, Generic[AnyPolicy]):
         self.kept, self.state = data, state
 
     def rebuild(self) -> None:
-        """Derive the state.
+        """Decode the state.
 
         Raises:
-            RecordError: When the bytes are not of such a policy.
+            RecordError: If it is from another policy.
         """
         name = type(self.policy).__qualname__
         if self.replaced:
@@ -209,7 +207,7 @@ class PolicySeat(Restorable, Generic[AnyPolicy]):
 
 
 class PolicySeats(Restorable):
-    """The seats of a scheduler by name, such as `generate-0.admission`, and what failed in them."""
+    """The seats of a scheduler by name, such as `generate-0.admission`, and their failures."""
 
     faults: Saved[PolicyFaults]
     _seats: Saved[dict[str, PolicySeat[Any]]]
@@ -219,20 +217,20 @@ class PolicySeats(Restorable):
         self._seats = {}
 
     def place(self, name: str, policy: AnyPolicy) -> PolicySeat[AnyPolicy]:
-        """Return a new seat."""
+        """Create a seat."""
         assert name not in self._seats, f"two policies are asked as {name}"
         seat = PolicySeat(policy, self.faults)
         self._seats[name] = seat
         return seat
 
     def watch(self, watch: Callable[[str, Ask], Ask]) -> None:
-        """Let every policy be asked by what `watch` returns for the name of its seat and what asks it now."""
+        """Replace the call of each policy with `watch(name of its seat, call)`."""
         for name, seat in self._seats.items():
             if not seat.replaced:
                 seat.ask = watch(name, seat.ask)
 
     def replace(self, name: str, reason: str) -> bool:
-        """Ask the policy of a seat no more; return whether it was asked until now."""
+        """Let the default decide in a seat; return False if it did already, or there is no such seat."""
         seat = self._seats.get(name)
         if seat is None or seat.replaced:
             return False
@@ -240,19 +238,19 @@ class PolicySeats(Restorable):
         return True
 
     def replaced(self) -> dict[str, str]:
-        """Return the seats whose policy is not asked any more, and why."""
+        """Return the seats where the default decides, with the reasons."""
         return {name: seat.replaced for name, seat in self._seats.items() if seat.replaced}
 
     def states(self) -> dict[str, bytes]:
-        """Return what every policy with a state remembers, by the name of its seat."""
+        """Return the encoded states of policies, by the names of their seats."""
         return {name: seat.kept for name, seat in self._seats.items() if seat.kept}
 
 
 def check_state_type(policy: type[Policy]) -> None:
-    """Check that what a policy class wants remembered can be.
+    """Check the `state_type` of a policy class.
 
     Raises:
-        PolicyError: Says what is wrong with its `state_type`, without naming the policy.
+        PolicyError: If it cannot be kept; the message does not name the policy.
     """
     state_type: Any = policy.state_type
     if state_type is None:
@@ -281,7 +279,7 @@ def check_state_type(policy: type[Policy]) -> None:
 
 
 def _unfit(kind: Any, path: str, above: tuple[type, ...]) -> Iterator[tuple[str, str]]:
-    """Yield where a type of a state holds what is not kept as it is, and why."""
+    """Yield the paths in the type of a state that cannot be kept, with the reasons."""
     inspect = msgspec.inspect
     match kind:
         case inspect.StructType():
@@ -303,7 +301,7 @@ def _unfit(kind: Any, path: str, above: tuple[type, ...]) -> Iterator[tuple[str,
 
 
 def _parts(kind: Any) -> Sequence[Any]:
-    """Return the types that a type of values in values is made of; nothing for others."""
+    """Return the element types of a container type; nothing for others."""
     inspect = msgspec.inspect
     match kind:
         case inspect.ListType() | inspect.VarTupleType():

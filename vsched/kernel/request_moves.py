@@ -1,8 +1,8 @@
-"""The moves that a request can make: every way from its arrival to its end.
+"""The life of a request, from its arrival to its end.
 
-It *claims* the items that its next chunk needs, is *enqueued* once that chunk could run, and *finishes* with exactly
-one terminal command. Waiting, preemption, recovery and the move to another group come down to these three. Every move
-returns the commands that it leads to.
+It *claims* the items for its next chunk, is *enqueued* once that chunk could run, and *finishes* with exactly one
+terminal command. Waiting, preemption, recovery and moves to other groups consist of these three. Methods return the
+commands that follow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RequestMoves(Restorable):
     """Moves the requests of a table between the embedding cache and the generate groups.
 
     Attributes:
-        ended_answers: Answers, of several to a request, of whose end the others have not heard; see `release_prompts`.
+        ended_answers: Ended choices for which `release_prompts` has yet to be called.
         _given_up: Why no request can be served any more; empty while some can.
     """
 
@@ -66,17 +66,17 @@ class RequestMoves(Restorable):
         self.ended_answers: list[RequestState] = []
 
     def group_of(self, state: RequestState) -> GenerateGroup:
-        """Return the group that a request belongs to."""
+        """Return the group of a request."""
         return self._groups[state.replica]
 
     def requests_of(self, group: GenerateGroup, *phases: Phase) -> list[RequestState]:
-        """Return the requests of a group, those in some phases or all, oldest first."""
+        """Return the requests of a group, of all or some phases, oldest first."""
         return self._table.of_replica(group.index, *phases)
 
     # --- arrivals ---
 
     def submit(self, event: Submitted, now_ns: int) -> list[Command]:
-        """Accept a request with all its answers and find them a place, or refuse it."""
+        """Accept and route a request with all its choices, or refuse it."""
         request = event.request
         requests = [request, *(_another(request, one) for one in event.further)]
         refusal = self._refuse(event, requests)
@@ -103,7 +103,7 @@ class RequestMoves(Restorable):
         return commands
 
     def _root(self, request: Request, first: int, answers: int) -> bytes | None:
-        """Return the root of a request's block hashes: without a prefix cache, its answers share with each other."""
+        """Return the parent of a request's block hashes; without a prefix cache, only its choices share blocks."""
         if self._limits.prefix_cache:
             return root_hash(request.cache_salt, request.adapter)
         return answers_root(first) if answers > 1 and self._limits.shares_blocks else None
@@ -123,9 +123,9 @@ class RequestMoves(Restorable):
         waiting_bytes = table.live_bytes + host_bytes(request)
         waiting_bytes += (answers - 1) * host_bytes(request, items=False)
         if len(table.live) + answers <= limits.waiting and waiting_bytes <= limits.waiting_bytes:
-            return None  # however many of them run
+            return None  # independent of the number of running ones
         waiting = len(table.live) - self._loads.refresh().slots_total
-        if waiting_bytes > limits.waiting_bytes:  # else it does not matter which of them run
+        if waiting_bytes > limits.waiting_bytes:  # else the bytes of running ones do not matter
             running = [state for group in self._groups for state in group.running]
             waiting_bytes -= sum(state.host_bytes for state in running)
         return refuse_full(
@@ -135,11 +135,11 @@ class RequestMoves(Restorable):
     def _route(
         self, state: RequestState, now_ns: int, *, arriving: bool = False
     ) -> Sequence[Command]:
-        """Find a group for a request, and enqueue it there."""
+        """Choose a group for a request, and enqueue it there."""
         state.extend_hashes(self._limits.block_size)
         first = self._table.live.get(state.first)
         if first is not None and first is not state and self.group_of(first).open:
-            group = self.group_of(first)  # where the prompt is computed
+            group = self.group_of(first)  # which computes the prompt
         else:
             group = self._router.choose(state)
         state.replica = group.index
@@ -152,7 +152,7 @@ class RequestMoves(Restorable):
     def enqueue(
         self, state: RequestState, now_ns: int, *, arriving: bool = False
     ) -> Sequence[Command]:
-        """Claim the items of the next chunk; enqueue the request when it could run, else let it wait for them."""
+        """Claim the items of the next chunk; enqueue the request if that could run, else let it wait for them."""
         group = self.group_of(state)
         if not group.takes(state) and any(other.ready for other in self._groups):
             self._suspend(state)
@@ -177,9 +177,9 @@ class RequestMoves(Restorable):
     def claim_items(
         self, state: RequestState, start: int, now_ns: int, *, arriving: bool = False
     ) -> Sequence[Command]:
-        """Claim the items that the chunk at `start` needs, and those that the policy adds.
+        """Claim the items for the chunk at `start`, and those that the policy adds.
 
-        A request whose image has not the length that the cache knows ends over it: the terminal command is returned.
+        If an image has another length than its cached embedding, the request ends: the terminal command is returned.
         """
         if not state.items or state.items[-1].end <= start:
             return ()
@@ -212,9 +212,9 @@ class RequestMoves(Restorable):
         return ()
 
     def _awaits_prompt(self, state: RequestState) -> bool:
-        """Return whether an answer waits until the first one has computed the prompt that it would compute, too.
+        """Return True if a further choice waits until the first one has computed their prompt.
 
-        Then all full blocks are there, and it computes the rest: a block at most.
+        Then all full blocks are cached, and it computes less than a block.
         """
         if state.first == state.number or not state.hashes or state.admitted_ns:
             return False
@@ -227,14 +227,14 @@ class RequestMoves(Restorable):
         )
 
     def after_chunk(self, state: RequestState, now_ns: int) -> Sequence[Command]:
-        """A chunk of a request was decided: it claims the items of the next one, or its prompt is there for others."""
+        """Claim the items of the chunk after a decided one, or release the choices that waited for the prompt."""
         if state.phase is Phase.PREFILL:
             # While a chunk runs, the encoder works on the items of the next one.
             return self.claim_items(state, state.computed, now_ns)
         return self._release_prompt(state, now_ns)
 
     def _release_prompt(self, first: RequestState, now_ns: int) -> list[Command]:
-        """Let those go on that wait for the prompt of a first answer: it is computed, or will not be."""
+        """Enqueue the choices that wait for the prompt of the first one, which is computed, or will not be."""
         commands: list[Command] = []
         if first.answers > 1 and first.first == first.number:
             for state in self._table.answers_with(first):
@@ -243,12 +243,12 @@ class RequestMoves(Restorable):
         return commands
 
     def release_prompts(self, now_ns: int) -> list[Command]:
-        """Let those go on whose first answer ended since this was called last."""
+        """Enqueue the choices whose first choice ended since the last call."""
         ended, self.ended_answers = self.ended_answers, []
         return [command for one in ended for command in self._release_prompt(one, now_ns)]
 
     def items_ready(self, numbers: Iterable[int], now_ns: int) -> list[Command]:
-        """Items that these requests wait for are encoded."""
+        """Enqueue requests whose items are encoded."""
         commands: list[Command] = []
         for state in self._table.get_all(numbers):
             if state.phase is Phase.ITEMS:
@@ -260,7 +260,7 @@ class RequestMoves(Restorable):
     # --- to another group ---
 
     def requeue(self, state: RequestState, now_ns: int) -> list[Command]:
-        """Enqueue a preempted request again: elsewhere where its group takes no more requests."""
+        """Enqueue a preempted request again, in another group if its own takes no more requests."""
         group = self.group_of(state)
         commands = list(self.enqueue(state, now_ns))
         if not group.open:
@@ -269,9 +269,9 @@ class RequestMoves(Restorable):
         return commands
 
     def move_waiting(self, group: GenerateGroup, now_ns: int) -> list[Command]:
-        """Let the requests that wait for a closed group go where they can run; without such a place, suspend them.
+        """Move the waiting requests of a closed group to other groups; suspend them if there is none.
 
-        Those that ran when it was lost stay: whatever brought it down may be among them. A draining group serves them.
+        Those that ran there when it was lost stay, since one may have crashed it. A draining group serves them.
         """
         elsewhere = any(other.open for other in self._groups)
         running = any(other.ready for other in self._groups)
@@ -290,16 +290,16 @@ class RequestMoves(Restorable):
         return commands
 
     def move(self, state: RequestState, now_ns: int) -> Sequence[Command]:
-        """Find another group for a request that holds no slot."""
+        """Route a request without a slot to another group."""
         group = self.group_of(state)
         group.let_go(state)
         self._loads.change(group.index)
         return self._route(state, now_ns)
 
     def _suspend(self, state: RequestState) -> None:
-        """Let a request that holds no slot wait for its group to come back.
+        """Let a request without a slot wait until its group is back.
 
-        It claims nothing: older than others, it would keep embeddings from those that can go on.
+        It drops its claims: as an older request, it would keep embeddings from those that can continue.
         """
         self.group_of(state).dequeue(state)
         self.drop_claims(state)
@@ -316,7 +316,7 @@ class RequestMoves(Restorable):
         message: str = "",
         code: str = "",
     ) -> Finish:
-        """Free all that a request holds, and return its one terminal command."""
+        """Free the resources of a request, and return its terminal command."""
         group = self.group_of(state)
         group.remove(state, now_ns)
         self._loads.change(group.index)
@@ -350,19 +350,19 @@ class RequestMoves(Restorable):
         ]
 
     def clear(self, now_ns: int, message: str, *, code: str) -> list[Command]:
-        """End every request."""
+        """End all requests."""
         return [
             self.finish(state, FinishReason.ABORT, now_ns, message=message, code=code)
             for state in list(self._table.live.values())
         ]
 
     def give_up(self, reason: str, now_ns: int) -> list[Command]:
-        """End every request, and refuse those to come: no group is left to serve them."""
+        """End all requests, and refuse new ones: no group is left to serve them."""
         self._given_up = reason
         return self.clear(now_ns, reason, code="given_up")
 
     def expire(self, now_ns: int) -> list[Command]:
-        """End the requests that have waited too long for their first step."""
+        """End the requests that waited too long for their first step."""
         expired = self._table.take_expired(now_ns)
         if not expired:
             return []
@@ -375,21 +375,21 @@ class RequestMoves(Restorable):
         return [self.fail(state, now_ns, message, code="expired") for state in expired]
 
     def drop_claims(self, state: RequestState) -> None:
-        """Let go of every item that a request claimed."""
+        """Drop all claims of a request."""
         for index in sorted(state.wanted):
             state.wanted.discard(index)
             self._cache.release(state, index)
 
     def check(self) -> None:
-        """Assert that who waits for the prompt of a first answer will hear of it."""
-        assert not self.ended_answers, "answers were not told that their first ended"
+        """Assert that choices that wait for the prompt of the first one will be released."""
+        assert not self.ended_answers, "choices of an ended first one were not released"
         for state in self._table.live.values():
             if state.phase is Phase.PROMPT:
-                assert self._awaits_prompt(state), f"answer {state.number} waits for no prompt"
-                assert not state.wanted, "an answer that waits for a prompt claims embeddings"
+                assert self._awaits_prompt(state), f"choice {state.number} waits for no prompt"
+                assert not state.wanted, "a choice that waits for a prompt claims embeddings"
 
 
 def _another(request: Request, answer: FurtherAnswer) -> Request:
-    """Return a request that differs in its id and seed; of the prompt that they share the first answer tells."""
+    """Return a request with another id and seed; the first choice reports the log-probabilities of the prompt."""
     sampling = msgspec.structs.replace(request.sampling, seed=answer.seed, prompt_logprobs=None)
     return msgspec.structs.replace(request, request_id=answer.request_id, sampling=sampling)

@@ -1,8 +1,8 @@
 """The scheduler: events in, commands out.
 
-`handle` applies one event, then lets each group plan what it can. What a request does is in `RequestMoves`, what a
-group does in `GenerateGroup` and `EncodeStage`; here they are put together. Whatever is called returns what it
-decides, and the commands go out in the order in which they were returned.
+`handle` applies an event, then plans the next steps of all groups. This module connects `RequestMoves` (the life of a
+request), `GenerateGroup` and `EncodeStage`. Their methods return commands, which are sent in the order in which they
+are returned.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ GRAMMAR_FAILED = (
 
 
 class Scheduler(SnapshotRoot):
-    """The state machine of all replicas; see `docs/architecture.md` for the whole picture.
+    """The state machine of all replicas; see `docs/architecture.md`.
 
     There is one queue of items for all encode groups, and one queue of requests for each generate group.
     """
@@ -119,7 +119,7 @@ class Scheduler(SnapshotRoot):
             loads,
         )
         self._groups = {group.name: group for group in (*self.encode.groups, *self.generators)}
-        # The generate group whose processes an encode group keeps from steps.
+        # The generate group in the processes of each encode group, which delays its steps.
         shared = (
             zip(self.encode.groups, self.generators, strict=True) if limits.encode_pauses else ()
         )
@@ -133,7 +133,7 @@ class Scheduler(SnapshotRoot):
         self._draining = {}
 
     def handle(self, event: Event, now_ns: int) -> list[Command]:
-        """Apply an event and return what to do about it, in order."""
+        """Apply an event, and return the commands that follow, in order."""
         self._now_ns = now_ns
         commands: list[Command]
         match event:
@@ -203,7 +203,7 @@ class Scheduler(SnapshotRoot):
     def _on_aborted(self, event: Aborted, now_ns: int) -> list[Command]:
         state = self._table.find(event.request_id)
         if state is None:
-            return []  # it ended by itself meanwhile
+            return []  # it has ended meanwhile
         if is_suspect(state):
             probe("kernel.suspect_aborted")
         return [self._moves.finish(state, event.reason, now_ns)]
@@ -226,7 +226,7 @@ class Scheduler(SnapshotRoot):
     # --- groups come and go ---
 
     def _on_open(self, name: str, now_ns: int) -> list[Command]:
-        """A group takes work: the requests that waited for it take their places, oldest first."""
+        """Open a group: requests that waited for it are enqueued, oldest first."""
         group, moves = self._groups[name], self._moves
         group.set_status(Status.UP)
         commands: list[Command] = []
@@ -262,7 +262,7 @@ class Scheduler(SnapshotRoot):
         return commands
 
     def _recovering(self, group: Group) -> bool:
-        """Return whether another group of the same stage is down."""
+        """Return True if another group of the same stage is down."""
         return any(
             other.status is Status.DOWN
             for other in self._groups.values()
@@ -270,7 +270,7 @@ class Scheduler(SnapshotRoot):
         )
 
     def _lose_generator(self, group: GenerateGroup, now_ns: int, *, blame: bool) -> list[Command]:
-        """What ran there waits for its return: whatever brought it down may be among it. What waited goes elsewhere."""
+        """Keep the requests that ran there, since one may have crashed it; move the waiting ones to other groups."""
         moves = self._moves
         lost, poison = group.lose(blame=blame)
         commands: list[Command] = []
@@ -278,7 +278,7 @@ class Scheduler(SnapshotRoot):
             state.known = False
         if poison is not None:
             message = "the request was running each time the server lost its generate group"
-            # The other answers to it, equal but for their seeds, would do the same.
+            # The other choices of it, equal but for their seeds, would crash it, too.
             others = self._table.answers_with(poison)
             commands += [moves.fail(one, now_ns, message, code="group_lost") for one in others]
             probe("kernel.poison_ended")
@@ -290,7 +290,7 @@ class Scheduler(SnapshotRoot):
         return commands + moves.move_waiting(group, now_ns)
 
     def _on_retired(self, event: GroupRetired, now_ns: int) -> list[Command]:
-        """A lost group stays away: its requests go elsewhere, or end where no group of the stage is left."""
+        """Move the requests of a lost group to other groups; end them all if no group of the stage is left."""
         group, moves = self._groups[event.group], self._moves
         assert not group.ready, "a group is lost before it is retired"
         group.set_status(Status.RETIRED)
@@ -317,7 +317,7 @@ class Scheduler(SnapshotRoot):
         return self._moves.move_waiting(group, now_ns) if isinstance(group, GenerateGroup) else []
 
     def _take_drained(self) -> list[Command]:
-        """Return the news of draining groups that have nothing to do any more."""
+        """Remove the draining groups without work, and return a command for each."""
         drained: list[Command] = []
         for name, group in list(self._draining.items()):
             if group.ready and (not group.idle or self._awaited(group)):
@@ -328,7 +328,7 @@ class Scheduler(SnapshotRoot):
         return drained
 
     def _awaited(self, group: Group) -> bool:
-        """Return whether a request waits for its turn in a group, and will get it."""
+        """Return True if a request waits in a group, and will be served there."""
         waiting = (Phase.ITEMS, Phase.READY, Phase.PROMPT)
         return isinstance(group, GenerateGroup) and bool(self._moves.requests_of(group, *waiting))
 
@@ -350,11 +350,11 @@ class Scheduler(SnapshotRoot):
             if more:
                 continue
             while images and self._plan_encode(commands, now_ns):
-                pass  # a batch that is sent lets no generate group do more
+                pass  # a new batch lets no generate group do more
             if moves.ended_answers:
                 continue
             if sent or not self._break_stall(commands, now_ns):
-                break  # where something was sent, it is in flight, and no group can send more
+                break  # a step that was sent is in flight, and no group can send more
         if self._draining:
             commands += self._take_drained()
         if self._faults.notices:
@@ -362,7 +362,7 @@ class Scheduler(SnapshotRoot):
         self._set_timer(commands, now_ns)
 
     def _notice_time(self, commands: list[Command], now_ns: int) -> None:
-        """What was to happen by now happens: requests have waited too long, and holds are over."""
+        """Expire requests and release holds that are due."""
         if self.limits.waiting_ns:
             commands += self._moves.expire(now_ns)
         for index in self._holds.take_ended(now_ns):
@@ -372,7 +372,7 @@ class Scheduler(SnapshotRoot):
     def _plan_generate(
         self, group: GenerateGroup, commands: list[Command], now_ns: int
     ) -> PlannedStep:
-        """Append the next step of a group, if it has one; return what was planned."""
+        """Append the next step of a group, if it has one, and return its plan."""
         planned = group.plan(now_ns)
         self._loads.change(group.index)
         if planned.more:
@@ -387,7 +387,7 @@ class Scheduler(SnapshotRoot):
         return planned
 
     def _plan_encode(self, commands: list[Command], now_ns: int) -> bool:
-        """Append the next batch of items, if one can be formed; return whether it can."""
+        """Append the next batch of items; return False if there is none."""
         planned = self.encode.plan(now_ns)
         self._holds.note(len(self.generators), now_ns)
         if planned is None:
@@ -399,17 +399,16 @@ class Scheduler(SnapshotRoot):
         return True
 
     def _time_slice_ns(self, group: EncodeGroup) -> int:
-        """Return how long an encode group may work without a step of its processes in between; 0 for no limit."""
+        """Return how long an encode group may delay a step in its processes; 0 for no limit."""
         host = self._hosts.get(group.name)
-        # Where none decodes yet, one may before the batch is done.
+        # If none decodes yet, a request may begin to before the batch is done.
         return 0 if host is None else host.decode_slack_ns(host.decoding or 1)
 
     def _break_stall(self, commands: list[Command], now_ns: int) -> bool:
-        """When nothing is in flight, see that what keeps the oldest waiting still holds; return whether it changed.
+        """If nothing is in flight, let requests that wait for items start or give way; return True if any may.
 
-        A request may wait for an item behind a prefix that was evicted meanwhile, and could start
-        with an earlier item now; or a younger one may hold what an older one needs. While a policy
-        holds entries back, nothing is wrong yet.
+        A request may wait for an item after a prefix that was evicted meanwhile, and could start with an earlier item;
+        or a younger request may hold pages that an older one needs. Holds of a policy are no stall.
         """
         if not self._at_rest() or self._holds.first_end() is not None:
             return False
@@ -425,7 +424,7 @@ class Scheduler(SnapshotRoot):
         return False
 
     def _at_rest(self) -> bool:
-        """Return whether nothing is in flight anywhere, though an encoder and a generator could work."""
+        """Return True if nothing is in flight, and groups of both stages are ready."""
         if self.encode.in_flight or any(group.steps_in_flight for group in self.generators):
             return False
         return self.encode.ready and any(group.ready for group in self.generators)
@@ -455,11 +454,11 @@ class Scheduler(SnapshotRoot):
     # --- questions ---
 
     def watch_policies(self, watch: Callable[[str, Ask], Ask]) -> None:
-        """Let every policy be asked by what `watch` returns: a shell's clock, which must change no answer."""
+        """Wrap all policy calls, for example with a timer; `watch` gets the seat's name and the call."""
         self._seats.watch(watch)
 
     def policy_states(self) -> dict[str, bytes]:
-        """Return what every policy with a state remembers, by where it is asked."""
+        """Return the encoded states of policies, by seat."""
         return self._seats.states()
 
     @property
@@ -468,17 +467,17 @@ class Scheduler(SnapshotRoot):
         return list(self._table.live.values())
 
     def phase(self, request_id: str) -> Phase | None:
-        """Return where a request is; None when it is not here."""
+        """Return the phase of a request; None for an unknown one."""
         state = self._table.find(request_id)
         return None if state is None else state.phase
 
     def explain(self, request_id: str) -> str:
-        """Return where a request is and why, in words; empty when it is not here."""
+        """Return the phase of a request and its reason, in words; empty for an unknown one."""
         state = self._table.find(request_id)
         return "" if state is None else self._moves.group_of(state).explain(state)
 
     def statistics(self) -> dict[str, Any]:
-        """Return counters and gauges of both stages, of every group, and of the request traffic."""
+        """Return counters and gauges of requests, stages and groups."""
         groups = {group.name: group.statistics() for group in self.generators}
         generate: dict[str, Any] = {
             name: sum(one[name] for one in groups.values()) for name in next(iter(groups.values()))
@@ -504,11 +503,11 @@ class Scheduler(SnapshotRoot):
 
     @property
     def policy_failures(self) -> Mapping[str, TracebackException]:
-        """The traceback of each policy's first failure since this scheduler was created, by the name of its class."""
+        """The traceback of each policy's first failure since this scheduler was created, by class name."""
         return self._faults.first
 
     def check_invariants(self) -> None:
-        """Assert that nothing is lost or owned twice, and that a scheduler at rest has nothing to do."""
+        """Assert that nothing is lost or owned twice, and that no request is stuck."""
         live = self._table.live
         self._moves.check()
         self._door.check()

@@ -1,14 +1,14 @@
-"""The embedding cache: which items have their embeddings in the arena, which requests need them, and which are evicted.
+"""The embedding cache: embeddings in the arena, the requests that need them, and eviction.
 
-An item has one entry under its content key, however many requests want it. An entry is *queued*, *encoding* or *ready*.
-Two things keep a ready entry in place: *claims* of requests that still need it, and *pins* of generate steps in flight
-that read its pages. Claims are soft, pins are hard.
+An item has one entry under its content key, for all requests that need it. An entry is *queued*, *encoding* or *ready*.
+A ready entry stays in place because of *claims* of requests that still need it, and *pins* of generate steps in flight
+that read its pages. Claims can be preempted, pins cannot.
 
-Why this cannot deadlock. Entries wait in the queue by (arrival of their oldest claimant, index of the item in its
-request). The front of the queue may take the pages of any ready entry whose every claimant is younger and that no step
-in flight reads; such an entry is preempted: it goes back to the queue. So the oldest request always gets its next item:
-all pages but those of steps in flight, which end by themselves, and those of its own earlier items, which it consumes
-first, can be taken for it. An item larger than the whole region is refused at submission.
+It cannot deadlock: entries wait in the order of (arrival of their oldest claimant, index of the item in its request).
+The first one may take the pages of any ready entry that only younger requests claim and no step in flight reads; that
+entry returns to the queue. So the oldest request always gets its next item: all pages can be taken for it except those
+of steps in flight, which end by themselves, and of its own earlier items, which it consumes first. An item larger than
+the whole region is refused at submission.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from vsched.types import MediaItem
 
 
 class EntryPhase(enum.Enum):
-    """The life of an embedding."""
+    """Phase of an embedding."""
 
     QUEUED = "queued"
     ENCODING = "encoding"
@@ -49,15 +49,15 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
 
     Attributes:
         order: Its place in the queue.
-        tenant: Whose request needed it first.
+        tenant: Tenant of the first request that needed it.
         claims: The queue order of the item in each request that needs it, by the request's number.
-        pins: Steps in flight that read its pages.
-        attempts: How often its encoding failed.
-        retry_batch: It is encoded again together with the entries of the same number and no others, because a batch
-            that it was in failed; 0 for none.
-        stale: What its pages hold is not to be read. While it is encoded: its last claim was dropped, and its pixels
-            may have been overwritten since, so the result is thrown away. When it is ready: its rows were lost, and a
-            step in flight has it pinned.
+        pins: Number of steps in flight that read its pages.
+        attempts: Number of failed attempts to encode it.
+        retry_batch: It is encoded again in one batch with the entries of the same number only, after a batch with it
+            failed; 0 for none.
+        stale: The content of its pages must not be read. While it is encoded: its last claim was dropped, and its
+            pixels may have been overwritten since, so the result is discarded. When it is ready: its rows were lost,
+            and a step in flight pins it.
     """
 
     item: MediaItem
@@ -76,9 +76,9 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def tokens(self) -> int | None:
-        """Tokens that the encoder computes: none for an embedding that the client brought.
+        """Tokens to encode; 0 for an embedding from the client.
 
-        None once it was part of a batch that failed: no policy decides what it runs with.
+        None after a batch with it failed: then no policy chooses its batch.
         """
         if self.retry_batch:
             return None
@@ -86,7 +86,7 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def view(self) -> WaitingEntry:
-        """The entry as admission and dispatch policies see it."""
+        """View of the entry for admission and dispatch policies."""
         return WaitingEntry(
             tokens=self.tokens,
             priority=self.priority,
@@ -101,7 +101,7 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
         return self.phase is EntryPhase.READY and not self.claims and not self.pins
 
     def inherit_priority(self, state: RequestState) -> None:
-        """Be as urgent as the most urgent of its claimants."""
+        """Take over the priority and the target of a claimant, if they are more urgent."""
         self.priority = max(self.priority, state.request.priority)
         targets = [one for one in (self.target_ns, state.target_ns) if one is not None]
         self.target_ns = min(targets, default=None)
@@ -111,12 +111,12 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
 
 
 class EmbeddingCache(Restorable):
-    """The entries of all items that are claimed or cached, and the arena's pages for them.
+    """The entries of all claimed or cached items, and the arena's pages.
 
     Attributes:
-        entries: All of them, by the keys of their items.
+        entries: All entries, by the keys of their items.
         queue: The entries that wait for an encoder.
-        measured: What the reclaim policy can know of times, which the scheduler sets once all groups are there.
+        measured: Measured times for the reclaim policy; the scheduler sets it.
     """
 
     queue: Saved[OrderedQueue[EmbeddingEntry]]
@@ -151,7 +151,7 @@ class EmbeddingCache(Restorable):
         item, order = state.items[index], (state.number, index)
         entry = self.entries.get(item.key)
         if entry is not None and entry.item.tokens != item.tokens and entry.is_idle:
-            # The digest says the same, the length another: the cached entry cannot be trusted.
+            # An equal digest with another length: the cached entry cannot be trusted.
             self._discard(entry)
             entry = None
         if entry is None:
@@ -172,7 +172,7 @@ class EmbeddingCache(Restorable):
             self._hits += 1
             self._use(entry)
             if entry.item.tokens == item.tokens:
-                entry.item = item  # the pixels of an earlier claimant may be gone
+                entry.item = item  # the pixels of an earlier claimant may be freed
             entry.inherit_priority(state)
             if entry.phase is EntryPhase.QUEUED:
                 self.queue.renew_view(entry)
@@ -181,7 +181,7 @@ class EmbeddingCache(Restorable):
         return self.is_ready(item.key)
 
     def matches(self, item: MediaItem) -> bool:
-        """Return whether the entry of a claimed item has the item's own length."""
+        """Return True if the entry of a claimed item has the length of the item."""
         return self.entries[item.key].item.tokens == item.tokens
 
     def release(self, state: RequestState, index: int) -> None:
@@ -205,10 +205,10 @@ class EmbeddingCache(Restorable):
         else:
             self._let_go(entry)
 
-    # --- what generate steps read ---
+    # --- pins of generate steps ---
 
     def is_ready(self, key: bytes) -> bool:
-        """Return whether an item's embedding lies in the arena."""
+        """Return True if an item's embedding is in the arena."""
         entry = self.entries.get(key)
         return entry is not None and entry.phase is EntryPhase.READY and not entry.stale
 
@@ -221,7 +221,7 @@ class EmbeddingCache(Restorable):
         return list(entry.pages)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """A step that read these items is over."""
+        """Unpin the items of a step that has ended."""
         for key in keys:
             entry = self.entries[key]
             entry.pins -= 1
@@ -233,7 +233,7 @@ class EmbeddingCache(Restorable):
     # --- encoding ---
 
     def start_encoding(self, entry: EmbeddingEntry, now_ns: int) -> bool:
-        """Give a queued entry its pages and take it out of the queue; False, and no change, where there is no room."""
+        """Allocate the pages of a queued entry and remove it from the queue; return False if there is no room."""
         if not self._allocate(entry, now_ns):
             return False
         self.queue.remove(entry)
@@ -241,7 +241,7 @@ class EmbeddingCache(Restorable):
         return True
 
     def finish_encoding(self, entry: EmbeddingEntry) -> bool:
-        """Take an entry that was encoded; False where the result is thrown away."""
+        """Make an encoded entry ready; return False if its result is discarded."""
         if entry.stale:
             probe("embeddings.stale_claimed_again" if entry.claims else "embeddings.stale_result")
             self.requeue(entry)
@@ -251,7 +251,7 @@ class EmbeddingCache(Restorable):
         return True
 
     def requeue(self, entry: EmbeddingEntry) -> None:
-        """Take an entry's pages back; it waits again where it is claimed, and is forgotten where it is not."""
+        """Free an entry's pages; it is queued again if it is claimed, and else removed."""
         self._free.extend(entry.pages)
         entry.pages = []
         entry.phase = EntryPhase.QUEUED
@@ -263,9 +263,9 @@ class EmbeddingCache(Restorable):
             del self.entries[entry.item.key]
 
     def lose_rows(self, pages: Sequence[int]) -> None:
-        """Nobody has the rows of these pages any more: whoever still needs them has them encoded again.
+        """Queue the entries with lost pages again if they are claimed, else remove them.
 
-        Those that a step in flight reads follow when it is over.
+        Pinned entries follow when their steps have ended.
         """
         lost = set(pages)
         for entry in [*self.entries.values()]:
@@ -279,11 +279,11 @@ class EmbeddingCache(Restorable):
                 self._discard(entry)
 
     def free_pages(self, pages: Sequence[int]) -> None:
-        """Take pages back that a lost group could write to until now."""
+        """Free pages that a lost group could write to until now."""
         self._free += pages
 
     def _allocate(self, entry: EmbeddingEntry, now_ns: int) -> bool:
-        """Give an entry its pages, evicting or preempting what may go; all or nothing."""
+        """Allocate all pages of an entry, with evictions and preemptions, or none; return False without room."""
         count = self._limits.pages_for(entry.item.tokens)
         missing = count - len(self._free) - self._evictable_pages
         victims: list[EmbeddingEntry] = []
@@ -305,9 +305,9 @@ class EmbeddingCache(Restorable):
         return True
 
     def _preemptible(self, entry: EmbeddingEntry, pages: int, now_ns: int) -> list[EmbeddingEntry]:
-        """Return entries of younger claimants, as the policy chooses, until they make up that many pages.
+        """Return entries of younger requests with that many pages, in the policy's order.
 
-        They are too few where there are no more, or the policy spares some, which it can but for the front.
+        There may be fewer, since the policy may spare some, except for the first entry of the queue.
         """
         candidates = [
             (min(other.claims.values()), other)
@@ -333,7 +333,7 @@ class EmbeddingCache(Restorable):
         )
         order = ask_reclaim(self._reclaim, view)
         if front:
-            # It is owed what the policy spares: without it, the oldest request might never go on.
+            # The spared ones follow, or the oldest request might never progress.
             spared = set(range(len(ready))).difference(order)
             order += sorted(spared, reverse=True)
         chosen = []
@@ -347,13 +347,13 @@ class EmbeddingCache(Restorable):
     # --- eviction ---
 
     def _use(self, entry: EmbeddingEntry) -> None:
-        """Keep an entry from eviction, before its first claim or pin is added."""
+        """Make an entry not evictable, before its first claim or pin."""
         if entry.is_idle:
             self._order.reuse(entry.item.key)
             self._evictable_pages -= len(entry.pages)
 
     def _let_go(self, entry: EmbeddingEntry) -> None:
-        """Let an idle entry become evictable, or drop it where the policy keeps nothing."""
+        """Make an idle entry evictable, or drop it if the policy does not keep it."""
         if not entry.is_idle:
             return
         if self._order.add(entry.item.key, len(entry.pages)):
@@ -371,7 +371,7 @@ class EmbeddingCache(Restorable):
         del self.entries[entry.item.key]
 
     def _move_up(self, entry: EmbeddingEntry, order: tuple[int, int]) -> None:
-        """An older request wants a queued item too: it takes the older place."""
+        """Move a queued entry to the place of an older request."""
         if order < entry.order and entry.phase is EntryPhase.QUEUED:
             probe("embeddings.moved_up")
             self.queue.remove(entry)
@@ -381,7 +381,7 @@ class EmbeddingCache(Restorable):
     # --- views ---
 
     def statistics(self) -> dict[str, int]:
-        """Return counters and sizes; pages are of `page_rows` embedding rows."""
+        """Return counters and gauges; a page has `page_rows` embedding rows."""
         return {
             "cache_hits": self._hits,
             "cache_misses": self._misses,
@@ -401,7 +401,7 @@ class EmbeddingCache(Restorable):
                 self.queue.put(entry)
 
     def check(self, live: Iterable[int], orphaned: Sequence[int]) -> None:
-        """Assert that pages are conserved, phases consistent and every claimant alive."""
+        """Assert that no page is lost, phases are consistent, and claiming requests are live."""
         alive = set(live)
         pages = [*self._free, *orphaned]
         for key, entry in self.entries.items():

@@ -34,11 +34,11 @@ from vsched.probes import probe
 from vsched.types import group_names
 
 ATTEMPTS_MAX = 2
-"""An item that fails this often is refused for good. What counts is an error alone, and a loss of the group."""
+"""Attempts after which an item fails; errors in a batch of its own and losses of the group count."""
 
 
 class Host(Protocol):
-    """The generate group whose processes an encode group shares, and keeps from steps while it is at work."""
+    """The generate group in the processes of an encode group, which runs no step while that encodes."""
 
     @property
     def decoding(self) -> int: ...
@@ -47,14 +47,14 @@ class Host(Protocol):
 
 
 class EncodeGroup(Group):
-    """One encode group: at most one batch is with it at a time.
+    """An encode group, with at most one batch at a time.
 
     Attributes:
         batch: The entries that it encodes, by the keys of their items.
-        orphaned: Pages of the batch that it had when it was lost. Its ranks may still be there, and write to them: no
-            other batch gets these pages until the group is back or retired, for then they are gone.
-        sent_ns: When its latest batch was decided.
-        tokens_given: Tokens of all batches that it was given.
+        orphaned: Pages of the batch when it was lost. Its ranks may still run and write to them, so they stay allocated
+            until the group is restarted or retired.
+        sent_ns: Time of its latest batch.
+        tokens_given: Tokens of all its batches.
     """
 
     batch: SavedKeys[dict[bytes, EmbeddingEntry]]
@@ -64,7 +64,7 @@ class EncodeGroup(Group):
     tokens_given: Saved[int] = 0
 
     def __init__(self, name: str, mark_dirty: Callable[[], None]) -> None:
-        """Make a group that is down; `mark_dirty` is called when it may have become free."""
+        """Create a group that is down; `mark_dirty` is called when it may have become free."""
         self._mark_dirty = mark_dirty
         super().__init__(name)
         self.batch = {}
@@ -86,7 +86,7 @@ class EncodeGroup(Group):
         time_slice_ns: int,
         requests: Mapping[int, RequestState],
     ) -> EncodeDecision:
-        """Take a batch, and return the decision that sends it to the ranks; `requests` are all live ones."""
+        """Start a batch, and return its decision; `requests` are all live ones."""
         self.batch = {entry.item.key: entry for entry in batch}
         self.step += 1
         self.sent_ns = now_ns
@@ -95,7 +95,7 @@ class EncodeGroup(Group):
         return EncodeDecision(self.step, tasks, time_slice_ns=time_slice_ns)
 
     def complete(self, step: int) -> list[EmbeddingEntry]:
-        """Return the batch of a step that ended."""
+        """Return the batch of a completed step."""
         assert step == self.step, f"encode step {step} came back, {self.step} was due"
         assert self.batch, f"encode step {step} came back, no batch was out"
         batch, self.batch = [*self.batch.values()], {}
@@ -103,7 +103,7 @@ class EncodeGroup(Group):
         return batch
 
     def lose(self) -> list[EmbeddingEntry]:
-        """The group is gone: return its batch, without its pages."""
+        """Return the batch of a lost group, without its pages."""
         batch, self.batch = [*self.batch.values()], {}
         for entry in batch:
             self.orphaned += entry.pages
@@ -111,7 +111,7 @@ class EncodeGroup(Group):
         return batch
 
     def statistics(self) -> dict[str, str | int]:
-        """Return its state, what it works on, and how often it did."""
+        """Return its status, the size of its batch, and the number of its steps."""
         return {
             "state": self.status.value,
             "running_items": len(self.batch),
@@ -120,7 +120,7 @@ class EncodeGroup(Group):
 
 
 class DispatchedGroup(msgspec.Struct, frozen=True, eq=False):
-    """An encode group as a dispatch policy sees it, and the generate group of the same processes, if any."""
+    """View of an encode group for dispatch policies, with the generate group of the same processes, if any."""
 
     _group: EncodeGroup
     _host: Host | None
@@ -132,37 +132,37 @@ class DispatchedGroup(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def items(self) -> int:
-        """Images of its batch."""
+        """Number of images in its batch."""
         return len(self._group.batch)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all of them."""
+        """Tokens of its batch."""
         return sum(entry.tokens or 0 for entry in self._group.batch.values())
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest."""
+        """Tokens of the largest image in its batch."""
         return max((entry.tokens or 0 for entry in self._group.batch.values()), default=0)
 
     @property
     def since_ns(self) -> int:
-        """When its latest batch was decided."""
+        """Time of its latest batch."""
         return self._group.sent_ns
 
     @property
     def tokens_encoded(self) -> int:
-        """Tokens of all batches that it was given."""
+        """Tokens of all its batches."""
         return self._group.tokens_given
 
     @property
     def held_up(self) -> int:
-        """Requests that get no token while it is at work."""
+        """Number of requests that get no token while it encodes."""
         return 0 if self._host is None else self._host.decoding
 
     @property
     def load_tokens(self) -> int:
-        """Tokens of the requests that are served in its processes."""
+        """Tokens of the requests of the generate group in its processes."""
         return 0 if self._host is None else self._host.load_tokens
 
     def __repr__(self) -> str:
@@ -174,9 +174,9 @@ class EncodeStage(Restorable):
     """The encode groups of a scheduler.
 
     Attributes:
-        in_flight: Items that are being encoded.
-        encodes: The times of the latest steps.
-        measured: What policies can know of times, which the scheduler sets once all groups are there.
+        in_flight: Number of items that are being encoded.
+        encodes: Times of the latest steps.
+        measured: Measured times for policies; the scheduler sets it.
     """
 
     encodes: Saved[deque[EncodeTime]]
@@ -209,7 +209,7 @@ class EncodeStage(Restorable):
     # --- batches ---
 
     def place(self, hosts: Mapping[str, Host]) -> None:
-        """Learn of the generate groups that encode groups, by name, share their processes with."""
+        """Set the generate group in the processes of each encode group, by name."""
         self._hosts = hosts
         self._views = [DispatchedGroup(one, hosts.get(one.name)) for one in self.groups]
 
@@ -217,7 +217,7 @@ class EncodeStage(Restorable):
         self._all_at_work = False
 
     def plan(self, now_ns: int) -> tuple[EncodeGroup, list[EmbeddingEntry]] | None:
-        """Form the next batch, if a group is free and something can be encoded; return the group that is to have it."""
+        """Plan the next batch; return its group and entries, None if no group is free or nothing can be encoded."""
         if not self._queue.entries or self._queue.held_until(now_ns) is not None:
             return None
         if self._all_at_work:
@@ -243,7 +243,7 @@ class EncodeStage(Restorable):
         chosen = [waiting[index] for index in admission.indices][: self._limits.encode_items]
         batch = self._take(chosen, now_ns)
         if not batch and chosen:
-            # The policy's first choice has no room. The front of the queue can always make some.
+            # The policy's first choice has no room. The first entry of the queue can always get it.
             batch = self._take([self._queue.entries[0]], now_ns)
             if batch:
                 probe("encode.front_has_room")
@@ -256,13 +256,13 @@ class EncodeStage(Restorable):
         """Return the group of the next batch, None for none, the entries that may be in it, and their views."""
         waiting, shown = self._queue.entries, self._queue.shown()
         if len(self.groups) == len(waiting) == 1:
-            # There is one answer: what is free while nothing is being encoded must have what waits.
+            # Only one answer is possible: a free group, while nothing is being encoded, must get the only entry.
             only = self.groups[0]
             return (only if only.open and only.idle else None), waiting, shown
         groups = [one for one in self.groups if one.open]
         free = {index: self._held_up(one) for index, one in enumerate(groups) if one.idle}
         if not free:
-            self._all_at_work = True  # until one of them tells of a change
+            self._all_at_work = True  # until one of them changes
             return None, (), ()
         view = DispatchView(
             now_ns=now_ns,
@@ -345,7 +345,7 @@ class EncodeStage(Restorable):
         return self._retry(batch, blame=blame)
 
     def free_orphaned(self, group: EncodeGroup) -> None:
-        """The ranks that a lost group had are gone: what they could write to is free."""
+        """Free the pages that the ranks of a lost group could write to, once they have ended."""
         if group.orphaned:
             probe("encode.orphaned_freed")
         orphaned, group.orphaned = group.orphaned, []
@@ -404,7 +404,7 @@ class EncodeStage(Restorable):
         self.in_flight = sum(len(group.batch) for group in self.groups)
 
     def check(self) -> None:
-        """Assert that what is in flight is counted, and that a group that could have a batch is known to be free."""
+        """Assert that the items in flight are counted, and that free groups are known to be free."""
         assert self.in_flight == sum(len(group.batch) for group in self.groups), "items in flight"
         free = [group.name for group in self.groups if group.open and group.idle]
         assert not (free and self._all_at_work), f"{free} are free, and taken to be at work"

@@ -1,12 +1,12 @@
 """The pool of KV blocks: reference counts and the prefix cache.
 
-A full block is published under a hash that chains over all tokens before it and over the digests of the items in them,
-so equal hashes mean equal KV. A published block without a holder stays findable until the pool needs it.
+A full block is published under a hash of its tokens, all tokens before, and the digests of their items, so equal
+hashes mean equal KV. A published block without a holder stays cached until the pool needs it.
 
-The eviction order knows blocks by their hashes, so that a policy that remembers what was evicted remembers content.
+The keys of the eviction order are hashes, so a policy that remembers evicted keys remembers content.
 
-A block may be published as soon as the step that fills it is decided, before it ran: ranks execute decisions in order,
-so a request that finds the block reads it in a later step.
+A block may be published when the step that fills it is decided, before it runs: ranks execute decisions in order, so a
+request that finds the block reads it in a later step.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ class BlockPool(Restorable):
 
     @property
     def available(self) -> int:
-        """Blocks that can be allocated now: free or evictable."""
+        """Number of blocks that can be allocated: free or evictable."""
         return len(self._free) + len(self._order)
 
     @property
     def held(self) -> int:
-        """Blocks that sequences hold."""
+        """Number of blocks that sequences hold."""
         return self.count - self.available
 
     def allocate(self) -> int:
-        """Take a block; there must be one available."""
+        """Allocate a block; one must be available."""
         block = self._free.pop() if self._free else self._evict(1)[0]
         self._holders[block] = 1
         return block
 
     def take(self, count: int) -> list[int]:
-        """Take `count` blocks; they must be available."""
+        """Allocate `count` blocks; they must be available."""
         free, holders = self._free, self._holders
         at = max(len(free) - count, 0)
         blocks = free[: at - 1 if at else None : -1] if free else []
@@ -69,7 +69,7 @@ class BlockPool(Restorable):
         return blocks
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the cached blocks of the longest known prefix, without holding them."""
+        """Return the cached blocks of the longest cached prefix, without holding them."""
         found = []
         for block_hash in hashes:
             block = self._by_hash.get(block_hash)
@@ -79,11 +79,11 @@ class BlockPool(Restorable):
         return found
 
     def cached_among(self, blocks: Sequence[int]) -> int:
-        """Return how many of these found blocks have no holder: holding them makes that many unavailable."""
+        """Return the number of these blocks without a holder, which would become unavailable."""
         return sum(1 for block in blocks if self._holders[block] == 0)
 
     def shared(self, blocks: Sequence[int]) -> int:
-        """Return how many of these blocks of a sequence, from the first on, other sequences hold, too."""
+        """Return the number of leading blocks of a sequence that other sequences hold as well."""
         holders = self._holders
         return bisect_left(blocks, True, key=lambda block: holders[block] < 2)
 
@@ -96,9 +96,9 @@ class BlockPool(Restorable):
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int], *, kept: int | None = None) -> None:
-        """Give blocks back, last first, so that the end of a prefix is evicted before its beginning.
+        """Release blocks, last first, so that the end of a prefix is evicted before its beginning.
 
-        Those behind the first `kept`, None for all, are not cached any more, unless others hold them.
+        Only the first `kept` stay cached, None for all, and those that others hold.
         """
         holders, hash_of = self._holders, self._hash_of
         for block in blocks[kept:] if kept is not None else ():
@@ -119,7 +119,7 @@ class BlockPool(Restorable):
         self._free += [block for block in idle if hash_of[block] is None]
 
     def publish(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
-        """Make full blocks findable; a hash that is known already keeps its first block."""
+        """Publish full blocks; a hash that is published already keeps its block."""
         by_hash, hash_of = self._by_hash, self._hash_of
         for block, block_hash in zip(blocks, hashes, strict=True):
             if hash_of[block] is None and by_hash.setdefault(block_hash, block) == block:
@@ -133,7 +133,7 @@ class BlockPool(Restorable):
         return blocks
 
     def statistics(self) -> dict[str, int]:
-        """Return counters and gauges; what is cached is available, too."""
+        """Return counters and gauges; cached blocks are available, too."""
         return {
             "blocks_total": self.count,
             "blocks_held": self.held,
@@ -143,7 +143,7 @@ class BlockPool(Restorable):
         }
 
     def add_holder(self, blocks: Iterable[int]) -> None:
-        """Count a holder of blocks, of which a snapshot does not tell."""
+        """Count a holder of blocks, after a snapshot is restored."""
         for block in blocks:
             self._holders[block] += 1
 
@@ -152,7 +152,7 @@ class BlockPool(Restorable):
             self._hash_of[block] = block_hash
 
     def check(self, held_by: Iterable[Sequence[int]]) -> None:
-        """Assert that every block is in exactly one place and that counts match the holders given."""
+        """Assert that no block is lost, and that reference counts match these holders."""
         counted = [0] * self.count
         for blocks in held_by:
             for block in blocks:

@@ -1,19 +1,18 @@
 """A generate group: slots, KV blocks, chunked prefill, continuous batching, preemption.
 
-**Cost follows change.** Ranks keep the running set, so a decode step names no request. The kernel touches a decoding
-request only when something about it changes. The one thing that changes by itself is its length, and `RunningSet`
-knows in which step that needs a block. Tokens go into a log unread; ranks know their own last token, and which
-requests finished.
+**Cost follows change.** Ranks keep the running set, so a decode step names no request. The kernel handles a decoding
+request only when something about it changes. Its length changes in every step, but `RunningSet` knows the steps in
+which it needs a block. Tokens are logged unread: ranks know the last token, and detect finished requests.
 
-**One step ahead.** A decision may go out while the step before is still running. So a request may have finished in a
-step in flight: the rank skips it by itself, and the kernel frees its slot when it hears. A preempted request has a
-token coming in the step in flight: it waits until that came, then returns to the queue at its old place.
+**One step ahead.** A decision may be sent while the step before still runs. So a request may have finished in a step in
+flight: the rank skips it, and the kernel frees its slot with the result. A preempted request waits for the token of the
+step in flight, then returns to the queue at its old place.
 
-**Blocks before slots.** A request is admitted with the blocks of all its known tokens, so prefill never runs out; only
-decoding grows. When blocks run out, a victim leaves (`PreemptionPolicy`), never one older than the request that needs
-the block, so the oldest always goes on. It is recomputed, or goes on from what `SwapSpace` kept of it.
+**Blocks before slots.** A request is admitted with the blocks for all its known tokens, so prefill never runs out of
+blocks, only decoding does. Then a victim is preempted (`PreemptionPolicy`), never one older than the request that needs
+the block, so the oldest always progresses. The victim is recomputed, or continues with its blocks in `SwapSpace`.
 
-**Several tokens a step.** Of a request that ranks draft for, steps in flight bring up to so many: see `DraftGrants`.
+**Several tokens a step.** With speculative decoding, steps in flight may yield several tokens: see `DraftGrants`.
 
 Prior art: iteration-level scheduling (Orca, OSDI 2022), paged KV (vLLM, SOSP 2023), chunked prefill (Sarathi-Serve,
 OSDI 2024). Rejected: planning every running request in every step, which takes 12 ms at 1,024 requests.
@@ -63,7 +62,7 @@ COUNTED = (
 
 
 class GenerateGroup(Group):
-    """One generate group: its requests from the moment their first chunk could run until they leave their slot.
+    """A generate group, with its requests from their first possible chunk until they leave their slot.
 
     `requests` are all live ones of the scheduler, by number.
     """
@@ -119,7 +118,7 @@ class GenerateGroup(Group):
         self._reset()
 
     def _reset(self) -> None:
-        """Start with an empty group: no slot, block or step."""
+        """Empty the group: no slot, block or step."""
         order = partial(GuardedOrder[bytes], self._prefix_eviction, self._faults)
         self._pool = BlockPool(self._limits.blocks, order())
         self._snapshots = StateSnapshots(self._limits, order)
@@ -136,25 +135,25 @@ class GenerateGroup(Group):
     # --- which requests are its own ---
 
     def takes(self, state: RequestState) -> bool:
-        """Return whether one of its requests can join: while it drains, only those that it must not leave to others."""
+        """Return True if one of its requests can join; while it drains, only those that ran there when it was lost."""
         return self.open or (self.ready and state.losses > 0)
 
     def add(self, state: RequestState) -> None:
-        """Count a request as one of its own."""
+        """Add a request to the load of the group."""
         state.counted = len(state.tokens)
         self._known_tokens += state.counted
 
     def enqueue(self, state: RequestState) -> None:
-        """Let a request that could run wait for a slot."""
+        """Add a request that could run to the queue."""
         self.queue.enqueue(state)
 
     def dequeue(self, state: RequestState) -> None:
-        """Take a request out of the queue, if it is there."""
+        """Remove a request from the queue, if it is there."""
         if state.phase is Phase.READY:
             self.queue.dequeue(state)
 
     def let_go(self, state: RequestState) -> None:
-        """Give a request that holds no slot away."""
+        """Remove a request without a slot from the group."""
         self.dequeue(state)
         self._swap.drop(state.number)
         if state.known:
@@ -163,13 +162,13 @@ class GenerateGroup(Group):
         self._known_tokens -= state.counted
 
     def _know_outputs(self, state: RequestState) -> None:
-        """A request left its slot, and its outputs became known tokens."""
+        """Count the outputs of a request that left its slot as known tokens."""
         self._known_tokens -= state.counted
         self.add(state)
         state.extend_hashes(self._limits.block_size)
 
     def cached_tokens(self, state: RequestState) -> int:
-        """Return how many tokens of a request are cached or swapped out; at least one token stays to compute."""
+        """Number of tokens of a request that are cached or swapped out; at least one token remains to be computed."""
         found = self._cached_blocks(state)
         return self._swap.reach(state, self._snapshots.usable(state.hashes, len(found)))
 
@@ -180,7 +179,7 @@ class GenerateGroup(Group):
         return self._pool.find(state.hashes[:usable])
 
     def can_start(self, state: RequestState, computed: int) -> bool:
-        """Return whether a chunk from `computed` on has anything to do: its embeddings are there."""
+        """Return True if a chunk from `computed` can run, with the embeddings that are ready."""
         tokens = self._limits.batch_tokens
         return self._chunk_stop(state, computed, tokens, room=tokens) > computed
 
@@ -190,7 +189,7 @@ class GenerateGroup(Group):
     # --- planning ---
 
     def plan(self, now_ns: int) -> PlannedStep:
-        """Form the next step."""
+        """Plan the next step."""
         in_flight = self._in_flight
         out = in_flight.planned - in_flight.done
         if not self.ready or out >= self._limits.generate_depth:
@@ -205,21 +204,21 @@ class GenerateGroup(Group):
             self._drafts.begin(step, now_ns)
         grown = self._grow(step, now_ns)
         able = self._able() if running.prefilling else ()
-        # In the steady case, nothing but decodes, there is no budget to share out.
+        # In the steady state, with decodes only, there is no budget to share.
         plan = self._fill(step, able, now_ns) if able or entries else None
         decodes = len(running.decoding) - (in_flight.firsts(step) if plan else 0)
         chunks, prefilled = (plan.chunks, plan.prefilled) if plan else ((), ())
         sent = self._send(step, decodes, grown, plan) if decodes or chunks else None
-        if sent is None:  # a policy may decide otherwise when it is asked again
+        if sent is None:  # a policy may decide otherwise in the next call
             more = bool(able) or self.queue.may_join(now_ns)
         return PlannedStep(sent, self._take_requeued(), prefilled, more)
 
     def _able(self) -> Sequence[RequestState]:
-        """Return who could be prefilled in a step of its own, oldest first: others wait for their embeddings."""
+        """Return the requests that can be prefilled, oldest first; others wait for their embeddings."""
         return [s for s in self._running.prefilling_in_order() if self.can_start(s, s.computed)]
 
     def _fill(self, step: int, able: Sequence[RequestState], now_ns: int) -> StepPlan:
-        """Share out what a step has beside its decodes: to those that are prefilled, then to those that join."""
+        """Share the budget of a step among prefilling requests, then among joining ones."""
         running, joins = self._running, bool(self.queue.entries) and not self.queue.blocked
         rows = len(running.decoding) + self._drafts.tokens
         budget = self.step_times.start_step(self._limits.batch_tokens - rows, decodes=rows)
@@ -251,7 +250,7 @@ class GenerateGroup(Group):
     def _send(
         self, step: int, decodes: int, grown: list[int], plan: StepPlan | None = None
     ) -> GenerateDecision:
-        """Note a step as in flight, and return its decision; without a plan, all it does is decode."""
+        """Note a step as in flight, and return its decision; without a plan, it has decodes only."""
         self.step_times.note(step, decodes, plan.budget if plan is not None else None)
         self._front_first = False
         self._in_flight.planned = step
@@ -268,7 +267,7 @@ class GenerateGroup(Group):
         return GenerateDecision(step, forgotten, left, joined, grown, chunks, granted, swaps)
 
     def _grow(self, step: int, now_ns: int) -> list[int]:
-        """Give a block to every decoding request that writes its next token into a new one."""
+        """Allocate a block for each decoding request whose next token needs one."""
         grown: list[int] = []
         due, drafts, pool = self._running.due(step), self._drafts, self._pool
         if not (due or drafts.active):
@@ -287,12 +286,12 @@ class GenerateGroup(Group):
         if drafts.active:
             grown += drafts.grow(step, lambda state: self._make_room(state, now_ns))
         if self._counts["preemptions"] > preempted:
-            # One that had grown already may have been preempted for one after it.
+            # A request that got its block may have been preempted for a later one.
             return self._running.without_left(grown)
         return grown
 
     def _make_room(self, state: RequestState, now_ns: int) -> bool:
-        """Preempt until a block is available; return False when `state` itself had to go."""
+        """Preempt until a block is available; return False if `state` itself was preempted."""
         while self._pool.available == 0:
             running = self._running.in_order()
             views = [self._running.view(other, self._in_flight.planned) for other in running]
@@ -307,7 +306,7 @@ class GenerateGroup(Group):
             answer = ask_preemption(self._preemption, view)
             victim = running[answer.victim]
             if victim.order < state.order:
-                victim = state  # the older goes on, whatever the policy says: this is what ensures progress
+                victim = state  # whatever the policy says, the older request continues: this ensures progress
             self._preempt(victim, swap=answer.manner == "swap")
             if victim is state:
                 probe("generate.preempted_itself")
@@ -339,14 +338,14 @@ class GenerateGroup(Group):
             self._drafts.began(state, step, now_ns)
 
     def _admit(self, plan: StepPlan, now_ns: int) -> None:
-        """Let waiting requests join, as the admission policy proposes and slots and blocks allow."""
+        """Let waiting requests join, as the admission policy, slots and blocks allow."""
         queue, running = self.queue, self._running
         if queue.held_until(now_ns) is not None:
             return
         queue.blocked = not running.slots_free
         waiting, preempted = queue.entries, self._in_flight.oldest_preempted()
         if preempted is not None:
-            # It comes back next step: what it gave up is not for those behind it.
+            # It returns in the next step: its blocks are not for younger requests.
             waiting = [entry for entry in waiting if entry.order < preempted]
         if queue.blocked or not waiting:
             return
@@ -375,7 +374,7 @@ class GenerateGroup(Group):
             self._join(state, plan, now_ns)
             if state.phase is Phase.READY:
                 return
-            # One that did not join, and is not ready any more, is no reason to hold up those behind it.
+            # A request that is not ready any more does not hold up those after it.
 
     def _join(self, state: RequestState, plan: StepPlan, now_ns: int) -> None:
         """Give a request a slot, blocks for all its known tokens, and its first chunk, if there is room."""
@@ -384,7 +383,7 @@ class GenerateGroup(Group):
         prefix = found[: self._snapshots.usable(state.hashes, len(found))]
         computed = self._swap.reach(state, len(prefix))
         if not self.can_start(state, computed):
-            # Its embeddings or its cached prefix went while it waited.
+            # Its embeddings or its cached prefix were evicted while it waited.
             probe("generate.embedding_gone")
             self.queue.dequeue(state)
             state.phase = Phase.ITEMS
@@ -393,7 +392,7 @@ class GenerateGroup(Group):
         tokens = budget.tokens_at(computed)
         stop = self._chunk_stop(state, computed, tokens, room=budget.tokens)
         if stop <= computed:
-            # What one chunk must hold does not fit this step any more. Nobody overtakes it to the next.
+            # An atom does not fit into the rest of this step. No request overtakes it until the next.
             probe("generate.atom_waits")
             return
         missing = self._limits.blocks_for(len(state.tokens)) - len(prefix)
@@ -419,7 +418,7 @@ class GenerateGroup(Group):
             Join(state.number, state.slot, computed, known, list(state.blocks), data, restored)
         )
         self._chunk(state, stop, plan, now_ns)
-        # Only now: the chunk may read the content of an earlier item once more.
+        # After the chunk, whose items may have the content of an earlier one.
         drop_claims_before(state, computed, cache=self._cache)
 
     def _swap_in(
@@ -438,7 +437,7 @@ class GenerateGroup(Group):
     # --- results ---
 
     def complete_step(self, event: Stepped, now_ns: int) -> list[RequestState]:
-        """Take the result of the oldest step in flight; return preempted requests whose last step it was."""
+        """Take the result of the oldest step in flight; return the preempted requests that waited for it."""
         step, busy_ns, drafted = event.step, event.busy_ns - event.swap_ns, event.drafted
         drafts = count_drafts(drafted) if drafted else NO_DRAFTS
         composition = self.step_times.learn(step, busy_ns, drafts[0])
@@ -470,7 +469,7 @@ class GenerateGroup(Group):
     # --- leaving ---
 
     def remove(self, state: RequestState, now_ns: int) -> None:
-        """Let go of a request that ended, wherever it is; of its KV stays findable what the policy keeps."""
+        """Remove a request that ended; the insertion policy decides which of its blocks stay cached."""
         self.dequeue(state)
         if state.slot >= 0:
             slot, computed = state.slot, state.computed
@@ -502,7 +501,7 @@ class GenerateGroup(Group):
         self.queue.unblock()
 
     def _preempt(self, state: RequestState, *, swap: bool = False) -> None:
-        """Take a running request out of its slot; it is requeued once its last step has completed."""
+        """Preempt a running request; it is requeued once its last step has completed."""
         slot = state.slot
         if swap:
             self._swap_out(state)
@@ -518,7 +517,7 @@ class GenerateGroup(Group):
             self._requeued.append(state)
 
     def _swap_out(self, state: RequestState) -> None:
-        """Keep what is computed of a request that leaves its slot, if there is room."""
+        """Copy the blocks of a request that leaves its slot to swap space, if there is room."""
         free, tokens = self._swap.free, self._running.swappable(state, self._in_flight.planned)
         if self._swap.keep(state, tokens, self._pool):
             self._counts["swapped_out"] += 1
@@ -548,9 +547,9 @@ class GenerateGroup(Group):
         self._in_flight.trim(next(iter(self._running.decoding.values()), None))
 
     def lose(self, *, blame: bool) -> tuple[list[RequestState], RequestState | None]:
-        """The group is gone with all it held: return every request that had run there, oldest first, and the poison.
+        """Empty a lost group; return the requests that ran there, oldest first, and the poison request.
 
-        That is the request to blame for the loss, None where it is not certain.
+        That is the request to blame for the loss; None if it is not certain.
         """
         self.step_times.drop_planned()
         for read in self._in_flight.lost_reads():
@@ -593,7 +592,7 @@ class GenerateGroup(Group):
 
     @property
     def decoding(self) -> int:
-        """Requests that get a token in every step."""
+        """Number of decoding requests."""
         return len(self._running.decoding)
 
     @property
@@ -603,7 +602,7 @@ class GenerateGroup(Group):
 
     @property
     def slots_held(self) -> int:
-        """Slots that requests hold."""
+        """Number of slots in use."""
         return len(self._running)
 
     def slots_held_from(self, priority: int) -> int:

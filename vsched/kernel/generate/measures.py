@@ -1,7 +1,7 @@
-"""What the kernel keeps of the times that events tell, for policies to look at.
+"""Measured times from events, for policies.
 
-Something is noted for each step, so a note is a tuple at the end of a bounded list. What a policy asks for is put
-together then, from these lists and the counters of the groups.
+A note for each step is a tuple in a bounded list, which is cheap. Views for policies are built from these lists and
+from counters when they are read.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from vsched.measured import WINDOW, EncodeTime, EndTime, FirstTokenTime, StepTim
 from vsched.types import FinishReason
 
 NotedStep = tuple[int, int, int, tuple[int, int, float], tuple[int, int]]
-"""The first fields of a `StepTime`; its composition: decodes, prefill tokens and pairs; drafts, and those accepted."""
+"""The first fields of a `StepTime`; decodes, prefill tokens and pairs; drafts, and accepted drafts."""
 
 
 class Measures(Restorable):
-    """The times of one generate group, which notes its steps here by itself.
+    """The times of a generate group.
 
     Attributes:
-        since_ns: When its latest result came, or a step was decided with nothing else in flight.
+        since_ns: Time of its latest result, or of a step that was decided with nothing else in flight.
     """
 
     steps: Saved[deque[NotedStep]]
@@ -42,7 +42,7 @@ class Measures(Restorable):
         self.swaps = deque(maxlen=WINDOW)
 
     def note_first_token(self, state: RequestState) -> None:
-        """A request has got its first token."""
+        """Note the first token of a request."""
         arrived_ns, request = state.submitted_ns, state.request
         target_ms = request.ttft_target_ms
         self.first_tokens.append(
@@ -61,7 +61,7 @@ class Measures(Restorable):
         )
 
     def note_end(self, state: RequestState, reason: FinishReason, now_ns: int) -> None:
-        """A request has ended, with all its outputs among its tokens."""
+        """Note the end of a request, whose tokens include all outputs."""
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.ends.append(
                 EndTime(
@@ -90,7 +90,7 @@ class _Encodes(Protocol):
 
 
 class MeasuredGroups(msgspec.Struct, frozen=True, eq=False):
-    """`vsched.measured.Measured` over some generate groups and the encode stage; what it tells is never older."""
+    """`vsched.measured.Measured` of some generate groups and the encode stage, always up to date."""
 
     _groups: Sequence[_Generates]
     _stage: _Encodes
@@ -122,12 +122,12 @@ class MeasuredGroups(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def first_tokens(self) -> Sequence[FirstTokenTime]:
-        """The requests that got their first token last."""
+        """The latest first tokens."""
         return _latest(group.measures.first_tokens for group in self._groups)
 
     @property
     def ends(self) -> Sequence[EndTime]:
-        """The requests that ended last."""
+        """The latest ends of requests."""
         return _latest(group.measures.ends for group in self._groups)
 
     def _sum(self, name: str) -> int:
@@ -135,22 +135,22 @@ class MeasuredGroups(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def blocks_total(self) -> int:
-        """KV blocks."""
+        """Number of KV blocks."""
         return self._sum("blocks_total")
 
     @property
     def blocks_held(self) -> int:
-        """KV blocks that running requests hold."""
+        """KV blocks of running requests."""
         return self._sum("blocks_held")
 
     @property
     def blocks_cached(self) -> int:
-        """KV blocks that only the prefix cache holds."""
+        """KV blocks that are only in the prefix cache."""
         return self._sum("blocks_cached")
 
     @property
     def tokens_running(self) -> Mapping[str, int]:
-        """Tokens of running requests that are computed, prompts and outputs, by tenant."""
+        """Computed tokens of running requests, prompts and outputs, by tenant."""
         tokens: dict[str, int] = {}
         for group in self._groups:
             for tenant, count in group.running_tokens():
@@ -164,17 +164,17 @@ class MeasuredGroups(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def tokens_cached(self) -> int:
-        """Prompt tokens that the prefix cache had, since the start."""
+        """Prompt tokens found in the prefix cache since the start."""
         return self._sum("tokens_cached")
 
     @property
     def embedding_hits(self) -> int:
-        """Embeddings that the cache had when they were needed, since the start."""
+        """Hits of the embedding cache since the start."""
         return self._stage.counts()["cache_hits"]
 
     @property
     def embedding_misses(self) -> int:
-        """Embeddings that it had not."""
+        """Misses of the embedding cache since the start."""
         return self._stage.counts()["cache_misses"]
 
 
@@ -187,7 +187,7 @@ AnyTime = TypeVar("AnyTime", bound=_Ended)
 
 
 def _latest(windows: Iterable[Iterable[AnyTime]]) -> Sequence[AnyTime]:
-    """Return the latest of all entries, the oldest first."""
+    """Return the latest of all entries, oldest first."""
     merged = [one for window in windows for one in window]
     merged.sort(key=_ended)
     return tuple(merged[-WINDOW:])

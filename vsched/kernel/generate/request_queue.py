@@ -1,4 +1,4 @@
-"""The requests of a generate group that could run at once, and wait for a slot and blocks."""
+"""The queue of a generate group: requests that could run, and wait for a slot and blocks."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ class RequestQueue(OrderedQueue[ReadyEntry]):
     """Ready requests, in order of arrival.
 
     Attributes:
-        blocked: Whether the front was found to have no room; nothing joins before something changes.
+        blocked: Whether the first request has no room; nothing joins before something changes.
     """
 
     blocked: Saved[bool] = False
 
     def __init__(self, block_size: int, mark_dirty: Callable[[], None]) -> None:
-        """Make an empty queue; `mark_dirty` is called when a request may have become able to join."""
+        """Create an empty queue; `mark_dirty` is called when a request may have become able to join."""
         super().__init__()
         self._mark_dirty = mark_dirty
         self._block_size = block_size
         self._by_number: dict[int, ReadyEntry] = {}
 
     def enqueue(self, state: RequestState) -> None:
-        """Let a request wait at its place."""
+        """Insert a request at its place."""
         state.phase = Phase.READY
         entry = self._by_number[state.number] = ReadyEntry(state, self._block_size)
         self.put_new(entry)
         self.unblock()
 
     def dequeue(self, state: RequestState) -> None:
-        """Take a request out; it must be in."""
+        """Remove a request; it must be in the queue."""
         self.remove(self._by_number.pop(state.number))
         self.unblock()
 
     def may_join(self, now_ns: int) -> bool:
-        """Return whether anybody waits whom nothing but the admission policy keeps from joining, as far as is known."""
+        """Return True if a waiting request is held back only by the admission policy, as far as known."""
         return bool(self.entries) and not self.blocked and self.held_until(now_ns) is None
 
     def unblock(self) -> None:
-        """Something has changed: the front may have room."""
+        """Note that the first request may have room."""
         self.blocked = False
         self._mark_dirty()
