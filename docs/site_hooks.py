@@ -1,8 +1,9 @@
-"""Write the options of every command into reference/cli.md when the site is built."""
+"""Pages that the site takes from the code and from CHANGELOG.md when it is built."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -10,12 +11,15 @@ import typer
 from vsched.cli import app
 from vsched.cli.main import import_commands
 
-PLACE = "<!-- generated: options -->"
+OPTIONS = "<!-- generated: options -->"
+CHANGELOG = "<!-- generated: changelog -->"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the place by a heading and a table per command; called by MkDocs for each page."""
-    return markdown.replace(PLACE, options()) if PLACE in markdown else markdown
+    """Replace the places for generated text; called by MkDocs for each page."""
+    if CHANGELOG in markdown:
+        return (Path(__file__).parents[1] / "CHANGELOG.md").read_text().replace("](docs/", "](")
+    return markdown.replace(OPTIONS, options()) if OPTIONS in markdown else markdown
 
 
 def options() -> str:
