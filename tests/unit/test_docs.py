@@ -274,6 +274,19 @@ def test_docs_reference_lists_every_command() -> None:
     assert set(re.findall(r"^\| `vsched ([\w-]+)` \|", page, re.MULTILINE)) == names
 
 
+def test_docs_error_codes_exist() -> None:
+    """Codes in the table of the HTTP API occur in the source."""
+    table = (ROOT / "docs/http-api.md").read_text().partition("## Errors")[2]
+    codes = set(
+        re.findall(
+            r"`([a-z]+(?:_[a-z]+)*)`", "".join(re.findall(r"^\| \d.*$", table, re.MULTILINE))
+        )
+    )
+    source = "".join(path.read_text() for path in (ROOT / "vsched").rglob("*.py"))
+    assert len(codes) > 20
+    assert not {code for code in codes if f'"{code}"' not in source}
+
+
 # --- examples ---
 
 
