@@ -8,7 +8,7 @@ SPIN_COUNT = 1_000
 """Turns that a thread of OpenMP spins before it sleeps, some 20 microseconds.
 
 Only torch's own operations run on these threads. The kernels have a pool of their own, and threads of OpenMP that spin
-longer would take its cores (docs/performance.md, "Waiting threads").
+longer would take its cores (docs/performance.md, "Threads").
 """
 
 RANK_ENVIRONMENT = {
