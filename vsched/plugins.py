@@ -19,7 +19,7 @@ import msgspec
 
 from vsched.errors import ConfigError, ConfigProblems, PolicyError, limit_message
 from vsched.kernel.policy_seats import check_state_type
-from vsched.policy import CONTRACTS, Policy
+from vsched.policy import DECISIONS, SEVERAL, Policy, decisions_of
 
 ABOUT = 0.05
 """Suggestions may be less similar than the best match by at most this much, on a scale of 0 to 1."""
@@ -85,7 +85,7 @@ def load_policy_class(kind: str, name: str, *, path: str = "use") -> type[Policy
         PolicyError: If the class does not meet the contract.
     """
     target = load_registered(_group(kind), name, path=path)
-    return check_contract(target, CONTRACTS[kind])
+    return check_contract(target, kind)
 
 
 def convert_value(value: object, wanted: Any, *, path: str, origin: str = "") -> Any:
@@ -109,15 +109,25 @@ def convert_value(value: object, wanted: Any, *, path: str, origin: str = "") ->
     raise ConfigError(message)
 
 
-def check_contract(cls: object, base: type[Policy]) -> type[Policy]:
-    """Return the class if it meets its contract.
+def check_contract(cls: object, kind: str) -> type[Policy]:
+    """Return the class if it can make the decision of this name; `policy` stands for all that it has methods for.
 
     Raises:
         PolicyError: With the class, the method and the difference in its message.
     """
-    wanted = f"{base.__module__}.{base.__qualname__}"
+    if kind == SEVERAL and isinstance(cls, type) and issubclass(cls, Policy):
+        made = decisions_of(cls)
+        if not made:
+            raise PolicyError(
+                f"{cls.__module__}.{cls.__qualname__}: overrides no method of a policy class"
+            )
+        for one in made:
+            check_contract(cls, one)
+        return cls
+    base = DECISIONS[kind].base if kind in DECISIONS else Policy
+    wanted = f"vsched.policy.{base.__qualname__}"
     if not isinstance(cls, type):
-        raise PolicyError(f"{cls!r}: not a class; {base.kind} policies subclass {wanted}")
+        raise PolicyError(f"{cls!r}: not a class; {kind} policies subclass {wanted}")
     name = f"{cls.__module__}.{cls.__qualname__}"
     if not issubclass(cls, base):
         parents = ", ".join(parent.__qualname__ for parent in cls.__bases__)
@@ -128,12 +138,18 @@ def check_contract(cls: object, base: type[Policy]) -> type[Policy]:
         )
     if cls.api_version != base.api_version:
         raise PolicyError(
-            f"{name}: made for version {cls.api_version} of the {base.kind} contract, "
+            f"{name}: made for version {cls.api_version} of {base.__qualname__}, "
             f"this is version {base.api_version}"
         )
-    _check_method(cls, base, name)
+    hidden = sorted(
+        {one.method for one in DECISIONS.values() if issubclass(cls, one.base)}
+        & {*cls.__struct_fields__}
+    )
+    if hidden:
+        raise PolicyError(f"{name}: the field `{hidden[0]}` hides a method; give it another name")
+    _check_method(cls, kind, name)
     try:
-        check_state_type(cls)
+        check_state_type(cls, kind)
     except PolicyError as error:
         raise PolicyError(f"{name}: {error}") from error
     return cls
@@ -142,10 +158,10 @@ def check_contract(cls: object, base: type[Policy]) -> type[Policy]:
 def list_policies() -> list[RegisteredPolicy]:
     """Return all registered policies, in the order of the contracts and then by name."""
     listed = []
-    for kind, base in CONTRACTS.items():
+    for kind in (*DECISIONS, SEVERAL):
         for point in _registered(_group(kind)):
             try:
-                cls = check_contract(_import(point.value), base)
+                cls = check_contract(_import(point.value), kind)
             except Exception as error:  # noqa: BLE001 - a broken package must not hide the others
                 reason = f"{type(error).__name__}: {error}"
                 found = RegisteredPolicy(
@@ -210,17 +226,16 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
     return None
 
 
-def _check_method(cls: type[Policy], base: type[Policy], name: str) -> None:
-    wanted = inspect.signature(getattr(base, base.method))
-    method = inspect.getattr_static(cls, base.method)
-    label = f"{name}.{base.method}"
-    if method is inspect.getattr_static(base, base.method):
-        raise PolicyError(
-            f"{name}: method `{base.method}` is missing; define `{base.method}{wanted}`"
-        )
+def _check_method(cls: type[Policy], kind: str, name: str) -> None:
+    base, called = DECISIONS[kind].base, DECISIONS[kind].method
+    wanted = inspect.signature(getattr(base, called))
+    method = inspect.getattr_static(cls, called)
+    label = f"{name}.{called}"
+    if kind not in decisions_of(cls):
+        raise PolicyError(f"{name}: method `{called}` is missing; define `{called}{wanted}`")
     if not inspect.isfunction(method):
         raise PolicyError(
-            f"{label}: a {type(method).__name__}, not a method; define `{base.method}{wanted}`"
+            f"{label}: a {type(method).__name__}, not a method; define `{called}{wanted}`"
         )
     found = inspect.signature(method)
     if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
@@ -241,7 +256,7 @@ def _registered(group: str) -> tuple[EntryPoint, ...]:
 
 
 def _group(kind: str) -> str:
-    assert kind in CONTRACTS, f"no policy kind {kind!r}"
+    assert kind in (*DECISIONS, SEVERAL), f"no policy kind {kind!r}"
     return f"vsched.{kind}"
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 import msgspec
 
-from vsched.policy import CONTRACTS, Policy
+from vsched.policy import DECISIONS, Policy, decisions_of
 
-KINDS = sorted(CONTRACTS.keys() - {"eviction", "memory"})
+KINDS = sorted(kind for kind, decision in DECISIONS.items() if decision.remembers)
 """The kinds of policy whose method gets a view from the kernel."""
 
 MUTATORS = sorted(
@@ -112,7 +112,9 @@ def forced(view: object, choice: int, value: object) -> None:
 
 def wrapped(cls: type[Policy], around: Callable[[Callable[[Any], Any], Any], Any]) -> Policy:
     """Return a policy like `cls`, whose every call is `around(ask, view)`."""
-    method = cast("Callable[[Policy, Any], Any]", getattr(cls, cls.method))
+    (kind,) = decisions_of(cls)
+    name = DECISIONS[kind].method
+    method = cast("Callable[[Policy, Any], Any]", getattr(cls, name))
 
     def ask(self: Policy, view: Any) -> Any:
         return around(lambda one: method(self, one), view)
@@ -121,7 +123,7 @@ def wrapped(cls: type[Policy], around: Callable[[Callable[[Any], Any], Any], Any
         f"Harmful{cls.__name__}",
         [],
         bases=(cls,),
-        namespace={cls.method: ask},
+        namespace={name: ask},
         frozen=True,
         kw_only=True,
     )
@@ -130,8 +132,8 @@ def wrapped(cls: type[Policy], around: Callable[[Callable[[Any], Any], Any], Any
 
 def answers_of(kind: str) -> list[type[msgspec.Struct]]:
     """Return the structs that a policy of a kind may answer with."""
-    contract = CONTRACTS[kind]
-    hint = get_type_hints(getattr(contract, contract.method))["return"]
+    decision = DECISIONS[kind]
+    hint = get_type_hints(getattr(decision.base, decision.method))["return"]
     options = get_args(hint) or (hint,)
     return [one for one in options if isinstance(one, type) and issubclass(one, msgspec.Struct)]
 

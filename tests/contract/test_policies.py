@@ -17,20 +17,18 @@ from vsched.plugins import (
     resolve_policy,
 )
 from vsched.policy import (
-    CONTRACTS,
     Admission,
-    AdmissionPolicy,
     AdmissionView,
-    EncodingPolicy,
+    CachePolicy,
     EncodingView,
-    EvictionPolicy,
+    ImagePolicy,
     ItemSpan,
     Manner,
     Policy,
     Preemption,
-    PreemptionPolicy,
     PreemptionView,
     ReplicaView,
+    RequestPolicy,
     RoutingPolicy,
     RoutingView,
     RunningView,
@@ -91,7 +89,7 @@ def admission_view(rng: random.Random) -> AdmissionView:
 def test_policy_meets_its_contract(registered: RegisteredPolicy) -> None:
     assert registered.error is None
     cls = load_policy_class(registered.kind, registered.name)
-    assert check_contract(cls, CONTRACTS[registered.kind]) is cls
+    assert check_contract(cls, registered.kind) is cls
     assert registered.summary
     assert registered.summary.endswith(".")
     policy = make(registered)
@@ -100,7 +98,7 @@ def test_policy_meets_its_contract(registered: RegisteredPolicy) -> None:
 
 @every("admission")
 def test_admission_proposes_what_can_be_enacted(registered: RegisteredPolicy) -> None:
-    policy = cast("AdmissionPolicy", make(registered))
+    policy = cast("RequestPolicy", make(registered))
     rng = random.Random(registered.name)
     for _ in range(ROUNDS):
         view = admission_view(rng)
@@ -120,7 +118,7 @@ def test_admission_proposes_what_can_be_enacted(registered: RegisteredPolicy) ->
 
 @every("encoding")
 def test_encoding_selects_items_that_are_not_ready(registered: RegisteredPolicy) -> None:
-    policy = cast("EncodingPolicy", make(registered))
+    policy = cast("ImagePolicy", make(registered))
     rng = random.Random(registered.name)
     for _ in range(ROUNDS):
         edges = sorted(rng.sample(range(1000), 2 * rng.randrange(1, 6)))
@@ -144,7 +142,7 @@ def test_encoding_selects_items_that_are_not_ready(registered: RegisteredPolicy)
 
 @every("eviction")
 def test_eviction_order_names_only_what_it_holds(registered: RegisteredPolicy) -> None:
-    order = cast("EvictionPolicy", make(registered)).build_order()
+    order = cast("CachePolicy", make(registered)).build_order()
     rng = random.Random(registered.name)
     held: dict[Hashable, None] = {}
     key: Hashable
@@ -199,7 +197,7 @@ def test_routing_chooses_a_healthy_replica_where_there_is_one(registered: Regist
 
 @every("preemption")
 def test_preemption_names_a_running_request(registered: RegisteredPolicy) -> None:
-    policy = cast("PreemptionPolicy", make(registered))
+    policy = cast("RequestPolicy", make(registered))
     rng = random.Random(registered.name)
     for count in range(1, 20):
         running = [

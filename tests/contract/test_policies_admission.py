@@ -6,7 +6,7 @@ import pytest
 
 from tests.contract.waiting import SECOND_NS, Item, admit, ask
 from vsched.config.policies import items_per_replica
-from vsched.policy import Admission, AdmissionPolicy
+from vsched.policy import Admission, RequestPolicy
 from vsched_policies.admission import Deadline, Fifo, Gathered, Priority, TokenBudget
 
 Budgeted = type[TokenBudget] | type[Gathered] | type[Priority] | type[Deadline]
@@ -14,7 +14,7 @@ BUDGETED = pytest.mark.parametrize("cls", [TokenBudget, Gathered, Priority, Dead
 """Policies with a token budget and a count cap. Gathered has no deadline here: it holds nothing."""
 
 
-def budgeted(cls: Budgeted, **fields: int) -> AdmissionPolicy:
+def budgeted(cls: Budgeted, **fields: int) -> RequestPolicy:
     return Gathered(**fields, deadline_s=0.0) if cls is Gathered else cls(**fields)
 
 
@@ -89,7 +89,7 @@ def test_budget_default_derives_from_the_view(cls: Budgeted) -> None:
     ],
     ids=repr,
 )
-def test_admission_runs_an_item_of_unknown_size_alone(policy: AdmissionPolicy) -> None:
+def test_admission_runs_an_item_of_unknown_size_alone(policy: RequestPolicy) -> None:
     """Unknown is never 0, with a budget or without."""
     assert admit(policy, [None, 1]) == ([None], [1])
     assert admit(policy, [None, None]) == ([None], [None])
@@ -159,7 +159,7 @@ def test_look_ahead_passes_a_request_without_blocks(cls: type[Fifo | TokenBudget
     """In the generate stage the head lacks blocks."""
     waiting = [Item(10, blocks=9), Item(10, blocks=3), Item(10, blocks=3), Item(10, blocks=1)]
 
-    def indices(policy: AdmissionPolicy) -> list[int]:
+    def indices(policy: RequestPolicy) -> list[int]:
         answer = ask(policy, waiting, divisible=True, tokens_free=100, blocks_free=4)
         return list(answer.indices)
 

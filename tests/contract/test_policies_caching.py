@@ -6,13 +6,13 @@ from collections.abc import Hashable
 
 import pytest
 
-from vsched.policy import EncodingPolicy, EncodingView, EvictionOrder, ItemSpan
+from vsched.policy import EncodingView, EvictionOrder, ImagePolicy, ItemSpan
 from vsched_policies.encoding import ChunkAware, Combined, Eager
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
 
 
 def select(
-    policy: EncodingPolicy, chunk: tuple[int, int], *, ready: tuple[int, ...] = (1,)
+    policy: ImagePolicy, chunk: tuple[int, int], *, ready: tuple[int, ...] = (1,)
 ) -> list[int]:
     """Call the policy with items at [10, 20), [30, 40) and [40, 50) of a prompt of 60 tokens."""
     spans = [(10, 20), (30, 40), (40, 50)]

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.setups import generate_statistics, make_limits, words
-from vsched.measured import Measurements, StepTime
 from vsched.policy import Draft, DraftingPolicy, DraftingView
+from vsched.policy.measured import Measurements, StepTime
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched_policies.drafting import ForcedTokens, ModelDrafts, NoDrafts, PromptLookup
 from vsched_policies.drafting.trials import Trials, TriedDrafts

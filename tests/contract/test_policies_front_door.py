@@ -8,17 +8,17 @@ import msgspec
 import pytest
 
 from vsched.config import Config, load_config
-from vsched.measured import FirstTokenTime, Measurements
 from vsched.policy import (
     ArrivalView,
     FrontDoorAnswer,
-    FrontDoorPolicy,
     FrontDoorView,
     Hold,
     LetIn,
     Redirect,
+    RequestPolicy,
     Shed,
 )
+from vsched.policy.measured import FirstTokenTime, Measurements
 from vsched.sim import SimulationOutcome, generate_workload, load_cost_model, simulate
 from vsched.sim.workload.requests import Arrival, Text, workload_of
 from vsched_policies.front_door import DeadlineShed, TokenBucket
@@ -32,7 +32,7 @@ SECOND_NS = 1000 * MS
 def ask(policy: TokenBucket, state: Buckets, at_ms: int, tenant: str = "a") -> FrontDoorAnswer:
     now_ns = at_ms * MS
     request = ArrivalView(tenant=tenant, arrived_ns=now_ns)
-    return policy.receive(FrontDoorView(now_ns=now_ns, request=request, state=state))
+    return policy.arrive(FrontDoorView(now_ns=now_ns, request=request, state=state))
 
 
 def test_token_bucket_lets_a_burst_in_and_then_a_rate() -> None:
@@ -56,7 +56,7 @@ def test_token_bucket_holds_in_order_and_tells_when_to_come_back() -> None:
     assert ask(policy, state, 5, "b") == LetIn()
     again = ArrivalView(tenant="a", arrived_ns=0, asks=1)
     view = FrontDoorView(now_ns=SECOND_NS, request=again, state=state)
-    assert policy.receive(view) == LetIn()
+    assert policy.arrive(view) == LetIn()
 
 
 def test_token_bucket_remembers_few_tenants() -> None:
@@ -79,7 +79,7 @@ def late(policy: DeadlineShed, *, waiting: int, target_ms: int | None = None) ->
     request = ArrivalView(arrived_ns=now_ns, target_ns=target_ns)
     measured = Measurements(first_tokens=firsts)
     view = FrontDoorView(now_ns=now_ns, request=request, waiting=waiting, measured=measured)
-    return policy.receive(view)
+    return policy.arrive(view)
 
 
 def test_deadline_shed_looks_at_those_ahead() -> None:
@@ -115,7 +115,7 @@ def test_deadline_shed_by_priority_counts_those_that_are_served_before() -> None
         now_ns = 5000 * MS
         request = ArrivalView(arrived_ns=now_ns, priority=priority)
         measured = Measurements(first_tokens=shown)
-        return policy.receive(
+        return policy.arrive(
             FrontDoorView(
                 now_ns=now_ns, request=request, waiting=99, as_urgent=as_urgent, measured=measured
             )
@@ -133,10 +133,10 @@ def test_deadline_shed_by_priority_counts_those_that_are_served_before() -> None
 def test_deadline_shed_lets_everybody_in_before_anything_was_measured() -> None:
     request = ArrivalView(arrived_ns=0)
     view = FrontDoorView(now_ns=0, request=request, waiting=1000)
-    assert DeadlineShed().receive(view) == LetIn()
+    assert DeadlineShed().arrive(view) == LetIn()
 
 
-def overloaded(policy: FrontDoorPolicy | None) -> SimulationOutcome:
+def overloaded(policy: RequestPolicy | None) -> SimulationOutcome:
     sizes = (
         "generate.slots=16",
         "encode.device=cuda:0",

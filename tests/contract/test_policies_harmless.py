@@ -26,12 +26,16 @@ from tests.contract.harmful import (
 )
 from tests.unit.kernel.setups import image_request, make_limits, words
 from vsched.kernel.commands import Command
-from vsched.policy import AdmissionPolicy, Policy
+from vsched.policy import SEATS, Policy, RequestPolicy
 from vsched.testing import ModelCluster, make_request
 from vsched.testing.defaults import DEFAULTS, default_policies
-from vsched.testing.policy_check import PLACES
 
 FEW = settings(max_examples=10, deadline=None)
+
+
+def fields_of(kind: str) -> list[str]:
+    """Return the fields of `KernelPolicies` for a decision."""
+    return [seat.field for seat in SEATS if seat.decision == kind]
 
 
 class _Recorded(ModelCluster):
@@ -65,11 +69,11 @@ def serve(**policies: Policy) -> _Recorded:
 
 
 def places(kind: str, policy: Policy) -> dict[str, Policy]:
-    return dict.fromkeys(PLACES[kind], policy)
+    return dict.fromkeys(fields_of(kind), policy)
 
 
 def default_of(kind: str) -> type[Policy]:
-    return type(getattr(default_policies(), PLACES[kind][0]))
+    return type(getattr(default_policies(), fields_of(kind)[0]))
 
 
 @cache
@@ -208,7 +212,7 @@ class Hoard(msgspec.Struct):
     views: dict[str, list[int]] = {}
 
 
-class Keeping(AdmissionPolicy, frozen=True, kw_only=True):
+class Keeping(RequestPolicy, frozen=True, kw_only=True):
     """Keeps its states, and changes them after the call that they were lent to."""
 
     state_type = Hoard
@@ -244,7 +248,7 @@ def test_state_that_can_no_longer_be_read_replaces_the_policy() -> None:
             if len(calls) > 3:
                 raise SystemExit
 
-    class Tries(AdmissionPolicy, frozen=True, kw_only=True):
+    class Tries(RequestPolicy, frozen=True, kw_only=True):
         state_type = Brittle
 
         def admit(self, view: Any) -> Any:

@@ -18,7 +18,7 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.plugins import RegisteredPolicy, list_policies, resolve_policy
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView
+from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.testing import ModelCluster, check_policy, default_policies, make_request
 from vsched_policies.admission import Deadline, Fifo, Gathered, Priority, TokenBudget
 from vsched_policies.encoding import ChunkAware, Combined, Eager
@@ -44,9 +44,9 @@ def test_policy_passes_random_schedules(registered: RegisteredPolicy) -> None:
     )
 
 
-def admission(registered: RegisteredPolicy) -> AdmissionPolicy:
+def admission(registered: RegisteredPolicy) -> RequestPolicy:
     policy = resolve_policy("admission", {"use": registered.name})
-    assert isinstance(policy, AdmissionPolicy)
+    assert isinstance(policy, RequestPolicy)
     return policy
 
 
@@ -204,7 +204,7 @@ def test_fifo_is_not_asked_again_before_something_changes(look_ahead: int) -> No
 def test_look_ahead_lets_the_small_pass_until_the_head_starves() -> None:
     """Bounded: the small ones use blocks that the large one cannot use; then none overtakes it any more."""
 
-    def order(policy: AdmissionPolicy) -> list[str]:
+    def order(policy: RequestPolicy) -> list[str]:
         limits = make_limits(blocks=20, prefix_cache=False)
         cluster = ModelCluster(limits, default_policies(generate_admission=policy))
         cluster.submit(make_request("running", words(40), max_tokens=20))
@@ -227,7 +227,7 @@ def test_look_ahead_lets_the_small_pass_until_the_head_starves() -> None:
 def test_priority_and_deadline_come_from_the_request(stage: str) -> None:
     """Both stages see the request's values; an image has the highest urgency of its requests."""
 
-    def order(policy: AdmissionPolicy) -> list[str]:
+    def order(policy: RequestPolicy) -> list[str]:
         cluster = ModelCluster(
             make_limits(encode_items=1, slots=1), default_policies(**{stage: policy})
         )
@@ -294,7 +294,7 @@ def test_scheduler_knows_no_architecture() -> None:
     paths = [*(ROOT / "vsched/kernel").rglob("*.py"), *(ROOT / "policies").rglob("*.py")]
     found = [
         path.name
-        for path in [*paths, ROOT / "vsched/policy.py"]
+        for path in [*paths, *(ROOT / "vsched/policy").glob("*.py")]
         if re.search(r"qwen|llava|internvl|model_type|family", path.read_text(), re.IGNORECASE)
     ]
     assert not found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -213,7 +213,8 @@ def test_mem_fraction_is_refused_outside_its_bounds(name: str, fraction: float) 
     table = {"use": name, **FIELDS.get(name, {})}
     with pytest.raises(ConfigError, match=r"mem_fraction.*limit .*above 0, at most 1"):
         resolve_policy("memory", {**table, "mem_fraction": fraction})
-    assert resolve_policy("memory", {**table, "mem_fraction": 1.0}).kind == "memory"
+    policy = resolve_policy("memory", {**table, "mem_fraction": 1.0})
+    assert cast("MemoryPolicy", policy).mem_fraction == 1.0
 
 
 def test_mem_fraction_defaults() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vsched.measured import Measurements, StepTime, SwapTime
 from vsched.policy import Preemption, PreemptionView, RunningView
+from vsched.policy.measured import Measurements, StepTime, SwapTime
 from vsched_policies.preemption import Cheapest, ReaderPace, SwapLong, Youngest
 
 

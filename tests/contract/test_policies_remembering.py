@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.waiting import Item, ask
-from vsched.measured import EndTime, Measurements
+from vsched.policy.measured import EndTime, Measurements
 from vsched.testing import check_policy
 from vsched_policies.admission import FairShare, ShortestFirst
 from vsched_policies.admission.fair_share import TENANTS_MAX, ServedTokens

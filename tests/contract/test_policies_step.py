@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from vsched.measured import FirstTokenTime, Measurements, StepTime
-from vsched.policy import PrefillView, StepPolicy, StepShares, StepView
+from vsched.policy import PrefillView, RequestPolicy, StepShares, StepView
+from vsched.policy.measured import FirstTokenTime, Measurements, StepTime
 from vsched.testing import check_policy
 from vsched_policies.step import FairPrefill, InOrder, ShortestPrefill, SloFeedback
 from vsched_policies.step.fair_prefill import Deficits
@@ -31,12 +31,12 @@ def view(*prefilling: PrefillView, **fields: Any) -> StepView:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", BUILT_IN, ids=lambda policy: type(policy).__name__)
-def test_step_policy_keeps_its_contract(policy: StepPolicy) -> None:
+def test_step_policy_keeps_its_contract(policy: RequestPolicy) -> None:
     check_policy(policy, seeds=range(8))
 
 
 @pytest.mark.parametrize("policy", BUILT_IN, ids=lambda policy: type(policy).__name__)
-def test_step_answer_is_one_that_the_kernel_takes(policy: StepPolicy) -> None:
+def test_step_answer_is_one_that_the_kernel_takes(policy: RequestPolicy) -> None:
     rng = random.Random(1)
     for _ in range(200):
         count = rng.randrange(8)

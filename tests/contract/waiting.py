@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vsched.measured import NOTHING_MEASURED, Measured
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView, WaitingEntry
+from vsched.policy import Admission, AdmissionView, RequestPolicy, WaitingEntry
+from vsched.policy.measured import NOTHING_MEASURED, Measured
 
 SECOND_NS = 1_000_000_000
 
@@ -15,7 +15,7 @@ class Item(WaitingEntry, frozen=True):
 
 
 def ask(
-    policy: AdmissionPolicy,
+    policy: RequestPolicy,
     waiting: list[Item],
     *,
     entries_free: int = 100,
@@ -45,7 +45,7 @@ def ask(
 
 
 def admit(
-    policy: AdmissionPolicy,
+    policy: RequestPolicy,
     sizes: list[int | None],
     *,
     entries_free: int = 100,

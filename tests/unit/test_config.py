@@ -21,10 +21,11 @@ from vsched.config import (
     plain_config,
     to_toml,
 )
-from vsched.config.sections import POLICY_TABLES, config_keys
+from vsched.config.sections import config_keys
 from vsched.engine import Engine
 from vsched.errors import ConfigError
 from vsched.plugins import load_policy_class
+from vsched.policy import POLICY_TABLES
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,45 +10,45 @@ import pytest
 from vsched.errors import ConfigError, PolicyError
 from vsched.plugins import check_contract, list_policies, policy_fields, resolve_policy, type_text
 from vsched.policy import (
-    CONTRACTS,
+    DECISIONS,
     Admission,
-    AdmissionPolicy,
     AdmissionView,
     Fraction,
     PositiveCount,
+    RequestPolicy,
     RoutingPolicy,
     RoutingView,
 )
 
 
-class Whole(AdmissionPolicy, frozen=True, kw_only=True):
+class Whole(RequestPolicy, frozen=True, kw_only=True):
     """Takes the front.
 
     A second paragraph.
     """
 
-    share: Fraction = 0.5
+    part: Fraction = 0.5
     most: PositiveCount
 
     def admit(self, look: AdmissionView, *, extra: int = 0) -> Admission:
         return Admission([0] * (extra + 1))
 
 
-class Silent(AdmissionPolicy, frozen=True, kw_only=True):
+class Silent(RequestPolicy, frozen=True, kw_only=True):
     pass
 
 
-class Greedy(AdmissionPolicy, frozen=True, kw_only=True):
+class Greedy(RequestPolicy, frozen=True, kw_only=True):
     def admit(self, view: AdmissionView, more: int) -> Admission:  # type: ignore[override]
         return Admission([more])
 
 
-class Lazy(AdmissionPolicy, frozen=True, kw_only=True):
+class Lazy(RequestPolicy, frozen=True, kw_only=True):
     async def admit(self, view: AdmissionView) -> Admission:  # type: ignore[override]
         return Admission()
 
 
-class Fixed(AdmissionPolicy, frozen=True, kw_only=True):
+class Fixed(RequestPolicy, frozen=True, kw_only=True):
     @staticmethod
     def admit(view: AdmissionView) -> Admission:
         return Admission()
@@ -57,7 +57,7 @@ class Fixed(AdmissionPolicy, frozen=True, kw_only=True):
 Thawed = msgspec.defstruct("Thawed", [], bases=(Silent,), frozen=False)
 
 
-class Newer(AdmissionPolicy, frozen=True, kw_only=True):
+class Newer(RequestPolicy, frozen=True, kw_only=True):
     api_version: ClassVar[int] = 2
 
     def admit(self, view: AdmissionView) -> Admission:
@@ -77,23 +77,23 @@ class Router(RoutingPolicy, frozen=True, kw_only=True):
         (Lazy, "Lazy.admit: must return a plain value"),
         (Fixed, "Fixed.admit: a staticmethod, not a method"),
         (Thawed, "Thawed: not frozen; declare it `class Thawed(..., frozen=True)`"),
-        (Newer, "Newer: made for version 2 of the admission contract, this is version 1"),
+        (Newer, "Newer: made for version 2 of RequestPolicy, this is version 3"),
         (
             Router,
-            "Router: not a subclass of vsched.policy.AdmissionPolicy (its bases: RoutingPolicy)",
+            "Router: not a subclass of vsched.policy.RequestPolicy (its bases: RoutingPolicy)",
         ),
         (int, "builtins.int: not a subclass of"),
-        (3, "3: not a class; admission policies subclass vsched.policy.AdmissionPolicy"),
+        (3, "3: not a class; admission policies subclass vsched.policy.RequestPolicy"),
     ],
 )
 def test_check_contract_names_class_method_and_difference(cls: object, expected: str) -> None:
     with pytest.raises(PolicyError) as caught:
-        check_contract(cls, AdmissionPolicy)
+        check_contract(cls, "admission")
     assert expected in str(caught.value)
 
 
 def test_check_contract_accepts_other_names_and_optional_arguments() -> None:
-    assert check_contract(Whole, AdmissionPolicy) is Whole
+    assert check_contract(Whole, "admission") is Whole
 
 
 def test_resolve_policy_by_module_and_class() -> None:
@@ -141,13 +141,15 @@ def test_resolve_policy_reports_a_missing_required_field() -> None:
 
 
 def test_resolve_policy_refuses_a_class_of_another_kind() -> None:
-    with pytest.raises(PolicyError, match="RoundRobin: not a subclass of vsched.policy.Admission"):
+    with pytest.raises(
+        PolicyError, match="RoundRobin: not a subclass of vsched.policy.RequestPolicy"
+    ):
         resolve_policy("admission", {"use": "vsched_policies.routing:RoundRobin"})
 
 
 def test_list_policies_tells_kind_fields_and_summary() -> None:
     listed = {(policy.kind, policy.name): policy for policy in list_policies()}
-    assert list(dict.fromkeys(kind for kind, _ in listed)) == list(CONTRACTS)
+    assert list(dict.fromkeys(kind for kind, _ in listed)) == list(DECISIONS)
     budget = listed["admission", "token-budget"]
     assert budget.error is None
     fields = [(field.name, field.type, field.default) for field in budget.fields]
@@ -159,7 +161,7 @@ def test_list_policies_tells_kind_fields_and_summary() -> None:
 
 def test_policy_fields_mark_what_is_required() -> None:
     assert [(field.name, field.required) for field in policy_fields(Whole)] == [
-        ("share", False),
+        ("part", False),
         ("most", True),
     ]
 

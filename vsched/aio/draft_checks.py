@@ -40,7 +40,7 @@ def verifies_drafts(config: Config, info: ModelInfo, policies: ConfiguredPolicie
         rows_free=DRAFT_TOKENS_MAX,
         model=info.draft is not None,
     )
-    seat = PolicySeat(policies.drafting, PolicyFaults())
+    seat = PolicySeat(policies.for_kernel().drafting, "grant", PolicyFaults())
     draft = ask_drafting(seat, msgspec.structs.replace(view, state=seat.state))
     if draft.tokens and not verifies:
         raise ConfigError(

@@ -9,8 +9,9 @@ import msgspec
 
 from vsched.config.loading import LoadedConfig
 from vsched.config.policies import policy_table
-from vsched.config.sections import POLICY_TABLES, Config, config_keys
+from vsched.config.sections import Config, config_keys
 from vsched.plugins import list_policies, load_policy_class, type_text
+from vsched.policy import POLICY_TABLES, SEVERAL, TABLES
 
 
 def to_toml(loaded: LoadedConfig, *, origin: bool = False) -> str:
@@ -18,7 +19,7 @@ def to_toml(loaded: LoadedConfig, *, origin: bool = False) -> str:
 
     With `origin`, a comment after each key names the source of its value.
     """
-    built = loaded.policies.by_table()
+    built = loaded.policies.by_table
     lines: list[str] = []
     section = ""
     for key, source in loaded.origins.items():
@@ -27,7 +28,9 @@ def to_toml(loaded: LoadedConfig, *, origin: bool = False) -> str:
             lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
             section = table
         policy = built.get(table)
-        if policy is not None and name == "use":
+        if table == SEVERAL:
+            value = loaded.config.policy[name]
+        elif policy is not None and name == "use":
             value = policy_table(loaded.config, table)["use"]
         else:
             value = policy if policy is not None else loaded.config
@@ -104,7 +107,7 @@ def keys_table() -> str:
         if default is msgspec.NODEFAULT:
             default = policy_table(Config(), path)
         shown = f"`{toml_value(default)}`" if default is not None else "not set"
-        kind = "policy" if path in POLICY_TABLES else type_text(field.type).replace("'", "`")
+        kind = "policy" if path in TABLES else type_text(field.type).replace("'", "`")
         row = f"| `{path}` | {kind} | {shown} | {_description(field.type)} |"
         sections.setdefault(path.rpartition(".")[0], []).append(row)
     head = ["", "| key | type | default | |", "|---|---|---|---|"]

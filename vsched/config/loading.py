@@ -23,10 +23,11 @@ from vsched.config.policies import (
     policy_table,
     resolve_policies,
 )
-from vsched.config.sections import POLICY_TABLES, Config, config_keys
+from vsched.config.sections import Config, config_keys
 from vsched.errors import ConfigError, ConfigProblems
 from vsched.plain_values import InvalidValue, plain_struct
 from vsched.plugins import convert_value, did_you_mean
+from vsched.policy import POLICY_TABLES, SEVERAL, TABLES
 
 logger = logging.getLogger(__name__)
 ENVIRONMENT_PREFIX = "VSCHED__"
@@ -215,7 +216,7 @@ def _lay_over(
 ) -> None:
     """Merge a layer over the lower ones; keys of `merged` are paths, including those of policy fields."""
     for path, value in _flatten(tree, "", origin, problems):
-        if path not in POLICY_TABLES:
+        if path not in TABLES:
             merged[path] = (value, origin(path))
             continue
         ways = ALTERNATIVES.get(path, ())
@@ -234,7 +235,7 @@ def _flatten(
     known = config_keys()
     for key, value in tree.items():
         path = f"{prefix}{key}"
-        if path in POLICY_TABLES:
+        if path in TABLES:
             if isinstance(value, dict):
                 yield path, value
             else:
@@ -273,7 +274,7 @@ def _convert(merged: dict[str, tuple[Any, str]], problems: ConfigProblems) -> Co
         table = tree
         for section in sections:
             table = table.setdefault(section, {})
-        if path in POLICY_TABLES:
+        if path in TABLES:
             table[name] = {
                 key.removeprefix(f"{path}."): value
                 for key, (value, _) in merged.items()
@@ -289,13 +290,16 @@ def _convert(merged: dict[str, tuple[Any, str]], problems: ConfigProblems) -> Co
 def _origins(
     config: Config, merged: dict[str, tuple[Any, str]], policies: ConfiguredPolicies
 ) -> dict[str, str]:
-    built = policies.by_table()
     origins: dict[str, str] = {}
     for path in config_keys():
         keys = [path]
-        if path in POLICY_TABLES:
-            fields = [field.encode_name for field in msgspec.structs.fields(built[path])]
-            keys = [f"{path}.{name}" for name in ("use", *fields)]
+        if path == SEVERAL:
+            keys = [f"{path}.{name}" for name in config.policy]
+        elif path in policies.several:
+            continue
+        elif path in POLICY_TABLES:
+            fields = msgspec.structs.fields(policies.by_table[path])
+            keys = [f"{path}.{name}" for name in ("use", *(one.encode_name for one in fields))]
         for key in keys:
             origins[key] = merged[key][1] if key in merged else DEFAULT
     return origins

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
 
@@ -12,30 +12,25 @@ from vsched.config.byte_sizes import size_bytes
 from vsched.config.cluster import check_cluster
 from vsched.config.media import check_decode_bytes, check_image_hosts
 from vsched.config.section import PolicyTable
-from vsched.config.sections import POLICY_TABLES, Config
+from vsched.config.sections import Config
 from vsched.config.server import check_names
 from vsched.errors import ConfigError, ConfigProblems, limit_message
 from vsched.kernel import KernelPolicies
 from vsched.plugins import resolve_policy
 from vsched.policy import (
-    AdmissionPolicy,
-    DispatchPolicy,
-    DraftingPolicy,
-    EncodingPolicy,
-    EvictionPolicy,
-    FrontDoorPolicy,
-    InsertionPolicy,
+    POLICY_TABLES,
+    SEATS,
+    SEVERAL,
+    ImagePolicy,
     MemoryPolicy,
     Policy,
-    PreemptionPolicy,
-    ReclaimPolicy,
-    RoutingPolicy,
-    StepPolicy,
+    RequestPolicy,
+    decisions_of,
 )
 from vsched.worker.registry import check_worker_name
 
 ENCODE_ITEMS_MAX = 8
-"""Maximum number of images in an encode step if the admission policy has no `max_items`."""
+"""Maximum number of images in an encode step if the admission policy sets no limit."""
 ENCODE_ITEMS_MAX_CPU = 1
 """The same on a CPU: from 64 tokens per image on, batching saves no time and delays the first images."""
 
@@ -43,67 +38,35 @@ CUDA_DEVICE = re.compile(r"cuda(:\d+)?")
 
 
 class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy for each policy table of the configuration.
+    """One policy for each seat.
 
     Attributes:
-        item_tokens_max: Maximum tokens of one image, None for no limit. It is the token budget of `encode.admission`,
-            so that one setting controls both; it is never 0.
+        by_table: The policies by the paths of their tables. One that makes several decisions occurs several times.
+        several: Tables whose decisions the policy of the table `policy` makes.
+        item_tokens_max: Maximum tokens of one image, None for no limit; it is never 0.
         encode_items_max: Maximum number of images in an encode step of one replica.
     """
 
-    encode_admission: AdmissionPolicy
-    encoding: EncodingPolicy
-    dispatch: DispatchPolicy
-    encode_eviction: EvictionPolicy
-    reclaim: ReclaimPolicy
-    generate_admission: AdmissionPolicy
-    memory: MemoryPolicy
-    preemption: PreemptionPolicy
-    generate_eviction: EvictionPolicy
-    insertion: InsertionPolicy
-    drafting: DraftingPolicy
-    step: StepPolicy
-    routing: RoutingPolicy
-    front_door: FrontDoorPolicy
+    by_table: Mapping[str, Policy]
     item_tokens_max: int | None
     encode_items_max: int
+    several: Sequence[str] = ()
 
     def for_kernel(self) -> KernelPolicies:
         """The policies that the kernel calls."""
-        return KernelPolicies(
-            encode_admission=self.encode_admission,
-            generate_admission=self.generate_admission,
-            encoding=self.encoding,
-            dispatch=self.dispatch,
-            embedding_eviction=self.encode_eviction,
-            reclaim=self.reclaim,
-            prefix_eviction=self.generate_eviction,
-            insertion=self.insertion,
-            preemption=self.preemption,
-            drafting=self.drafting,
-            step=self.step,
-            routing=self.routing,
-            front_door=self.front_door,
-        )
+        found: dict[str, Any] = {one.field: self.by_table[one.table] for one in SEATS if one.field}
+        several = self.by_table[self.several[0]] if self.several else None
+        return KernelPolicies(**found, several=several)
 
-    def by_table(self) -> dict[str, Policy]:
-        """The policies by the paths of their tables."""
-        return {
-            "encode.admission": self.encode_admission,
-            "encode.encoding": self.encoding,
-            "encode.dispatch": self.dispatch,
-            "encode.eviction": self.encode_eviction,
-            "encode.reclaim": self.reclaim,
-            "generate.admission": self.generate_admission,
-            "generate.memory": self.memory,
-            "generate.preemption": self.preemption,
-            "generate.eviction": self.generate_eviction,
-            "generate.insertion": self.insertion,
-            "generate.drafting": self.drafting,
-            "generate.step": self.step,
-            "routing": self.routing,
-            "front_door": self.front_door,
-        }
+    @property
+    def scope(self) -> str:
+        """Key of cached embeddings: `item` or `request`."""
+        return cast("ImagePolicy", self.by_table["encode.encoding"]).scope
+
+    @property
+    def memory(self) -> MemoryPolicy:
+        """The policy that sizes the KV cache, before there is a kernel."""
+        return cast("MemoryPolicy", self.by_table["generate.memory"])
 
 
 def resolve_policies(config: Config) -> ConfiguredPolicies:
@@ -111,41 +74,56 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
 
     Raises:
         ConfigError: If names or fields are unknown, or values out of bounds; all errors are reported.
-        PolicyError: If a class does not meet its contract.
+        PolicyError: If a class cannot make its decision.
     """
     problems = ConfigProblems()
     built: dict[str, Policy] = {}
     for path, kind in POLICY_TABLES.items():
         with problems.collected():
             built[path] = resolve_policy(kind, policy_table(config, path), path=path)
+    several: Mapping[str, Policy] = {}
+    if config.policy:
+        with problems.collected():
+            several = _several(config)
     problems.tell()
-    return configured_policies(config, built)
+    found = configured_policies(config, {**built, **several})
+    return msgspec.structs.replace(found, several=tuple(several))
+
+
+def _several(config: Config) -> dict[str, Policy]:
+    """Build the policy that makes several decisions with one state; return it by the tables that it stands for."""
+    table = {key: value for key, value in config.policy.items() if key != "seats"}
+    policy = resolve_policy(SEVERAL, table)
+    able = {path for path, kind in POLICY_TABLES.items() if kind in decisions_of(type(policy))}
+    named = config.policy.get("seats", sorted(able))
+    if not isinstance(named, list) or not named or not able.issuperset(named):
+        raise ConfigError(
+            limit_message(
+                "policy.seats: not tables for which this policy has a method",
+                value=repr(named),
+                limit=f"a list of {', '.join(sorted(able))}",
+                remedy="leave it out for all of them",
+            )
+        )
+    for path in named:
+        if policy_table(config, path) != policy_table(Config(), path):
+            raise ConfigError(
+                f"{path}: both this table and policy name a policy. Remedy: leave {path} out, or set policy.seats to "
+                f"the tables that {table['use']} stands for"
+            )
+    return dict.fromkeys(named, policy)
 
 
 def configured_policies(config: Config, built: Mapping[str, Policy]) -> ConfiguredPolicies:
     """Combine the policies in `built`, by table, with the limits derived from them."""
-    encode_admission = built["encode.admission"]
-    items_max = getattr(encode_admission, "max_items", None)
+    limits = cast("RequestPolicy", built["encode.admission"]).encode_limits()
+    items_max, item_tokens_max = limits.images, limits.tokens
     if items_max is None:
         items_max = ENCODE_ITEMS_MAX_CPU if config.encode.on_cpu else ENCODE_ITEMS_MAX
-    item_tokens_max = getattr(encode_admission, "max_tokens", 0)
     if item_tokens_max is None:
         item_tokens_max = config.generate.max_batch_tokens
     return ConfiguredPolicies(
-        encode_admission=cast("AdmissionPolicy", encode_admission),
-        encoding=cast("EncodingPolicy", built["encode.encoding"]),
-        dispatch=cast("DispatchPolicy", built["encode.dispatch"]),
-        encode_eviction=cast("EvictionPolicy", built["encode.eviction"]),
-        reclaim=cast("ReclaimPolicy", built["encode.reclaim"]),
-        generate_admission=cast("AdmissionPolicy", built["generate.admission"]),
-        memory=cast("MemoryPolicy", built["generate.memory"]),
-        preemption=cast("PreemptionPolicy", built["generate.preemption"]),
-        generate_eviction=cast("EvictionPolicy", built["generate.eviction"]),
-        insertion=cast("InsertionPolicy", built["generate.insertion"]),
-        drafting=cast("DraftingPolicy", built["generate.drafting"]),
-        step=cast("StepPolicy", built["generate.step"]),
-        routing=cast("RoutingPolicy", built["routing"]),
-        front_door=cast("FrontDoorPolicy", built["front_door"]),
+        by_table=built,
         item_tokens_max=item_tokens_max or None,
         encode_items_max=items_per_replica(items_max, config.encode.replicas),
     )

@@ -412,6 +412,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     generate: GenerateConfig = GenerateConfig()
     adapters: AdaptersConfig = AdaptersConfig()
     cluster: ClusterConfig = ClusterConfig()
+    policy: Annotated[
+        PolicyTable,
+        Meta(
+            description="One policy that makes several decisions with one state: those of the tables in `seats`, by "
+            "default all that its class has methods for."
+        ),
+    ] = msgspec.field(default_factory=dict)
     routing: Annotated[PolicyTable, Meta(description="Choice of the replica for a request.")] = (
         msgspec.field(default_factory=partial(dict, use="least-loaded"))
     )
@@ -521,25 +528,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             encode.replicas * encode.tensor_parallel,
             generate.replicas * generate.tensor_parallel,
         )
-
-
-POLICY_TABLES = {
-    "encode.admission": "admission",
-    "encode.encoding": "encoding",
-    "encode.dispatch": "dispatch",
-    "encode.eviction": "eviction",
-    "encode.reclaim": "reclaim",
-    "generate.admission": "admission",
-    "generate.memory": "memory",
-    "generate.preemption": "preemption",
-    "generate.eviction": "eviction",
-    "generate.insertion": "insertion",
-    "generate.drafting": "drafting",
-    "generate.step": "step",
-    "routing": "routing",
-    "front_door": "front_door",
-}
-"""Policy kind of each policy table."""
 
 
 @cache

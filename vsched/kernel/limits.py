@@ -5,17 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from vsched.policy import (
-    AdmissionPolicy,
-    DispatchPolicy,
+    CachePolicy,
     DraftingPolicy,
-    EncodingPolicy,
-    EvictionPolicy,
-    FrontDoorPolicy,
-    InsertionPolicy,
-    PreemptionPolicy,
-    ReclaimPolicy,
+    ImagePolicy,
+    Policy,
+    RequestPolicy,
     RoutingPolicy,
-    StepPolicy,
 )
 
 
@@ -114,18 +109,23 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelPolicies(msgspec.Struct, frozen=True, kw_only=True):
-    """The policies of a scheduler."""
+    """The policies of a scheduler.
 
-    encode_admission: AdmissionPolicy
-    generate_admission: AdmissionPolicy
-    encoding: EncodingPolicy
-    dispatch: DispatchPolicy
-    embedding_eviction: EvictionPolicy
-    reclaim: ReclaimPolicy
-    prefix_eviction: EvictionPolicy
-    insertion: InsertionPolicy
-    preemption: PreemptionPolicy
+    Attributes:
+        several: The one of them that makes several decisions with one state; None if each seat has its own.
+    """
+
+    encode_admission: RequestPolicy
+    generate_admission: RequestPolicy
+    encoding: ImagePolicy
+    dispatch: ImagePolicy
+    embedding_eviction: CachePolicy
+    reclaim: ImagePolicy
+    prefix_eviction: CachePolicy
+    insertion: CachePolicy
+    preemption: RequestPolicy
     drafting: DraftingPolicy
-    step: StepPolicy
+    step: RequestPolicy
     routing: RoutingPolicy
-    front_door: FrontDoorPolicy
+    front_door: RequestPolicy
+    several: Policy | None = None

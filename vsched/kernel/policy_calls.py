@@ -20,37 +20,31 @@ from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import (
     DRAFT_TOKENS_MAX,
     Admission,
-    AdmissionPolicy,
     AdmissionView,
+    CachePolicy,
     Dispatch,
-    DispatchPolicy,
     DispatchView,
     Draft,
     DraftingPolicy,
     DraftingView,
-    EncodingPolicy,
     EncodingView,
     EvictionOrder,
-    EvictionPolicy,
     FrontDoorAnswer,
-    FrontDoorPolicy,
     FrontDoorView,
     Hold,
-    InsertionPolicy,
+    ImagePolicy,
     InsertionView,
     LetIn,
     Manner,
     Preemption,
-    PreemptionPolicy,
     PreemptionView,
-    ReclaimPolicy,
     ReclaimView,
     RecordableOrder,
     Redirect,
+    RequestPolicy,
     RoutingPolicy,
     RoutingView,
     Shed,
-    StepPolicy,
     StepShares,
     StepView,
 )
@@ -134,7 +128,7 @@ def _distinct(answer: Iterable[SupportsIndex], *, count: int) -> Sequence[int]:
     return indices
 
 
-def ask_admission(seat: PolicySeat[AdmissionPolicy], view: AdmissionView) -> Admission:
+def ask_admission(seat: PolicySeat[RequestPolicy], view: AdmissionView) -> Admission:
     """Return the policy's admission, or all entries in queue order where it fails."""
     waiting, entries_free = view.waiting, view.entries_free
     idle, now_ns = view.running == 0, view.now_ns
@@ -168,7 +162,7 @@ def _hold(answer: SupportsIndex, now_ns: int, arrived_ns: int) -> int:
     return until_ns
 
 
-def ask_encoding(seat: PolicySeat[EncodingPolicy], view: EncodingView) -> list[int]:
+def ask_encoding(seat: PolicySeat[ImagePolicy], view: EncodingView) -> list[int]:
     """Return indices of the items to encode now: those the chunk needs, and what the policy adds."""
     start, stop, count = view.chunk_start, view.chunk_stop, len(view.items)
     needed = [
@@ -181,7 +175,7 @@ def ask_encoding(seat: PolicySeat[EncodingPolicy], view: EncodingView) -> list[i
     return _decide(seat, view, read, lambda: needed)
 
 
-def ask_preemption(seat: PolicySeat[PreemptionPolicy], view: PreemptionView) -> Preemption:
+def ask_preemption(seat: PolicySeat[RequestPolicy], view: PreemptionView) -> Preemption:
     """Return the victim and the manner; where the policy fails, the youngest is recomputed."""
     count = len(view.running)
 
@@ -209,7 +203,7 @@ def ask_drafting(seat: PolicySeat[DraftingPolicy], view: DraftingView) -> Draft:
     return _decide(seat, view, read, Draft)
 
 
-def ask_step(seat: PolicySeat[StepPolicy], view: StepView) -> StepShares:
+def ask_step(seat: PolicySeat[RequestPolicy], view: StepView) -> StepShares:
     """Return who advances in a step and by how much, or all in order where the policy fails."""
     count = len(view.prefilling)
 
@@ -235,7 +229,7 @@ def ask_routing(
     return _decide(seat, view, lambda answer: _index(answer, count=count), default)
 
 
-def ask_front_door(seat: PolicySeat[FrontDoorPolicy], view: FrontDoorView) -> FrontDoorAnswer:
+def ask_front_door(seat: PolicySeat[RequestPolicy], view: FrontDoorView) -> FrontDoorAnswer:
     """Return whether a request comes in; where the policy fails, it does."""
     now_ns, arrived_ns = view.now_ns, view.request.arrived_ns
 
@@ -269,7 +263,7 @@ def _text(answer: str) -> str:
 
 
 def ask_dispatch(
-    seat: PolicySeat[DispatchPolicy],
+    seat: PolicySeat[ImagePolicy],
     view: DispatchView,
     *,
     free: Mapping[int, int],
@@ -302,7 +296,7 @@ def fewest(counts: Mapping[int, int]) -> int:
     return min(counts, key=counts.__getitem__)
 
 
-def ask_reclaim(seat: PolicySeat[ReclaimPolicy], view: ReclaimView) -> list[int]:
+def ask_reclaim(seat: PolicySeat[ImagePolicy], view: ReclaimView) -> list[int]:
     """Return which ready embeddings give way, in this order; where the policy fails, all, the youngest first."""
     count = len(view.ready)
     return _decide(
@@ -313,7 +307,7 @@ def ask_reclaim(seat: PolicySeat[ReclaimPolicy], view: ReclaimView) -> list[int]
     )
 
 
-def ask_insertion(seat: PolicySeat[InsertionPolicy], view: InsertionView) -> int:
+def ask_insertion(seat: PolicySeat[CachePolicy], view: InsertionView) -> int:
     """Return how many of the first blocks of a request are kept, or all where the policy fails."""
     count, found = len(view.hashes), view.found
     return _decide(
@@ -330,7 +324,7 @@ class GuardedOrder(Restorable, Generic[Key]):
     The set of evictable keys is kept here too, in order of release, so that nothing is lost with a broken order.
     """
 
-    def __init__(self, policy: EvictionPolicy, faults: PolicyFaults) -> None:
+    def __init__(self, policy: CachePolicy, faults: PolicyFaults) -> None:
         self._policy = policy
         self._faults = faults
         # Maps each key to the object that was added: the policy may return a victim of another type that equals it.
@@ -410,7 +404,9 @@ class GuardedOrder(Restorable, Generic[Key]):
         return victims
 
     def _give_up(self, error: BaseException) -> None:
-        self._faults.report(self._policy, error, f"{len(self._released)} evictable entries")
+        self._faults.report(
+            self._policy, "build_order", error, f"{len(self._released)} evictable entries"
+        )
         self._order = None
         # From now on its first key is asked for again and again: a plain dict would pass over all that were removed.
         self._released = OrderedDict(self._released)

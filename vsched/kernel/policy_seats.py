@@ -17,7 +17,7 @@ import msgspec
 
 from vsched.errors import PolicyError, RecordError, limit_message, reraise_interrupt, safe_text
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.policy import Policy
+from vsched.policy import DECISIONS, Policy, decisions_of
 
 STATE_BYTES_MAX = 16 << 10
 """Maximum size of a state: enough for some hundred names with numbers. It is encoded and decoded in every call."""
@@ -70,7 +70,7 @@ class PolicyFaults(Restorable):
         self.notices = []
         self.first: dict[str, TracebackException] = {}
 
-    def report(self, policy: Policy, error: BaseException, shown: object) -> None:
+    def report(self, policy: Policy, method: str, error: BaseException, shown: object) -> None:
         """Count a failure, and word a notice with the policy's input.
 
         Raises:
@@ -87,7 +87,7 @@ class PolicyFaults(Restorable):
         if known.exc_type is not type(error):
             self.first.setdefault(f"{name}, {kind}", trace)
         self.notices.append(
-            f"policy {name} failed at {_place(policy, trace)} ({kind}: {safe_text(error, str):.500}); "
+            f"policy {name} failed at {_place(policy, method, trace)} ({kind}: {safe_text(error, str):.500}); "
             f"the default decided. Input: {safe_text(shown):.500}"
         )
 
@@ -97,7 +97,7 @@ class PolicyFaults(Restorable):
         return notices
 
 
-def _place(policy: Policy, trace: TracebackException) -> str:
+def _place(policy: Policy, method: str, trace: TracebackException) -> str:
     """Return the location of a failure: the innermost frame outside the kernel, else the method that answered.
 
     File names have no folders, so that a digest over notices does not depend on the location of the code.
@@ -106,42 +106,34 @@ def _place(policy: Policy, trace: TracebackException) -> str:
     if outside:
         last = outside[-1]
         return f"{PurePath(last.filename).name}:{last.lineno} in {last.name}"
-    method = getattr(type(policy), policy.method, None)
-    code = getattr(method, "__code__", None)
+    code = getattr(getattr(type(policy), method, None), "__code__", None)
     if code is None:
-        return policy.method
-    return f"{PurePath(code.co_filename).name}:{code.co_firstlineno}, the answer of {policy.method}"
+        return method
+    return f"{PurePath(code.co_filename).name}:{code.co_firstlineno}, the answer of {method}"
 
 
-class PolicySeat(Restorable, Generic[AnyPolicy]):
-    """A place where the kernel calls a policy.
+class PolicyMemory:
+    """State of a policy between two calls.
 
     Attributes:
-        policy: The policy.
-        ask: Calls it.
-        replaced: Why the default decides instead; empty while the policy does.
-        state: The state for the next call; None for a policy without a state.
-        kept: The encoded state; empty for a policy without a state.
+        state: Struct that the next call gets; None for a policy without a state.
+        kept: The same as bytes; empty for such a policy.
     """
 
-    replaced: Saved[str] = ""
-    kept: Saved[bytes] = b""
-
-    def __init__(self, policy: AnyPolicy, faults: PolicyFaults) -> None:
-        self.policy = policy
-        self.ask: Ask = getattr(policy, policy.method)
+    def __init__(self, policy: Policy) -> None:
         self.state: Any = None
-        self._faults = faults
+        self.kept = b""
+        self._type = policy.state_type
         self._decoder: msgspec.msgpack.Decoder[msgspec.Struct] | None = None
-        if policy.state_type is not None:
-            self._decoder = msgspec.msgpack.Decoder(policy.state_type)
-            self._keep(_encode(policy.state_type()))
+        if self._type is not None:
+            self._decoder = msgspec.msgpack.Decoder(self._type)
+            self.keep(_encode(self._type()))
 
     def accept(self) -> None:
-        """Keep the state as the call left it, since its answer is valid.
+        """Keep the changes that the last call made to the state.
 
         Raises:
-            PolicyError: If the state is too large or cannot be encoded; the state before is kept.
+            PolicyError: If the state is too large or cannot be encoded; the changes are not kept.
         """
         if self._decoder is None:
             return
@@ -149,27 +141,19 @@ class PolicySeat(Restorable, Generic[AnyPolicy]):
             data = _encode(self.state)
         except (TypeError, OverflowError, RecursionError) as error:
             raise PolicyError(f"its state cannot be kept: {error}") from error
-        self._keep(data)
+        self.keep(data)
 
-    def fail(self, error: BaseException, view: object) -> None:
-        """Report a failed call, and restore the state before it."""
-        if self.replaced:
-            return
-        self._faults.report(self.policy, error, view)
-        if self._decoder is None:
-            return
-        try:
+    def drop_changes(self) -> None:
+        """Undo the changes that the last call made to the state."""
+        if self._decoder is not None:
             self.state = self._decoder.decode(self.kept)
-        except BaseException as again:  # noqa: BLE001 - a state's __post_init__ may raise anything
-            self._faults.report(self.policy, again, "its state")
-            self.replace(f"its state cannot be read: {safe_text(again, str)}")
 
-    def replace(self, reason: str) -> None:
-        """Let the default decide from now on."""
-        self.replaced = reason
-        self.ask = _ask_nobody
+    def keep(self, data: bytes) -> None:
+        """Replace the state.
 
-    def _keep(self, data: bytes) -> None:
+        Raises:
+            PolicyError: If it is too large or cannot be decoded.
+        """
         assert self._decoder is not None
         if len(data) > STATE_BYTES_MAX:
             raise PolicyError(
@@ -186,24 +170,88 @@ class PolicySeat(Restorable, Generic[AnyPolicy]):
             raise PolicyError(f"its state cannot be kept: {error}") from error
         self.kept, self.state = data, state
 
-    def rebuild(self) -> None:
-        """Decode the state.
+    def take_over(self, data: bytes) -> None:
+        """Take over recorded bytes; empty ones are a state that has not changed yet.
 
         Raises:
-            RecordError: If it is from another policy.
+            PolicyError: If they are not a state of this policy.
         """
-        name = type(self.policy).__qualname__
+        if self._type is not None:
+            self.keep(data or _encode(self._type()))
+        elif data:
+            raise PolicyError("it has no state, and one was recorded")
+
+
+class PolicySeat(Restorable, Generic[AnyPolicy]):
+    """One place where the kernel calls a policy.
+
+    Attributes:
+        policy: The policy.
+        method: Name of the method that is called.
+        ask: Calls it.
+        replaced: Reason why it is no longer called; empty while it is.
+    """
+
+    replaced: Saved[str] = ""
+
+    def __init__(
+        self,
+        policy: AnyPolicy,
+        method: str,
+        faults: PolicyFaults,
+        memory: PolicyMemory | None = None,
+    ) -> None:
+        memory = memory or PolicyMemory(policy)
+        self.policy, self.method = policy, method
+        self.ask: Ask = getattr(policy, method)
+        self._memory = memory
+        self._recorded = b""
+        self._faults = faults
+        self.accept = memory.accept
+
+    @property
+    def state(self) -> Any:
+        """State that the next call gets; None for a policy without a state."""
+        return self._memory.state
+
+    @property
+    def kept(self) -> Saved[bytes]:
+        """The state as bytes; empty for a policy without a state."""
+        return self._memory.kept
+
+    @kept.setter
+    def kept(self, data: Saved[bytes]) -> None:
+        self._recorded = data
+
+    def fail(self, error: BaseException, view: object) -> None:
+        """Report a call that failed, and undo what it did to the state."""
+        if self.replaced:
+            return
+        self._faults.report(self.policy, self.method, error, view)
+        try:
+            self._memory.drop_changes()
+        except BaseException as again:  # noqa: BLE001 - a state's __post_init__ may raise anything
+            self._faults.report(self.policy, self.method, again, "its state")
+            self.replace(f"its state cannot be read: {safe_text(again, str)}")
+
+    def replace(self, reason: str) -> None:
+        """Stop calling the policy; the default decides from now on."""
+        self.replaced = reason
+        self.ask = _ask_nobody
+
+    def rebuild(self) -> None:
+        """Derive the state.
+
+        Raises:
+            RecordError: If the recorded bytes are not a state of this policy.
+        """
         if self.replaced:
             self.replace(self.replaced)
-        state_type = self.policy.state_type
-        if state_type is None:
-            if self.kept:
-                raise RecordError(f"{name} has no state, and one was recorded")
-            return
         try:
-            self._keep(self.kept or _encode(state_type()))
+            self._memory.take_over(self._recorded)
         except PolicyError as error:
-            raise RecordError(f"{name}: {error}") from error
+            raise RecordError(f"{type(self.policy).__qualname__}: {error}") from error
+        self._recorded = b""
 
 
 class PolicySeats(Restorable):
@@ -212,14 +260,19 @@ class PolicySeats(Restorable):
     faults: Saved[PolicyFaults]
     _seats: Saved[dict[str, PolicySeat[Any]]]
 
-    def __init__(self) -> None:
+    def __init__(self, several: Policy | None = None) -> None:
+        """Prepare seats; the policy `several` has one state for all its seats, each other one a state for each."""
         self.faults = PolicyFaults()
         self._seats = {}
+        self._several = several
+        self._memory = None if several is None else PolicyMemory(several)
 
     def place(self, name: str, policy: AnyPolicy) -> PolicySeat[AnyPolicy]:
-        """Create a seat."""
+        """Create a seat for the decision that its name ends with."""
         assert name not in self._seats, f"two policies are asked as {name}"
-        seat = PolicySeat(policy, self.faults)
+        method = DECISIONS[name.rpartition(".")[2]].method
+        memory = self._memory if policy is self._several else None
+        seat = PolicySeat(policy, method, self.faults, memory)
         self._seats[name] = seat
         return seat
 
@@ -246,8 +299,8 @@ class PolicySeats(Restorable):
         return {name: seat.kept for name, seat in self._seats.items() if seat.kept}
 
 
-def check_state_type(policy: type[Policy]) -> None:
-    """Check the `state_type` of a policy class.
+def check_state_type(policy: type[Policy], kind: str) -> None:
+    """Check the `state_type` of a policy class for a decision.
 
     Raises:
         PolicyError: If it cannot be kept; the message does not name the policy.
@@ -255,8 +308,8 @@ def check_state_type(policy: type[Policy]) -> None:
     state_type: Any = policy.state_type
     if state_type is None:
         return
-    if not policy.remembers:
-        raise PolicyError(f"a policy of the kind {policy.kind} has no state; leave state_type out")
+    if not DECISIONS[kind].remembers and decisions_of(policy) == [kind]:
+        raise PolicyError(f"a policy of the kind {kind} has no state; leave state_type out")
     if not (isinstance(state_type, type) and issubclass(state_type, msgspec.Struct)):
         raise PolicyError(f"state_type is {state_type!r}, must be a msgspec.Struct")
     name = state_type.__qualname__

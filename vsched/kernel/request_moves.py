@@ -26,8 +26,8 @@ from vsched.kernel.request import Phase, RequestState, host_bytes
 from vsched.kernel.request_table import RequestTable
 from vsched.kernel.routing import Router
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.measured import Measured
 from vsched.policy import EncodingView, ItemSpan
+from vsched.policy.measured import Measured
 from vsched.probes import probe
 from vsched.types import FinishReason, Request
 

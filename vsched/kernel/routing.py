@@ -15,8 +15,8 @@ from vsched.kernel.policy_calls import ask_routing
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.measured import Measured
 from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
+from vsched.policy.measured import Measured
 
 ITEMS_MAX = 8192
 """Items whose replica is remembered; the one sent longest ago is dropped first."""

@@ -83,7 +83,7 @@ class Scheduler(SnapshotRoot):
 
     def __init__(self, limits: SchedulerLimits, policies: KernelPolicies) -> None:
         self.limits = limits
-        self._seats = seats = PolicySeats()
+        self._seats = seats = PolicySeats(policies.several)
         self._faults = seats.faults
         self._table = RequestTable(limits.waiting_ns)
         reclaim = seats.place("encode.reclaim", policies.reclaim)

@@ -92,7 +92,7 @@ class Recorder:
         self._path = path
         self._kernel = kernel
         self._limits = config.record
-        policies = resolve_policies(config).by_table()
+        policies = resolve_policies(config).by_table
         self._about: dict[str, Any] = {
             "run": os.urandom(8),
             "version": version("vsched"),

@@ -120,10 +120,8 @@ class Oracles:
         }
         self._fifo = _is_fifo(setup)
         self._lines: dict[str, list[ReadyEntry]] = {}
-        self._image_tokens_max = getattr(setup.policies.encode_admission, "max_tokens", 0)
-        if self._image_tokens_max is None:
-            self._image_tokens_max = limits.batch_tokens
-        self._by_item = setup.policies.encoding.scope == "item"
+        self._image_tokens_max = setup.policies.item_tokens_max or 0
+        self._by_item = setup.policies.scope == "item"
         self._items: dict[int, tuple[MediaItem, ...]] = {}
         self._prompts: dict[int, int] = {}
         self._ids: dict[int, str] = {}
@@ -339,6 +337,6 @@ class Oracles:
 
 def _is_fifo(setup: Setup) -> bool:
     """Return True if the admission policy in use, which may not be the configured one, is `fifo`."""
-    policy = setup.policies.generate_admission
-    fifo = load_policy_class(policy.kind, "fifo")
+    policy = setup.policies.by_table["generate.admission"]
+    fifo = load_policy_class("admission", "fifo")
     return type(policy) is fifo and not getattr(policy, "look_ahead", 0)

@@ -11,11 +11,10 @@ import msgspec
 from vsched.assembly import arena_layout, as_served, scheduler_limits
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig, plain_config, resolve_policies
 from vsched.config.policies import configured_policies
-from vsched.config.sections import POLICY_TABLES
 from vsched.errors import ConfigError, PolicyError, limit_message
 from vsched.kernel import KernelPolicies, SchedulerLimits
 from vsched.plugins import check_contract
-from vsched.policy import CONTRACTS, Policy
+from vsched.policy import POLICY_TABLES, Policy
 from vsched.sim.cost.model import CostModel
 from vsched.types import ModelInfo
 from vsched.worker.registry import load_worker
@@ -118,7 +117,7 @@ def _replace(
     """Replace some policies, by table, and derive the limits from the result."""
     if not policies:
         return configured
-    built = configured.by_table()
+    built = configured.by_table
     for table, policy in policies.items():
         if table not in TABLES:
             raise ConfigError(
@@ -128,7 +127,7 @@ def _replace(
             raise PolicyError(
                 f"{table}: {policy.__name__} is a class, not an instance. Remedy: pass {policy.__name__}()"
             )
-        check_contract(type(policy), CONTRACTS[built[table].kind])
+        check_contract(type(policy), POLICY_TABLES[table])
     return configured_policies(config, {**built, **policies})
 
 

@@ -16,13 +16,15 @@ from vsched.kernel.commands import Command
 from vsched.memory import KvNegotiation
 from vsched.plugins import check_contract
 from vsched.policy import (
-    CONTRACTS,
+    SEATS,
+    SEVERAL,
     MemoryPolicy,
     Policy,
     ReplicaView,
     Reservation,
     RoutingPolicy,
     RoutingView,
+    decisions_of,
 )
 from vsched.testing.defaults import default_policies
 from vsched.testing.model_ranks.cluster import ModelCluster
@@ -30,20 +32,6 @@ from vsched.testing.model_ranks.kv_sizing import load_view, negotiate, random_gr
 from vsched.testing.policy_purity import asked_twice, check_growth
 from vsched.testing.schedules.random_runs import run_random
 
-PLACES = {
-    "admission": ("encode_admission", "generate_admission"),
-    "encoding": ("encoding",),
-    "eviction": ("embedding_eviction", "prefix_eviction"),
-    "preemption": ("preemption",),
-    "routing": ("routing",),
-    "drafting": ("drafting",),
-    "step": ("step",),
-    "front_door": ("front_door",),
-    "dispatch": ("dispatch",),
-    "reclaim": ("reclaim",),
-    "insertion": ("insertion",),
-}
-"""The kernel's uses of each kind of policy."""
 REPEATS = 50
 """The first seeds run twice: equal runs must yield equal commands. A policy with hidden state differs in
 about one of four runs, those in which its decisions matter.
@@ -57,7 +45,7 @@ ROUTED = 20
 def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(200)) -> None:
     """Check that a policy satisfies its contract in random schedules with cancellations and failures.
 
-    The policy is used wherever its kind applies, with default policies elsewhere. In each run, the
+    The policy makes all decisions that it has methods for, and default policies the others. In each run, the
     kernel's invariants are checked after every event and all computed data is verified; at the end
     every request must have been served, with correct tokens, or refused. Every call is made twice,
     the second time with an equal view and a copy of the same state: results and resulting states
@@ -75,28 +63,32 @@ def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(
         PolicyError: Names the class, the problem, and the seed of its run.
     """
     cls = policy if isinstance(policy, type) else type(policy)
-    kind = getattr(cls, "kind", "")
-    if kind not in CONTRACTS:
-        raise PolicyError(f"{cls.__module__}.{cls.__qualname__}: not a policy of any kind")
-    check_contract(cls, CONTRACTS[kind])
+    check_contract(cls, SEVERAL)
     name = f"{cls.__module__}.{cls.__qualname__}"
     made = _make(policy, name)
-    twice = asked_twice(made) if kind in PLACES and kind != "eviction" else made
+    twice = asked_twice(made)
     for count, seed in enumerate(seeds):
         try:
             first = _check(twice, seed)
             repeated = _check(made, seed) if count < REPEATS else first
             assert first == repeated, "the same run gave another result the second time"
             if made.state_type is not None and count < GROWTH_RUNS:
-                check_growth(default_policies(**dict.fromkeys(PLACES[kind], made)), seed)
+                check_growth(default_policies(**dict.fromkeys(_fields(made), made)), seed)
         except Exception as error:
             raise PolicyError(f"{name}: seed {seed}: {type(error).__name__}: {error}") from error
 
 
 def _check(policy: Policy, seed: int) -> list[object]:
-    """Run all checks of the policy's kind; return the results."""
-    asked = [_ask_alone(policy, seed)] if policy.kind in ASKED_ALONE else []
-    return [*asked, _run_in_kernel(policy, seed)] if policy.kind in PLACES else asked
+    """Run all checks of the policy's decisions; return the results."""
+    made = decisions_of(type(policy))
+    results = [_ask_alone(policy, kind, seed) for kind in made if kind in ASKED_ALONE]
+    return [*results, _run_in_kernel(policy, seed)] if _fields(policy) else results
+
+
+def _fields(policy: Policy) -> tuple[str, ...]:
+    """Fields of `KernelPolicies` whose decisions a policy makes."""
+    made = decisions_of(type(policy))
+    return tuple(seat.field for seat in SEATS if seat.field and seat.decision in made)
 
 
 def _make(policy: type[Policy] | Policy, name: str) -> Policy:
@@ -123,7 +115,7 @@ class _Recorder(ModelCluster):
 def _run_in_kernel(policy: Policy, seed: int) -> bytes:
     """Run one schedule with the policy in all its uses, or in one of them; return the digest of the commands."""
     rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
-    places = PLACES[policy.kind]
+    places = _fields(policy)
     chosen = places if rng.random() < 0.5 else (rng.choice(places),)
     cluster = cast(
         "_Recorder",
@@ -134,10 +126,10 @@ def _run_in_kernel(policy: Policy, seed: int) -> bytes:
     return cluster.digest.digest()
 
 
-def _ask_alone(policy: Policy, seed: int) -> object:
+def _ask_alone(policy: Policy, kind: str, seed: int) -> object:
     """Call a policy outside of the kernel."""
     rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
-    ask = cast("Callable[[Any, random.Random], object]", ASKED_ALONE[policy.kind])
+    ask = cast("Callable[[Any, random.Random], object]", ASKED_ALONE[kind])
     return ask(policy, rng)
 
 

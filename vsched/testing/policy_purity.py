@@ -11,7 +11,7 @@ import msgspec
 from vsched.kernel import KernelPolicies, SchedulerLimits
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
-from vsched.policy import Policy
+from vsched.policy import DECISIONS, Policy, decisions_of
 from vsched.testing.model_ranks.cluster import ModelCluster
 from vsched.testing.schedules.random_runs import run_random
 
@@ -30,13 +30,29 @@ def asked_twice(policy: Policy) -> Policy:
     states must be equal byte for byte.
     """
     cls = type(policy)
-    method = cast("Callable[[Policy, Any], object]", getattr(cls, cls.method))
+    methods = [DECISIONS[kind].method for kind in decisions_of(cls) if DECISIONS[kind].remembers]
+    twice = msgspec.defstruct(
+        cls.__name__,
+        [],
+        bases=(cls,),
+        namespace={name: _twice(policy, getattr(cls, name)) for name in methods},
+        frozen=True,
+        kw_only=True,
+    )
+    return cast("Policy", twice(**msgspec.structs.asdict(policy)))
+
+
+def _twice(
+    policy: Policy, method: Callable[[Policy, Any], object]
+) -> Callable[[Policy, Any], object]:
+    """Wrap a method so that it is called twice."""
+    state_type = policy.state_type
 
     def ask(_: Policy, view: Any) -> object:
         before = msgspec.msgpack.encode(view.state)
         copied: Any = None
-        if cls.state_type is not None:
-            copied = msgspec.msgpack.decode(before, type=cls.state_type)
+        if state_type is not None:
+            copied = msgspec.msgpack.decode(before, type=state_type)
         trial = method(policy, msgspec.structs.replace(view, state=copied))
         answer = method(policy, view)
         assert trial == answer, f"asked again, it answers {answer!r}, and {trial!r} before"
@@ -44,10 +60,7 @@ def asked_twice(policy: Policy) -> Policy:
         assert left == tried, f"asked again, it leaves {view.state!r}, and {copied!r} before"
         return answer
 
-    twice = msgspec.defstruct(
-        cls.__name__, [], bases=(cls,), namespace={cls.method: ask}, frozen=True, kw_only=True
-    )
-    return cast("Policy", twice(**msgspec.structs.asdict(policy)))
+    return ask
 
 
 def check_growth(policies: KernelPolicies, seed: int) -> None:

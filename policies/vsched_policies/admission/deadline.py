@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView, Count, PositiveCount, Seconds
+from vsched.policy import (
+    Admission,
+    AdmissionView,
+    Count,
+    EncodeLimits,
+    PositiveCount,
+    RequestPolicy,
+    Seconds,
+)
 from vsched_policies.admission.packing import SECOND_NS, budget, pack
 
 MILLISECOND_NS = 1_000_000
 
 
-class Deadline(AdmissionPolicy, frozen=True, kw_only=True):
+class Deadline(RequestPolicy, frozen=True, kw_only=True):
     """Admits by target time, the earliest first; entries that can no longer meet their target go last.
 
     Under overload, plain earliest-deadline-first serves requests that are already late while others
@@ -32,6 +40,10 @@ class Deadline(AdmissionPolicy, frozen=True, kw_only=True):
     default_target_ms: Count = 1000
     lead_ms: Count = 0
     starvation_s: Seconds = 5.0
+
+    def encode_limits(self) -> EncodeLimits:
+        """Return the largest batch of images."""
+        return EncodeLimits(self.max_items, self.max_tokens)
 
     def admit(self, view: AdmissionView) -> Admission:
         """Return the entries with the earliest targets, up to the budget."""

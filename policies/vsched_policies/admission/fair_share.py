@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView, PositiveCount
+from vsched.policy import Admission, AdmissionView, EncodeLimits, PositiveCount, RequestPolicy
 from vsched_policies.admission.packing import pack
 
 TENANTS_MAX = 256
@@ -20,7 +20,7 @@ class ServedTokens(msgspec.Struct):
     seen_ns: int = 0
 
 
-class FairShare(AdmissionPolicy, frozen=True, kw_only=True):
+class FairShare(RequestPolicy, frozen=True, kw_only=True):
     """Admits the tenant with the fewest served tokens, and its first request.
 
     A tenant that arrives or returns starts at the minimum of the waiting tenants: idle time earns
@@ -37,6 +37,10 @@ class FairShare(AdmissionPolicy, frozen=True, kw_only=True):
     state_type = ServedTokens
     output_weight: PositiveCount = 2
     max_items: PositiveCount | None = None
+
+    def encode_limits(self) -> EncodeLimits:
+        """Return the largest batch of images."""
+        return EncodeLimits(self.max_items)
 
     def admit(self, view: AdmissionView) -> Admission:
         """Return requests in the order of their tenants' counters, each counted as soon as it is chosen."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView, Count, Seconds
+from vsched.policy import Admission, AdmissionView, Count, RequestPolicy, Seconds
 from vsched_policies.admission.packing import pack
 
 
-class Fifo(AdmissionPolicy, frozen=True, kw_only=True):
+class Fifo(RequestPolicy, frozen=True, kw_only=True):
     """Admits in order of arrival, as many entries as fit; has no budget of its own.
 
     An entry of unknown size never counts as zero: it joins alone.

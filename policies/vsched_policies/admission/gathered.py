@@ -6,11 +6,18 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView, Count, PositiveCount
+from vsched.policy import (
+    Admission,
+    AdmissionView,
+    Count,
+    EncodeLimits,
+    PositiveCount,
+    RequestPolicy,
+)
 from vsched_policies.admission.packing import SECOND_NS, budget, pack
 
 
-class Gathered(AdmissionPolicy, frozen=True, kw_only=True):
+class Gathered(RequestPolicy, frozen=True, kw_only=True):
     """Holds entries until they fill a step, for at most `deadline_s`.
 
     A step is full when a limit is reached, or when the next entry would exceed one. Within the
@@ -30,6 +37,10 @@ class Gathered(AdmissionPolicy, frozen=True, kw_only=True):
     max_items: PositiveCount = 8
     max_blocks: PositiveCount | None = None
     deadline_s: Annotated[float, Meta(ge=0, le=60)] = 0.1
+
+    def encode_limits(self) -> EncodeLimits:
+        """Return the largest batch of images."""
+        return EncodeLimits(self.max_items, self.max_tokens)
 
     def admit(self, view: AdmissionView) -> Admission:
         """Return a full step, all entries after the deadline, or the time to hold until."""

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView, Count, PositiveCount, Seconds
+from vsched.policy import (
+    Admission,
+    AdmissionView,
+    Count,
+    EncodeLimits,
+    PositiveCount,
+    RequestPolicy,
+    Seconds,
+)
 from vsched_policies.admission.packing import SECOND_NS, budget, pack
 
 
-class Priority(AdmissionPolicy, frozen=True, kw_only=True):
+class Priority(RequestPolicy, frozen=True, kw_only=True):
     """Admits by priority, the highest first, and in order of arrival within a priority.
 
     The priority of an entry rises by one for every `ageing_s` of waiting, so that nothing waits
@@ -26,6 +34,10 @@ class Priority(AdmissionPolicy, frozen=True, kw_only=True):
     max_tokens: Count | None = None
     max_items: PositiveCount | None = None
     ageing_s: Seconds = 10.0
+
+    def encode_limits(self) -> EncodeLimits:
+        """Return the largest batch of images."""
+        return EncodeLimits(self.max_items, self.max_tokens)
 
     def admit(self, view: AdmissionView) -> Admission:
         """Return the most urgent entries, up to the budget."""

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView, PositiveCount
+from vsched.policy import Admission, AdmissionView, PositiveCount, RequestPolicy
 from vsched_policies.admission.packing import SECOND_NS, pack
 
 BUCKETS_MAX = 24
@@ -30,7 +30,7 @@ class OutputLengths(msgspec.Struct):
         self.mean = tokens if self.mean < 0 else self.mean + (tokens - self.mean) * forget
 
 
-class ShortestFirst(AdmissionPolicy, frozen=True, kw_only=True):
+class ShortestFirst(RequestPolicy, frozen=True, kw_only=True):
     """Admits the request with the least expected work first, from its prompt length and its expected output length.
 
     The expected output length is the mean over prompts of about the same length, learned as

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView, Count, PositiveCount, Seconds
+from vsched.policy import (
+    Admission,
+    AdmissionView,
+    Count,
+    EncodeLimits,
+    PositiveCount,
+    RequestPolicy,
+    Seconds,
+)
 from vsched_policies.admission.packing import budget, pack
 
 
-class TokenBudget(AdmissionPolicy, frozen=True, kw_only=True):
+class TokenBudget(RequestPolicy, frozen=True, kw_only=True):
     """Admits in order of arrival until the next entry would exceed a token budget.
 
     A sum equal to the budget is admitted. The first entry is always admitted, even above the
@@ -30,6 +38,10 @@ class TokenBudget(AdmissionPolicy, frozen=True, kw_only=True):
     def budget(self, default_tokens: int) -> int | None:
         """Return the budget of a step, None for no budget."""
         return budget(self.max_tokens, default_tokens)
+
+    def encode_limits(self) -> EncodeLimits:
+        """Return the largest batch of images."""
+        return EncodeLimits(self.max_items, self.max_tokens)
 
     def admit(self, view: AdmissionView) -> Admission:
         """Return the front of the queue, up to the budget."""

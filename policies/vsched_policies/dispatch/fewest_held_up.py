@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vsched.policy import Dispatch, DispatchPolicy, DispatchView
+from vsched.policy import Dispatch, DispatchView, ImagePolicy
 
 
-class FewestHeldUp(DispatchPolicy, frozen=True, kw_only=True):
+class FewestHeldUp(ImagePolicy, frozen=True, kw_only=True):
     """Gives the next batch to the free group that delays the fewest decoding requests.
 
     Groups with their own processes delay none: the first free one gets the batch.

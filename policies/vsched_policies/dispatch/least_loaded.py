@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vsched.policy import Dispatch, DispatchPolicy, DispatchView
+from vsched.policy import Dispatch, DispatchView, ImagePolicy
 
 
-class LeastLoadedGroup(DispatchPolicy, frozen=True, kw_only=True):
+class LeastLoadedGroup(ImagePolicy, frozen=True, kw_only=True):
     """Gives the next batch to the free group whose processes serve the fewest tokens, prompts included.
 
     Ties, as between groups with their own processes, go to the group that has encoded the fewest

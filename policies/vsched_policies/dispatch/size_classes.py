@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vsched.policy import Dispatch, DispatchPolicy, DispatchView, PositiveCount, Seconds
+from vsched.policy import Dispatch, DispatchView, ImagePolicy, PositiveCount, Seconds
 
 
-class SizeClasses(DispatchPolicy, frozen=True, kw_only=True):
+class SizeClasses(ImagePolicy, frozen=True, kw_only=True):
     """Keeps small and large images in separate batches; small ones go first, and one group is reserved for them.
 
     With at least two groups, a small image waits only for small ones; with one group, also for the

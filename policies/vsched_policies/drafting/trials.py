@@ -6,8 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from vsched.measured import StepTime
 from vsched.policy import DRAFT_TOKENS_MAX, Draft, DraftingPolicy, DraftingView, PositiveCount
+from vsched.policy.measured import StepTime
 
 STEPS_BACK = 8
 """Approximate number of steps in an average."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vsched.policy import Count, EncodingPolicy, EncodingView
+from vsched.policy import Count, EncodingView, ImagePolicy
 
 
-class ChunkAware(EncodingPolicy, frozen=True, kw_only=True):
+class ChunkAware(ImagePolicy, frozen=True, kw_only=True):
     """Encodes only the images whose tokens the next prefill chunk reads.
 
     Embeddings stay in memory as briefly as possible, and a request that ends early has no image

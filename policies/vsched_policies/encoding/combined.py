@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from vsched.policy import EncodingPolicy, EncodingView
+from vsched.policy import EncodingView, ImagePolicy
 
 
-class Combined(EncodingPolicy, frozen=True, kw_only=True):
+class Combined(ImagePolicy, frozen=True, kw_only=True):
     """Encodes all images of a request at once, as soon as a chunk needs one of them.
 
     The cache only has entries for the whole set of images of a request. So a conversation that adds

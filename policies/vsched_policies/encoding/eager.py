@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vsched.policy import EncodingPolicy, EncodingView
+from vsched.policy import EncodingView, ImagePolicy
 
 
-class Eager(EncodingPolicy, frozen=True, kw_only=True):
+class Eager(ImagePolicy, frozen=True, kw_only=True):
     """Encodes all images of a request when it arrives, in prompt order.
 
     The encoder never waits for prefill to reach an image. In return, embeddings stay in memory from

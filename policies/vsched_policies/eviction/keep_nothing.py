@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Generic
 
-from vsched.policy import EvictionOrder, EvictionPolicy, Key
+from vsched.policy import CachePolicy, EvictionOrder, Key
 
 
-class KeepNothing(EvictionPolicy, frozen=True, kw_only=True):
+class KeepNothing(CachePolicy, frozen=True, kw_only=True):
     """Keeps nothing: an entry is evicted when no request uses it, so that only concurrent requests share it."""
 
     def build_order(self) -> EvictionOrder[Hashable]:

@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Generic
 
-from vsched.policy import EvictionOrder, EvictionPolicy, Key
+from vsched.policy import CachePolicy, EvictionOrder, Key
 
 
-class Lru(EvictionPolicy, frozen=True, kw_only=True):
+class Lru(CachePolicy, frozen=True, kw_only=True):
     """Evicts the entry that has been unused for longest."""
 
     def build_order(self) -> EvictionOrder[Hashable]:

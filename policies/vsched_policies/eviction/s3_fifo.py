@@ -6,14 +6,14 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Any, Generic
 
-from vsched.policy import Count, EvictionOrder, EvictionPolicy, Fraction, Key
+from vsched.policy import CachePolicy, Count, EvictionOrder, Fraction, Key
 
 HITS_MAX = 3
 IN_USE_MAX = 1 << 16
 """Maximum number of entries in use whose hits are stored: a cache does not report entries lost while in use."""
 
 
-class S3Fifo(EvictionPolicy, frozen=True, kw_only=True):
+class S3Fifo(CachePolicy, frozen=True, kw_only=True):
     """Evicts new entries without hits first, then the others in FIFO order, each spared once for every hit.
 
     New entries pass a small queue. At its end, entries with hits move to the main queue and the

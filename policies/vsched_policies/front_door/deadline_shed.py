@@ -7,17 +7,17 @@ from itertools import pairwise
 from math import ceil
 
 from vsched.errors import limit_message
-from vsched.measured import FirstTokenTime
 from vsched.policy import (
     Fraction,
     FrontDoorAnswer,
-    FrontDoorPolicy,
     FrontDoorView,
     LetIn,
     PositiveCount,
     Redirect,
+    RequestPolicy,
     Shed,
 )
+from vsched.policy.measured import FirstTokenTime
 
 GAPS_MAX = 17
 """Number of gaps between first tokens in the estimate."""
@@ -25,7 +25,7 @@ GAPS_MIN = 8
 """Above this number of gaps, the longest one is left out."""
 
 
-class DeadlineShed(FrontDoorPolicy, frozen=True, kw_only=True):
+class DeadlineShed(RequestPolicy, frozen=True, kw_only=True):
     """Sheds a request if its first token would miss the target, judging by recent first tokens.
 
     The estimate is the number of requests ahead times the mean gap between two first tokens while a
@@ -47,7 +47,7 @@ class DeadlineShed(FrontDoorPolicy, frozen=True, kw_only=True):
     wait_share: Fraction = 0.7
     redirect_to: str = ""
 
-    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
         """Return whether the first token would be in time."""
         target_ns = view.request.target_ns
         if target_ns is None and self.ttft_target_ms is not None:

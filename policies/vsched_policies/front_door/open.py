@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from vsched.policy import FrontDoorAnswer, FrontDoorPolicy, FrontDoorView, LetIn
+from vsched.policy import FrontDoorAnswer, FrontDoorView, LetIn, RequestPolicy
 
 
-class Open(FrontDoorPolicy, frozen=True, kw_only=True):
+class Open(RequestPolicy, frozen=True, kw_only=True):
     """Admits every request; the limits of preparation and of the waiting queue refuse any excess."""
 
-    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
         """Return `LetIn`."""
         return LetIn()

@@ -11,11 +11,11 @@ from msgspec import Meta
 from vsched.errors import limit_message
 from vsched.policy import (
     FrontDoorAnswer,
-    FrontDoorPolicy,
     FrontDoorView,
     Hold,
     LetIn,
     PositiveCount,
+    RequestPolicy,
     Seconds,
     Shed,
 )
@@ -30,7 +30,7 @@ class Buckets(msgspec.Struct):
     full_ns: dict[str, int] = {}
 
 
-class TokenBucket(FrontDoorPolicy, frozen=True, kw_only=True):
+class TokenBucket(RequestPolicy, frozen=True, kw_only=True):
     """Allows each tenant `rate` requests per second, and bursts of `burst`; further requests are held or shed.
 
     A request that gets its token within `wait_s` takes it at once and is held until then, so the
@@ -49,7 +49,7 @@ class TokenBucket(FrontDoorPolicy, frozen=True, kw_only=True):
     rates: dict[str, Annotated[float, Meta(gt=0)]] = msgspec.field(default_factory=dict)
     wait_s: Annotated[Seconds, Meta(le=60)] = 0.0
 
-    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
         """Return whether the tenant has a token, or how long until it has one."""
         if view.request.asks:
             return LetIn()  # it took its token on arrival

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vsched.policy import InsertionPolicy, InsertionView
+from vsched.policy import CachePolicy, InsertionView
 
 
-class Everything(InsertionPolicy, frozen=True, kw_only=True):
+class Everything(CachePolicy, frozen=True, kw_only=True):
     """Keeps prompts and outputs: the next turn of a conversation finds both."""
 
     def keep(self, view: InsertionView) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vsched.policy import Count, InsertionPolicy, InsertionView
+from vsched.policy import CachePolicy, Count, InsertionView
 
 
-class Matching(InsertionPolicy, frozen=True, kw_only=True):
+class Matching(CachePolicy, frozen=True, kw_only=True):
     """Keeps the requests of some tenants, with prompts of some lengths, and nothing of others.
 
     A tenant whose prompts are never repeated, such as a batch job, then takes no memory from

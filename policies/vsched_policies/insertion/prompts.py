@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vsched.policy import InsertionPolicy, InsertionView
+from vsched.policy import CachePolicy, InsertionView
 
 
-class Prompts(InsertionPolicy, frozen=True, kw_only=True):
+class Prompts(CachePolicy, frozen=True, kw_only=True):
     """Keeps prompts only: for single questions about the same documents or images, whose outputs are not sent back."""
 
     def keep(self, view: InsertionView) -> int:

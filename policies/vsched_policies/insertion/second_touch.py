@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from vsched.policy import InsertionPolicy, InsertionView
+from vsched.policy import CachePolicy, InsertionView
 
 SLOTS = 2048
 """Number of remembered blocks, at a few bytes each."""
@@ -17,7 +17,7 @@ class Touched(msgspec.Struct):
     tags: bytes = bytes(SLOTS * TAG_BYTES)
 
 
-class SecondTouch(InsertionPolicy, frozen=True, kw_only=True):
+class SecondTouch(CachePolicy, frozen=True, kw_only=True):
     """Keeps blocks that have occurred before; on the first occurrence only a part of their hash is stored.
 
     So prompts that are never repeated take no memory from shared ones. In return a prefix is

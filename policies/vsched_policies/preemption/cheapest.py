@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vsched.policy import Manner, Preemption, PreemptionPolicy, PreemptionView
+from vsched.policy import Manner, Preemption, PreemptionView, RequestPolicy
 
 
-class Cheapest(PreemptionPolicy, frozen=True, kw_only=True):
+class Cheapest(RequestPolicy, frozen=True, kw_only=True):
     """Preempts the request with the fewest computed tokens, the youngest among equals: it is the cheapest to recompute.
 
     With `manner = "swap"` its KV blocks are swapped to host memory instead

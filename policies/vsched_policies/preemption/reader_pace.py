@@ -6,10 +6,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from vsched.policy import Count, Manner, Preemption, PreemptionPolicy, PreemptionView
+from vsched.policy import Count, Manner, Preemption, PreemptionView, RequestPolicy
 
 
-class ReaderPace(PreemptionPolicy, frozen=True, kw_only=True):
+class ReaderPace(RequestPolicy, frozen=True, kw_only=True):
     """Preempts the request whose tokens are furthest ahead of its reader.
 
     A reader expects the first token after `first_ms` and then `tokens_s` per second. A request that

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from vsched.measured import Measured
-from vsched.policy import Count, Preemption, PreemptionPolicy, PreemptionView
+from vsched.policy import Count, Preemption, PreemptionView, RequestPolicy
+from vsched.policy.measured import Measured
 
 
-class SwapLong(PreemptionPolicy, frozen=True, kw_only=True):
+class SwapLong(RequestPolicy, frozen=True, kw_only=True):
     """Preempts the request that joined last; swaps it if recomputation should take longer than the copies.
 
     Both times are estimated from the steps of the replica. Before there are any, and if a device

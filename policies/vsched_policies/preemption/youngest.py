@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vsched.policy import Manner, Preemption, PreemptionPolicy, PreemptionView
+from vsched.policy import Manner, Preemption, PreemptionView, RequestPolicy
 
 
-class Youngest(PreemptionPolicy, frozen=True, kw_only=True):
+class Youngest(RequestPolicy, frozen=True, kw_only=True):
     """Preempts the request that joined last, so that earlier ones finish.
 
     It is recomputed; with `manner = "swap"` its KV blocks are swapped to host memory

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vsched.policy import ReclaimPolicy, ReclaimView
+from vsched.policy import ImagePolicy, ReclaimView
 
 
-class BestFit(ReclaimPolicy, frozen=True, kw_only=True):
+class BestFit(ImagePolicy, frozen=True, kw_only=True):
     """Drops the smallest embedding that frees enough; if none does alone, the largest, and then the rest likewise.
 
     With images of many sizes, the youngest may be a large one that is encoded again for a small
     one. Ties go to the youngest.
     """
 
-    def choose(self, view: ReclaimView) -> Sequence[int]:
+    def reclaim(self, view: ReclaimView) -> Sequence[int]:
         """Return embeddings that free the missing pages."""
         left = list(range(len(view.ready)))
         chosen: list[int] = []

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vsched.policy import ReclaimPolicy, ReclaimView
+from vsched.policy import ImagePolicy, ReclaimView
 
 
-class LeastUrgent(ReclaimPolicy, frozen=True, kw_only=True):
+class LeastUrgent(ImagePolicy, frozen=True, kw_only=True):
     """Drops embeddings of requests of the lowest priority, and among these the one with the latest TTFT target.
 
     A request without a target comes after all that have one. An image takes no memory from a higher
     priority than its own, unless it is the first in the queue.
     """
 
-    def choose(self, view: ReclaimView) -> Sequence[int]:
+    def reclaim(self, view: ReclaimView) -> Sequence[int]:
         """Return the embeddings of no higher priority, the least urgent first."""
 
         def urgency(index: int) -> tuple[int, bool, int, int]:

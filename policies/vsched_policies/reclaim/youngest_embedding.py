@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vsched.policy import ReclaimPolicy, ReclaimView
+from vsched.policy import ImagePolicy, ReclaimView
 
 
-class YoungestEmbedding(ReclaimPolicy, frozen=True, kw_only=True):
+class YoungestEmbedding(ImagePolicy, frozen=True, kw_only=True):
     """Drops the embeddings of the youngest requests, whose prefill is the furthest away."""
 
-    def choose(self, view: ReclaimView) -> Sequence[int]:
+    def reclaim(self, view: ReclaimView) -> Sequence[int]:
         """Return all, the youngest first."""
         return range(len(view.ready) - 1, -1, -1)

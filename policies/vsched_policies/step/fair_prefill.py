@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from vsched.policy import PositiveCount, StepPolicy, StepShares, StepView
+from vsched.policy import PositiveCount, RequestPolicy, StepShares, StepView
 
 
 class Deficits(msgspec.Struct):
@@ -16,7 +16,7 @@ class Deficits(msgspec.Struct):
     turn: str = ""
 
 
-class FairPrefill(StepPolicy, frozen=True, kw_only=True):
+class FairPrefill(RequestPolicy, frozen=True, kw_only=True):
     """Shares the tokens of a step between tenants by deficit round robin; within a tenant, in order of arrival.
 
     Each round gives every tenant `quantum_tokens`; unused ones are kept for its next turn, so that

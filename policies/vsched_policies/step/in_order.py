@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vsched.policy import StepPolicy, StepShares, StepView
+from vsched.policy import RequestPolicy, StepShares, StepView
 
 
-class InOrder(StepPolicy, frozen=True, kw_only=True):
+class InOrder(RequestPolicy, frozen=True, kw_only=True):
     """Advances requests in order of arrival, each as far as the time and the free tokens of the step allow."""
 
     def share(self, view: StepView) -> StepShares:

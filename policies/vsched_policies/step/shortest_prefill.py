@@ -6,10 +6,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from vsched.policy import StepPolicy, StepShares, StepView
+from vsched.policy import RequestPolicy, StepShares, StepView
 
 
-class ShortestPrefill(StepPolicy, frozen=True, kw_only=True):
+class ShortestPrefill(RequestPolicy, frozen=True, kw_only=True):
     """Advances the request with the fewest remaining prompt tokens first: short prompts overtake a long one.
 
     The remaining tokens of a request are weighted down with its age, so that a long prompt is not

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from vsched.policy import PositiveCount, StepPolicy, StepShares, StepView
+from vsched.policy import PositiveCount, RequestPolicy, StepShares, StepView
 
 
 class PrefillTime(msgspec.Struct):
@@ -18,7 +18,7 @@ class PrefillTime(msgspec.Struct):
     first_seen_ns: int = 0
 
 
-class SloFeedback(StepPolicy, frozen=True, kw_only=True):
+class SloFeedback(RequestPolicy, frozen=True, kw_only=True):
     """Adjusts the time that prefill may take in a step by feedback from TTFT and ITL.
 
     Every step in which decoding requests waited longer than `itl_target_ms` reduces the time by a

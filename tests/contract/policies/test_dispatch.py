@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.contract.waiting import Item
-from vsched.policy import Dispatch, DispatchPolicy, DispatchView, EncodeGroupView
+from vsched.policy import Dispatch, DispatchView, EncodeGroupView, ImagePolicy
 from vsched.testing import check_policy
 from vsched_policies.dispatch import FewestHeldUp, LeastLoadedGroup, SizeClasses
 
 SECOND_NS = 1_000_000_000
-BUILT_IN: list[DispatchPolicy] = [FewestHeldUp(), LeastLoadedGroup(), SizeClasses(small_tokens=8)]
+BUILT_IN: list[ImagePolicy] = [FewestHeldUp(), LeastLoadedGroup(), SizeClasses(small_tokens=8)]
 each = pytest.mark.parametrize("policy", BUILT_IN, ids=lambda policy: type(policy).__name__)
 
 
@@ -26,7 +26,7 @@ def busy(tokens: int, **fields: Any) -> EncodeGroupView:
 
 
 def ask(
-    policy: DispatchPolicy, groups: list[EncodeGroupView], *waiting: int | None, now_ns: int = 0
+    policy: ImagePolicy, groups: list[EncodeGroupView], *waiting: int | None, now_ns: int = 0
 ) -> Dispatch:
     entries = [Item(tokens) for tokens in waiting]
     return policy.dispatch(DispatchView(now_ns=now_ns, groups=groups, waiting=entries))
@@ -34,12 +34,12 @@ def ask(
 
 @pytest.mark.slow
 @each
-def test_dispatch_policy_keeps_its_contract(policy: DispatchPolicy) -> None:
+def test_dispatch_policy_keeps_its_contract(policy: ImagePolicy) -> None:
     check_policy(policy, seeds=range(8))
 
 
 @each
-def test_dispatch_answer_is_one_that_the_kernel_takes(policy: DispatchPolicy) -> None:
+def test_dispatch_answer_is_one_that_the_kernel_takes(policy: ImagePolicy) -> None:
     rng = random.Random(1)
     for _ in range(200):
         groups = [

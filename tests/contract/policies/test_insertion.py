@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from vsched.policy import InsertionPolicy, InsertionView
+from vsched.policy import CachePolicy, InsertionView
 from vsched.testing import check_policy
 from vsched_policies.insertion import Everything, Matching, Prompts, SecondTouch
 from vsched_policies.insertion.second_touch import SLOTS, Touched
 
-BUILT_IN: list[InsertionPolicy] = [
+BUILT_IN: list[CachePolicy] = [
     Everything(),
     Prompts(),
     Matching(tenants=("a",), tokens_min=8, tokens_max=40),
@@ -26,7 +26,7 @@ def blocks(name: str, count: int) -> list[bytes]:
 
 
 def ask(
-    policy: InsertionPolicy,
+    policy: CachePolicy,
     prompt: list[bytes],
     answer: list[bytes],
     *,
@@ -50,12 +50,12 @@ def ask(
 
 @pytest.mark.slow
 @each
-def test_insertion_policy_keeps_its_contract(policy: InsertionPolicy) -> None:
+def test_insertion_policy_keeps_its_contract(policy: CachePolicy) -> None:
     check_policy(policy, seeds=range(8))
 
 
 @each
-def test_insertion_answer_is_one_that_the_kernel_takes(policy: InsertionPolicy) -> None:
+def test_insertion_answer_is_one_that_the_kernel_takes(policy: CachePolicy) -> None:
     state, rng = Touched(), random.Random(1)
     for _ in range(200):
         prompt = blocks(rng.choice("abc"), rng.randint(0, 20))

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from vsched.policy import ReadyEmbedding, ReclaimPolicy, ReclaimView
+from vsched.policy import ImagePolicy, ReadyEmbedding, ReclaimView
 from vsched.testing import check_policy
 from vsched_policies.reclaim import BestFit, LeastUrgent, YoungestEmbedding
 
-BUILT_IN: list[ReclaimPolicy] = [YoungestEmbedding(), BestFit(), LeastUrgent()]
+BUILT_IN: list[ImagePolicy] = [YoungestEmbedding(), BestFit(), LeastUrgent()]
 each = pytest.mark.parametrize("policy", BUILT_IN, ids=lambda policy: type(policy).__name__)
 
 
@@ -26,19 +26,19 @@ def ready(pages: int = 1, *, priority: int = 0, target_ns: int | None = None) ->
     )
 
 
-def ask(policy: ReclaimPolicy, *embeddings: ReadyEmbedding, pages: int = 1, **of: Any) -> list[int]:
+def ask(policy: ImagePolicy, *embeddings: ReadyEmbedding, pages: int = 1, **of: Any) -> list[int]:
     view = ReclaimView(now_ns=0, ready=embeddings, pages=pages, front=False, **of)
-    return list(policy.choose(view))
+    return list(policy.reclaim(view))
 
 
 @pytest.mark.slow
 @each
-def test_reclaim_policy_keeps_its_contract(policy: ReclaimPolicy) -> None:
+def test_reclaim_policy_keeps_its_contract(policy: ImagePolicy) -> None:
     check_policy(policy, seeds=range(8))
 
 
 @each
-def test_reclaim_answer_is_one_that_the_kernel_takes(policy: ReclaimPolicy) -> None:
+def test_reclaim_answer_is_one_that_the_kernel_takes(policy: ImagePolicy) -> None:
     rng = random.Random(1)
     for _ in range(200):
         embeddings = [

@@ -14,20 +14,20 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.events import TimerFired
 from vsched.policy import (
     FrontDoorAnswer,
-    FrontDoorPolicy,
     FrontDoorView,
     Hold,
     LetIn,
     Redirect,
+    RequestPolicy,
     Shed,
 )
 from vsched.types import SamplingParams
 
 
-class Told(FrontDoorPolicy, frozen=True, kw_only=True):
+class Told(RequestPolicy, frozen=True, kw_only=True):
     """Decides by tenant; held requests are let in when asked again."""
 
-    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
         match view.request.tenant:
             case "shed":
                 return Shed("too many, value 3, limit 2", 7, 503)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.contract.harmful import KINDS, ODD, RAISES, changed_by, forced, wrapped
 from vsched.config import Config
 from vsched.config.policies import policy_table
-from vsched.config.sections import POLICY_TABLES
 from vsched.plugins import load_policy_class
+from vsched.policy import POLICY_TABLES
 from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.cluster.scenario import draw_arrivals
 from vsched.sim.loop.virtual_loop import VirtualLoop

@@ -106,9 +106,9 @@ def test_simulate_lets_a_fault_plan_happen(folder: Path) -> None:
 
 
 BROKEN = """
-from vsched.policy import AdmissionPolicy
+from vsched.policy import RequestPolicy
 
-class Broken(AdmissionPolicy, frozen=True, kw_only=True):
+class Broken(RequestPolicy, frozen=True, kw_only=True):
     def admit(self, view):
         return 1 // 0
 """

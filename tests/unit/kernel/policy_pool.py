@@ -17,35 +17,29 @@ from tests.unit.kernel.remembering import (
 from vsched.kernel import KernelPolicies
 from vsched.policy import (
     Admission,
-    AdmissionPolicy,
     AdmissionView,
+    CachePolicy,
     Dispatch,
-    DispatchPolicy,
     DispatchView,
     Draft,
     DraftingPolicy,
     DraftingView,
-    EncodingPolicy,
     EncodingView,
     EvictionOrder,
-    EvictionPolicy,
     FrontDoorAnswer,
-    FrontDoorPolicy,
     FrontDoorView,
     Hold,
-    InsertionPolicy,
+    ImagePolicy,
     InsertionView,
     LetIn,
     Preemption,
-    PreemptionPolicy,
     PreemptionView,
-    ReclaimPolicy,
     ReclaimView,
     Redirect,
+    RequestPolicy,
     RoutingPolicy,
     RoutingView,
     Shed,
-    StepPolicy,
     StepShares,
     StepView,
 )
@@ -70,14 +64,14 @@ from vsched_policies.routing import RoundRobin
 from vsched_policies.step import FairPrefill, InOrder, ShortestPrefill, SloFeedback
 
 
-class Reversed(AdmissionPolicy, frozen=True, kw_only=True):
+class Reversed(RequestPolicy, frozen=True, kw_only=True):
     """Last come, first served."""
 
     def admit(self, view: AdmissionView) -> Admission:
         return Admission(list(reversed(range(len(view.waiting))))[: view.entries_free])
 
 
-class LastAlone(AdmissionPolicy, frozen=True, kw_only=True):
+class LastAlone(RequestPolicy, frozen=True, kw_only=True):
     """Only the last of the queue, and none while any request runs."""
 
     patient: bool = False
@@ -88,7 +82,7 @@ class LastAlone(AdmissionPolicy, frozen=True, kw_only=True):
         return Admission([len(view.waiting) - 1])
 
 
-class Holding(AdmissionPolicy, frozen=True, kw_only=True):
+class Holding(RequestPolicy, frozen=True, kw_only=True):
     """Refuses everything, however often it is called, until the oldest has waited long enough."""
 
     for_ns: int = 1_000_000
@@ -101,14 +95,14 @@ class Holding(AdmissionPolicy, frozen=True, kw_only=True):
         return Admission(hold_until_ns=view.now_ns + self.step_ns)
 
 
-class HoldingForEver(AdmissionPolicy, frozen=True, kw_only=True):
+class HoldingForEver(RequestPolicy, frozen=True, kw_only=True):
     """Never admits a request: it is overruled when an entry has waited for a minute."""
 
     def admit(self, view: AdmissionView) -> Admission:
         return Admission(hold_until_ns=view.now_ns + 1_000_000_000)
 
 
-class HoldingBack(AdmissionPolicy, frozen=True, kw_only=True):
+class HoldingBack(RequestPolicy, frozen=True, kw_only=True):
     """Alternates between holding all and admitting only the last; or does both at once, which is not legal."""
 
     both: bool = False
@@ -122,7 +116,7 @@ class HoldingBack(AdmissionPolicy, frozen=True, kw_only=True):
         return Admission(last)
 
 
-class Shuffling(AdmissionPolicy, frozen=True, kw_only=True):
+class Shuffling(RequestPolicy, frozen=True, kw_only=True):
     """Any order, sometimes none, an index out of range, a duplicate, or an error."""
 
     wrong: int = 0
@@ -140,7 +134,7 @@ class Shuffling(AdmissionPolicy, frozen=True, kw_only=True):
         return Admission(rng.sample(range(count), rng.randint(1, count)))
 
 
-class Scattered(EncodingPolicy, frozen=True, kw_only=True):
+class Scattered(ImagePolicy, frozen=True, kw_only=True):
     """Any items, ready or not, sometimes invalid ones."""
 
     wrong: int = 0
@@ -152,14 +146,14 @@ class Scattered(EncodingPolicy, frozen=True, kw_only=True):
         return rng.sample(range(len(view.items)), rng.randint(0, len(view.items)))
 
 
-class FromTheEnd(EncodingPolicy, frozen=True, kw_only=True):
+class FromTheEnd(ImagePolicy, frozen=True, kw_only=True):
     """The last item first: the one that is needed last."""
 
     def select(self, view: EncodingView) -> Sequence[int]:
         return [len(view.items) - 1]
 
 
-class Stubborn(EvictionPolicy, frozen=True, kw_only=True):
+class Stubborn(CachePolicy, frozen=True, kw_only=True):
     """Evicts the newest, keeps some, and fails after a number of calls."""
 
     calls: int = 1 << 30
@@ -212,14 +206,14 @@ class StubbornOrder:
         return iter(self._keys)
 
 
-class Oldest(PreemptionPolicy, frozen=True, kw_only=True):
+class Oldest(RequestPolicy, frozen=True, kw_only=True):
     """Always the oldest, which must go on."""
 
     def victim(self, view: PreemptionView) -> int:
         return 0
 
 
-class AnyVictim(PreemptionPolicy, frozen=True, kw_only=True):
+class AnyVictim(RequestPolicy, frozen=True, kw_only=True):
     """Any victim, in any mode, or an index out of range."""
 
     wrong: int = 0
@@ -235,12 +229,12 @@ class AnyVictim(PreemptionPolicy, frozen=True, kw_only=True):
 WRONG = (0, 10, 60)
 
 
-def random_admission(rng: random.Random) -> AdmissionPolicy:
+def random_admission(rng: random.Random) -> RequestPolicy:
     budget = rng.choice([None, 0, 1, 10, 64])
     items = rng.choice([1, 2, 8])
     seconds = rng.choice([0.0, 0.000_01, 0.001, 0.1, 10.0])
     ahead = rng.choice([0, 0, 1, 5])
-    makers: list[Callable[[], AdmissionPolicy]] = [
+    makers: list[Callable[[], RequestPolicy]] = [
         lambda: Fifo(look_ahead=ahead, starvation_s=seconds),
         lambda: TokenBudget(
             max_tokens=budget, max_items=items, look_ahead=ahead, starvation_s=seconds
@@ -272,9 +266,9 @@ def random_admission(rng: random.Random) -> AdmissionPolicy:
     return rng.choice(makers)()
 
 
-def random_encoding(rng: random.Random) -> EncodingPolicy:
+def random_encoding(rng: random.Random) -> ImagePolicy:
     ahead = rng.choice([0, 1, 3])
-    makers: list[Callable[[], EncodingPolicy]] = [
+    makers: list[Callable[[], ImagePolicy]] = [
         lambda: ChunkAware(look_ahead_chunks=ahead),
         Eager,
         Combined,
@@ -285,8 +279,8 @@ def random_encoding(rng: random.Random) -> EncodingPolicy:
     return rng.choice(makers)()
 
 
-def random_eviction(rng: random.Random) -> EvictionPolicy:
-    makers: list[Callable[[], EvictionPolicy]] = [
+def random_eviction(rng: random.Random) -> CachePolicy:
+    makers: list[Callable[[], CachePolicy]] = [
         Lru,
         lambda: S3Fifo(small_share=rng.choice([0.1, 0.5, 1.0]), ghosts=rng.choice([0, 2, 1024])),
         KeepNothing,
@@ -295,8 +289,8 @@ def random_eviction(rng: random.Random) -> EvictionPolicy:
     return rng.choice(makers)()
 
 
-def random_preemption(rng: random.Random) -> PreemptionPolicy:
-    makers: list[Callable[[], PreemptionPolicy]] = [
+def random_preemption(rng: random.Random) -> RequestPolicy:
+    makers: list[Callable[[], RequestPolicy]] = [
         Youngest,
         Oldest,
         lambda: TalliedPreemption(fails=rng.choice([0, 2, 5])),
@@ -355,7 +349,7 @@ def random_drafting(rng: random.Random) -> DraftingPolicy:
     return rng.choice(makers)()
 
 
-class AnyShares(StepPolicy, frozen=True, kw_only=True):
+class AnyShares(RequestPolicy, frozen=True, kw_only=True):
     """Any order of some requests, by any number of tokens, in any time; or none, or an illegal decision."""
 
     wrong: int = 0
@@ -370,7 +364,7 @@ class AnyShares(StepPolicy, frozen=True, kw_only=True):
         return StepShares(order, tokens, rng.choice([None, 0, 1_000, 10**9]))
 
 
-class TalliedShares(StepPolicy, frozen=True, kw_only=True):
+class TalliedShares(RequestPolicy, frozen=True, kw_only=True):
     """The order follows from the calls before."""
 
     state_type = Tally
@@ -384,8 +378,8 @@ class TalliedShares(StepPolicy, frozen=True, kw_only=True):
         return StepShares(order[:: -1 if number % 2 else 1], time_ns=number * 100)
 
 
-def random_step(rng: random.Random) -> StepPolicy:
-    makers: list[Callable[[], StepPolicy]] = [
+def random_step(rng: random.Random) -> RequestPolicy:
+    makers: list[Callable[[], RequestPolicy]] = [
         InOrder,
         lambda: ShortestPrefill(ageing_s=rng.choice([0.001, 5.0])),
         lambda: FairPrefill(quantum_tokens=rng.choice([1, 7, 256])),
@@ -396,12 +390,12 @@ def random_step(rng: random.Random) -> StepPolicy:
     return rng.choice(makers)()
 
 
-class AnyDoor(FrontDoorPolicy, frozen=True, kw_only=True):
+class AnyDoor(RequestPolicy, frozen=True, kw_only=True):
     """Any decision, by the time; or an illegal one."""
 
     wrong: int = 0
 
-    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
         rng = random.Random(view.now_ns)
         if rng.randrange(100) < self.wrong:
             wrong: list[FrontDoorAnswer] = [Hold(view.now_ns), Shed(""), Redirect("ftp://other")]
@@ -412,13 +406,13 @@ class AnyDoor(FrontDoorPolicy, frozen=True, kw_only=True):
         return rng.choice(answers)
 
 
-class TalliedDoor(FrontDoorPolicy, frozen=True, kw_only=True):
+class TalliedDoor(RequestPolicy, frozen=True, kw_only=True):
     """Holds follow from the calls before."""
 
     state_type = Tally
     fails: int = 0
 
-    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
         state: Tally = view.state
         inside = view.held + view.preparing + view.waiting + view.running + view.tenant_requests
         number = state.count("door", inside + view.load_tokens + digest(view.measured))
@@ -428,8 +422,8 @@ class TalliedDoor(FrontDoorPolicy, frozen=True, kw_only=True):
         return Shed("no", 1 + number % 9) if number % 7 == 0 else Hold(view.now_ns + number)
 
 
-def random_front_door(rng: random.Random) -> FrontDoorPolicy:
-    makers: list[Callable[[], FrontDoorPolicy]] = [
+def random_front_door(rng: random.Random) -> RequestPolicy:
+    makers: list[Callable[[], RequestPolicy]] = [
         Open,
         lambda: TokenBucket(
             rate=rng.choice([1, 1e4]), burst=rng.randint(1, 4), wait_s=rng.random()
@@ -441,7 +435,7 @@ def random_front_door(rng: random.Random) -> FrontDoorPolicy:
     return rng.choice(makers)()
 
 
-class AnyDispatch(DispatchPolicy, frozen=True, kw_only=True):
+class AnyDispatch(ImagePolicy, frozen=True, kw_only=True):
     """Any free group and any waiting images, or none while others are encoded; or an illegal decision."""
 
     wrong: int = 0
@@ -458,7 +452,7 @@ class AnyDispatch(DispatchPolicy, frozen=True, kw_only=True):
         return Dispatch(rng.choice(free), order)
 
 
-class TalliedDispatch(DispatchPolicy, frozen=True, kw_only=True):
+class TalliedDispatch(ImagePolicy, frozen=True, kw_only=True):
     """The order of images follows from the calls before."""
 
     state_type = Tally
@@ -473,8 +467,8 @@ class TalliedDispatch(DispatchPolicy, frozen=True, kw_only=True):
         return Dispatch(free[number % len(free)], order[:: -1 if number % 2 else 1])
 
 
-def random_dispatch(rng: random.Random) -> DispatchPolicy:
-    makers: list[Callable[[], DispatchPolicy]] = [
+def random_dispatch(rng: random.Random) -> ImagePolicy:
+    makers: list[Callable[[], ImagePolicy]] = [
         FewestHeldUp,
         LeastLoadedGroup,
         lambda: SizeClasses(small_tokens=rng.choice([1, 8, 64]), patience_s=rng.choice([0.0, 2.0])),
@@ -484,12 +478,12 @@ def random_dispatch(rng: random.Random) -> DispatchPolicy:
     return rng.choice(makers)()
 
 
-class AnyEmbeddings(ReclaimPolicy, frozen=True, kw_only=True):
+class AnyEmbeddings(ImagePolicy, frozen=True, kw_only=True):
     """Any of them, or none, or an index out of range, or a duplicate."""
 
     wrong: int = 0
 
-    def choose(self, view: ReclaimView) -> Sequence[int]:
+    def reclaim(self, view: ReclaimView) -> Sequence[int]:
         rng = random.Random(view.now_ns)
         count = len(view.ready)
         if rng.randrange(100) < self.wrong:
@@ -497,21 +491,21 @@ class AnyEmbeddings(ReclaimPolicy, frozen=True, kw_only=True):
         return rng.sample(range(count), rng.randint(0, count))
 
 
-class TalliedReclaim(ReclaimPolicy, frozen=True, kw_only=True):
+class TalliedReclaim(ImagePolicy, frozen=True, kw_only=True):
     """The evicted embedding follows from the calls before."""
 
     state_type = Tally
     fails: int = 0
 
-    def choose(self, view: ReclaimView) -> Sequence[int]:
+    def reclaim(self, view: ReclaimView) -> Sequence[int]:
         state: Tally = view.state
         number = state.count("choose", view.pages + digest(view.measured))
         state.fail_at(self.fails)
         return list(range(len(view.ready)))[:: -1 if number % 2 else 1]
 
 
-def random_reclaim(rng: random.Random) -> ReclaimPolicy:
-    makers: list[Callable[[], ReclaimPolicy]] = [
+def random_reclaim(rng: random.Random) -> ImagePolicy:
+    makers: list[Callable[[], ImagePolicy]] = [
         YoungestEmbedding,
         BestFit,
         LeastUrgent,
@@ -521,7 +515,7 @@ def random_reclaim(rng: random.Random) -> ReclaimPolicy:
     return rng.choice(makers)()
 
 
-class AnyBlocks(InsertionPolicy, frozen=True, kw_only=True):
+class AnyBlocks(CachePolicy, frozen=True, kw_only=True):
     """Any number of blocks, or one too many."""
 
     wrong: int = 0
@@ -532,7 +526,7 @@ class AnyBlocks(InsertionPolicy, frozen=True, kw_only=True):
         return count + 1 if rng.randrange(100) < self.wrong else rng.randint(0, count)
 
 
-class TalliedInsertion(InsertionPolicy, frozen=True, kw_only=True):
+class TalliedInsertion(CachePolicy, frozen=True, kw_only=True):
     """The number of blocks follows from the calls before."""
 
     state_type = Tally
@@ -545,8 +539,8 @@ class TalliedInsertion(InsertionPolicy, frozen=True, kw_only=True):
         return number % (len(view.hashes) + 1)
 
 
-def random_insertion(rng: random.Random) -> InsertionPolicy:
-    makers: list[Callable[[], InsertionPolicy]] = [
+def random_insertion(rng: random.Random) -> CachePolicy:
+    makers: list[Callable[[], CachePolicy]] = [
         Everything,
         Prompts,
         lambda: Matching(tokens_min=rng.choice([0, 20]), tokens_max=rng.choice([None, 40])),

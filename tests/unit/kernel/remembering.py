@@ -7,18 +7,17 @@ from zlib import crc32
 
 import msgspec
 
-from vsched.measured import Measured
 from vsched.policy import (
     Admission,
-    AdmissionPolicy,
     AdmissionView,
-    EncodingPolicy,
     EncodingView,
-    PreemptionPolicy,
+    ImagePolicy,
     PreemptionView,
+    RequestPolicy,
     RoutingPolicy,
     RoutingView,
 )
+from vsched.policy.measured import Measured
 
 
 class Recent(msgspec.Struct):
@@ -73,7 +72,7 @@ def digest(measured: Measured) -> int:
     return crc32(msgspec.msgpack.encode([told, counts])) % 1000
 
 
-class TalliedAdmission(AdmissionPolicy, frozen=True, kw_only=True):
+class TalliedAdmission(RequestPolicy, frozen=True, kw_only=True):
     """Admits a number that depends on its state, from the front or from the back."""
 
     state_type = Tally
@@ -88,7 +87,7 @@ class TalliedAdmission(AdmissionPolicy, frozen=True, kw_only=True):
         return Admission(list(chosen)[: 1 + number % max(view.entries_free, 1)])
 
 
-class TalliedEncoding(EncodingPolicy, frozen=True, kw_only=True):
+class TalliedEncoding(ImagePolicy, frozen=True, kw_only=True):
     """Encodes ahead by a number that depends on its state."""
 
     state_type = Tally
@@ -101,7 +100,7 @@ class TalliedEncoding(EncodingPolicy, frozen=True, kw_only=True):
         return [index for index, item in enumerate(view.items) if not item.ready][: number % 3]
 
 
-class TalliedPreemption(PreemptionPolicy, frozen=True, kw_only=True):
+class TalliedPreemption(RequestPolicy, frozen=True, kw_only=True):
     """The victim follows from the calls before."""
 
     state_type = Tally

@@ -22,7 +22,8 @@ from vsched.kernel.events import (
     Submitted,
 )
 from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
-from vsched.measured import (
+from vsched.policy import Admission, AdmissionView, RequestPolicy
+from vsched.policy.measured import (
     NOTHING_MEASURED,
     WINDOW,
     EncodeTime,
@@ -32,7 +33,6 @@ from vsched.measured import (
     StepTime,
     SwapTime,
 )
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView
 from vsched.testing import default_policies, make_request
 from vsched.types import FinishReason, Request
 
@@ -214,7 +214,7 @@ def test_times_survive_a_snapshot_and_the_loss_of_the_group() -> None:
     assert len(told.measured.steps) == 1
 
 
-class Looks(AdmissionPolicy, frozen=True, kw_only=True):
+class Looks(RequestPolicy, frozen=True, kw_only=True):
     """Records its views."""
 
     def admit(self, view: AdmissionView) -> Admission:

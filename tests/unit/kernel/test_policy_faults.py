@@ -30,26 +30,22 @@ from vsched.kernel.policy_calls import (
 from vsched.kernel.policy_seats import PolicyFaults
 from vsched.policy import (
     Admission,
-    AdmissionPolicy,
     AdmissionView,
+    CachePolicy,
     Dispatch,
-    DispatchPolicy,
     DispatchView,
     Draft,
-    EncodingPolicy,
     EncodingView,
     EvictionOrder,
-    EvictionPolicy,
     Hold,
-    InsertionPolicy,
+    ImagePolicy,
     InsertionView,
     Policy,
     Preemption,
-    PreemptionPolicy,
     PreemptionView,
-    ReclaimPolicy,
     ReclaimView,
     Redirect,
+    RequestPolicy,
     Shed,
     StepShares,
 )
@@ -81,37 +77,37 @@ class Said:
         return f"Said({self.indices!r}, {self.hold_until_ns!r})"
 
 
-class BadAdmission(AdmissionPolicy, frozen=True, kw_only=True):
+class BadAdmission(RequestPolicy, frozen=True, kw_only=True):
     def admit(self, view: AdmissionView) -> Any:
         return BROKEN["admission"]()
 
 
-class BadEncoding(EncodingPolicy, frozen=True, kw_only=True):
+class BadEncoding(ImagePolicy, frozen=True, kw_only=True):
     def select(self, view: EncodingView) -> Any:
         return BROKEN["encoding"]()
 
 
-class BadPreemption(PreemptionPolicy, frozen=True, kw_only=True):
+class BadPreemption(RequestPolicy, frozen=True, kw_only=True):
     def victim(self, view: PreemptionView) -> Any:
         return BROKEN["preemption"]()
 
 
-class BadEviction(EvictionPolicy, frozen=True, kw_only=True):
+class BadEviction(CachePolicy, frozen=True, kw_only=True):
     def build_order(self) -> Any:
         return BROKEN["eviction"]()
 
 
-class BadDispatch(DispatchPolicy, frozen=True, kw_only=True):
+class BadDispatch(ImagePolicy, frozen=True, kw_only=True):
     def dispatch(self, view: DispatchView) -> Any:
         return BROKEN["dispatch"]()
 
 
-class BadReclaim(ReclaimPolicy, frozen=True, kw_only=True):
-    def choose(self, view: ReclaimView) -> Any:
+class BadReclaim(ImagePolicy, frozen=True, kw_only=True):
+    def reclaim(self, view: ReclaimView) -> Any:
         return BROKEN["reclaim"]()
 
 
-class BadInsertion(InsertionPolicy, frozen=True, kw_only=True):
+class BadInsertion(CachePolicy, frozen=True, kw_only=True):
     def keep(self, view: InsertionView) -> Any:
         return BROKEN["insertion"]()
 
@@ -393,7 +389,7 @@ def test_guard_answers_become_values_that_can_be_recorded(ask: Any, view: Any, a
     assert seen == msgspec.msgpack.decode(msgspec.msgpack.encode(seen), type=type(seen))
 
 
-class Deep(AdmissionPolicy, frozen=True, kw_only=True):
+class Deep(RequestPolicy, frozen=True, kw_only=True):
     def admit(self, view: AdmissionView) -> Any:
         return stumble(len(view.waiting))
 

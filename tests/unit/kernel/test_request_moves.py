@@ -21,10 +21,10 @@ from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Drain, Resume
 from vsched.policy import (
     Admission,
-    AdmissionPolicy,
     AdmissionView,
-    EncodingPolicy,
     EncodingView,
+    ImagePolicy,
+    RequestPolicy,
     RoutingPolicy,
     RoutingView,
 )
@@ -46,7 +46,7 @@ class First(RoutingPolicy, frozen=True, kw_only=True):
         return 0
 
 
-class Watching(EncodingPolicy, frozen=True, kw_only=True):
+class Watching(ImagePolicy, frozen=True, kw_only=True):
     """Proposes everything, and records its views."""
 
     views: ClassVar[list[EncodingView]] = []
@@ -56,7 +56,7 @@ class Watching(EncodingPolicy, frozen=True, kw_only=True):
         return list(range(len(view.items)))
 
 
-class Asked(AdmissionPolicy, frozen=True, kw_only=True):
+class Asked(RequestPolicy, frozen=True, kw_only=True):
     """Holds everything until a time, then admits the first; records its views."""
 
     until_ns: int = 0

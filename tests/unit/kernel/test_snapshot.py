@@ -22,7 +22,7 @@ from vsched.kernel.snapshot import (
     encode_snapshot,
     restore_snapshot,
 )
-from vsched.policy import EvictionPolicy, RecordableOrder
+from vsched.policy import CachePolicy, RecordableOrder
 from vsched.testing import ModelCluster, run_random
 from vsched.testing.defaults import default_policies
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
@@ -162,7 +162,7 @@ def noting(make: type[ModelCluster], commands: list[str]) -> type[ModelCluster]:
 
 
 @pytest.mark.parametrize("eviction", [Lru(), S3Fifo(ghosts=4), KeepNothing(), Ring()])
-def test_snapshot_keeps_the_state_of_an_eviction_order(eviction: EvictionPolicy) -> None:
+def test_snapshot_keeps_the_state_of_an_eviction_order(eviction: CachePolicy) -> None:
     policies = default_policies(prefix_eviction=eviction, embedding_eviction=eviction)
     run_random(random.Random(1), policies, events=200, make=RestoredCluster)
 
@@ -171,7 +171,7 @@ def test_snapshot_keeps_the_state_of_an_eviction_order(eviction: EvictionPolicy)
     ("eviction", "message"),
     [(Locked(early=True), "lock"), (Silent(), "SilentOrder has no methods state")],
 )
-def test_snapshot_says_what_it_cannot_take(eviction: EvictionPolicy, message: str) -> None:
+def test_snapshot_says_what_it_cannot_take(eviction: CachePolicy, message: str) -> None:
     kernel = Scheduler(LIMITS, default_policies(prefix_eviction=eviction))
     with pytest.raises(RecordError, match=message):
         encode_snapshot(kernel)

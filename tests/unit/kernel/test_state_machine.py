@@ -23,7 +23,7 @@ from tests.unit.kernel.policy_pool import (
 from tests.unit.kernel.setups import assert_served, image_request, make_limits, words
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.events import Cleared, Drain, Resume
-from vsched.policy import AdmissionPolicy
+from vsched.policy import RequestPolicy
 from vsched.testing import (
     ModelCluster,
     default_policies,
@@ -76,7 +76,7 @@ def test_kernel_survives_random_policies(start: int) -> None:
     ],
     ids=repr,
 )
-def test_kernel_lets_the_front_pass_when_nothing_else_moves(policy: AdmissionPolicy) -> None:
+def test_kernel_lets_the_front_pass_when_nothing_else_moves(policy: RequestPolicy) -> None:
     """The younger in the slot waits for pages that the front claims, and the policy never picks the front."""
     limits = make_limits(slots=1, pages=4, page_rows=4, chunk_tokens=8, prefix_cache=False)
     cluster = ModelCluster(limits, default_policies(generate_admission=policy))

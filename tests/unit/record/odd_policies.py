@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from vsched.policy import EvictionOrder, EvictionPolicy
+from vsched.policy import CachePolicy, EvictionOrder
 
 
 class Link:
@@ -71,7 +71,7 @@ class RingOrder:
         return iter(self.links)
 
 
-class Ring(EvictionPolicy, frozen=True, kw_only=True):
+class Ring(CachePolicy, frozen=True, kw_only=True):
     """Evicts from the middle."""
 
     def build_order(self) -> EvictionOrder[Hashable]:
@@ -96,7 +96,7 @@ class LockedOrder(RingOrder):
         super().restore(state[0])
 
 
-class Locked(EvictionPolicy, frozen=True, kw_only=True):
+class Locked(CachePolicy, frozen=True, kw_only=True):
     """Evicts from the middle, with a lock; with `early`, from the start."""
 
     early: bool = False
@@ -114,7 +114,7 @@ class SilentOrder(RingOrder):
     state = None  # type: ignore[assignment]
 
 
-class Silent(EvictionPolicy, frozen=True, kw_only=True):
+class Silent(CachePolicy, frozen=True, kw_only=True):
     """Evicts from the middle, with an order that cannot be recorded."""
 
     def build_order(self) -> EvictionOrder[Hashable]:

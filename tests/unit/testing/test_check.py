@@ -14,19 +14,18 @@ from vsched.errors import PolicyError, limit_message
 from vsched.policy import (
     AcceptBuild,
     Admission,
-    AdmissionPolicy,
     AdmissionView,
     Build,
-    EncodingPolicy,
+    CachePolicy,
     EncodingView,
-    EvictionPolicy,
     Fail,
+    ImagePolicy,
     MemoryPolicy,
     MemoryView,
     Policy,
-    PreemptionPolicy,
     PreemptionView,
     Probe,
+    RequestPolicy,
     RoutingPolicy,
     RoutingView,
 )
@@ -35,7 +34,7 @@ from vsched_policies.memory import AutoProfile, Pinned
 from vsched_policies.routing import RoundRobin
 
 
-class Shortest(AdmissionPolicy, frozen=True, kw_only=True):
+class Shortest(RequestPolicy, frozen=True, kw_only=True):
     """A correct policy of a user's."""
 
     most: int = 4
@@ -48,24 +47,24 @@ class Shortest(AdmissionPolicy, frozen=True, kw_only=True):
         return Admission(order[: min(self.most, view.entries_free)])
 
 
-class RaisesRarely(AdmissionPolicy, frozen=True, kw_only=True):
+class RaisesRarely(RequestPolicy, frozen=True, kw_only=True):
     def admit(self, view: AdmissionView) -> Admission:
         if len(view.waiting) >= 3:
             raise ZeroDivisionError("three are too many")
         return Admission(range(min(len(view.waiting), view.entries_free)))
 
 
-class AdmitsNobody(AdmissionPolicy, frozen=True, kw_only=True):
+class AdmitsNobody(RequestPolicy, frozen=True, kw_only=True):
     def admit(self, view: AdmissionView) -> Admission:
         return Admission()
 
 
-class HoldsForEver(AdmissionPolicy, frozen=True, kw_only=True):
+class HoldsForEver(RequestPolicy, frozen=True, kw_only=True):
     def admit(self, view: AdmissionView) -> Admission:
         return Admission(hold_until_ns=view.now_ns + 10**9)
 
 
-class Remembers(AdmissionPolicy, frozen=True, kw_only=True):
+class Remembers(RequestPolicy, frozen=True, kw_only=True):
     """Keeps values outside of its state, which is forbidden."""
 
     calls: ClassVar[list[int]] = []
@@ -84,7 +83,7 @@ class Rates(msgspec.Struct):
     text: str = ""
 
 
-class Learns(AdmissionPolicy, frozen=True, kw_only=True):
+class Learns(RequestPolicy, frozen=True, kw_only=True):
     """Uses its state correctly."""
 
     state_type = Rates
@@ -123,17 +122,17 @@ class LeavesOther(Learns, frozen=True, kw_only=True):
         return Admission(range(min(len(view.waiting), view.entries_free)))
 
 
-class TooFar(EncodingPolicy, frozen=True, kw_only=True):
+class TooFar(ImagePolicy, frozen=True, kw_only=True):
     def select(self, view: EncodingView) -> Sequence[int]:
         return [len(view.items)]
 
 
-class NoOrder(EvictionPolicy, frozen=True, kw_only=True):
+class NoOrder(CachePolicy, frozen=True, kw_only=True):
     def build_order(self) -> Any:
         return {}
 
 
-class Nobody(PreemptionPolicy, frozen=True, kw_only=True):
+class Nobody(RequestPolicy, frozen=True, kw_only=True):
     def victim(self, view: PreemptionView) -> int:
         return -1
 
@@ -194,11 +193,11 @@ class Curt(MemoryPolicy, frozen=True, kw_only=True):
         return Fail("no")
 
 
-class Unfinished(AdmissionPolicy, frozen=True, kw_only=True):
+class Unfinished(RequestPolicy, frozen=True, kw_only=True):
     pass
 
 
-class Misses(AdmissionPolicy, frozen=True, kw_only=True):
+class Misses(RequestPolicy, frozen=True, kw_only=True):
     need: int
 
     def admit(self, view: AdmissionView) -> Admission:
@@ -268,9 +267,9 @@ def test_check_policy_failure_repeats_with_its_seed() -> None:
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        (Unfinished, "method `admit` is missing"),
+        (Unfinished, "overrides no method of a policy class"),
         (Misses, "pass an instance instead of the class"),
-        (int, "not a policy of any kind"),
+        (int, "int: not a subclass of vsched.policy.Policy"),
     ],
 )
 def test_check_policy_refuses_what_cannot_run(policy: Any, words: str) -> None:

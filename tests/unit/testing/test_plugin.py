@@ -254,10 +254,10 @@ def test_all_kinds_were_there():
 
 
 FAILING_POLICY = """
-from vsched.policy import AdmissionPolicy
+from vsched.policy import RequestPolicy
 from vsched.sim import small_config
 
-class Broken(AdmissionPolicy, frozen=True, kw_only=True):
+class Broken(RequestPolicy, frozen=True, kw_only=True):
     def admit(self, view):
         return 1 // 0
 

@@ -22,8 +22,8 @@ from vsched.kernel.policy_calls import ask_front_door
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request_table import RequestTable, add_to, at_least
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.measured import Measured
-from vsched.policy import ArrivalView, FrontDoorPolicy, FrontDoorView, Hold, LetIn, Redirect
+from vsched.policy import ArrivalView, FrontDoorView, Hold, LetIn, Redirect, RequestPolicy
+from vsched.policy.measured import Measured
 
 OUTCOMES = ("let_in", "held", "shed", "redirected")
 
@@ -51,7 +51,7 @@ class FrontDoor(Restorable):
 
     def __init__(
         self,
-        seat: PolicySeat[FrontDoorPolicy],
+        seat: PolicySeat[RequestPolicy],
         limits: SchedulerLimits,
         table: RequestTable,
         groups: Sequence[GenerateGroup],

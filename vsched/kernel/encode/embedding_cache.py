@@ -24,14 +24,14 @@ from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved
 from vsched.kernel.waiting_queue import OrderedQueue
-from vsched.measured import NOTHING_MEASURED, Measured
 from vsched.policy import (
-    EvictionPolicy,
+    CachePolicy,
+    ImagePolicy,
     ReadyEmbedding,
-    ReclaimPolicy,
     ReclaimView,
     WaitingEntry,
 )
+from vsched.policy.measured import NOTHING_MEASURED, Measured
 from vsched.probes import probe
 from vsched.types import MediaItem
 
@@ -131,8 +131,8 @@ class EmbeddingCache(Restorable):
     def __init__(
         self,
         limits: SchedulerLimits,
-        eviction: EvictionPolicy,
-        reclaim: PolicySeat[ReclaimPolicy],
+        eviction: CachePolicy,
+        reclaim: PolicySeat[ImagePolicy],
         faults: PolicyFaults,
     ) -> None:
         self.measured: Measured = NOTHING_MEASURED

@@ -21,15 +21,15 @@ from vsched.kernel.policy_calls import HOLD_MAX_NS, ask_admission, ask_dispatch,
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved, SavedKeys
-from vsched.measured import NOTHING_MEASURED, WINDOW, EncodeTime, Measured
 from vsched.policy import (
-    AdmissionPolicy,
     AdmissionView,
-    DispatchPolicy,
     DispatchView,
     EncodeGroupView,
+    ImagePolicy,
+    RequestPolicy,
     WaitingEntry,
 )
+from vsched.policy.measured import NOTHING_MEASURED, WINDOW, EncodeTime, Measured
 from vsched.probes import probe
 from vsched.types import group_names
 
@@ -188,8 +188,8 @@ class EncodeStage(Restorable):
     def __init__(
         self,
         limits: SchedulerLimits,
-        admission: PolicySeat[AdmissionPolicy],
-        dispatch: PolicySeat[DispatchPolicy],
+        admission: PolicySeat[RequestPolicy],
+        dispatch: PolicySeat[ImagePolicy],
         cache: EmbeddingCache,
     ) -> None:
         self._dispatch = dispatch

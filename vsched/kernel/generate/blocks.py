@@ -20,8 +20,8 @@ from vsched.kernel.policy_calls import GuardedOrder, ask_insertion
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.measured import Measured
-from vsched.policy import InsertionPolicy, InsertionView
+from vsched.policy import CachePolicy, InsertionView
+from vsched.policy.measured import Measured
 
 
 class BlockPool(Restorable):
@@ -166,7 +166,7 @@ class BlockPool(Restorable):
 
 
 def blocks_kept(
-    seat: PolicySeat[InsertionPolicy],
+    seat: PolicySeat[CachePolicy],
     limits: SchedulerLimits,
     state: RequestState,
     computed: int,

@@ -30,8 +30,8 @@ from vsched.kernel.policy_calls import ask_drafting
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved, SavedKeys
-from vsched.measured import Measured
 from vsched.policy import Draft, DraftingPolicy, DraftingView
+from vsched.policy.measured import Measured
 
 RETRY_STEPS = 64
 """Steps until a policy is called again, if there were no free rows for a grant without an end."""

@@ -9,7 +9,7 @@ flight: the rank skips it, and the kernel frees its slot with the result. A pree
 step in flight, then returns to the queue at its old place.
 
 **Blocks before slots.** A request is admitted with the blocks for all its known tokens, so prefill never runs out of
-blocks, only decoding does. Then a victim is preempted (`PreemptionPolicy`), never one older than the request that needs
+blocks, only decoding does. Then a victim is preempted (`RequestPolicy`), never one older than the request that needs
 the block, so the oldest always progresses. The victim is recomputed, or continues with its blocks in `SwapSpace`.
 
 **Several tokens a step.** With speculative decoding, steps in flight may yield several tokens: see `DraftGrants`.
@@ -49,8 +49,8 @@ from vsched.kernel.policy_calls import GuardedOrder, ask_admission, ask_preempti
 from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.snapshot import Saved
-from vsched.measured import NOTHING_MEASURED, Measured, SwapTime
 from vsched.policy import Admission, AdmissionView, PreemptionView
+from vsched.policy.measured import NOTHING_MEASURED, Measured, SwapTime
 from vsched.probes import probe
 
 COUNTED = (

@@ -15,7 +15,7 @@ import msgspec
 
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.measured import WINDOW, EncodeTime, EndTime, FirstTokenTime, StepTime, SwapTime
+from vsched.policy.measured import WINDOW, EncodeTime, EndTime, FirstTokenTime, StepTime, SwapTime
 from vsched.types import FinishReason
 
 NotedStep = tuple[int, int, int, tuple[int, int, float], tuple[int, int]]
@@ -90,7 +90,7 @@ class _Encodes(Protocol):
 
 
 class MeasuredGroups(msgspec.Struct, frozen=True, eq=False):
-    """`vsched.measured.Measured` of some generate groups and the encode stage, always up to date."""
+    """`vsched.policy.measured.Measured` of some generate groups and the encode stage, always up to date."""
 
     _groups: Sequence[_Generates]
     _stage: _Encodes

@@ -8,12 +8,12 @@ from vsched.kernel.generate.step_budget import StepPlan, StepTimeModel
 from vsched.kernel.policy_calls import HOLD_MAX_NS, ask_step
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
-from vsched.measured import Measured
-from vsched.policy import PrefillView, StepPolicy, StepView
+from vsched.policy import PrefillView, RequestPolicy, StepView
+from vsched.policy.measured import Measured
 
 
 def prefill_shares(
-    seat: PolicySeat[StepPolicy],
+    seat: PolicySeat[RequestPolicy],
     times: StepTimeModel,
     prefilling: Sequence[RequestState],
     plan: StepPlan,

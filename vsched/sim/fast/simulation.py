@@ -452,7 +452,7 @@ class Simulation:
         """Return the outcome."""
         collector = self.collector
         sketches = {name: getattr(collector, name) for name in ("ttft", "itl", "tpot", "e2e")}
-        policies = self.setup.policies.by_table()
+        policies = self.setup.policies.by_table
         groups = len(self.encoders), len(self.generators)
         return SimulationOutcome(
             label=label,

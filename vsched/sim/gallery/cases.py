@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vsched.config import load_config
-from vsched.config.sections import POLICY_TABLES
 from vsched.plugins import resolve_policy
+from vsched.policy import POLICY_TABLES
 from vsched.sim.cost.model import load_cost_model
 from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.run import simulate

@@ -14,7 +14,7 @@ from vsched.aio.policy_times import PolicyTimes, QueueClock
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.events import Event, PolicyReplaced
 from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView
+from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.record import replay
 from vsched.testing import ModelCluster, make_request
 from vsched.testing.defaults import default_policies
@@ -24,7 +24,7 @@ MS = 1_000_000
 SEAT = "generate.admission"
 
 
-class OneAtATime(AdmissionPolicy, frozen=True, kw_only=True):
+class OneAtATime(RequestPolicy, frozen=True, kw_only=True):
     """Admit one request where two could join; the default admits both."""
 
     def admit(self, view: AdmissionView) -> Admission:

@@ -16,7 +16,7 @@ from vsched.aio.streams.stream import StopScope
 from vsched.api.processes.messages import Ask, GiveUp, Submit
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.events import Aborted, Cleared, Event, Knocked, Submitted, Withdrawn
-from vsched.policy import FrontDoorAnswer, FrontDoorPolicy, FrontDoorView, LetIn, Shed
+from vsched.policy import FrontDoorAnswer, FrontDoorView, LetIn, RequestPolicy, Shed
 from vsched.record.left import Begun, prompt_digest
 from vsched.types import FinishReason, Request, SamplingParams
 
@@ -122,8 +122,8 @@ async def test_remote_prompt_is_prepared_only_once_it_may_come_in(
 ) -> None:
     """The arrival policy decides first; a rejected request is never tokenized, and leaves nothing."""
 
-    class Full(FrontDoorPolicy, frozen=True, kw_only=True):
-        def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    class Full(RequestPolicy, frozen=True, kw_only=True):
+        def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
             return Shed("full", 7) if view.request.tenant == "t" else LetIn()
 
     joined.played.shell._kernel._door._seat.ask = Full().receive

@@ -16,11 +16,11 @@ from vsched.kernel.events import Knocked, Withdrawn
 from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.policy import (
     FrontDoorAnswer,
-    FrontDoorPolicy,
     FrontDoorView,
     Hold,
     LetIn,
     Redirect,
+    RequestPolicy,
     Shed,
 )
 from vsched.record import replay
@@ -32,10 +32,10 @@ LIMITS = SchedulerLimits(blocks=64, slots=2, context_tokens=256, pages=16, waiti
 SECOND_NS = 1_000_000_000
 
 
-class Told(FrontDoorPolicy, frozen=True, kw_only=True):
+class Told(RequestPolicy, frozen=True, kw_only=True):
     """Decides by tenant."""
 
-    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
         match view.request.tenant:
             case "held" if view.request.asks < 2:
                 return Hold(view.now_ns + SECOND_NS)
@@ -51,7 +51,7 @@ class Told(FrontDoorPolicy, frozen=True, kw_only=True):
                 return LetIn()
 
 
-def cluster(policy: FrontDoorPolicy | None = None) -> ModelCluster:
+def cluster(policy: RequestPolicy | None = None) -> ModelCluster:
     return ModelCluster(LIMITS, default_policies(front_door=policy or Told()))
 
 
@@ -69,10 +69,10 @@ def test_who_is_let_in_is_submitted_and_served() -> None:
     assert one.ended.keys() == {"a"}
 
 
-class Urgent(FrontDoorPolicy, frozen=True, kw_only=True):
+class Urgent(RequestPolicy, frozen=True, kw_only=True):
     """Admits every request that can be served; rejections name the number of requests of the same urgency."""
 
-    def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
         if view.request.tenant == "asks":
             return Shed(f"{view.as_urgent} of {view.held + view.preparing + view.waiting}")
         return LetIn() if view.request.tenant else Hold(view.now_ns + SECOND_NS)
@@ -191,7 +191,7 @@ def test_a_snapshot_has_who_is_held() -> None:
 @pytest.mark.parametrize(
     "policy", [TokenBucket(rate=5, burst=1, wait_s=2), DeadlineShed(), TalliedDoor(fails=5)]
 )
-def test_a_record_of_the_door_is_replayed(policy: FrontDoorPolicy, tmp_path: Path) -> None:
+def test_a_record_of_the_door_is_replayed(policy: RequestPolicy, tmp_path: Path) -> None:
     path = tmp_path / "run.vlog"
     record_run(path, 3, policies=default_policies(front_door=policy), segment_bytes=8192)
     report = replay(path)
@@ -200,7 +200,7 @@ def test_a_record_of_the_door_is_replayed(policy: FrontDoorPolicy, tmp_path: Pat
 
 
 @pytest.mark.parametrize("policy", [Open, TokenBucket, DeadlineShed])
-def test_doors_keep_their_contract(policy: type[FrontDoorPolicy]) -> None:
+def test_doors_keep_their_contract(policy: type[RequestPolicy]) -> None:
     check_policy(policy, seeds=range(6))
 
 
@@ -209,8 +209,8 @@ def test_a_door_that_remembers_elsewhere_is_found() -> None:
 
     seen: list[int] = []
 
-    class Forgetful(FrontDoorPolicy, frozen=True, kw_only=True):
-        def receive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    class Forgetful(RequestPolicy, frozen=True, kw_only=True):
+        def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
             seen.append(view.now_ns)
             return LetIn() if random.Random(len(seen)).random() < 0.5 else Shed("no")
 

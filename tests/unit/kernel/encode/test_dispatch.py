@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.setups import as_shown, assert_served, image_request, make_limits
-from vsched.policy import Dispatch, DispatchPolicy, DispatchView, EncodeGroupView
+from vsched.policy import Dispatch, DispatchView, EncodeGroupView, ImagePolicy
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched_policies.dispatch import LeastLoadedGroup, SizeClasses
 
 SECOND_NS = 1_000_000_000
 
 
-class Watched(DispatchPolicy, frozen=True, kw_only=True):
+class Watched(ImagePolicy, frozen=True, kw_only=True):
     """The last free group, and all images; records its views."""
 
     views: ClassVar[list[DispatchView]] = []
@@ -28,7 +28,7 @@ class Watched(DispatchPolicy, frozen=True, kw_only=True):
         return Dispatch(max(index for index, group in enumerate(view.groups) if group.free))
 
 
-class Behind(DispatchPolicy, frozen=True, kw_only=True):
+class Behind(ImagePolicy, frozen=True, kw_only=True):
     """Never the front while there is another, otherwise nothing while something is encoded."""
 
     def dispatch(self, view: DispatchView) -> Dispatch:
@@ -46,7 +46,7 @@ def out(cluster: ModelCluster) -> dict[str, list[bytes]]:
     }
 
 
-def two_groups(policy: DispatchPolicy, *, encode_items: int = 1) -> ModelCluster:
+def two_groups(policy: ImagePolicy, *, encode_items: int = 1) -> ModelCluster:
     limits = make_limits(encoders=2, encode_items=encode_items)
     return ModelCluster(limits, default_policies(dispatch=policy))
 

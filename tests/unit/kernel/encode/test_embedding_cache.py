@@ -14,13 +14,13 @@ from vsched.failures import EncodeErrorKind
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
 from vsched.kernel.request import RequestState
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView, ReclaimPolicy
+from vsched.policy import Admission, AdmissionView, ImagePolicy, RequestPolicy
 from vsched.testing import ModelCluster, default_policies
 from vsched_policies.eviction import Lru
 from vsched_policies.reclaim import YoungestEmbedding
 
 
-class Noting(AdmissionPolicy, frozen=True, kw_only=True):
+class Noting(RequestPolicy, frozen=True, kw_only=True):
     """Admits one after the other, and records the urgency of waiting images."""
 
     priorities: ClassVar[list[list[int]]] = []
@@ -72,7 +72,7 @@ def test_images_of_a_failed_batch_are_like_others_once_they_are_encoded() -> Non
 
 
 def test_policy_that_holds_keeps_images_of_a_failed_batch_back_as_well() -> None:
-    class Once(AdmissionPolicy, frozen=True, kw_only=True):
+    class Once(RequestPolicy, frozen=True, kw_only=True):
         """Admits all at first, and then holds for a while."""
 
         def admit(self, view: AdmissionView) -> Admission:
@@ -92,11 +92,14 @@ def arrived(number: int, *images: tuple[bytes, int]) -> RequestState:
     return RequestState.arrived(image_request(f"r{number}", *images), number, (), 0, scope="item")
 
 
-def cached(*claims: tuple[int, bytes], reclaim: ReclaimPolicy | None = None) -> EmbeddingCache:
+def cached(*claims: tuple[int, bytes], reclaim: ImagePolicy | None = None) -> EmbeddingCache:
     """A full cache of ready images of four pages each, claimed by the requests of these numbers."""
     pages, faults = 4 * len({key for _, key in claims}), PolicyFaults()
     cache = EmbeddingCache(
-        make_limits(pages=pages), Lru(), PolicySeat(reclaim or YoungestEmbedding(), faults), faults
+        make_limits(pages=pages),
+        Lru(),
+        PolicySeat(reclaim or YoungestEmbedding(), "reclaim", faults),
+        faults,
     )
     for number, key in claims:
         cache.claim(arrived(number, (key, 16)), 0, 0)

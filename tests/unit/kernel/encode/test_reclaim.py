@@ -8,16 +8,16 @@ from typing import ClassVar
 import pytest
 
 from tests.unit.kernel.encode.test_embedding_cache import arrived, cached
-from vsched.policy import ReclaimPolicy, ReclaimView
+from vsched.policy import ImagePolicy, ReclaimView
 
 
-class Chosen(ReclaimPolicy, frozen=True, kw_only=True):
+class Chosen(ImagePolicy, frozen=True, kw_only=True):
     """Chooses these indices, and records its views."""
 
     indices: tuple[int, ...]
     views: ClassVar[list[ReclaimView]] = []
 
-    def choose(self, view: ReclaimView) -> Sequence[int]:
+    def reclaim(self, view: ReclaimView) -> Sequence[int]:
         self.views.append(view)
         return self.indices
 
@@ -25,7 +25,7 @@ class Chosen(ReclaimPolicy, frozen=True, kw_only=True):
 NAMES = (b"old", b"middle", b"young")
 
 
-def taken(policy: ReclaimPolicy, tokens: int, *, front: bool = True) -> tuple[bool, list[bytes]]:
+def taken(policy: ImagePolicy, tokens: int, *, front: bool = True) -> tuple[bool, list[bytes]]:
     """Let the image of the oldest request need pages; return whether it got them, and the keys of evicted images."""
     cache = cached((2, b"old"), (3, b"middle"), (4, b"young"), reclaim=policy)
     if not front:

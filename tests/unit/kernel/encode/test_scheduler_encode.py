@@ -18,7 +18,7 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.failures import EncodeErrorKind
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView
+from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import Extent, FinishReason
 from vsched_policies.admission import TokenBudget
@@ -65,7 +65,7 @@ def test_encode_refused_items_keep_the_front(
     assert_served(cluster, "r")
 
 
-class Everything(AdmissionPolicy, frozen=True, kw_only=True):
+class Everything(RequestPolicy, frozen=True, kw_only=True):
     """Proposes all waiting items, whatever is free."""
 
     def admit(self, view: AdmissionView) -> Admission:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from tests.unit.kernel.setups import assert_served, generate_statistics, make_limits, words
-from vsched.policy import InsertionPolicy, InsertionView
+from vsched.policy import CachePolicy, InsertionView
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched_policies.insertion import Prompts, SecondTouch
 
 
-class Chosen(InsertionPolicy, frozen=True, kw_only=True):
+class Chosen(CachePolicy, frozen=True, kw_only=True):
     """Keeps this number of blocks; records its views."""
 
     blocks: int = 0
@@ -29,7 +29,7 @@ def serve(cluster: ModelCluster, name: str, tokens: int, *, start: int = 10) -> 
     return cluster.ended[name].times.cached_tokens
 
 
-def cluster_with(policy: InsertionPolicy, **limits: Any) -> ModelCluster:
+def cluster_with(policy: CachePolicy, **limits: Any) -> ModelCluster:
     Chosen.views.clear()
     return ModelCluster(make_limits(**limits), default_policies(insertion=policy))
 

@@ -20,10 +20,9 @@ from vsched.kernel.events import TimerFired
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.policy import (
     Admission,
-    AdmissionPolicy,
     AdmissionView,
-    PreemptionPolicy,
     PreemptionView,
+    RequestPolicy,
 )
 from vsched.testing import ModelCluster, default_policies, make_request
 
@@ -187,7 +186,7 @@ def test_generate_younger_request_does_not_take_what_a_preempted_one_gave_up() -
     assert preempted == []
 
 
-class Oldest(PreemptionPolicy, frozen=True, kw_only=True):
+class Oldest(RequestPolicy, frozen=True, kw_only=True):
     """Names the worst possible victim."""
 
     def victim(self, view: PreemptionView) -> int:
@@ -239,7 +238,7 @@ def test_generate_request_waits_while_its_blocks_are_taken() -> None:
     assert_served(cluster, "first", "second", "third")
 
 
-class Held(AdmissionPolicy, frozen=True, kw_only=True):
+class Held(RequestPolicy, frozen=True, kw_only=True):
     """Holds everything until a time, then admits in order."""
 
     until_ns: int

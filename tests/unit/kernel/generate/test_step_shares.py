@@ -8,14 +8,14 @@ import pytest
 
 from tests.unit.kernel.setups import assert_served, image_request, make_limits, words
 from vsched.kernel.policy_calls import HOLD_MAX_NS
-from vsched.policy import StepPolicy, StepShares, StepView
+from vsched.policy import RequestPolicy, StepShares, StepView
 from vsched.testing import ModelCluster, default_policies, make_request
 
 ANSWERS: list[Any] = []
 SEEN: list[StepView] = []
 
 
-class Scripted(StepPolicy, frozen=True, kw_only=True):
+class Scripted(RequestPolicy, frozen=True, kw_only=True):
     """Returns the test's decisions, then advances all requests in order."""
 
     def share(self, view: StepView) -> Any:
@@ -129,7 +129,7 @@ def test_step_policy_is_asked_about_requests_that_can_go_on() -> None:
 def test_request_that_waits_for_an_embedding_holds_up_nobody() -> None:
     """The policy advances only that request."""
 
-    class Last(StepPolicy, frozen=True, kw_only=True):
+    class Last(RequestPolicy, frozen=True, kw_only=True):
         def share(self, view: StepView) -> StepShares:
             return StepShares([len(view.prefilling) - 1] if view.prefilling else [])
 

@@ -32,8 +32,8 @@ from vsched.policy import (
     DraftingPolicy,
     DraftingView,
     Preemption,
-    PreemptionPolicy,
     PreemptionView,
+    RequestPolicy,
     RunningView,
 )
 from vsched.testing import ModelCluster, default_policies, make_request, run_random
@@ -41,7 +41,7 @@ from vsched.testing.schedules.requests import random_limits
 from vsched.types import FinishReason
 
 
-class Swapping(PreemptionPolicy, frozen=True, kw_only=True):
+class Swapping(RequestPolicy, frozen=True, kw_only=True):
     """Swaps out the youngest."""
 
     def victim(self, view: PreemptionView) -> Preemption:
@@ -254,8 +254,8 @@ MISTAKES = {
     "forgets a copy out": Mistake(
         SwapSpace, "keep", ("zip(held[first:]", "zip(held[first + 1:]", "places,", "places[1:],")
     ),
-    "forgets a copy back": Mistake(SwapSpace, "restore", ("range(cached, ", "range(cached + 1, ")),
-    "copies where it was": Mistake(SwapSpace, "restore", ("blocks[index])", "blocks[index - 1])")),
+    "forgets a copy back": Mistake(SwapSpace, "swap_in", ("range(cached, ", "range(cached + 1, ")),
+    "copies where it was": Mistake(SwapSpace, "swap_in", ("blocks[index])", "blocks[index - 1])")),
     "frees places too early": Mistake(SwapSpace, "keep", ("del self._free[at:]", "pass")),
     "copies after the block is given away": Mistake(
         GenerateGroup,
@@ -330,7 +330,7 @@ def running(*tokens: int) -> list[RunningView]:
     ]
 
 
-class Answers(PreemptionPolicy, frozen=True, kw_only=True):
+class Answers(RequestPolicy, frozen=True, kw_only=True):
     """Returns the given decisions."""
 
     answer: object
@@ -354,5 +354,5 @@ def test_preemption_answers_are_checked(answer: object, found: Preemption, fault
     """A number means recomputation; without a victim or a valid mode it is a fault, and the default decides."""
     told = PolicyFaults()
     view = PreemptionView(now_ns=0, running=running(4, 8))
-    assert ask_preemption(PolicySeat(Answers(answer=answer), told), view) == found
+    assert ask_preemption(PolicySeat(Answers(answer=answer), "victim", told), view) == found
     assert len(told.take_notices()) == faults

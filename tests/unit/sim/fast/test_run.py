@@ -14,7 +14,7 @@ from vsched.errors import ConfigError, PolicyError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Finish
 from vsched.kernel.events import Event, Stepped
-from vsched.policy import Admission, AdmissionPolicy, AdmissionView
+from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
 from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.run import simulate
@@ -287,7 +287,7 @@ def test_run_refuses_when_too_many_prepare() -> None:
 # --- inputs ---
 
 
-class Backwards(AdmissionPolicy, frozen=True, kw_only=True):
+class Backwards(RequestPolicy, frozen=True, kw_only=True):
     """Last come, first admitted."""
 
     def admit(self, view: AdmissionView) -> Admission:
@@ -366,12 +366,12 @@ def test_simulations_take_policies_of_every_table_that_the_kernel_asks() -> None
     assert set(TABLES) == POLICY_TABLES.keys() - {"generate.memory"}
 
 
-class YoungestFirst(AdmissionPolicy, frozen=True, kw_only=True):
+class YoungestFirst(RequestPolicy, frozen=True, kw_only=True):
     def admit(self, view: AdmissionView) -> Admission:
         return Admission(range(len(view.waiting) - 1, -1, -1)[: view.entries_free])
 
 
-class Failing(AdmissionPolicy, frozen=True, kw_only=True):
+class Failing(RequestPolicy, frozen=True, kw_only=True):
     def admit(self, view: AdmissionView) -> Admission:
         raise LookupError("a bug in the policy")
 
@@ -390,7 +390,7 @@ def test_run_checks_the_order_of_the_policy_that_decides() -> None:
 def test_run_limits_follow_from_the_policies_that_decide() -> None:
     budget = TokenBudget(max_tokens=64, max_items=3)
     setup = prepare(config(), COST, policies={"encode.admission": budget})
-    assert setup.policies.encode_admission is budget
+    assert setup.policies.by_table["encode.admission"] is budget
     assert (setup.item_tokens_max, setup.limits.encode_items) == (64, 3)
     assert prepare(config(), COST).item_tokens_max > 64
 

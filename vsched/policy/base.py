@@ -1,4 +1,4 @@
-"""What all policy contracts stand on: the base class, what waits, and the bounds of fields."""
+"""The base class of all policies, a waiting entry, and the bounds of fields."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields are configuration; `kind` and `method` name the contract and the one method to override.
+    """Base of the policy classes, each of which has a method for each of its decisions; fields are configuration.
 
     Attributes:
-        remembers: Whether policies of this kind may have a state.
-        state_type: The struct that the kernel keeps for this policy between two calls; None for no state. It has a
+        api_version: Version of the base class that a policy was written for.
+        state_type: Struct that the kernel keeps for this policy between two calls; None for no state. It has a
             default for every field, and holds plain values: None, bool, int, float, str, bytes, enums, lists, tuples,
-            dictionaries and structs. A call gets it as `view.state`, a copy of its own, and changes it in place. What
-            it leaves there is kept if the answer is accepted, and forgotten if the call fails.
+            dictionaries and structs. A call gets a copy as `view.state` and changes it in place. The changes are kept
+            if the answer is accepted, and dropped if the call fails.
     """
 
-    api_version: ClassVar[int] = 1
-    kind: ClassVar[str] = ""
-    method: ClassVar[str] = ""
-    remembers: ClassVar[bool] = True
+    api_version: ClassVar[int] = 3
     state_type: ClassVar[type[msgspec.Struct] | None] = None
 
 

@@ -1,16 +1,45 @@
-"""The contracts of images and caches: who encodes what, whose embedding gives way, what the prefix cache takes in."""
+"""Policies about images: what is encoded, where, and which embedding gives way."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
-from vsched.measured import NOTHING_MEASURED, Measured
-from vsched.policy_contracts.base import Policy, WaitingEntry
+from vsched.policy.base import Policy, WaitingEntry
+from vsched.policy.measured import NOTHING_MEASURED, Measured
 
-# --- dispatch ----------------------------------------------------------------------------------------------------
+# --- encoding ---------------------------------------------------------------------------------------------------------
+
+
+class ItemSpan(msgspec.Struct, frozen=True):
+    """Where an item lies in its prompt: [start, stop), and whether its embedding is ready."""
+
+    start: int
+    stop: int
+    ready: bool
+
+
+class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
+    """What an encoding policy sees of one request.
+
+    `[chunk_start, chunk_stop)` is the prefill chunk that comes next; `arriving` is True when the request is new.
+    `measured` is of the request's replica, and `state` what the policy remembers, to be changed in place.
+    """
+
+    items: Sequence[ItemSpan]
+    chunk_start: int
+    chunk_stop: int
+    chunk_tokens: int
+    prompt_tokens: int
+    arriving: bool
+    tenant: str = ""
+    measured: Measured = NOTHING_MEASURED
+    state: Any = None
+
+
+# --- dispatch ---------------------------------------------------------------------------------------------------------
 
 
 class EncodeReplica(Protocol):
@@ -84,22 +113,7 @@ class Dispatch(msgspec.Struct, frozen=True):
     order: Sequence[int] | None = None
 
 
-class DispatchPolicy(Policy, frozen=True, kw_only=True):
-    """Decides which encode group has the next batch, and of which images it can be."""
-
-    kind: ClassVar[str] = "dispatch"
-    method: ClassVar[str] = "dispatch"
-
-    def dispatch(self, view: DispatchView) -> Dispatch:
-        """Return the group and the images; asked again until no group is free or nothing comes of it.
-
-        Not asked where there is one answer: of one group that is free, about one image.
-        While nothing is being encoded, something must be. No image waits for it for over a minute: then it is first.
-        """
-        raise NotImplementedError
-
-
-# --- reclaim -----------------------------------------------------------------------------------------------------
+# --- reclaim ----------------------------------------------------------------------------------------------------------
 
 
 class ReadyEmbedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,60 +162,40 @@ class ReclaimView(msgspec.Struct, frozen=True, kw_only=True):
     state: Any = None
 
 
-class ReclaimPolicy(Policy, frozen=True, kw_only=True):
-    """Decides whose ready embedding gives way to an image of an older request; it is encoded again later."""
-
-    kind: ClassVar[str] = "reclaim"
-    method: ClassVar[str] = "choose"
-
-    def choose(self, view: ReclaimView) -> Sequence[int]:
-        """Return indices into `view.ready` in the order to go; only as many go as are needed.
-
-        Where they are too few, the image waits; but for the front, the youngest that are left go, too.
-        """
-        raise NotImplementedError
+# --- the policy --------------------------------------------------------------------------------------------------
 
 
-# --- insertion ---------------------------------------------------------------------------------------------------
+class ImagePolicy(Policy, frozen=True, kw_only=True):
+    """Decides about images: which are encoded now, by which encode group, and whose embedding gives way.
 
-
-class InsertionView(msgspec.Struct, frozen=True, kw_only=True):
-    """What an insertion policy sees of a request that ended and leaves KV blocks behind.
-
-    Attributes:
-        hashes: Of its full blocks that are computed, prompt first. A hash stands for all tokens up to the end of its
-            block, so a block is of use only while those before it are cached.
-        prompt_blocks: How many of them hold nothing but its prompt.
-        found: How many of them it found in the cache when it began. They stay whatever the answer.
-        block_tokens: Tokens of a block.
-        items: Images in its prompt.
-        measured: Times of this replica, and what its cache holds.
-        state: What the policy remembers, to be changed in place.
+    A subclass overrides the methods of the decisions that it makes. The kernel's defaults
+    decide the others.
     """
 
-    now_ns: int
-    hashes: Sequence[bytes]
-    prompt_blocks: int
-    found: int
-    block_tokens: int
-    prompt_tokens: int
-    output_tokens: int
-    items: int = 0
-    priority: int = 0
-    tenant: str = ""
-    measured: Measured = NOTHING_MEASURED
-    state: Any = None
+    scope: ClassVar[Literal["item", "request"]] = "item"
+    """Key of a cached embedding: `item` for the image's content, `request` for all images of a request in order."""
 
+    def select(self, view: EncodingView) -> Sequence[int]:
+        """Return the items of a request to encode now, as indices into `view.items`.
 
-class InsertionPolicy(Policy, frozen=True, kw_only=True):
-    """Decides what of a request that ended the prefix cache keeps; what goes when it is full is for eviction."""
-
-    kind: ClassVar[str] = "insertion"
-    method: ClassVar[str] = "keep"
-
-    def keep(self, view: InsertionView) -> int:
-        """Return how many of its first blocks are kept; asked where there are some that it did not find.
-
-        What others still use stays until they end. Until a request ends, all its blocks can be found.
+        Items that the next chunk needs are always added.
         """
-        raise NotImplementedError
+        return ()
+
+    def dispatch(self, view: DispatchView) -> Dispatch:
+        """Return the encode group of the next batch, and the images that may be in it.
+
+        Called again until no group is free or the answer starts no batch; not called if one group is free and one
+        image waits. While nothing is being encoded, the answer must start a batch. An image that has waited for a
+        minute goes first.
+        """
+        free = [index for index, group in enumerate(view.groups) if group.free]
+        return Dispatch(min(free, key=lambda index: view.groups[index].held_up))
+
+    def reclaim(self, view: ReclaimView) -> Sequence[int]:
+        """Return the ready embeddings that give way to an image of an older request, as indices into `view.ready`.
+
+        Only as many go as are needed; each is encoded again later. If they are too few, the image waits; but if it is
+        the first that waits, the youngest of the others go too.
+        """
+        return range(len(view.ready) - 1, -1, -1)

@@ -1,4 +1,4 @@
-"""Memory measurements of ranks and the outcome of sizing attempts: the input of memory policies."""
+"""Policies about the size of the KV cache."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+
+from vsched.policy.base import Fraction, Policy
 
 AttemptOutcome = Literal["fits", "out_of_memory", "leak"]
 
@@ -82,3 +84,67 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     ranks: Sequence[RankMemory]
     headroom_bytes: int = 0
     profile: bool = True
+
+
+class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured in generate groups before their KV caches stand, which get one size.
+
+    Attributes:
+        ranks: Of all groups, measured after loading the weights; the measurements of an attempt are in the attempt.
+        reservations: Of every encode rank, on whatever memory.
+        attempts: Everything tried so far, oldest first.
+        bytes_per_token: KV bytes of one token on one rank.
+        tokens_min: The least that can be built: one block.
+        context_tokens: The longest prompt and output together.
+        batch_tokens: Most tokens of a step.
+        slots: Most requests that run at a time.
+        state_bytes: Bytes of the states of all slots, and of snapshots, on one rank, whatever the size of the KV cache
+            that they stand beside; 0 for a model without.
+    """
+
+    ranks: Sequence[RankMemory]
+    reservations: Sequence[Reservation]
+    attempts: Sequence[Attempt]
+    bytes_per_token: int
+    block_size: int
+    tokens_min: int
+    context_tokens: int
+    batch_tokens: int
+    slots: int
+    state_bytes: int = 0
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """Build a KV cache of `tokens` tokens, do the profiling run, measure, and tear it down again."""
+
+    tokens: int
+
+
+class Build(msgspec.Struct, frozen=True):
+    """Build a KV cache of `tokens` tokens, and do the profiling run on it while the headroom is held."""
+
+    tokens: int
+    profile: bool = True
+    headroom_bytes: int = 0
+
+
+class AcceptBuild(msgspec.Struct, frozen=True):
+    """Serve with what the last attempt built."""
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """Refuse to start; the message gives value, limit and remedy. `leak` says that memory did not come back."""
+
+    message: str
+    leak: bool = False
+
+
+class MemoryPolicy(Policy, frozen=True, kw_only=True):
+    """Decides the size of the KV cache from measurements and attempts."""
+
+    mem_fraction: Fraction = 0.95
+    """Share of the measured budget to use, in (0, 1]: the one safety margin."""
+
+    def plan(self, view: MemoryView) -> Probe | Build | AcceptBuild | Fail:
+        """Return what to try next, or how it ends; asked again with each attempt added, 16 times at most."""
+        raise NotImplementedError
