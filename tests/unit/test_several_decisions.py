@@ -1,0 +1,168 @@
+"""One policy that makes several decisions: configuration, one state for all of them, snapshots."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from vsched.config import load_config
+from vsched.config.document import to_toml
+from vsched.errors import ConfigError, PolicyError
+from vsched.kernel.policy_seats import PolicyFaults, PolicySeats
+from vsched.plugins import check_contract
+from vsched.policy import (
+    Admission,
+    AdmissionView,
+    FrontDoorAnswer,
+    FrontDoorView,
+    LetIn,
+    PositiveCount,
+    RequestPolicy,
+    StepShares,
+    decisions_of,
+)
+from vsched.testing import check_policy, run_random
+from vsched.testing.defaults import default_policies
+
+
+class Counts(msgspec.Struct):
+    arrived: int = 0
+    admitted: int = 0
+
+
+class Counting(RequestPolicy, frozen=True, kw_only=True):
+    """Counts arrivals in one method and admissions in another."""
+
+    state_type = Counts
+    most: PositiveCount = 8
+
+    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+        view.state.arrived += 1
+        return LetIn()
+
+    def admit(self, view: AdmissionView) -> Admission:
+        count = min(len(view.waiting), max(view.entries_free, 1))
+        view.state.admitted += count
+        return Admission(range(count))
+
+
+USE = f"policy.use={__name__}:Counting"
+
+
+def load(*sets: str) -> Any:
+    return load_config(None, sets=sets, environ={})
+
+
+def test_decisions_of_a_class_are_the_methods_that_it_overrides() -> None:
+    assert decisions_of(Counting) == ["admission", "front_door"]
+
+
+def test_policy_table_makes_every_decision_that_its_class_has_a_method_for() -> None:
+    policies = load(USE, "policy.most=3").policies
+    chosen = [path for path, policy in policies.by_table.items() if isinstance(policy, Counting)]
+    assert chosen == ["encode.admission", "generate.admission", "front_door"]
+    kernel = policies.for_kernel()
+    assert kernel.front_door is kernel.generate_admission is kernel.several == Counting(most=3)
+
+
+def test_policy_table_makes_the_decisions_of_its_seats_alone() -> None:
+    policies = load(USE, 'policy.seats=["front_door"]').policies
+    chosen = [path for path, policy in policies.by_table.items() if isinstance(policy, Counting)]
+    assert chosen == ["front_door"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        ([USE, 'policy.seats=["generate.step"]'], "policy.seats: not tables for which"),
+        ([USE, "policy.seats=[]"], "policy.seats: not tables for which"),
+        ([USE, "policy.seats=7"], "policy.seats: not tables for which"),
+        ([USE, "policy.fly=7"], "policy.fly: unknown field of"),
+        (["policy.most=7"], "policy.use: no policy is named"),
+        (
+            [USE, "generate.admission.use=priority"],
+            "generate.admission: both this table and policy",
+        ),
+    ],
+)
+def test_policy_table_refuses_what_it_cannot_decide(sets: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(*sets)
+    assert str(caught.value).startswith(expected)
+
+
+def test_configuration_with_a_policy_table_is_written_and_read_again(tmp_path: Any) -> None:
+    loaded = load(USE, "policy.most=3", 'policy.seats=["front_door"]')
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(loaded))
+    again = load_config(path, environ={})
+    assert again.config.policy == loaded.config.policy
+    assert again.policies.for_kernel() == loaded.policies.for_kernel()
+
+
+def test_class_without_a_method_or_with_a_hidden_one_is_refused() -> None:
+    empty = msgspec.defstruct("Empty", [], bases=(RequestPolicy,), frozen=True, kw_only=True)
+    hidden = msgspec.defstruct(
+        "Hidden", [("share", int, 1)], bases=(Counting,), frozen=True, kw_only=True
+    )
+    with pytest.raises(PolicyError, match="overrides no method"):
+        check_contract(empty, "policy")
+    with pytest.raises(PolicyError, match="the field `share` hides a method"):
+        check_contract(hidden, "admission")
+
+
+def test_policy_that_makes_several_decisions_has_one_state_for_all() -> None:
+    policy = Counting()
+    seats = PolicySeats(policy)
+    door, first, second = (
+        seats.place(name, policy)
+        for name in ("front_door", "generate-0.admission", "generate-1.admission")
+    )
+    door.state.arrived += 1
+    door.accept()
+    first.state.admitted += 2
+    first.accept()
+    second.state.admitted += 5
+    second.fail(ValueError("no"), None)
+    assert door.state == first.state == second.state == Counts(1, 2)
+
+
+def test_policy_in_two_tables_has_a_state_for_each() -> None:
+    policy = Counting()
+    seats = PolicySeats()
+    door, admission = seats.place("front_door", policy), seats.place("generate.admission", policy)
+    door.state.arrived += 1
+    door.accept()
+    assert admission.state == Counts()
+
+
+def test_answers_of_the_base_class_are_valid_for_the_kernel() -> None:
+    """What a subclass does not override decides as the kernel's defaults do."""
+    policies = default_policies(
+        front_door=RequestPolicy(), step=RequestPolicy(), preemption=RequestPolicy()
+    )
+    cluster = run_random(random.Random(3), policies)
+    assert not cluster.kernel.statistics()["policy_faults"]
+
+
+def test_check_policy_runs_all_decisions_of_a_class_together() -> None:
+    check_policy(Counting, seeds=range(4))
+
+
+class Mistaken(Counting, frozen=True, kw_only=True):
+    def share(self, view: Any) -> StepShares:
+        return StepShares([len(view.prefilling)])
+
+
+def test_check_policy_finds_the_mistake_of_one_method_among_several() -> None:
+    with pytest.raises(PolicyError, match="answer of share"):
+        check_policy(Mistaken, seeds=range(4))
+
+
+def test_faults_name_the_method_that_answered() -> None:
+    faults = PolicyFaults()
+    faults.report(Counting(), "admit", ValueError("too many"), "a view")
+    assert "the answer of admit (ValueError: too many)" in faults.notices[0]
