@@ -53,7 +53,7 @@ def media() -> SlowMedia:
 
 @pytest.fixture
 def engine(played: ShellHarness, media: SlowMedia) -> Any:
-    played.shell._kernel._door._seat.ask = Told().receive
+    played.shell._kernel._door._seat.ask = Told().arrive
     return engine_with(played, media)
 
 

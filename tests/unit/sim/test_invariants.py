@@ -63,13 +63,16 @@ def last_in_first_out(patch: pytest.MonkeyPatch) -> None:
     real = GenerateGroup._admit
 
     def broken(self: GenerateGroup, plan: Any, now_ns: int) -> None:
-        entries = self.queue._entries
-        entries.reverse()
+        queue = self.queue
+        for parallel in (queue._entries, queue._views):
+            parallel.reverse()
         real(self, plan, now_ns)
-        entries.reverse()
+        for parallel in (queue._entries, queue._views):
+            parallel.reverse()
 
     def remove(self: OrderedQueue[Any], entry: Any) -> None:
-        self._entries.remove(entry)
+        index = self._entries.index(entry)
+        del self._entries[index], self._orders[index], self._views[index]
 
     patch.setattr(OrderedQueue, "remove", remove)
     patch.setattr(GenerateGroup, "_admit", broken)

@@ -9,12 +9,11 @@ import msgspec
 import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, TINY, arrival, config, scarce
-from vsched.config.sections import POLICY_TABLES
 from vsched.errors import ConfigError, PolicyError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Finish
 from vsched.kernel.events import Event, Stepped
-from vsched.policy import Admission, AdmissionView, RequestPolicy
+from vsched.policy import POLICY_TABLES, Admission, AdmissionView, RequestPolicy
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
 from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.run import simulate
