@@ -28,6 +28,7 @@ import typer
 from tests.patience import PATIENCE_S
 from vsched.cli import app
 from vsched.cli.main import import_commands
+from vsched.cli.vllm.translate import ServeCommand, translate
 from vsched.config import Config, load_config
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Decide
@@ -241,6 +242,8 @@ def unknown_words(words: list[str]) -> Iterator[str]:
             yield f"{name!r} is no command of {command.name}"
             return
         command = subcommands[name]
+    if isinstance(command, ServeCommand):
+        rest = translate(rest).words
     known = {option for parameter in command.params for option in parameter.opts}
     options = [word.partition("=")[0] for word in rest if word.startswith("-")]
     yield from (f"{words}: no option {option}" for option in options if option not in known)

@@ -49,3 +49,11 @@ def schema() -> None:
 def keys() -> None:
     """Print the table of keys in docs/config.md."""
     typer.echo(keys_table(), nl=False)
+
+
+@config_app.command(hidden=True)
+def vllm_flags() -> None:
+    """Print the table of docs/reference/vllm-flags.md."""
+    from vsched.cli.vllm.flags import flags_table
+
+    typer.echo(flags_table(), nl=False)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vsched.cli import app
+from vsched.cli.vllm.translate import ServeCommand
 from vsched.errors import VschedError
 from vsched.terminal.options import ConfigOption, SetOption, load
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vsched.serve")
 
 
-@app.command()
+@app.command(cls=ServeCommand)
 def serve(
     path: Annotated[
         str, typer.Argument(help="Folder of the checkpoint; model.path.", show_default=False)
@@ -60,7 +61,10 @@ def serve(
     ] = "",
     assignments: SetOption = None,
 ) -> None:
-    """Serve a checkpoint over an OpenAI-compatible HTTP API. Ctrl-C drains; a second one stops at once."""
+    """Serve a checkpoint over an OpenAI-compatible HTTP API. Ctrl-C drains; a second one stops at once.
+
+    Flags of `vllm serve` are understood, too: docs/reference/vllm-flags.md.
+    """
     from vsched.aio.replicas.fork_server import idle_fork_server
 
     overrides = [*(assignments or ())]

@@ -1,0 +1,1 @@
+"""The flags of `vllm serve` that `vsched serve` understands."""
