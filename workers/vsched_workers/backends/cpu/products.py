@@ -1,7 +1,7 @@
-"""Products of rows and a weight that lies in panels, as `kernels/gemm.py` reads it.
+"""GEMM with a weight in panels, as `kernels/gemm.py` reads it.
 
-With AMX, rows are multiplied in tiles (`tiles/kernel.py`). Where oneDNN has no product of bfloat16 at all, all rows are
-multiplied by `quantized/products.py`.
+With AMX, products are computed in tiles (`tiles/kernel.py`). If oneDNN has no bfloat16 product on this processor,
+`quantized/products.py` computes all products.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from vsched_workers.memory.sparse_runs import at_most, is_sparse
 from vsched_workers.quantized.weights import QuantizedWeight
 
 PADDING_SHARE_MAX = 1 / 8
-"""The largest share of a weight that may be padding of its last panel, or half: it is multiplied as the rest is."""
+"""Maximum share of padding in the packed weight: padding takes the same time as outputs."""
 
 
 class PanelProduct:
-    """The product by a weight [out, in] in panels; a row's result does not depend on the other rows.
+    """GEMM with a packed weight [out, in]; the result of a row does not depend on the other rows.
 
     Attributes:
-        step_rows_max: Most rows of a step that is one call: any number.
-        block_rows: Most rows that it is worth using for at once.
-        size_bytes: Bytes of the padded weight: to whole panels, or with tiles to halves.
-        shape: Its outputs and inputs.
-        kernel: What multiplies, `gemm.multiply` or, in tiles, `multiply_in_tiles`.
-        many_rows_kernel: None: all rows have that one.
-        many_rows_min: No number is many.
-        tags: What the kernel is compiled for: the dtype tag of its operands.
-        record: Half of its inputs, where the weight lies, its outputs, and where the bias lies.
+        step_rows_max: Maximum rows that one call of a compiled step may multiply: unlimited.
+        block_rows: Maximum rows worth multiplying at once.
+        size_bytes: Bytes of the padded weight: whole panels, or half-panels with tiles.
+        shape: Outputs and inputs of the weight.
+        kernel: Compiled kernel: `gemm.multiply`, or `multiply_in_tiles`.
+        many_rows_kernel: None: one kernel for all numbers of rows.
+        many_rows_min: Unlimited, since there is no kernel for many rows.
+        tags: Arguments that select the compiled variant: the dtype tag of the operands.
+        record: Arguments that describe the weight: half its inputs, its address, its outputs, the address of the
+            bias.
     """
 
     many_rows_kernel: Any = None
@@ -63,9 +64,9 @@ class PanelProduct:
         *,
         tiles: bool = False,
     ) -> None:
-        """Take a weight of this shape, whose panels lie at an address in memory of `panels`.
+        """Take a packed weight of this shape, at an address within the tensor `panels`.
 
-        With `tiles` it is multiplied in tiles, and halves of panels lie there.
+        With `tiles` the weight is packed into half-panels and multiplied in tiles.
         """
         self.block_rows = block_rows(*shape) if tiles else FEW_ROWS[-1]
         self._panels = panels
@@ -80,7 +81,7 @@ class PanelProduct:
             self._bias[: self._out] = bias
         self._bias_at = self._bias.data_ptr()
         self.kernel: Any = multiply_in_tiles if tiles else multiply
-        # By position: numba takes microseconds to sort out names.
+        # Positional arguments: numba takes microseconds to sort keyword arguments.
         tag = BF16 if tiles else operand()
         self.tags: tuple[npt.NDArray[Any], ...] = (tag,)
         self._multiply = functools.partial(self.kernel, pool_of(threads), tag)
@@ -90,7 +91,7 @@ class PanelProduct:
         """Multiply rows [..., in]; returns [..., out]."""
         rows = rows.contiguous()
         shape = (*rows.shape[:-1], self._out)
-        # What is left out must not be nonsense: tokens are drawn from logits.
+        # Skipped outputs must be defined numbers: tokens are sampled from logits.
         result = rows.new_zeros(shape) if is_sparse() else rows.new_empty(shape)
         self._multiply(
             rows.data_ptr(),
@@ -112,10 +113,10 @@ def panel_product(
     int8_rows: bool = False,
     tiles: bool = False,
 ) -> CustomProduct | None:
-    """Return the product by a weight, of which it holds a copy.
+    """Return the product by a weight, which it copies and packs; None if it is slower than torch's own.
 
-    `int8_rows` and `tiles` are as `QuantizedProduct` has them; bfloat16 is multiplied in tiles wherever there are any.
-    None where it does not pay.
+    `int8_rows` and `tiles` are those of `QuantizedProduct`; bfloat16 weights use tiles whenever the processor has
+    them.
     """
     if isinstance(weight, QuantizedWeight) or not packs(weight.dtype):
         return QuantizedProduct(weight, bias, threads=threads, int8_rows=int8_rows, tiles=tiles)
@@ -135,12 +136,12 @@ def deterministic_product(
     int8_rows: bool = False,
     tiles: bool = False,
 ) -> CustomProduct:
-    """Return the product by a weight that is used for any number of rows, whether that is the fastest or not.
+    """Return a product with one kernel for any number of rows, even if another would be faster.
 
-    It is not in tiles, whatever is asked for.
+    It never uses tiles, whatever `tiles` says.
 
     Raises:
-        ConfigError: When the weight has an odd number of inputs.
+        ConfigError: The weight has an odd number of inputs.
     """
     if isinstance(weight, QuantizedWeight):
         return QuantizedProduct(weight, bias, threads=threads, int8_rows=int8_rows)
@@ -152,7 +153,18 @@ def deterministic_product(
 
 
 def _pack(weight: torch.Tensor, width: int = PANEL) -> tuple[torch.Tensor, int]:
-    """Return a weight in panels of so many outputs, the last one padded with zeros, and their address."""
+    """Pack a weight into panels of `width` outputs, the last one padded with zeros; returns it and its address.
+
+      weight [N, K]                            packed [N / width, K / 2, width, 2]
+
+            k0   k1   k2   k3  ..                          n0      n1      n2     ..   n(width - 1)
+      n0    a    b    c    d                   k0, k1    a  b    e  f    i  j
+      n1    e    f    g    h           ->      k2, k3    c  d    g  h    k  l
+      n2    i    j    k    l                     ..
+      ..                                       then the panel of outputs width .. 2 width - 1
+
+    A line of this diagram is `width` / 16 vectors of 64 bytes.
+    """
     outputs, inputs = weight.shape
     padded = functional.pad(weight.detach(), (0, 0, 0, -outputs % width))
     whole = padded.view(-1, width, inputs // 2, 2).transpose(1, 2)

@@ -1,15 +1,15 @@
-"""Numbers: bfloat16, which numpy does not know, and the exponential.
+"""Number formats: bfloat16, which numpy lacks, and the exponential function.
 
-A bfloat16 is the upper half of a float32. It travels as uint16, is widened by a shift, and rounded to the nearest, ties
-to even:
+A bfloat16 is the upper half of a float32. It is stored as uint16, widened by a shift, and rounded to the nearest,
+ties to even:
 
-    widen(b)  = float32 with the bits  b << 16; of a whole number of 8 bits, that number
-    narrow(x) = (bits(x) + 0x7FFF + (bits(x) >> 16 & 1)) >> 16
+  widen(b)  = float32 with the bits b << 16; for an int8, its value
+  narrow(x) = (bits(x) + 0x7FFF + (bits(x) >> 16 & 1)) >> 16
 
-numba widens whole numbers of less than 64 bits as soon as anything is done with them, which takes half the lanes of a
-vector or more. So what works on bits is written for LLVM.
+numba promotes integers of less than 64 bits to 64 bits in every operation, which halves the number of lanes of a
+vector or worse. So bit operations are emitted as LLVM IR.
 
-The exponential is a polynomial: LLVM vectorises it, and does not vectorise a call of the C library.
+The exponential is a polynomial, which LLVM vectorizes, unlike a call of the C library.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -28,7 +28,7 @@ from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
 
 BF16: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
 FLOAT32: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
-"""Dtype tags: an argument by whose type a kernel is compiled for bfloat16 or for float32 operands."""
+"""Dtype tags: the type of this argument selects the compiled variant, bfloat16 or float32 operands."""
 
 LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = np.float32(0.6931471805599453)
@@ -45,7 +45,7 @@ def _narrow(builder: Any, value: Any) -> Any:
 
 
 def _widening(_context: Any, kind: Any) -> Any:
-    """Return float32: the value itself, of a bfloat16 the upper half of its bits, or a whole number of 8 bits."""
+    """Type and code of `widen`: float32 of a float32 (itself), a bfloat16 (upper half of the bits) or an int8."""
     if isinstance(kind, numba.types.Float):
         return numba.float32(kind), lambda _context, _builder, _signature, values: values[0]
     if kind == numba.int8:
@@ -73,13 +73,13 @@ def narrow(builder: Any, value: Any) -> Any:
 
 @emits(None, None, numba.float32)
 def as_type_of(builder: Any, kind: Any, value: Any) -> Any:
-    """Return a float32 as it is where the first argument is one, or else rounded to bfloat16."""
+    """Return a float32 unchanged if the first argument is a float, else rounded to bfloat16."""
     return value if isinstance(kind, numba.types.Float) else _narrow(builder, value)
 
 
 @compiled()
 def through_bf16(value: Any) -> Any:
-    """Return widen(narrow(value)): a float32 that has been stored as bfloat16."""
+    """Round a float32 to bfloat16 and widen it again, as if it had been stored."""
     return widen(narrow(value))
 
 
@@ -87,7 +87,6 @@ _POINTER = numba.types.CPointer(numba.uint16)
 
 
 def _pointing(_context: Any, _address: Any) -> Any:
-    """Take an address for that of bfloat16 values."""
 
     def point(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], context.get_value_type(_POINTER))
@@ -100,9 +99,10 @@ _pointer: Any = numba.extending.intrinsic(_pointing)
 
 @compiled()
 def bf16_array(address: int, count: int) -> Any:
-    """Return the `count` bfloat16 values at an address as an array.
+    """View `count` bfloat16 values at an address as an array.
 
-    A row has its own array: an index that starts anywhere might be negative, and is looked at one by one.
+    Kernels view each row as an array of its own: with an arbitrary start index numba checks each index for negative
+    values, which prevents vectorization.
     """
     return numba.carray(_pointer(address), count)  # type: ignore[attr-defined]  # it has no stub
 
@@ -111,7 +111,6 @@ _SINGLES = numba.types.CPointer(numba.float32)
 
 
 def _pointing_to_singles(_context: Any, _address: Any) -> Any:
-    """Take an address for that of float32 values."""
 
     def point(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], context.get_value_type(_SINGLES))
@@ -124,7 +123,7 @@ _single_pointer: Any = numba.extending.intrinsic(_pointing_to_singles)
 
 @compiled()
 def float32_array(address: int, count: int) -> Any:
-    """Return the `count` float32 values at an address as an array."""
+    """View `count` float32 values at an address as an array."""
     return numba.carray(_single_pointer(address), count)  # type: ignore[attr-defined]  # it has no stub
 
 
@@ -138,7 +137,7 @@ def copy(source_at: int, target_at: int, count: int) -> None:
 
 @emits(numba.int16, numba.uint16)
 def ordered(builder: Any, value: Any) -> Any:
-    """Return a whole number that compares as a bfloat16 does: of a negative one, the lower bits are flipped."""
+    """Integer that orders as the bfloat16 does: for negative values all bits except the sign are flipped."""
     half = ir.IntType(16)
     sign = builder.ashr(value, ir.Constant(half, 15))
     return builder.xor(value, builder.and_(sign, ir.Constant(half, 0x7FFF)))
@@ -146,7 +145,7 @@ def ordered(builder: Any, value: Any) -> Any:
 
 @emits(numba.float32, numba.float32, numba.float32)
 def larger(builder: Any, one: Any, other: Any) -> Any:
-    """Return the larger of two float32: numba's own `max` checks for NaN, one value at a time."""
+    """Maximum of two float32. numba's own `max` handles NaN, one value at a time."""
     single = ir.FloatType()
     declared = ir.FunctionType(single, [single, single])
     function = builder.module.declare_intrinsic("llvm.maxnum", [single], declared)
@@ -155,14 +154,14 @@ def larger(builder: Any, one: Any, other: Any) -> Any:
 
 @emits(numba.float32, numba.float32)
 def power_of_two(builder: Any, whole: Any) -> Any:
-    """Return 2**n of a whole float32 n, by writing the bits of its exponent."""
+    """2**n for an integral float32 n, by its exponent bits."""
     exponent = builder.add(builder.fptosi(whole, _WORD), ir.Constant(_WORD, 127))
     return builder.bitcast(builder.shl(exponent, ir.Constant(_WORD, 23)), ir.FloatType())
 
 
 @compiled()
 def _taylor(series: Any, rest: Any) -> Any:
-    """Go on with the Taylor series of exp(rest), by Horner's rule, from the term of its fifth power to the end."""
+    """Taylor series of exp(rest) by Horner's rule, from the term of the fifth power down to the constant."""
     series = series * rest + np.float32(1 / 120)
     series = series * rest + np.float32(1 / 24)
     series = series * rest + np.float32(1 / 6)
@@ -173,7 +172,7 @@ def _taylor(series: Any, rest: Any) -> Any:
 
 @compiled()
 def exp2(value: Any) -> Any:
-    """Return 2**x of x <= 0 as 2**n * e**(f ln 2), n whole, |f| <= 1/2, by the series to its sixth power."""
+    """2**x for x <= 0 as 2**n * e**(f ln 2), n integer, |f| <= 1/2, by the series to its sixth power."""
     power = larger(value, _EXPONENT_MIN)
     whole = np.floor(power + np.float32(0.5))
     rest = (power - whole) * _LN_2
@@ -182,7 +181,7 @@ def exp2(value: Any) -> Any:
 
 @compiled()
 def exp(value: Any) -> Any:
-    """Return e**x as 2**n * e**(f ln 2), n whole, 0 <= f < 1, by the series to its seventh power."""
+    """e**x as 2**n * e**(f ln 2), n integer, 0 <= f < 1, by the series to its seventh power."""
     power = min(max(value * LOG2_E, _EXPONENT_MIN), _EXPONENT_MAX)
     whole = np.floor(power)
     rest = (power - whole) * _LN_2

@@ -1,4 +1,4 @@
-"""How kernels are compiled, and called by their addresses."""
+"""Compilation of kernels, and calls of kernels by address."""
 
 # numba compiles these functions: to a type checker they are untyped.
 # mypy: disable-error-code="no-untyped-call"
@@ -17,11 +17,11 @@ from numba.core import cgutils
 from vsched_workers.backends.cpu.kernel_store import keep_on_disk
 
 _FUNCTIONS: list[Any] = []
-"""Every function that is compiled, as numba dispatches it."""
+"""All compiled functions, as numba dispatchers."""
 
 
 def kernels_here() -> Mapping[str, int]:
-    """Return for how many kinds of arguments each function was compiled in this process, or read from disk."""
+    """Number of compiled argument types of each function in this process, whether compiled here or read from disk."""
     found: Counter[str] = Counter()
     for each in _FUNCTIONS:
         found[f"{each.__module__.rpartition('.')[2]}.{each.__qualname__}"] += len(each.overloads)
@@ -29,9 +29,9 @@ def kernels_here() -> Mapping[str, int]:
 
 
 def compiled(**given: Any) -> Callable[[Any], Any]:
-    """Compile when it is called first, or take what is kept on disk.
+    """Compile a function on its first call, or load it from the kernel store on disk.
 
-    The error model is numpy's: a division that may raise is not vectorised. `fastmath` may be a set of LLVM's flags.
+    The error model is numpy's: a division that may raise is not vectorized. `fastmath` may be a set of LLVM flags.
     """
     options: dict[str, Any] = {"fastmath": True, "nogil": True, "error_model": "numpy"} | given
 
@@ -45,14 +45,14 @@ def compiled(**given: Any) -> Callable[[Any], Any]:
 
 
 def emits(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function that compiled code can call out of one that writes its instructions for LLVM.
+    """Decorator: make a function that emits LLVM IR callable from compiled code.
 
     The decorated function takes LLVM's builder and the values of the arguments, and returns the value of the call.
 
     Args:
-        returns: The numba type of the result; None for the type of the first argument.
-        parameters: The numba types of the arguments. None accepts any type: the decorated function then gets that type
-            instead of a value, so that instructions can depend on it.
+        returns: numba type of the result; None for the type of the first argument.
+        parameters: numba types of the arguments. None accepts any type: the decorated function then gets the type
+            instead of a value, so that the emitted instructions can depend on it.
     """
 
     def decorate(emit: Callable[..., Any]) -> Any:
@@ -77,25 +77,25 @@ def emits(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]
 
 
 class KernelCall:
-    """How compiled code calls a kernel by its address, of which it is told when it runs.
+    """Call of a kernel by an address that is known only at run time.
 
-    What a kernel calls by name is compiled into it once more, and need not have the same bits there. What it calls by
-    address is compiled once, for everybody.
+    A kernel called by name is compiled into its caller once more, and may round differently there. A kernel called by
+    address is compiled once for all callers.
 
     Attributes:
-        call: The call, a function for compiled code: takes the address and the kernel's arguments.
+        call: Function for compiled code: takes the address and the kernel's arguments.
     """
 
     def __init__(self, *parameters: Any) -> None:
-        """Take the numba types of the kernel's parameters; None is for any type, that of what is given."""
+        """Take the numba types of the kernel's parameters; None accepts any type."""
         self._parameters = parameters
         self.call: Any = self._call()
 
     def address_of(self, kernel: Any, *given: Any) -> int:
-        """Return the address of a kernel, which is compiled now unless it was.
+        """Address of a kernel, compiled first if necessary.
 
         Args:
-            kernel: One variant of a kernel, as `compiled` made it.
+            kernel: A variant of a kernel, made by `compiled`.
             given: An argument for each parameter of any type, in their order.
         """
         others = iter(given)
@@ -124,7 +124,7 @@ class KernelCall:
 
             return numba.types.none(numba.intp, *kinds), generate
 
-        # numba asks a function for its parameters by name.
+        # numba reads the parameter names of the function from its signature.
         names = [
             "context",
             "address",

@@ -1,18 +1,26 @@
-"""The product of bfloat16 rows and a packed weight (GEMM), which prefetches the next weights while it multiplies.
+"""GEMM of bfloat16 activations and a packed weight, which prefetches the next panel while it multiplies.
 
-    out[r, o] = bias[o] + sum_i rows[r, i] * weight[o, i]      (sums float32, result rounded)
+    C[m, n] = bias[n] + sum_k A[m, k] * B[n, k]      (float32 accumulators, result rounded)
 
-**Layout.** A weight [out, in] lies in panels of 64 outputs, in which two neighbouring inputs lie together:
-[out / 64, in / 2, 64, 2]. That is what VDPBF16PS (`simd.py`) takes, and how oneDNN packs weights. The weight and the
-bias are padded to whole panels.
+**Packing.** The weight B [N, K] is packed into panels of 64 outputs, with pairs of neighbouring inputs together: [N /
+64, K / 2, 64, 2]. VDPBF16PS (`simd.py`) takes pairs, and oneDNN packs weights in the same way. Weight and bias are
+padded with zeros to whole panels. For a diagram see `products.py`.
 
-**Blocking.** A pass multiplies up to 6 rows with a panel: 6 x 4 vectors of sums stay in registers while all inputs are
-walked, beside 4 vectors of weights and one broadcast input. oneDNN takes rows a few at a time, too: its first pass
-waits for a panel to come from memory, and the others find it in the cache, so that a step of a large model takes the
-time of reading plus that of multiplying. Here each pass over a panel prefetches a part of the next panel.
+**Blocking.** A pass multiplies up to 6 rows by a panel. Its 6 x 4 vectors of accumulators stay in registers over all
+of K, with 4 vectors of weights and one broadcast input:
 
-**Operands.** Some processors multiply float32 faster than VDPBF16PS multiplies bfloat16. There rows are widened first,
-and weights in registers: a product of two bfloat16 is exact in float32, and only the order of the sums differs.
+              b0   b1   b2   b3       4 vectors of a panel: 64 outputs, one pair of inputs
+  a (row 0)   c00  c01  c02  c03
+    ..
+  a (row 5)   c50  c51  c52  c53      29 of 32 registers
+
+oneDNN blocks rows as well, but its first pass waits for the panel to arrive from memory while later passes find it in
+the cache, so a step of a large model takes the time of reading plus the time of multiplying. Here each pass over a panel
+prefetches a part of the next panel.
+
+**Operands.** Some processors multiply float32 faster than VDPBF16PS multiplies bfloat16. On these, activations are
+widened first, and weights in registers. A product of two bfloat16 is exact in float32, so only the order of sums
+differs.
 
 Source: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (ACM TOMS 2008), for panels and
 register blocking.
@@ -49,21 +57,21 @@ from vsched_workers.backends.cpu.kernels.simd import (
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
 PANEL = 64
-"""Outputs of a panel."""
+"""Outputs (N) of a panel."""
 PASS_ROWS = 6
-"""Most rows of a pass: their sums, four vectors each, leave registers for four weights and one input."""
+"""Maximum rows of a pass: their accumulators, four vectors each, leave registers for four weights and one input."""
 OWN_ROWS_MAX = 16
-"""Most rows that the calling thread reads by itself: to wake the others for that takes longer."""
+"""Maximum rows that the calling thread converts alone: waking the other threads would take longer."""
 _TOGETHER_PRODUCTS = 1 << 17
-"""Products of a pass and panels that a thread takes at once: some 10 microseconds, or reading 256 KiB."""
+"""Products that a thread claims at once: about 10 microseconds, or reading 256 KiB."""
 _PAIR_BYTES = PANEL * 2 * 2
-"""Bytes of two neighbouring inputs in a panel."""
+"""Bytes of one pair of inputs in a panel."""
 _PREFETCHED_LINES = (0, 1, 2, 4)
-"""Lines that a pass may prefetch for each pair of inputs; four are the whole next panel."""
+"""Choices for the lines that a pass prefetches per pair of inputs; four are the whole next panel."""
 
 
 class Pass:
-    """Writes one pass: some rows times a panel of some vectors."""
+    """Emits one pass (micro-kernel): some rows times a panel."""
 
     def __init__(
         self,
@@ -75,15 +83,15 @@ class Pass:
         panel_vectors: int = 0,
         float32: bool = False,
     ) -> None:
-        """Describe a pass.
+        """Define a pass.
 
         Args:
-            builder: Where to write it.
-            rows: Rows of it.
-            lines: Lines of memory to prefetch for each pair of inputs.
+            builder: LLVM builder to emit into.
+            rows: Rows of the pass.
+            lines: Cache lines to prefetch per pair of inputs.
             vectors: Vectors of outputs.
-            panel_vectors: Vectors of outputs of the panel, of which those at `panel_at` are taken; else as many.
-            float32: Whether rows are float32 and weights are widened; else both are bfloat16, and VDPBF16PS is used.
+            panel_vectors: Vectors of a whole panel, if `panel_at` points into one; default: `vectors`.
+            float32: True for float32 rows and widened weights; False for bfloat16 and VDPBF16PS.
         """
         self._builder = builder
         self._writer = InstructionWriter(builder)
@@ -96,7 +104,7 @@ class Pass:
     def sums(
         self, rows_at: Any, row_bytes: Any, panel_at: Any, pairs: Any, next_at: Any = None
     ) -> Sequence[Any]:
-        """Write the loop over all pairs of inputs; returns the sums, a row's behind those of the row before."""
+        """Emit the loop over all pairs of inputs; returns the accumulators, row by row."""
         advance = self._writer.advance
         loop = Loop(self._builder, [ZEROS] * (self._rows * self._vectors))
         inputs_at = advance(rows_at, loop.index, 8 if self._float32 else 4)
@@ -110,11 +118,11 @@ class Pass:
         return sums
 
     def _places(self, panel_at: Any, pair: Any) -> Sequence[Any]:
-        """Return the addresses of the vectors of weights of a pair of inputs."""
+        """Addresses of the weight vectors of a pair of inputs."""
         return self._vectors_at(panel_at, pair, self._vectors, self._panel_vectors)
 
     def _vectors_at(self, start: Any, pair: Any, count: int, apart: int) -> list[Any]:
-        """Return the addresses of some vectors of a pair; a pair's lie so many vectors behind the pair's before."""
+        """Addresses of `count` vectors of a pair; consecutive pairs are `apart` vectors apart."""
         at = self._writer.advance(start, pair, apart * LINE)
         one = ir.Constant(LONG, 1)
         return [self._writer.advance(at, one, vector * LINE) for vector in range(count)]
@@ -122,7 +130,7 @@ class Pass:
     def _add_bf16(
         self, sums: Sequence[Any], inputs_at: Any, row_bytes: Any, places: Sequence[Any]
     ) -> Sequence[Any]:
-        """Add the products of one pair of inputs to the sums of all rows."""
+        """Emit the products of one pair of inputs for all rows."""
         writer = self._writer
         weights = [writer.load(at, BF16_PAIRS, LINE) for at in places]
         added = []
@@ -136,7 +144,7 @@ class Pass:
     def _add_float32(
         self, sums: Sequence[Any], inputs_at: Any, row_bytes: Any, places: Sequence[Any]
     ) -> Sequence[Any]:
-        """Do the same in float32: first the lower ones of all pairs, then the upper ones."""
+        """Emit the same in float32: the first inputs of all pairs, then the second ones."""
         builder, writer = self._builder, self._writer
         words = [writer.load(at, WORDS, LINE) for at in places]
         upper = ir.Constant(WORDS, [0xFFFF0000] * LANES)
@@ -169,7 +177,7 @@ class Pass:
         bias_at: Any = None,
         float32: bool = False,
     ) -> None:
-        """Add the bias, if there is one, to the sums, and write them: as float32, or else rounded to bfloat16."""
+        """Emit the epilogue: add the optional bias, store as float32 or rounded to bfloat16."""
         builder, writer = self._builder, self._writer
         size = 4 if float32 else 2
         for vector in range(self._vectors):
@@ -200,8 +208,11 @@ def _multiply_pass(
     out_at: Any,
     out_bytes: Any,
 ) -> None:
-    """Multiply 1 to 6 rows, of the type of `kind`, with a panel, and prefetch lines of the next panel."""
-    # A case's number has the lines in its lower three bits, and the rows above them.
+    """Multiply 1 to 6 rows, of the type of `kind`, by a panel, and prefetch lines of the next panel.
+
+    Emits one unrolled loop for each combination of rows and prefetched lines.
+    """
+    # A case number has the lines in its lower three bits, and the rows above them.
     number = builder.add(builder.mul(rows, ir.Constant(LONG, 8)), lines)
     numbers = [8 * row + line for row in range(1, PASS_ROWS + 1) for line in _PREFETCHED_LINES]
     for case in cases(builder, number, numbers):
@@ -220,7 +231,7 @@ def _multiply_panel(
     out_bytes: int,
     has_next: int,
 ) -> None:
-    """Multiply all rows with one panel, in passes of about as many rows, and prefetch the next panel, if any."""
+    """Multiply all rows by one panel, in passes of about equal size, and prefetch the next panel, if any."""
     rows, pairs = len(inputs), inputs.shape[1] // 2
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
     lines = 4 if passes == 1 else 2 if passes < 4 else 1
@@ -246,7 +257,7 @@ def _multiply_panel(
 
 @compiled()
 def panels_together(rows: int, inputs: int) -> int:
-    """Return the number of panels that a thread multiplies at once, with rows of so many inputs."""
+    """Number of panels that a thread claims at once, for M rows of K inputs."""
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
     return max(_TOGETHER_PRODUCTS // max(PANEL * inputs * passes, 1), 1)
 
@@ -261,7 +272,7 @@ def _multiply_panels(
     bias_at: int,
     out_at: int,
 ) -> None:
-    """Multiply all rows with the panels `first` to `stop`; the padding of the last panel of all is left out."""
+    """Multiply all rows by the panels `first` to `stop`, without the padding of the last panel."""
     out_bytes = 2 * outputs
     last = (outputs - 1) // PANEL
     for panel in range(first, stop):
@@ -283,7 +294,7 @@ def _multiply_panels(
 
 @compiled()
 def read_row(row_at: int, inputs: Any) -> None:
-    """Write a row of bfloat16 in the type of the inputs."""
+    """Convert a bfloat16 row to the type of the operands."""
     given = bf16_array(row_at, len(inputs))
     for index in range(len(inputs)):
         inputs[index] = as_type_of(inputs[0], widen(given[index]))
@@ -295,7 +306,8 @@ def _read_rows(first: int, stop: int, rows_at: int, inputs: Any) -> None:
         read_row(rows_at + row * inputs.shape[1] * 2, inputs[row])
 
 
-# Flat arguments: a step of a small model spends a few microseconds on a product, 2 to 5 % of which a record would be.
+# Plain numbers as arguments: a product of a small model takes a few microseconds, and a record 2 to
+# 5 % of that.
 @compiled()
 def multiply(
     pool: int,
@@ -310,7 +322,7 @@ def multiply(
 ) -> None:
     """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
-    Shape: rows [rows, 2 * pairs]; weight and bias as the head of this file says; out [rows, outputs].
+    Shape: rows [rows, 2 * pairs]; weight and bias packed as described at the head of this file; out [rows, outputs].
     `tag` is the dtype tag of the operands.
     """
     inputs = np.empty((rows, 2 * pairs), dtype=tag.dtype)
@@ -320,7 +332,7 @@ def multiply(
     spread(pool, panels, panels_together(rows, 2 * pairs), _multiply_panels, given)
 
 
-# --- what is timed to choose the operands (`operand_choice.py`) ---
+# --- benchmark for the choice of operands (`operand_choice.py`) ---
 
 
 @emits(numba.void, None, *[numba.intp] * 6)
@@ -334,7 +346,7 @@ def _timed_pass(
     out_at: Any,
     out_bytes: Any,
 ) -> None:
-    """Multiply six rows, of the type of `kind`, with a panel."""
+    """Multiply six rows, of the type of `kind`, by a panel."""
     one = Pass(builder, PASS_ROWS, float32=isinstance(kind, numba.types.Float))
     one.store(one.sums(rows_at, row_bytes, panel_at, pairs), out_at, out_bytes)
 
@@ -350,6 +362,6 @@ def repeat_pass(
     out_at: int,
     out_bytes: int,
 ) -> None:
-    """Multiply six rows with a panel again and again; rows lie `row_bytes` apart, results `out_bytes`."""
+    """Multiply six rows by a panel `repeats` times; rows are `row_bytes` apart, results `out_bytes`."""
     for _ in range(repeats):
         _timed_pass(kind, rows_at, row_bytes, panel_at, pairs, out_at, out_bytes)

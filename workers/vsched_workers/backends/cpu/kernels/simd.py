@@ -1,9 +1,12 @@
-"""Vectors of 512 bits and the dot product of bfloat16 (VDPBF16PS), written for LLVM.
+"""512-bit vectors and the bfloat16 dot product (VDPBF16PS), emitted as LLVM IR.
 
-numba knows neither vectors nor the instruction, so the kernels that need them write their inner loops for LLVM with an
-`InstructionWriter`. VDPBF16PS takes 16 float32 sums and two vectors of 32 bfloat16 values, and computes
+numba exposes neither vector types nor this instruction, so kernels that need them emit the LLVM IR of their inner
+loops with an `InstructionWriter`. VDPBF16PS takes 16 float32 accumulators and two vectors of 32 bfloat16 values:
 
-    sum[i] <- sum[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1],   i = 0 .. 15
+  sum[i] <- sum[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1],   i = 0 .. 15
+
+Functions decorated with `emits` run at compile time. Their arguments are LLVM values, and Python loops in them unroll
+the emitted code: a Python list of 4 values is 4 registers.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, AVX512_BF16.
 """
@@ -20,13 +23,13 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from vsched_workers.backends.cpu.kernels.compilation import emits
 
 LANES = 16
-"""float32 values of a vector; of bfloat16 it holds twice as many, 16 pairs."""
+"""float32 values of a vector. A vector of bfloat16 holds twice as many: 16 pairs."""
 LINE = 64
-"""Bytes of a vector, and of a line of the cache."""
+"""Bytes of a vector, and of a cache line."""
 
 
 class _Bf16(ir.types.Type):  # type: ignore[misc]
-    """LLVM's bfloat16, which llvmlite does not know."""
+    """LLVM's bfloat16 type, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -48,7 +51,7 @@ ZEROS = ir.Constant(FLOATS, None)
 
 @functools.cache
 def has_bf16_dot() -> bool:
-    """Return whether this processor has VDPBF16PS, and numba compiles for this processor."""
+    """Return True if this processor has VDPBF16PS and numba compiles for this processor."""
     config: Any = numba.config
     chosen = config.CPU_NAME or config.CPU_FEATURES
     return not chosen and bool(binding.get_host_cpu_features().get("avx512bf16"))
@@ -56,18 +59,18 @@ def has_bf16_dot() -> bool:
 
 @functools.cache
 def has_avx512() -> bool:
-    """Return whether registers hold 512 bits; else a vector takes two of them."""
+    """Return True if vector registers have 512 bits; otherwise a vector takes two registers."""
     return bool(binding.get_host_cpu_features().get("avx512f"))
 
 
 @functools.cache
 def has_amx() -> bool:
-    """Return whether this processor multiplies whole tiles of bfloat16 (AMX), several times as fast as VDPBF16PS."""
+    """Return True if this processor multiplies tiles of bfloat16 (AMX), several times as fast as VDPBF16PS."""
     return bool(binding.get_host_cpu_features().get("amx-bf16"))
 
 
 def call_llvm(builder: Any, name: str, kind: Any, *given: Any) -> Any:
-    """Return the result of one of LLVM's functions."""
+    """Emit a call of an LLVM intrinsic."""
     module = builder.module
     declared = ir.FunctionType(kind, [each.type for each in given])
     function = module.globals.get(name) or ir.Function(module, declared, name)
@@ -75,49 +78,49 @@ def call_llvm(builder: Any, name: str, kind: Any, *given: Any) -> Any:
 
 
 class InstructionWriter:
-    """Writes instructions where its builder stands. Addresses are whole numbers."""
+    """Emits instructions at the position of its builder. Addresses are integers."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
 
     def advance(self, at: Any, count: Any, size: int, offset: int = 0) -> Any:
-        """Return the address `at + count * size + offset`."""
+        """Address `at + count * size + offset`."""
         further = self.builder.mul(count, ir.Constant(LONG, size))
         return self.builder.add(self.builder.add(at, further), ir.Constant(LONG, offset))
 
     def load(self, at: Any, kind: Any, align: int = 2) -> Any:
-        """Return what lies at an address."""
+        """Emit the load of a value of a type."""
         return self.builder.load(self.builder.inttoptr(at, kind.as_pointer()), align=align)
 
     def store(self, value: Any, at: Any, align: int = 2) -> None:
-        """Write a value to an address."""
+        """Emit the store of a value."""
         pointer = value.type.as_pointer()
         self.builder.store(value, self.builder.inttoptr(at, pointer), align=align)
 
     def dot(self, total: Any, first: Any, second: Any) -> Any:
-        """Return the sums, to each of which the dot product of its pairs is added (VDPBF16PS)."""
+        """Emit VDPBF16PS: each lane of `total` plus the dot product of its pairs."""
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         return call_llvm(self.builder, name, FLOATS, total, first, second)
 
     def narrow_both(self, lower: Any, upper: Any) -> Any:
-        """Return two vectors of float32, rounded, as one of bfloat16: the lower one first."""
+        """Emit the rounding of two float32 vectors into one bfloat16 vector, `lower` first."""
         name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         return call_llvm(self.builder, name, BF16_PAIRS, upper, lower)
 
     def multiply_add(self, total: Any, first: Any, second: Any) -> Any:
-        """Return `total + first * second` of float32 vectors; LLVM makes one instruction of it."""
+        """Emit `total + first * second` of float32 vectors, which LLVM contracts to one FMA."""
         product = self.builder.fmul(first, second, flags=("contract",))
         return self.builder.fadd(total, product, flags=("contract",))
 
     def broadcast(self, value: Any) -> Any:
-        """Return a vector with the value in every lane."""
+        """Emit a vector with the value in every lane."""
         kind = ir.VectorType(value.type, LANES)
         nothing = ir.Constant(kind, ir.Undefined)
         first = self.builder.insert_element(nothing, value, ir.Constant(WORD, 0))
         return self.builder.shuffle_vector(first, nothing, ir.Constant(WORDS, None))
 
     def prefetch(self, at: Any, locality: int) -> None:
-        """Have a line of memory brought into the first cache (locality 3) or the second (2)."""
+        """Emit the prefetch of a cache line into L1 (locality 3) or L2 (2)."""
         pointer = BYTE.as_pointer()
         declared = ir.FunctionType(ir.VoidType(), [pointer, WORD, WORD, WORD])
         function = self.builder.module.declare_intrinsic("llvm.prefetch", [pointer], declared)
@@ -126,10 +129,14 @@ class InstructionWriter:
 
 
 class Loop:
-    """A loop that runs at least once, and the vectors that it carries from one iteration to the next."""
+    """Emits a loop that runs at least once, with vectors carried in registers from one iteration to the next.
+
+    The body is emitted between `__init__` and `end`. `index` counts iterations; `carried` are the phi nodes of the
+    accumulators.
+    """
 
     def __init__(self, builder: Any, initial: Sequence[Any]) -> None:
-        """Begin the loop; `initial` are the vectors that the first iteration starts with."""
+        """Begin the loop; `initial` are the values of the carried vectors in the first iteration."""
         self._builder, before = builder, builder.block
         self._body = builder.append_basic_block("iteration")
         builder.branch(self._body)
@@ -141,7 +148,7 @@ class Loop:
             phi.add_incoming(first, before)
 
     def end(self, carried: Sequence[Any], iterations: Any) -> None:
-        """End an iteration with the vectors that the next one gets, and go on behind the last iteration."""
+        """End the iteration with the carried vectors of the next one; later code is emitted after the loop."""
         builder = self._builder
         following = builder.add(self.index, ir.Constant(LONG, 1))
         self.index.add_incoming(following, builder.block)
@@ -153,9 +160,10 @@ class Loop:
 
 
 def cases(builder: Any, value: Any, counts: Iterable[int]) -> Iterator[int]:
-    """Write a switch: the body of a loop over this writes the case of one value, and the loop's end the switch's.
+    """Emit a switch: each iteration over this generator emits the case of one value.
 
-    How many registers a kernel uses is fixed when it is written, so each number of rows or vectors is a case.
+    The number of registers of a kernel is fixed at compile time, so each number of rows or vectors is a case. No case
+    means no operation.
     """
     end = builder.append_basic_block("end")
     switch = builder.switch(value, end)
@@ -170,5 +178,5 @@ def cases(builder: Any, value: Any, counts: Iterable[int]) -> Iterator[int]:
 
 @emits(numba.void, numba.intp)
 def prefetch(builder: Any, address: Any) -> None:
-    """Fetch the line of memory at an address into the first cache ahead of its use."""
+    """Prefetch the cache line at an address into L1."""
     InstructionWriter(builder).prefetch(address, locality=3)

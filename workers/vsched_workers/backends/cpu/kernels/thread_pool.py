@@ -1,20 +1,31 @@
-"""The threads of a rank: they share out the pieces of a kernel, whoever is free taking the next.
+"""Thread pool of a rank, with work stealing: it divides the pieces of a kernel among threads.
 
-A kernel hands `spread` a function and a number of pieces. Every thread has a range of them, of the same pieces in every
-call, so that it finds its weights in its own cache; when its range is used up it takes pieces from the end of another
-thread's. So a thread that another program has put off its core delays the piece that it holds and nothing else, and
-results do not depend on which thread computed them. The caller is thread 0.
+A kernel passes a function and a number of pieces to `spread`. Every thread owns a range of pieces, the same in every
+call, so that it finds its weights in its own cache. A thread that has used up its range steals pieces from the end of
+another thread's range. So a preempted thread delays only the piece that it is computing. Results do not depend on the
+thread that computed them. The caller is thread 0.
 
-Pieces are claimed with compare-and-swap. A range is one word, which holds the number of the call (its *epoch*) besides
-the first and the last unclaimed unit, so a thread that comes late finds another epoch there and claims nothing.
+Pieces are claimed with compare-and-swap, in units of `grain` pieces. The range of a thread is one 64-bit word; its
+upper half is the number of the call (the *epoch*). A late thread finds another epoch there and claims nothing.
 
-    word = epoch << 32 | first << 16 | stop        a unit is `grain` pieces
+   63                 32 31        16 15         0
+  +---------------------+------------+------------+
+  |        epoch        |   first    |    stop    |     unclaimed units [first, stop)
+  +---------------------+------------+------------+
+                            owner takes   thieves take
+                            first, +1     stop - 1, -1
 
-A thread that waits looks for some microseconds, and then sleeps in the kernel (futex). While the caller sleeps its core
-is free, and the system moves the thread it waits for there.
+A call, as its threads see it:
+
+  caller:   write CALL .. SHARES, DONE = 0 -> write all ranges -> EPOCH += 1 -> wake sleepers -> claim and compute
+  others:   spin on EPOCH, then sleep on it (futex) -> claim and compute -> DONE += units -> wake the caller
+  caller:   DONE += units -> spin, then sleep, until DONE == units -> BUSY = 0
+
+All accesses to shared words are sequentially consistent. A waiting thread spins for some microseconds, then sleeps in
+the operating system (futex). A sleeping caller frees its core for a preempted thread that it waits for.
 
 Source: Chase and Lev, "Dynamic Circular Work-Stealing Deque" (SPAA 2005), for owner and thief at two ends; Drepper,
-"Futexes Are Tricky" (2011), for going to sleep.
+"Futexes Are Tricky" (2011), for the sleep protocol.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -32,28 +43,28 @@ from numba.core import cgutils
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
 
 LINE = 64
-"""Bytes of a line of the cache."""
+"""Bytes of a cache line."""
 EPOCH_AT, SLEEPERS_AT, DONE_AT, WAITING_AT, BUSY_AT, ACTIVE_AT, STOP_AT = (
     LINE * place for place in range(7)
 )
-"""Where words of the state lie, each in a line of its own: bytes from its beginning."""
+"""Offsets of the words of the state, in bytes. Each has a cache line of its own to avoid false sharing."""
 CALL_AT, GIVEN_AT, PIECES_AT, GRAIN_AT, UNITS_AT, SHARES_AT = (
     LINE * 7 + 8 * place for place in range(6)
 )
-"""The call under way."""
+"""Offsets of the arguments of the current call, in one cache line: written by the caller only."""
 SPIN_AT = LINE * 8
-"""Nanoseconds that a thread looks before it sleeps."""
+"""Offset of the spin time: nanoseconds that a thread spins before it sleeps."""
 RANGES_AT = LINE * 9
-"""The ranges of the threads, each in a line of its own."""
+"""Offset of the ranges of the threads, each in a cache line of its own."""
 UNITS_MAX = 1 << 12
-"""Most units of a call."""
+"""Maximum number of units of a call."""
 _TOGETHER_VALUES = 1 << 15
-"""Values that an elementwise kernel takes at once: some 20 microseconds, several times what waking a thread takes."""
+"""Values in a piece of an elementwise kernel: about 20 microseconds, several times the wake-up time of a thread."""
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 202)
-_FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # both for threads of one process
+_FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # futex operations private to a process
 _ALL = 0x7FFFFFFF
-"""Wakes all threads that sleep at an address."""
+"""Count for `wake`: all threads that sleep at an address."""
 _LONG, _WORD = ir.IntType(64), ir.IntType(32)
 
 
@@ -63,32 +74,32 @@ def _at(builder: Any, address: Any) -> Any:
 
 @emits(numba.intp, numba.intp)
 def load(builder: Any, address: Any) -> Any:
-    """Return the word at an address, as it is now."""
+    """Atomic load of a word."""
     return builder.load_atomic(_at(builder, address), ordering="seq_cst", align=8)
 
 
 @emits(numba.void, numba.intp, numba.intp)
 def store(builder: Any, address: Any, value: Any) -> None:
-    """Write a word that other threads read."""
+    """Atomic store of a word."""
     builder.store_atomic(value, _at(builder, address), ordering="seq_cst", align=8)
 
 
 @emits(numba.intp, numba.intp, numba.intp)
 def add(builder: Any, address: Any, value: Any) -> Any:
-    """Add to a word; returns what it was before."""
+    """Atomic add; returns the previous value."""
     return builder.atomic_rmw("add", _at(builder, address), value, ordering="seq_cst")
 
 
 @emits(numba.boolean, numba.intp, numba.intp, numba.intp)
 def swap(builder: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Replace a word if it is what is expected; returns whether it was."""
+    """Compare and swap: replace a word if it equals `expected`; returns True if it was replaced."""
     found = builder.cmpxchg(_at(builder, address), expected, value, ordering="seq_cst")
     return builder.extract_value(found, 1)
 
 
 @emits(numba.void)
 def _pause(builder: Any) -> None:
-    """Let the other thread of this core go first for a moment."""
+    """Spin-wait hint: gives the other hardware thread of the core precedence."""
     if platform.machine() == "x86_64":
         name = "llvm.x86.sse2.pause"
         declared = ir.FunctionType(ir.VoidType(), [])
@@ -107,19 +118,23 @@ def _futex(builder: Any, address: Any, operation: int, value: Any) -> None:
 
 @emits(numba.void, numba.intp, numba.intp)
 def _sleep_while(builder: Any, address: Any, value: Any) -> None:
-    """Sleep until somebody wakes those who sleep here, unless the word's lower half has changed already."""
+    """Sleep until woken at this address; return at once if the lower half of the word differs from `value`.
+
+    The futex compares 32 bits, in the operating system, so a wake between the caller's check and the sleep is not
+    lost.
+    """
     _futex(builder, address, _FUTEX_WAIT, value)
 
 
 @emits(numba.void, numba.intp, numba.intp)
 def wake(builder: Any, address: Any, count: Any) -> None:
-    """Wake some of the threads that sleep at an address."""
+    """Wake up to `count` threads that sleep at an address."""
     _futex(builder, address, _FUTEX_WAKE, count)
 
 
 @emits(numba.intp)
 def now_ns(builder: Any) -> Any:
-    """Return the monotonic clock, nanoseconds."""
+    """Monotonic clock, nanoseconds."""
     name = "clock_gettime"
     kind = ir.ArrayType(_LONG, 2)
     declared = ir.FunctionType(_WORD, [_WORD, kind.as_pointer()])
@@ -135,7 +150,12 @@ _PIECES = ir.FunctionType(ir.VoidType(), [_LONG, _LONG, _LONG])
 
 
 def _closing(context: Any, function: Any, given: Any) -> Any:
-    """Return the addresses of a function that takes a range of pieces, and of its other arguments."""
+    """Numba intrinsic: the address of a closure's code and of its arguments, as integers.
+
+    Every piece function gets the same C signature, `void pieces(given, first, stop)`, so that `run` is compiled once
+    and calls it through a pointer. The emitted function unpacks the tuple of arguments, which lives on the stack of
+    the caller of `spread`, and calls the compiled overload.
+    """
     of_function = function.get_call_type(context, (numba.intp, numba.intp, *given.types), {})
 
     def close(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -144,7 +164,7 @@ def _closing(context: Any, function: Any, given: Any) -> Any:
         module = builder.module
         call = ir.Function(module, _PIECES, module.get_unique_name("pieces"))
         call.linkage = "internal"
-        # One copy of its code, whoever calls it: others may round otherwise.
+        # Never inlined: a second copy of the code might round differently.
         call.attributes.add("noinline")
         kept = cgutils.alloca_once_value(builder, values[1])
         inner = ir.IRBuilder(call.append_basic_block("entry"))
@@ -170,7 +190,7 @@ def _call(builder: Any, function: Any, given: Any, first: Any, stop: Any) -> Non
 
 @compiled()
 def _claim(range_at: int, epoch: int, from_end: bool) -> int:
-    """Return a unit of a range, or -1 when there is none left, or another call is under way."""
+    """Claim a unit of a range; returns -1 if none is left, or if the epoch has changed."""
     while True:
         word = load(range_at)
         first, stop = (word >> 16) & 0xFFFF, word & 0xFFFF
@@ -182,7 +202,10 @@ def _claim(range_at: int, epoch: int, from_end: bool) -> int:
 
 @compiled()
 def _take_part(state: int, me: int, epoch: int) -> int:
-    """Compute units of a call, first of the own range, until all are claimed; returns how many these were."""
+    """Compute units of a call, first of the thread's own range, then of other ranges, until all are claimed.
+
+    Returns the number of computed units.
+    """
     count = 0
     shares = load(state + SHARES_AT)
     for step in range(shares + 1):
@@ -201,7 +224,7 @@ def _take_part(state: int, me: int, epoch: int) -> int:
 
 @compiled()
 def run(state: int, call: int, given: int, pieces: int, grain: int) -> None:
-    """Compute all pieces on the threads that are in use."""
+    """Compute all pieces on the active threads; on the calling thread alone if another call is in progress."""
     grain = max(grain, (pieces + UNITS_MAX - 1) // UNITS_MAX)
     units = (pieces + grain - 1) // grain
     shares = min(load(state + ACTIVE_AT), units)
@@ -232,7 +255,7 @@ def run(state: int, call: int, given: int, pieces: int, grain: int) -> None:
 
 @compiled()
 def _join(state: int, units: int) -> None:
-    """Wait until all units are computed."""
+    """Wait until all units are computed: spin first, then sleep."""
     until_ns = now_ns() + load(state + SPIN_AT)
     while load(state + DONE_AT) < units:
         for _ in range(16):
@@ -250,7 +273,10 @@ def _join(state: int, units: int) -> None:
 
 @compiled()
 def _next_epoch(state: int, me: int, seen: int) -> int:
-    """Wait for the next call that this thread takes part in; returns its epoch, or -1 when there will be none."""
+    """Wait for the next call that this thread takes part in; returns its epoch, or -1 if the pool stops.
+
+    A thread beyond the active number sleeps on ACTIVE instead of EPOCH, so that calls do not wake it.
+    """
     until_ns = now_ns() + load(state + SPIN_AT)
     while not load(state + STOP_AT):
         for _ in range(16):
@@ -271,7 +297,7 @@ def _next_epoch(state: int, me: int, seen: int) -> int:
 
 @compiled()
 def work(state: int, me: int) -> None:
-    """Take part in all calls, as one of the other threads, until the pool is told to stop."""
+    """Main loop of a worker thread: take part in all calls until the pool stops."""
     epoch = -1
     while True:
         epoch = _next_epoch(state, me, epoch)
@@ -286,15 +312,15 @@ def work(state: int, me: int) -> None:
 
 @compiled()
 def use(state: int, threads: int) -> None:
-    """Have this number of threads take part from the next call on."""
+    """Set the number of active threads from the next call on."""
     store(state + ACTIVE_AT, threads)
-    # All: some that are still not needed may sleep here before those that are.
+    # Wake all: threads that stay inactive may sleep here ahead of newly active ones.
     wake(state + ACTIVE_AT, _ALL)
 
 
 @compiled()
 def stop(state: int) -> None:
-    """Have all other threads return from `work`; one that is about to sleep may miss it, and must be told again."""
+    """Make all worker threads return from `work`; to be repeated until they have: one about to sleep may miss it."""
     store(state + STOP_AT, 1)
     use(state, 1)
     wake(state + EPOCH_AT, _ALL)
@@ -302,16 +328,16 @@ def stop(state: int) -> None:
 
 @numba.njit(
     nogil=True, error_model="numpy"
-)  # compiled into each kernel, which is what is kept on disk
+)  # compiled into each kernel, and stored on disk with it
 def spread(state: int, pieces: int, grain: int, function: Any, given: Any) -> None:
-    """Have a function compute all pieces: on the threads of a pool, or on this one where `state` is 0.
+    """Compute all pieces on the threads of a pool, or on the calling thread if `state` is 0.
 
     Args:
-        state: The address of the pool's state.
-        pieces: How many there are.
-        grain: Pieces that are claimed at once: some 10 microseconds or more.
-        function: Takes the first piece, the one behind the last, and then what is given.
-        given: A tuple.
+        state: Address of the pool's state.
+        pieces: Number of pieces.
+        grain: Pieces that are claimed at once: about 10 microseconds or more.
+        function: Called with the index of the first piece, that after the last piece, and `given`.
+        given: Tuple of further arguments.
     """
     call, at = _close(function, given)
     if state == 0 or pieces <= grain:
@@ -322,5 +348,5 @@ def spread(state: int, pieces: int, grain: int, function: Any, given: Any) -> No
 
 @compiled()
 def rows_together(width: int) -> int:
-    """Return the number of rows of `width` values that an elementwise kernel takes at once."""
+    """Number of rows of `width` values in a piece of an elementwise kernel."""
     return max(_TOGETHER_VALUES // max(width, 1), 1)

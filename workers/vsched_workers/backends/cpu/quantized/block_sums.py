@@ -1,13 +1,19 @@
-"""The sums of products of whole numbers, of a block of inputs: written for LLVM, by the instructions at hand.
+"""Integer dot products of a block of inputs, emitted as LLVM IR for the available instructions.
 
-A dtype tag says which; all have the same sums.
+A dtype tag selects the instructions; all have the same results.
 
-- `VNNI` (VPDPBUSD): adds four products of an unsigned and a signed byte to each sum of 32 bits. Weights of 8 bits
-  become unsigned by adding 128; what that adds is taken away with the sum of the row's block.
-- `PAIRS` (AVX2 or AVX-512 without VNNI): of int4, VPMADDUBSW adds two products to 16 bits, which hold those of a block:
-  8 x 2 x 15 x 127 < 2^15. Of int8, the sizes of weights are multiplied by inputs that have taken over their signs, and
-  as 2 x 128 x 127 is all that 16 bits hold, VPMADDWD adds up each two such sums to 32 bits.
-- `PLAIN`: what VPDPBUSD does, written for any processor.
+- `VNNI` (VPDPBUSD): adds four products of an unsigned and a signed byte to each 32-bit accumulator. int8 weights
+  become unsigned by adding 128; this is corrected with the sum of the row's block.
+- `PAIRS` (AVX2 or AVX-512 without VNNI): for int4, VPMADDUBSW adds two products to 16 bits, which hold the sum of a
+  block: 8 x 2 x 15 x 127 < 2^15. For int8, the absolute values of weights are multiplied by inputs that take over the
+  weights' signs; 16 bits hold only 2 x 128 x 127, so VPMADDWD adds each two such sums to 32 bits.
+- `PLAIN`: the same as VPDPBUSD, in generic IR for any processor.
+
+  one 32-bit lane of VPDPBUSD:
+
+  weights (unsigned)   | w0 | w1 | w2 | w3 |       one output, four neighbouring inputs
+  inputs (signed)      | n0 | n1 | n2 | n3 |       one row, broadcast to all lanes
+  sum                  sum + w0 n0 + w1 n1 + w2 n2 + w3 n3
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual.
 """
@@ -34,11 +40,11 @@ from vsched_workers.backends.cpu.kernels.simd import (
 from vsched_workers.backends.cpu.quantized.kernel import PANEL
 
 VECTORS = 4
-"""Vectors of a panel, each as long as a register."""
+"""Vectors of a panel, each the length of a register."""
 OUTPUTS = PANEL // VECTORS
-"""Outputs of a vector: sums of 32 bits."""
+"""Outputs of a vector: 32-bit accumulators."""
 ROW_BLOCK = 32
-"""Inputs of a row that have one scale."""
+"""Inputs of a row that share a scale."""
 
 VNNI: npt.NDArray[Any] = np.zeros(1, dtype=np.int8)
 PAIRS: npt.NDArray[Any] = np.zeros(1, dtype=np.int16)
@@ -54,7 +60,7 @@ _BITS = 32 * OUTPUTS
 
 @functools.cache
 def instructions() -> npt.NDArray[Any]:
-    """Return the tag of the best instructions of this processor, if numba compiles for that."""
+    """Return the tag of this processor's best instructions, if numba compiles for this processor."""
     config: Any = numba.config
     if config.CPU_NAME or config.CPU_FEATURES:
         return PLAIN
@@ -66,19 +72,19 @@ def instructions() -> npt.NDArray[Any]:
 
 
 def constant_vector(kind: Any, value: int) -> Any:
-    """Return a vector of this type with a constant in every lane."""
+    """Vector of this type with a constant in every lane."""
     return ir.Constant(kind, [value] * kind.count)
 
 
 def in_every_lane(builder: Any, value: Any, count: int) -> Any:
-    """Return a vector with a value in every lane."""
+    """Emit a vector with a value in every lane."""
     nothing = ir.Constant(ir.VectorType(value.type, count), ir.Undefined)
     first = builder.insert_element(nothing, value, ir.Constant(WORD, 0))
     return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(WORD, count), None))
 
 
 class BlockSums:
-    """Writes the sums of a block: those of some rows and some vectors of a panel."""
+    """Emits the integer dot products of a block, for some rows and some vectors of a panel."""
 
     def __init__(self, builder: Any, kind: Any, tag: Any) -> None:
         self._builder, self._writer = builder, InstructionWriter(builder)
@@ -88,12 +94,12 @@ class BlockSums:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a panel's block of weights."""
+        """Bytes of weights of a panel's block."""
         return ROW_BLOCK * PANEL // (2 if self._four else 1)
 
     @property
     def centred(self) -> bool:
-        """Whether something has to be taken away from the sums."""
+        """Whether the accumulators need a zero-point correction."""
         return self._four or not self._pairs
 
     def sums(
@@ -104,9 +110,10 @@ class BlockSums:
         first: Sequence[Any],
         ahead_at: Any = None,
     ) -> list[Any]:
-        """Return the sums of 32 bits of each row's vectors, one row behind the other.
+        """Emit the 32-bit accumulators of each row's vectors, row by row.
 
-        `first` is what those of each row begin with, or None. As many weights are fetched from `ahead_at` on.
+        `first` are the initial values of each row, or None. The same number of bytes is prefetched from `ahead_at`
+        on.
         """
         short = self._pairs and self._four
         found: list[Any] = [None if short else each for each in first for _ in vectors]
@@ -130,9 +137,10 @@ class BlockSums:
         return [self._builder.add(*each) for each in zip(longs, starts, strict=True)]
 
     def _halves(self, loaded: Any) -> tuple[Any, ...]:
-        """Return what a vector of weights holds, as its sums are added: lower and upper ones, or all.
+        """Split a vector of weights into operands: low and high nibbles for int4, otherwise all.
 
-        Weights without a sign, and where they had one, what it came from.
+        Each operand is a pair of unsigned weights and their original signed values, or None if the sign is not
+        needed.
         """
         builder = self._builder
         if self._four:
@@ -147,12 +155,12 @@ class BlockSums:
         return ((builder.xor(loaded, constant_vector(_BYTES, 0x80)), None),)
 
     def _row(self, at: Any, place: int) -> Any:
-        """Return four inputs of a row, in every lane."""
+        """Emit four inputs of a row in every lane."""
         word = self._load(at, place, WORD)
         return self._builder.bitcast(in_every_lane(self._builder, word, OUTPUTS), _BYTES)
 
     def _add(self, total: Any, half: tuple[Any, Any], inputs: Any) -> Any:
-        """Return a total to which products are added; None is the total of nothing."""
+        """Emit the addition of products to a total; a total of None is zero."""
         builder, (weights, signs) = self._builder, half
         if self._pairs:
             name = "avx2.pmadd.ub.sw" if _BITS == 256 else "avx512.pmaddubs.w.512"
@@ -175,7 +183,7 @@ class BlockSums:
         return total
 
     def _signed(self, inputs: Any, signs: Any) -> Any:
-        """Return inputs, of those with a negative sign the opposites."""
+        """Negate the inputs that belong to negative weights."""
         builder, none = self._builder, constant_vector(_BYTES, 0)
         if _BITS == 256:
             return call_llvm(builder, "llvm.x86.avx2.psign.b", _BYTES, inputs, signs)
@@ -183,7 +191,7 @@ class BlockSums:
         return builder.select(negative, builder.sub(none, inputs), inputs)
 
     def _of_shorts(self, given: Any) -> Any:
-        """Return sums of 32 bits, of two of 16 each."""
+        """Add pairs of 16-bit sums to 32-bit sums."""
         name = "avx2.pmadd.wd" if _BITS == 256 else "avx512.pmaddw.d.512"
         return call_llvm(
             self._builder, f"llvm.x86.{name}", SUMS, given, constant_vector(_SHORTS, 1)

@@ -1,20 +1,26 @@
-"""The product of rows and a quantised weight in whole numbers: rows are made into 8 bits first, block by block.
+"""GEMM of a quantized weight with dynamic int8 activation quantization, in blocks of inputs.
 
     s[r, b] = max_(i in b) |rows[r, i]| / 127,   n[r, i] = round(rows[r, i] / s[r, b])
     out[r, o] = bias[o] + sum_b s[r, b] * (scale[g, o] * sum_(i in b) n[r, i] * (q[o, i] - centre)
-                                           + offset[g, o] * sum_(i in b) n[r, i])
+    + offset[g, o] * sum_(i in b) n[r, i])
 
-where a block b has `ROW_BLOCK` inputs and lies in one group g of the weight. The sums in a block are exact; blocks are
-added up in float32, one by one. Every row has its own scales and sums, so its result has the same bits whatever rows
-are beside it: one row of decode, a chunk of prefill, or all rows of an image.
+A block b has `ROW_BLOCK` inputs and lies within one group g of the weight. The int32 accumulators of a block are
+exact; blocks are added in float32, one by one. Every row has its own scales and sums, so its result has the same bits
+whatever other rows are in the batch: one decode row, a prefill chunk, or all rows of an image.
 
-**Layout.** That of `kernel.py`: four neighbouring inputs of an output are four bytes, or of int4 eight inputs, the
-first four of which are the lower halves. That is what instructions for sums of bytes take (`block_sums.py`).
+**Packing.** That of `kernel.py`: a 32-bit word per output holds four neighbouring inputs of int8 or eight of int4,
+the operand format of byte dot products (`block_sums.py`). Quantized activations are int8 [rows, inputs], with 8 bytes
+per block:
 
-**Order.** A panel is multiplied chunk by chunk: a chunk lies in the first cache while passes of a few rows go over it,
-and each pass fetches its share of what comes next into the second cache. So memory is read while registers multiply.
+  facts [rows, blocks, 2]:   float32 scale s[r, b]  |  int32 zero-point correction, -centre * sum_(i in b) n[r, i]
 
-Source: for rows of 8 bits in blocks, the format Q8_0 of llama.cpp's ggml.
+The correction is the initial value of the block's accumulators, since weights enter the dot product as unsigned bytes
+(centre 128 for int8, 8 for int4).
+
+**Order.** A panel is multiplied chunk by chunk. A chunk stays in the L1 cache for the passes of a few rows each, and
+each pass prefetches its share of the next chunk into the L2 cache. So memory reads overlap with the products.
+
+Source: for int8 activations in blocks, the format Q8_0 of llama.cpp's ggml.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -56,25 +62,25 @@ from vsched_workers.backends.cpu.quantized.block_sums import (
 from vsched_workers.backends.cpu.quantized.kernel import PANEL, write_rows
 
 _WIDE = OUTPUTS == LANES
-"""Whether there are 32 registers of 512 bits, or 16 of 256."""
+"""True with 32 registers of 512 bits, False with 16 of 256."""
 PASS_ROWS = 6 if _WIDE else 4
-"""Most rows of a pass."""
+"""Maximum rows of a pass."""
 _INT8_PANELS = 2
-"""A weight of 8 bits is read in half the time of one of bfloat16."""
+"""Factor for the panels that a thread claims at once: an int8 weight is read in half the time of a bfloat16 one."""
 OWN_ROWS_MAX = 8
-"""Most rows that every thread makes into 8 bits for itself: to wait for one another would take longer."""
+"""Maximum rows that the calling thread quantizes alone: waiting for other threads would take longer."""
 _TOGETHER = {1: 4, 2: 4 if _WIDE else 2, 3: 2, 4: 2, 5: 2, 6: 2}
-"""Vectors that are multiplied together, by the rows of a pass: as many sums as registers hold."""
+"""Vectors that are multiplied at once, by rows of the pass: their accumulators fit into registers."""
 _CHUNK_BYTES = 1 << 14
-"""Bytes of a panel that all rows are multiplied with before the next ones: they lie in the first cache meanwhile."""
+"""Bytes of a panel that all rows are multiplied by before the next ones: they stay in the L1 cache."""
 _AHEAD = 1 << 15
-"""Bytes that weights are fetched ahead of their use, into the second cache."""
+"""Prefetch distance for weights into the L2 cache, bytes."""
 _SHARING_ROWS = 3
-"""Fewest rows of a pass of which there may be several over a panel: each fetches its share of what comes next."""
+"""Minimum rows of a pass if a panel may have several passes: each prefetches its share of the next weights."""
 _SCALES_AHEAD = 2048
-"""The same of scales."""
+"""Prefetch distance for scales, bytes."""
 _LEAST_BITS = int(np.float32(1e-30).view(np.int32))
-"""A block of which no value is larger is one of zeros; the bits of a float32."""
+"""Bits of the float32 below which the maximum of a block counts as zero."""
 
 _SINGLE = ir.FloatType()
 _HALVES = ir.VectorType(ir.HalfType(), OUTPUTS)
@@ -101,11 +107,13 @@ def _multiply_pass(
     ahead_at: Any,
     lines: Any,
 ) -> None:
-    """Multiply 1 to `PASS_ROWS` rows with a panel and add to their totals, [rows, PANEL].
+    """Multiply 1 to `PASS_ROWS` rows by a chunk of a panel and add to their accumulators [rows, PANEL].
 
-    Shape: `blocks`, of which `together` are of one group of the weight; a row's scale and what is to be added to its
-    sums lie at `facts_at`, eight bytes a block. `offset_at` is 0 where there are none; `parts` are the vectors of a
-    panel. From `ahead_at` on, so many lines a block are fetched into the second cache.
+    The chunk has `blocks` blocks, of which `together` share a group of the weight. `parts` is the number of vectors
+    of a panel. `facts_at` points to scale and zero-point correction of each block, 8 bytes. `offset_at` is 0 if there
+    are no offsets. `lines` lines per block are prefetched into the L2 cache, from `ahead_at` on.
+
+    Emits one variant for each number of rows, with and without offsets.
     """
     given = builder.zext(builder.icmp_signed("!=", offset_at, ir.Constant(LONG, 0)), LONG)
     number = builder.add(builder.mul(rows, ir.Constant(LONG, 2)), given)
@@ -122,10 +130,15 @@ def _multiply_pass(
 
 
 class _Pass:
-    """Writes a pass of a number of rows.
+    """Emits a pass of a fixed number of rows: three nested loops.
 
-    All totals are in registers, and one, two or four vectors of the panel are multiplied at a time. LLVM is not told
-    how many times, for it would do all at once and run out of registers.
+      for part in vectors / together:              float32 totals of rows x together vectors in registers
+          for group in groups:                     scales and offsets of the group
+              for block in group:                  int32 accumulators: ROW_BLOCK inputs
+                  totals += accumulators * scale * row scale  (+ row sum * offset * row scale)
+
+    The number of iterations of the outer loop is a run-time value on purpose: with a constant LLVM would unroll it
+    and run out of registers.
     """
 
     def __init__(
@@ -148,7 +161,7 @@ class _Pass:
         totals_at: Any,
         ahead: tuple[Any, Any],
     ) -> None:
-        """Write it."""
+        """Emit the loops. Tuples hold the sizes of a loop, and addresses with the strides of rows."""
         builder, writer = self._builder, self._writer
         blocks, together, vectors = sizes
         width, size = self._together * OUTPUTS, self._scale_bytes
@@ -169,7 +182,8 @@ class _Pass:
             ahead_at = writer.advance(ahead[0], part.index, 4 * width)
             at.append(writer.advance(ahead_at, block, self._dots.weight_bytes))
         else:
-            # First: LLVM would move sums behind this loop, and keep what they are made of in memory meanwhile.
+            # Prefetch first: otherwise LLVM moves the accumulation after the loop of prefetches,
+            # and spills its operands.
             self._fetch(ahead, builder.add(builder.mul(part.index, blocks), block))
         totals = self._block(
             inner.carried,
@@ -185,7 +199,7 @@ class _Pass:
         part.end([], builder.sdiv(vectors, ir.Constant(LONG, self._together)))
 
     def _fetch(self, ahead: tuple[Any, Any], index: Any) -> None:
-        """Write how a pass fetches its share of the weights that come next: some lines each time."""
+        """Emit a pass's share of prefetches of the next weights: some lines per block."""
         builder, (at, lines) = self._builder, ahead
         parts = VECTORS // self._together
         lines = builder.sdiv(
@@ -210,9 +224,9 @@ class _Pass:
         facts_at: Sequence[Any],
         grids: Sequence[Any],
     ) -> list[Any]:
-        """Return totals to which the product by some vectors of a block is added.
+        """Emit the products with some vectors of a block; returns the updated totals.
 
-        `weight_at` is where their weights lie, and maybe what is to be fetched meanwhile.
+        `weight_at` is the address of the weights, optionally followed by the address to prefetch.
         """
         builder, writer, vectors = self._builder, self._writer, range(self._together)
         taken = [writer.load(builder.add(at, ir.Constant(LONG, 4)), WORD, 4) for at in facts_at]
@@ -234,7 +248,7 @@ class _Pass:
         return totals
 
     def _of_rows(self, given: tuple[Any, Any], block: Any, size: int) -> list[Any]:
-        """Return where a block of each row is, of rows that lie so many bytes apart."""
+        """Addresses of a block of each row; rows are `given[1]` bytes apart."""
         advance = self._writer.advance
         starts = [advance(given[0], given[1], row) for row in range(self._count)]
         return [advance(start, block, size) for start in starts]
@@ -255,12 +269,12 @@ class _Pass:
             self._writer.store(total, at, 4)
 
     def _sum(self, taken: Any) -> Any:
-        """Return the sum of a row's block as float32, out of what is to be added to its sums."""
+        """Sum of a row's block as float32, from its zero-point correction."""
         as_float = self._builder.sitofp(taken, _SINGLE)
         return self._builder.fmul(as_float, ir.Constant(_SINGLE, -1.0 / self._sum_scale))
 
     def _fused(self, one: Any, other: Any, total: Any) -> Any:
-        """Return one times other plus total, rounded once: whatever rows are beside it, nothing else is made of it."""
+        """Emit one * other + total as one FMA, so that LLVM contracts it the same way for any number of rows."""
         return call_llvm(self._builder, f"llvm.fma.v{OUTPUTS}f32", FLOATS, one, other, total)
 
     def _grid(self, at: Any, vector: int) -> Any:
@@ -285,7 +299,7 @@ def _round_blocks(
     out_at: Any,
     facts_at: Any,
 ) -> None:
-    """Make whole blocks of a row into 8 bits; write values, and for each block its scale and what its sums lack."""
+    """Quantize whole blocks of a row to int8; write values, and scale and zero-point correction of each block."""
     writer = InstructionWriter(builder)
     loop = Loop(builder, [])
     if row_kind is numba.types.float32:
@@ -296,10 +310,11 @@ def _round_blocks(
         halves = writer.load(at, ir.VectorType(ir.IntType(16), ROW_BLOCK), 2)
         bits = builder.shl(builder.zext(halves, _WORDS), constant_vector(_WORDS, 16))
     sizes = builder.and_(bits, constant_vector(_WORDS, 0x7FFFFFFF))
-    # Floats without a sign are ordered as the whole numbers of their bits; a NaN is the largest, and stays one.
+    # Non-negative floats are ordered as the integers of their bits; a NaN is the maximum and
+    # remains a NaN.
     found = call_llvm(builder, f"llvm.vector.reduce.smax.v{ROW_BLOCK}i32", WORD, sizes)
     largest = builder.bitcast(found, _SINGLE)
-    # As whole numbers, too: compared as floats, LLVM may take it that there are no NaNs.
+    # As integers too: in a comparison of floats LLVM may assume that there are no NaNs.
     nothing = builder.icmp_signed("<", found, ir.Constant(WORD, _LEAST_BITS))
     zero = ir.Constant(_SINGLE, 0.0)
     inverse = builder.fdiv(ir.Constant(_SINGLE, 127.0), largest)
@@ -324,7 +339,7 @@ def _round_blocks(
 def _round_row(
     row_tag: Any, kind: Any, row_at: int, given: int, out_at: int, facts_at: int
 ) -> None:
-    """Make a row of `given` inputs into 8 bits; the last block is filled up with zeros."""
+    """Quantize a row of `given` inputs to int8; the last block is padded with zeros."""
     whole = given // ROW_BLOCK
     if whole:
         _round_blocks(row_tag[0], kind[0], row_at, whole, out_at, facts_at)
@@ -361,13 +376,13 @@ def _multiply_panels(
     bias: Any,
     out_at: int,
 ) -> None:
-    """Multiply all rows with the panels `first` to `stop`."""
+    """Multiply all rows by the panels `first` to `stop`."""
     row_tag, kind, scale_kind, tag = tags
     panel_bytes, blocks, together, grid_bytes, vectors = sizes
     groups = (blocks + together - 1) // together
     block_bytes = panel_bytes // blocks
     chunk = max(_CHUNK_BYTES // block_bytes, 1)
-    # A chunk is of whole groups, or in one group.
+    # A chunk is a whole number of groups, or part of one group.
     chunk = chunk // together * together if together <= chunk else chunk
     rows = len(facts)
     totals = np.empty((rows, PANEL), dtype=np.float32)
@@ -438,9 +453,9 @@ def multiply_whole(
 ) -> None:
     """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
-    Shape: rows [rows, given] and out [rows, outputs], of the type that `row_tag` says; bias float32 [padded outputs].
-    `sizes` are bytes of a panel, blocks, blocks of a group, bytes of a panel's scales of a group, vectors of a
-    panel.
+    Shape: rows [rows, given] and out [rows, outputs], of the type of `row_tag`; bias float32 [padded outputs].
+    `sizes` are bytes of a panel, blocks of a panel, blocks of a group, bytes of a panel's scales of a group, vectors
+    of a panel.
     """
     row_bytes = sizes[1] * ROW_BLOCK
     taken = np.empty((rows, row_bytes), dtype=np.int8)
@@ -452,4 +467,4 @@ def multiply_whole(
         weight_at, sizes, scales_at, offsets_at, outputs, bias, out_at,
     )  # fmt: skip
     spread(pool, panels, panels_together(rows, given) * _INT8_PANELS, _multiply_panels, work)
-    taken[0, 0] = np.int8(0)  # its address is used above: it must live until here
+    taken[0, 0] = np.int8(0)  # keeps the buffer alive: only its address is used above

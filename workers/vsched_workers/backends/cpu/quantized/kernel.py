@@ -1,30 +1,43 @@
-"""The product of rows and a quantised weight, which is widened in registers, or for many rows once into the cache.
+"""GEMM of float activations and a quantized weight, dequantized in registers, or for many rows once into the cache.
 
-    out[r, o] = bias[o] + sum_g scale[g, o] * (sum_(i in g) rows[r, i] * (q[o, i] - centre)) + offset[g, o] * sum[r, g]
+    out[r, o] = bias[o] + sum_g scale[g, o] * (sum_(i in g) rows[r, i] * (q[o, i] - centre)) + offset[g, o] * sum[r,
+        g]
 
-where sum[r, g] is the sum of a row's inputs in group g. Sums are float32; the result is float32 or rounded to bfloat16.
+`scale` and `offset` belong to a group g of inputs (`offset` is the minimum, minus scale times zero point, of
+asymmetric formats); sum[r, g] is the sum of a row's inputs in group g. Accumulators are float32; the result is
+float32 or rounded to bfloat16.
 
-**Layout.** A weight [out, in] lies in panels of `PANEL` outputs, [out / PANEL, in, PANEL], in one of the types of
-`KINDS`. Of int8, four neighbouring inputs of an output are one word, [out / PANEL, in / 4, PANEL, 4], which is how
-`integers.py` reads them; of int4, a word holds eight, the first four in the lower halves of its bytes, as 0 to 15:
-`centre` is 8 then, and nothing has to be taken away from each. Scales and offsets lie in panels of the same width,
-[out / PANEL, groups, PANEL], as float32 or float16. Outputs are padded to whole panels, and inputs to a multiple of
-`INPUTS`, with zeros.
+**Packing.** A weight [out, in] is packed into panels of `PANEL` outputs, [out / PANEL, in, PANEL], in one of the
+types of `KINDS`:
 
-**Parts.** Rows are widened once and laid out in parts of up to `BLOCK` inputs, [parts, rows, BLOCK], and a panel is
-multiplied part by part: a part of the panel and the rows of a pass lie in the first cache meanwhile. Rows lie close
-together, since rows a power of two apart would take each other's places there. The panel's next part is fetched by all
-passes over this one, each its share: so memory is read while registers multiply, and not first one and then the other.
+  int8   one 32-bit word per output: inputs 4 j .. 4 j + 3, lowest byte first      [out / PANEL, in / 4, PANEL, 4]
 
-**Few rows.** A pass multiplies up to `PASS_ROWS` rows with a block of inputs of a part: sums stay in registers while
-weights are read and widened. Sixteen registers hold sums of six rows for half of a panel, so its halves follow each
-other; of one or two rows they hold those of both. A step of one row reads a byte or half a byte a weight, and does
-nothing else that takes as long.
+  int4   one 32-bit word per output: inputs 8 j .. 8 j + 7, unsigned 0 .. 15
 
-**Many rows.** A part is widened into the first cache once, and all rows are multiplied with it.
+           bits    31..28  27..24  23..20  19..16  15..12  11..8    7..4    3..0
+           input     7       3       6       2       5       1       4       0
 
-Both add up in the same order: inputs of a block one by one, and then block by block. So a row's result has the same
-bits whatever rows are beside it. A group of more than `BLOCK` inputs is several blocks of one scale.
+  fp8, bfloat16, float32   one value per output and input                          [out / PANEL, in, PANEL]
+
+`integers.py` reads int8 and int4 in the same layout. For int4 `centre` is 8, the zero point of the unsigned values;
+it is subtracted once per block, not from each value. Scales and offsets are packed into panels of the same width,
+[out / PANEL, groups, PANEL], as float32 or float16. Outputs are padded with zeros to whole panels, inputs to a
+multiple of `INPUTS`.
+
+**Parts.** Activations are widened once and packed into parts of up to `BLOCK` inputs, [parts, rows, BLOCK], and a
+panel is multiplied part by part, with a part of the panel and the rows of a pass in the L1 cache. Rows are next to
+each other because rows a power of two apart would share cache sets. Each pass over a part prefetches its share of the
+panel's next part, so memory reads overlap with the products.
+
+**Few rows.** A pass multiplies up to `PASS_ROWS` rows by a block of inputs of a part: accumulators stay in registers
+while weights are read and widened. 16 registers of 256 bits hold the accumulators of six rows for half of a panel, so
+its halves follow each other; with one or two rows both fit. For one row, reading a byte or half a byte per
+weight is the longest part of the work.
+
+**Many rows.** A part is widened into the L1 cache once, and all rows are multiplied by it.
+
+Both add up in the same order: inputs of a block one by one, then block by block. So the result of a row has the same
+bits whatever other rows are in the batch. A group of more than `BLOCK` inputs is several blocks with one scale.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -60,19 +73,20 @@ from vsched_workers.backends.cpu.kernels.thread_pool import rows_together, sprea
 _WIDE = has_avx512()
 _VECTORS = 4 if _WIDE else 2
 PANEL = _VECTORS * LANES
-"""Outputs of a panel: with registers of 512 bits four of them, else four of 256."""
+"""Outputs of a panel: four vectors with 512-bit registers, otherwise four of 256 bits."""
 PASS_ROWS = 6
-"""Most rows of a pass: their sums leave registers for the weights and the inputs."""
+"""Maximum rows of a pass: their accumulators leave registers for weights and inputs."""
 INT4_CENTRE = 8
-"""The zero of four bits, as in `quantized/weights.py`; what a kernel takes in lies in a file that keys what is kept."""
+"""Zero point of int4, as in `quantized/weights.py`; repeated here since kernel sources key the kernel store."""
 INPUTS = 16
-"""Inputs are padded to a multiple of this, and groups are of whole multiples."""
+"""Inputs are padded to a multiple of this, and groups are multiples of it."""
 BLOCK = 128
-"""Most inputs of a block: the weights of one, widened, lie in the first cache."""
+"""Maximum inputs of a block: the widened weights of a block fit into the L1 cache."""
 FEW_ROWS_MAX = 4 * PASS_ROWS
-"""Most rows that weights are widened for in every pass; about the same time either way up to three times as many."""
+"""Maximum rows for which each pass widens the weights again; the choice matters little up to three times this number.
+"""
 _ROW_BYTES = 4 * BLOCK
-"""Bytes from one row of a part to the next."""
+"""Bytes between rows of a part."""
 _UNROLLED = 4
 
 INT8: npt.NDArray[Any] = np.zeros(1, dtype=np.int8)
@@ -80,7 +94,8 @@ INT4: npt.NDArray[Any] = np.zeros(1, dtype=np.uint8)
 FP8: npt.NDArray[Any] = np.zeros(1, dtype=np.int16)
 BF16: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
 _FLOAT32: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
-"""Dtype tags: an argument by whose type a kernel is compiled. They say what a kernel reads, not how it is stored."""
+"""Dtype tags: the type of this argument selects the compiled variant. A tag is the format read, not the storage type.
+"""
 
 KINDS: Mapping[str, npt.NDArray[Any]] = {
     "int8": INT8,
@@ -90,15 +105,15 @@ KINDS: Mapping[str, npt.NDArray[Any]] = {
     "float32": _FLOAT32,
 }
 FP8_FACTOR = 256.0
-"""FP8 (e4m3) is read as the float16 whose bits are the same, moved: its scales are to be multiplied by this."""
+"""FP8 (e4m3) is read as the float16 with the same bits, shifted: scales must be multiplied by this factor."""
 
 OF_BF16: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
 OF_FLOAT32: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
-"""Dtype tags of rows and results."""
+"""Dtype tags of activations and results."""
 
 HALF: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
 SINGLE: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
-"""Dtype tags of scales: float16, and float32."""
+"""Dtype tags of scales: float16 and float32."""
 
 _BYTES = ir.VectorType(BYTE, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
@@ -110,7 +125,7 @@ def _all(kind: Any, value: int) -> Any:
 
 
 class Reader:
-    """Writes how weights are read: for some inputs one after the other, a panel's vectors of each."""
+    """Emits loads of weights: for consecutive inputs, the vectors of a panel."""
 
     def __init__(self, builder: Any, kind: Any) -> None:
         self._builder = builder
@@ -119,27 +134,27 @@ class Reader:
 
     @property
     def half_bytes(self) -> int:
-        """Halves of bytes that a weight takes."""
+        """Number of half bytes (nibbles) per weight."""
         sizes = {numba.types.uint8: 1, numba.types.uint16: 4, numba.types.float32: 8}
         return sizes.get(self._kind, 2)
 
     @property
     def is_wide(self) -> bool:
-        """Whether weights are float32, and so those of the cache mostly."""
+        """Whether weights are float32, as those widened into the cache are."""
         return self._kind is numba.types.float32
 
     @property
     def read_together(self) -> int:
-        """Inputs that lie in one word."""
+        """Inputs packed into one word."""
         return {numba.types.uint8: 8, numba.types.int8: 4}.get(self._kind, 1)
 
     @property
     def unrolled(self) -> int:
-        """Inputs of one iteration."""
+        """Inputs per iteration."""
         return max(_UNROLLED, self.read_together)
 
     def load(self, at: Any, vector: int) -> Any:
-        """Return one vector of the panel, of as many inputs from an address on as are read together."""
+        """Emit the load of one vector of the panel, with `read_together` inputs, the first one at `at`."""
         size = LANES * self.half_bytes * self.read_together // 2
         kinds = {
             numba.types.float32: FLOATS,
@@ -149,7 +164,7 @@ class Reader:
         return self._load(at, size * vector, kinds.get(self._kind, WORDS))
 
     def widened(self, loaded: Any, index: int) -> Any:
-        """Return of what was loaded the input of this index, as float32."""
+        """Emit the conversion of input `index` of a loaded vector to float32."""
         builder = self._builder
         if self._kind is numba.types.float32:
             return loaded
@@ -172,7 +187,7 @@ class Reader:
 
 
 def scale_vector(builder: Any, kind: Any, at: Any, vector: int) -> Any:
-    """Return a vector of scales as float32."""
+    """Emit the load of a vector of scales, widened to float32."""
     writer, half = InstructionWriter(builder), kind is numba.types.uint16
     place = builder.add(at, ir.Constant(LONG, vector * LANES * (2 if half else 4)))
     if half:
@@ -181,7 +196,7 @@ def scale_vector(builder: Any, kind: Any, at: Any, vector: int) -> Any:
 
 
 def _vectors_together(rows: int) -> range:
-    """Return how the vectors of a panel are taken for a pass: the first of each that have their sums in registers."""
+    """Split a panel's vectors for a pass: the start of each set whose accumulators fit into registers."""
     return range(0, _VECTORS, _VECTORS if _WIDE or rows < 3 else 1)
 
 
@@ -202,11 +217,15 @@ def _multiply_block(
     ahead_bytes: Any,
     centre: Any,
 ) -> None:
-    """Multiply 1 to `PASS_ROWS` rows with a block of a panel and add to their totals.
+    """Multiply 1 to `PASS_ROWS` rows by a block of a panel and add to their accumulators in memory.
 
-    Shape: rows float32, `_ROW_BYTES` apart; `sums_at` is that of the first row's sum of this block, and rows' sums lie
-    as far apart as rows do of `totals_at`, [rows, PANEL]. `offset_at` is 0 where there are none. Meanwhile memory from
-    `ahead_at` on is fetched, `ahead_bytes` for `_UNROLLED` inputs.
+    Shape: float32 rows, `_ROW_BYTES` apart. `sums_at` is the address of the first row's sum of inputs in this block;
+    consecutive rows' sums are next to each other. `totals_at` is the address of the accumulators [rows, PANEL].
+    `offset_at` is 0 if there are no offsets. Memory from `ahead_at` on is prefetched, `ahead_bytes` per `_UNROLLED`
+    inputs.
+
+    Emits one unrolled loop for each number of rows, with and without offsets. Register accumulators start at -centre
+    * sum, which subtracts the zero point from all weights of the block.
     """
     writer = InstructionWriter(builder)
     given = builder.zext(builder.icmp_signed("!=", offset_at, ir.Constant(LONG, 0)), LONG)
@@ -237,7 +256,9 @@ def _sum_inputs(
     vectors: range,
     initial: Sequence[Any],
 ) -> Sequence[Any]:
-    """Return sums of rows, `initial` and the products with a block, some vectors of its panel for each row."""
+    """Emit the loop over a block; returns the accumulators, `initial` plus the products, `vectors` of the panel per
+    row.
+    """
     rows_at, weight_at, inputs, ahead_at, ahead_bytes = given
     writer, reader = InstructionWriter(builder), Reader(builder, kind)
     count = len(initial) // len(vectors)
@@ -268,7 +289,7 @@ def _sum_inputs(
 def _fetch_ahead(
     builder: Any, reader: Reader, index: Any, ahead: tuple[Any, Any], vectors: range
 ) -> None:
-    """Fetch what one iteration over some vectors of a panel is to fetch of the memory ahead."""
+    """Emit the prefetches of one iteration over some vectors of a panel."""
     writer, (ahead_at, ahead_bytes) = InstructionWriter(builder), ahead
     ahead_bytes = builder.mul(ahead_bytes, ir.Constant(LONG, reader.unrolled // _UNROLLED))
     at = builder.add(ahead_at, builder.mul(index, ahead_bytes))
@@ -291,7 +312,7 @@ def _add_scaled(
     added: Sequence[Any],
     totals_at: Any,
 ) -> None:
-    """Add what a block yields, times its scales, to the totals of rows, and the rows' sums times offsets, if any."""
+    """Emit the epilogue of a block: totals += accumulators * scales, plus sums of rows * offsets, if any."""
     writer, (scale_at, offset_at) = InstructionWriter(builder), places
     for vector in vectors:
         scale = scale_vector(builder, kind, scale_at, vector)
@@ -324,9 +345,10 @@ def _widen(builder: Any, kind: Any, weight_at: Any, inputs: Any, out_at: Any) ->
 
 @compiled()
 def _passes_of(rows: int, input_bytes: int) -> Any:
-    """Return the passes for some rows, the fewest rows of one, how many have one more, and what they fetch ahead.
+    """Passes for M rows: their number, minimum rows per pass, passes with one more row, and prefetched bytes.
 
-    That is bytes of a panel's next part for `_UNROLLED` inputs, of which the part has `input_bytes` each.
+    The prefetched bytes are a pass's share of the panel's next part, per `_UNROLLED` inputs; an input of the panel has
+    `input_bytes`.
     """
     number = (rows + PASS_ROWS - 1) // PASS_ROWS
     least = rows // max(number, 1)
@@ -352,10 +374,10 @@ def _multiply_part(
     totals: Any,
     centre: float,
 ) -> None:
-    """Multiply all rows with the inputs `start` to `stop` of a panel, which lie from `weight_at` on.
+    """Multiply all rows by the inputs `start` to `stop` of a panel, which begin at `weight_at`.
 
-    Shape: rows [rows, BLOCK], those inputs of them. From `ahead_at` on lies what is used next, of which each pass
-    fetches its share. For `passes` see `_passes_of`.
+    Shape: rows [rows, BLOCK], for these inputs. The next part is at `ahead_at`; each pass prefetches its share of it.
+    For `passes` see `_passes_of`.
     """
     block, group, scale_bytes = sizes
     number, least, larger, ahead_bytes = passes
@@ -401,7 +423,7 @@ def _multiply_panel(
     widened: Any,
     centre: float,
 ) -> None:
-    """Multiply all rows with a panel, part by part, each of which is `widened` first where there are `many`."""
+    """Multiply all rows by a panel, part by part; with `many`, each part is `widened` into the cache first."""
     length = BLOCK // sizes[0] * sizes[0]
     input_bytes = PANEL * half_bytes // 2
     passes = _passes_of(rows.shape[1], input_bytes)
@@ -427,13 +449,14 @@ def _multiply_panel(
 def _read_row(
     tag: Any, row_at: int, given: int, block: int, parts_at: int, part_bytes: int, sums: Any
 ) -> None:
-    """Write a row of `given` inputs as float32 to its parts, padded with zeros, and the sums of its blocks.
+    """Convert a row of `given` inputs to float32 and write it to its parts, padded with zeros, and the sums of its
+    blocks.
 
-    Its parts begin at `parts_at`, `part_bytes` apart; of each, whole blocks are used.
+    Its parts begin at `parts_at`, `part_bytes` apart; the used length of a part is a whole number of blocks.
     """
     length = BLOCK // block * block
     for start in range(0, given, length):
-        # By address, or it would be an array of some stride, which is not vectorised.
+        # By address: a slice of the array would have an unknown stride, which is not vectorized.
         part = float32_array(parts_at + start // length * part_bytes, BLOCK)
         count = min(length, given - start)
         if tag.itemsize == 4:
@@ -455,7 +478,7 @@ def _read_row(
 
 @compiled()
 def write_rows(tag: Any, totals: Any, out_at: int, outputs: int, count: int) -> None:
-    """Write the totals of a panel, of which `count` outputs are wanted, as what `tag` says."""
+    """Write `count` outputs of a panel's accumulators in the type of `tag`."""
     for row in range(len(totals)):
         if tag.itemsize == 4:
             singles = float32_array(out_at + 4 * row * outputs, count)
@@ -504,7 +527,7 @@ def _multiply_panels(
     sums: Any,
     centre: float,
 ) -> None:
-    """Multiply all rows with the panels `first` to `stop`."""
+    """Multiply all rows by the panels `first` to `stop`."""
     tag, kind, scale_kind = tags
     rows, group, scale_bytes = taken.shape[1], sizes[1], sizes[2]
     groups = (inputs + group - 1) // group
@@ -513,7 +536,7 @@ def _multiply_panels(
     widened = np.empty((BLOCK, PANEL), dtype=np.float32)
     for panel in range(first, stop):
         column = panel * PANEL
-        # A slice would be checked for its shape, and the text of that error takes seconds to compile.
+        # A slice assignment checks shapes, and its error message takes seconds to compile.
         for row in range(rows):
             for index in range(PANEL):
                 totals[row, index] = bias[column + index]
@@ -550,8 +573,8 @@ def multiply(
 ) -> None:
     """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
-    Shape: rows [rows, given] and out [rows, outputs], of the type that `tag` says; `inputs` is `given`, padded; bias
-    float32 [padded outputs]. `sizes` are inputs of a block and of a group, and bytes of a scale.
+    Shape: rows [rows, given] and out [rows, outputs], of the type of `tag`; `inputs` is `given`, padded; bias float32
+    [padded outputs]. `sizes` are inputs of a block, inputs of a group, and bytes of a scale.
     """
     block = sizes[0]
     length = BLOCK // block * block

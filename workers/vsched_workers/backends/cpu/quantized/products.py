@@ -1,6 +1,6 @@
-"""Products of rows and a weight that is widened as it is read: quantised, or bfloat16 where oneDNN has no product.
+"""Products with a weight that is widened as it is read: quantized, or bfloat16 if oneDNN has no bfloat16 product.
 
-oneDNN multiplies bfloat16 on processors with AVX-512 alone; on others torch's own takes many times as long.
+oneDNN multiplies bfloat16 only on processors with AVX-512; on others torch's own product is many times slower.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from vsched_workers.quantized.schemes import FORMATS
 from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
 
 _PACKED_BYTES = 1 << 24
-"""Bytes that are laid out at once, so that beside a weight and its panels there is not much more memory."""
+"""Bytes that are packed at once: limits the memory in use besides the weight and its panels."""
 
 Kernel = Callable[[Any, int, int, int, int], None]
-"""Multiplies: the dtype tag of rows, their address and number, outputs wanted, and where the results go."""
+"""Call of a product: dtype tag of rows, their address and number, outputs wanted, address of the result."""
 
 
 class QuantizedProduct:
-    """The product by a weight in panels; a row's result does not depend on the other rows, to the bit.
+    """Product with a packed weight; the result of a row does not depend on the other rows, to the bit.
 
-    But for one thing: with tiles, many rows have another kernel than few.
+    One exception: with tiles, many rows use another kernel than few.
 
     Attributes:
-        step_rows_max: Most rows of a step that is one call.
-        block_rows: Most rows that it is worth using for at once.
-        size_bytes: Bytes of the padded weight, its scales included.
-        kernel: What multiplies few rows: `multiply_whole`, or `multiply` of `kernel.py`.
-        many_rows_kernel: What multiplies `many_rows_min` and more of bfloat16: `multiply_widened`, or None.
-        many_rows_min: See there.
-        tags: The dtype tags that it is compiled for, for rows of bfloat16.
-        record: What it is told of the weight, one by one, with the bias as its address.
-        has_order: Whether inputs are put in another order first.
+        step_rows_max: Maximum rows that one call of a compiled step may multiply.
+        block_rows: Maximum rows worth multiplying at once.
+        size_bytes: Bytes of the padded weight, including its scales.
+        kernel: Kernel for few rows: `multiply_whole`, or `multiply` of `kernel.py`.
+        many_rows_kernel: Kernel for at least `many_rows_min` rows of bfloat16: `multiply_widened`, or None.
+        many_rows_min: Minimum rows of that kernel.
+        tags: Dtype tags that select the compiled variant for bfloat16 rows.
+        record: Arguments that describe the weight, one by one, with the bias as its address.
+        has_order: Whether inputs are permuted first.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class QuantizedProduct:
         int8_rows: bool = False,
         tiles: bool = False,
     ) -> None:
-        """Take a weight [out, in], of which a copy is laid out: quantised, or bfloat16.
+        """Take a weight [out, in], quantized or bfloat16, and pack a copy.
 
-        With `int8_rows` rows are made into 8 bits and multiplied as whole numbers, where the weight is of such. With
-        `tiles` many rows of bfloat16 are multiplied in tiles.
+        With `int8_rows` activations are quantized to int8 if the weight is an integer format. With `tiles` many rows
+        of bfloat16 are multiplied in tiles.
         """
         weight = weight if isinstance(weight, QuantizedWeight) else _unscaled(weight)
         self.shape = weight.shape
@@ -132,7 +132,7 @@ class QuantizedProduct:
                 self.step_rows_max = ROWS_MIN - 1
 
     def _whole_numbers(self, pool: int, tags: Sequence[Any]) -> Kernel:
-        """Return the kernel that makes rows into 8 bits."""
+        """Return the kernel with int8 activations."""
         self.kernel = multiply_whole
         sizes, addresses = self._sizes(ROW_BLOCK), self._addresses()
         self.tags = (OF_BF16, *tags, instructions())
@@ -162,7 +162,7 @@ class QuantizedProduct:
         return call
 
     def _in_tiles(self, pool: int, tags: Sequence[Any]) -> Kernel:
-        """Return the kernel that widens weights for many rows of bfloat16, and multiplies in tiles."""
+        """Return the kernel that dequantizes weights to bfloat16 and multiplies many rows in tiles."""
         assert has_tiles(), "a process asks for them first"
         unit = ROW_BLOCK if self._group % ROW_BLOCK == self._inputs % ROW_BLOCK == 0 else INPUTS
         return self._by_blocks(multiply_widened, pool, tags, self._sizes(unit))
@@ -170,11 +170,11 @@ class QuantizedProduct:
     def _by_blocks(
         self, kernel: Any, pool: int, tags: Sequence[Any], sizes: tuple[int, ...]
     ) -> Kernel:
-        """Return a kernel that is told of the weight's blocks, which takes what is the same for any weight."""
+        """Bind the weight's arguments to a kernel that works on blocks of inputs."""
         tag, addresses = instructions(), self._addresses()
 
         def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
-            # By position: numba takes microseconds to sort out names.
+            # Positional arguments: numba takes microseconds to sort keyword arguments.
             kernel(
                 pool, row_tag, *tags, tag, rows_at, count, self._given, addresses[0], sizes,
                 addresses[1], addresses[2], outputs, self._bias, result_at,
@@ -183,7 +183,7 @@ class QuantizedProduct:
         return call
 
     def _sizes(self, block: int) -> tuple[int, int, int, int, int]:
-        """Return bytes of a panel, its blocks of so many inputs, those of a group, bytes of its scales, and vectors."""
+        """Bytes of a panel, its blocks, blocks of a group, bytes of its scales of a group, vectors of a panel."""
         return (
             self._panels[0].nbytes,
             self._inputs // block,
@@ -197,16 +197,16 @@ class QuantizedProduct:
         return self._panels.data_ptr(), self._scales.data_ptr(), offsets_at
 
     def _results(self) -> tuple[int, int]:
-        """Return the number of outputs, and where the bias lies."""
+        """Number of outputs, and address of the bias."""
         return self.shape[0], self._bias.ctypes.data
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows [..., in] of bfloat16 or float32; returns [..., out] of that type."""
+        """Multiply rows [..., in] of bfloat16 or float32; returns [..., out] of the same type."""
         if self._order is not None:
             rows = rows.index_select(-1, self._order)
         rows = rows.contiguous()
         shape = (*rows.shape[:-1], self.shape[0])
-        # What is left out must not be nonsense: tokens are drawn from logits.
+        # Skipped outputs must be defined numbers: tokens are sampled from logits.
         result = rows.new_zeros(shape) if is_sparse() else rows.new_empty(shape)
         count, singles = rows.numel() // self._given, rows.dtype == torch.float32
         widened = None if singles or count < self.many_rows_min else self._widened
@@ -221,7 +221,7 @@ class QuantizedProduct:
         return result
 
     def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return rows of the weight, as of an embedding; indices int64 [n], returns [n, in]."""
+        """Dequantize rows of the weight, as for an embedding; indices int64 [n], returns [n, in]."""
         assert self._kind in FORMATS or self._kind == "fp8", "others have no scales"
         assert self._order is None, "embeddings are quantised here, in order"
         panel, place = indices // PANEL, indices % PANEL
@@ -240,10 +240,10 @@ class QuantizedProduct:
 
 
 def makes_int8_rows(activations: str, dtype: torch.dtype) -> bool:
-    """Return whether rows of a type are made into 8 bits, as a configuration asks for: `auto`, `float` or `int8`.
+    """Return True if activations of a type are quantized to int8 under a configuration: `auto`, `float` or `int8`.
 
-    By itself not in float32: who asks for that wants the same tokens whatever rows are computed together, and a last
-    bit of attention can move a value of 8 bits by one.
+    `auto` never quantizes float32: users choose float32 for tokens that do not depend on the batch, and a difference
+    in the last bit of attention can move an int8 value by one.
     """
     if activations == "auto":
         return dtype == torch.bfloat16 and instructions() is not PLAIN
@@ -251,23 +251,23 @@ def makes_int8_rows(activations: str, dtype: torch.dtype) -> bool:
 
 
 def widens_in_tiles(settings: WorkerSettings, dtype: torch.dtype) -> bool:
-    """Return whether many rows of a type are multiplied in tiles, with weights widened.
+    """Return True if many rows of a type are multiplied in tiles, with dequantized weights.
 
-    Not where rows of 8 bits are asked for, nor where a row's bits must not depend on how many there are.
+    Not with int8 activations, nor if the result of a row must not depend on the number of rows.
     """
     wanted = settings.activations != "int8" and not settings.deterministic
     return wanted and dtype == torch.bfloat16 and has_tiles()
 
 
 def _block_of(group: int) -> int:
-    """Return the inputs of a block: as many as divide a group, or what is most where a row is one group."""
+    """Inputs of a block: the maximum that divides a group, or if nothing does (one group per row), the maximum."""
     if group <= BLOCK:
         return group
     return next(each for each in range(BLOCK, 0, -INPUTS) if not group % each or each == INPUTS)
 
 
 def _unscaled(weight: torch.Tensor) -> QuantizedWeight:
-    """Return a weight in bfloat16 or float32 as one that is scaled by one."""
+    """View a bfloat16 or float32 weight as a quantized one with scale 1."""
     return QuantizedWeight(
         kind=str(weight.dtype).removeprefix("torch."),
         values=weight.detach(),
@@ -279,7 +279,16 @@ def _unscaled(weight: torch.Tensor) -> QuantizedWeight:
 
 
 def _in_panels(weight: QuantizedWeight, inputs: int) -> torch.Tensor:
-    """Return the values of a weight in panels, as the kernel reads them."""
+    """Pack the values of a weight into panels.
+
+      int8 [out, in], PANEL outputs            panel [in / 4, PANEL, 4]
+
+            i0  i1  i2  i3  i4 ..                                 o0               o1           ..  o(PANEL - 1)
+      o0    a   b   c   d   e                  i0 .. i3    | a  b  c  d |   | p  q  r  s |
+      o1    p   q   r   s   t           ->     i4 .. i7    | e  ..      |   | t  ..      |
+
+    int4 has the same layout with words of eight inputs (`_eights`); other formats have one value in place of a word.
+    """
     outputs, _ = weight.shape
     panels, values = -(-outputs // PANEL), weight.values
     quads = weight.kind in FORMATS
@@ -300,7 +309,12 @@ def _in_panels(weight: QuantizedWeight, inputs: int) -> torch.Tensor:
 
 
 def _eights(pairs: torch.Tensor) -> torch.Tensor:
-    """Return bytes of two neighbouring inputs, [..., in / 2], as words of eight: four lower halves, four upper ones."""
+    """Repack bytes of two neighbouring inputs, [..., in / 2], into words of eight: four low nibbles, four high
+    nibbles.
+
+      given:   byte j         high: input 2 j + 1    low: input 2 j
+      packed:  byte j of 4    high: input j + 4      low: input j
+    """
     values: Any = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
     values = values.unflatten(-1, (-1, 2, 4))
     words: torch.Tensor = (values[..., 0, :] | values[..., 1, :] << 4).flatten(-2)
@@ -308,7 +322,7 @@ def _eights(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def _grid_in_panels(grid: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-    """Return scales or offsets in panels, [panels, groups, PANEL]."""
+    """Pack scales or offsets [out, groups] into panels, [out / PANEL, groups, PANEL]."""
     grid = grid.float() * factor if factor != 1.0 else grid
     padded: Any = functional.pad(grid, (0, 0, 0, -len(grid) % PANEL))
     panels = padded.unflatten(0, (-1, PANEL)).transpose(1, 2)

@@ -1,18 +1,21 @@
-"""The product of many rows and a quantised weight in tiles (AMX): a panel, or part of it, is made bfloat16 first.
+"""AMX GEMM of many rows and a quantized weight: a panel, or a part of it, is dequantized to bfloat16 first.
 
     out[r, o] = bias[o] + sum_i rows[r, i] * bfloat16(scale[g, o] * (q[o, i] - centre) + offset[g, o])
 
-Rows stay as they are. AMX could multiply bytes twice as fast, but each group of inputs has scales of its own, for which
-sums have to leave their tiles: that takes longer than it saves. From `ROWS_MIN` rows on, what it takes to widen weights
-is small beside the products, which are those of `tiles/kernel.py`.
+Activations stay bfloat16. AMX multiplies bytes twice as fast, but each group of inputs has its own scales, so
+accumulators would have to leave their tiles after each group, which costs more than it saves. From `ROWS_MIN` rows
+on, dequantization takes little time compared with the products, which `tiles/kernel.py` computes.
 
-**Numbers.** Of whole numbers with scales of float16 and no offsets, the bits of a byte or of half a byte are put where
-they stand for whole numbers in a float32, whose upper bits are those of a power of two:
+**Conversion.** For integers with float16 scales and no offsets, the bits of a value are moved into the mantissa of a
+float32 whose exponent is that of a power of two:
 
-    x = 2^e + q,   scale * q = scale * x - scale * 2^e
+  31 30      23 22                 0
+  | s | exponent |   .. q ..         |         x = 2^e + q
 
-exactly, since a float16 has 11 bits, and 2^e with a centre at most 13: the products of both have 24, and the sum is
-rounded once. That takes half the instructions.
+  scale * q = scale * x - scale * 2^e
+
+This is exact: a float16 has 11 bits, and 2^e with a centre at most 13, so the products have 24 bits, and the sum is
+rounded once. It takes half the instructions of a conversion.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -70,7 +73,7 @@ from vsched_workers.backends.cpu.tiles.kernel import (
 )
 
 ROWS_MIN = TILE_ROWS + 1
-"""Fewest rows that weights are widened for: more than a tile of rows."""
+"""Minimum rows for this kernel: more than one tile of rows."""
 _VECTORS = PANEL // LANES
 
 
@@ -86,9 +89,12 @@ def _widen_group(
     out_at: Any,
     half_bytes: Any,
 ) -> None:
-    """Write a group's weights of a panel as bfloat16, in two halves, which begin `half_bytes` apart.
+    """Dequantize a group's weights of a panel to bfloat16, into two half-panels that begin `half_bytes` apart.
 
-    `offset_at` is 0 where there are none.
+    `offset_at` is 0 if there are no offsets.
+
+      panel [in / 4, 64, 4] or words of int4     ->    half-panel 0: outputs 0 .. 31    [in / 2, 32, 2] bfloat16
+                                                       half-panel 1: outputs 32 .. 63   [in / 2, 32, 2] bfloat16
     """
     given = builder.zext(builder.icmp_signed("!=", offset_at, ir.Constant(LONG, 0)), LONG)
     for has_offsets in cases(builder, given, (0, 1)):
@@ -98,7 +104,7 @@ def _widen_group(
 
 
 class _Widening:
-    """Writes how weights are widened."""
+    """Emits the dequantization of weights."""
 
     def __init__(self, builder: Any, kind: Any, scale_kind: Any) -> None:
         self._builder, self._writer = builder, InstructionWriter(builder)
@@ -108,7 +114,7 @@ class _Widening:
     def write(
         self, inputs: Any, weight_at: Any, grids: Sequence[Any], out: tuple[Any, Any]
     ) -> None:
-        """Write the loop over a group's inputs."""
+        """Emit the loop over a group's inputs."""
         builder, writer, reader = self._builder, self._writer, self._reader
         vectors = range(_VECTORS)
         scales = [scale_vector(builder, self._scale_kind, grids[0], each) for each in vectors]
@@ -150,18 +156,18 @@ class _Widening:
         loop.end([], builder.sdiv(inputs, ir.Constant(LONG, reader.unrolled)))
 
     def _moves(self) -> Sequence[tuple[int, int]]:
-        """Return of the inputs of a word, in order, where their bits are, and where they can be those of a float32."""
+        """For the inputs of a word, in order: their lowest bit in the word, and its target position in a float32."""
         if self._kind is numba.types.int8:
             return [(place, 8) for place in (0, 8, 16, 24)]
-        # What is moved together is moved once.
+        # Inputs with the same shift share one instruction.
         return [(0, 8), (8, 8), (16, 16), (24, 12), (4, 12), (12, 12), (20, 8), (28, 16)]
 
     def _zero(self, to: int) -> int:
-        """Return what an input of zero is as the number that its bits make there: a power of two, and a centre."""
+        """Value of the float32 built from an input of zero: a power of two plus the centre."""
         return (1 << 23 - to) + (128 if self._kind is numba.types.int8 else INT4_CENTRE)
 
     def _number(self, loaded: Any, place: int, to: int) -> Any:
-        """Return an input of words and a power of two as float32; signed ones are counted from the least."""
+        """Emit the float32 of an input plus a power of two; signed inputs are counted from the minimum."""
         builder, signed = self._builder, self._kind is numba.types.int8
         word = loaded
         if place < to:
@@ -173,11 +179,11 @@ class _Widening:
         return builder.bitcast(builder.xor(word, _words(flipped)), FLOATS)
 
     def _fused(self, value: Any, scale: Any, added: Any) -> Any:
-        """Return value times scale plus what is added, rounded once: their product alone may not be exact."""
+        """Emit value * scale + added as one FMA: the product alone may not be exact."""
         return call_llvm(self._builder, f"llvm.fma.v{LANES}f32", FLOATS, value, scale, added)
 
     def _pairs(self, lower: Any, upper: Any) -> Any:
-        """Return vectors of float32 as one of pairs of bfloat16."""
+        """Interleave two float32 vectors as pairs of bfloat16."""
         both = self._writer.narrow_both(lower, upper)
         order = [at for lane in range(LANES) for at in (lane, LANES + lane)]
         return self._builder.shuffle_vector(both, both, ir.Constant(ir.VectorType(WORD, 32), order))
@@ -212,7 +218,7 @@ def _multiply_panels(
     bias_at: int,
     out_at: int,
 ) -> None:
-    """Multiply all rows with the panels `first` to `stop`."""
+    """Multiply all rows by the panels `first` to `stop`."""
     kind, scale_kind = tags
     panel_bytes, blocks, blocks_of_group, grid_bytes, _ = sizes
     inputs = panel_bytes // PANEL * _weights_of_a_byte(kind[0])
@@ -240,7 +246,7 @@ def _multiply_panels(
             at += count
             to_at += count // 2 * PAIR_BYTES
         missing = (behind * STEP_INPUTS - at) * HALF
-        # The last panel may have all its outputs in its first half.
+        # All outputs of the last panel may be in its first half-panel.
         for half in range(min(2, (outputs - panel * PANEL + HALF - 1) // HALF)):
             bf16_array(to_at + half * half_bytes, missing)[:] = np.uint16(0)
             multiply_half(
@@ -272,7 +278,7 @@ def multiply_widened(
 ) -> None:
     """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
-    What it is given is what `integers.multiply_whole` is, but rows are bfloat16, and blocks may have any size.
+    Same arguments as `integers.multiply_whole`, but rows are bfloat16, and blocks may have any size.
     """
     taken = np.empty(laid_out_bytes(rows, given) + LINE, dtype=np.uint8)
     spread(pool, rows, OWN_ROWS_MAX, lay_out_rows, (rows_at, given, next_line(taken)))
@@ -282,4 +288,4 @@ def multiply_widened(
         outputs, bias.ctypes.data, out_at,
     )  # fmt: skip
     spread(pool, panels, halves_together(rows, given, panels, 2), _multiply_panels, work)
-    taken[0] = np.uint8(0)  # its address is used above: it must live until here
+    taken[0] = np.uint8(0)  # keeps the buffer alive: only its address is used above

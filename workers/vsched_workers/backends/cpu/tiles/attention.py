@@ -1,18 +1,18 @@
-"""Attention of many rows of bfloat16 in tiles (AMX): chunks of prompts over the paged cache, and patches of images.
+"""AMX attention for many bfloat16 rows: prefill chunks over the paged cache, and image patches.
 
-It computes what `kernels/prefill_attention.py` does, and is told of it in the same way. Scores are float32, and weights
-are rounded to bfloat16.
+Same computation and arguments as `kernels/prefill_attention.py`. Scores are float32, softmax weights are rounded to
+bfloat16.
 
-**Layout.** Keys and values are packed once, straight from the paged cache, into halves of panels (see `kernel.py`): for
-each key head and sequence
+**Packing.** Keys and values are packed once, straight from the paged cache, into half-panels (see `kernel.py`), for
+each KV head and sequence:
 
-    keys    [keys / 32, head dim / 2, 32, 2]
-    values  [head dim / 32, keys / 2, 32, 2]
+  keys    [keys / 32, head_dim / 2, 32, 2]      B of Q K^T: N = keys, K = head_dim
+  values  [head_dim / 32, keys / 2, 32, 2]      B of P V:   N = head_dim, K = keys
 
-with heads and keys padded with zeros to whole tiles. Then 32 rows at a time are multiplied with all keys that they see.
-Their scores stay in the cache, the softmax of a row writes its weights into tiles, and these are multiplied with the
-values. Nothing is compiled for a shape. What a row gets depends neither on how its prompt is cut nor on the rows beside
-it.
+Head dimension and number of keys are padded with zeros to whole tiles. Then each block of 32 query rows is multiplied
+by all visible keys. Its scores stay in the cache, the softmax writes the weights of a row as A tiles, and these are
+multiplied by the values. Nothing is compiled for a specific shape. The result of a row depends neither on the
+chunking of its prompt nor on other rows in the batch.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -67,12 +67,12 @@ from vsched_workers.backends.cpu.tiles.kernel import (
 )
 
 BLOCK = TOGETHER * TILE_ROWS
-"""Rows that are computed at once."""
+"""Query rows of a block."""
 
 
 @compiled()
 def padded_head(head_dim: int) -> int:
-    """Return the values of a head that is padded to whole tiles."""
+    """Head dimension, padded to whole tiles."""
     padded: int = (head_dim + STEP_INPUTS - 1) // STEP_INPUTS * STEP_INPUTS
     return padded
 
@@ -82,7 +82,7 @@ def padded_head(head_dim: int) -> int:
 
 @compiled()
 def _pack_key(key_at: int, head_dim: int, to_at: int) -> None:
-    """Write a key to its column of half a panel, and zeros behind it."""
+    """Write a key as one column of a half-panel, padded with zeros: 4 bytes on each line of PAIR_BYTES."""
     for pair in range(head_dim // 2):
         copy_pair(key_at + 4 * pair, to_at + pair * PAIR_BYTES)
     for pair in range(head_dim // 2, padded_head(head_dim) // 2):
@@ -93,7 +93,10 @@ def _pack_key(key_at: int, head_dim: int, to_at: int) -> None:
 def _pack_values(
     first_at: int, second_at: int, head_dim: int, pair: int, padded_keys: int, to_at: int
 ) -> None:
-    """Write the values of two keys to their row of every half of a panel, and zeros behind them."""
+    """Write the values of two keys as one line of every half-panel, padded with zeros.
+
+    Half-panel h holds d = 32 h .. 32 h + 31; its line of keys t and t + 1 is v_t[d] v_t+1[d] for each d.
+    """
     for column in range(0, padded_head(head_dim), LANES):
         half, within = column // HALF, column % HALF
         at = to_at + half * padded_keys // 2 * PAIR_BYTES + pair * PAIR_BYTES + 4 * within
@@ -105,7 +108,7 @@ def _pack_values(
 
 @compiled()
 def _pack_half(given: PrefillArguments, task: int) -> None:
-    """Pack 32 keys and their values, with zeros behind the last of all."""
+    """Pack 32 keys and their values, with zeros for padded keys."""
     halves, head_dim = given.padded_keys // HALF, given.head_dim
     which, half = task // halves, task % halves
     head, sequence = which // given.sequences, which % given.sequences
@@ -128,17 +131,17 @@ def _pack_half(given: PrefillArguments, task: int) -> None:
 
 
 class _SoftmaxWriter(InstructionWriter):
-    """Writes the softmax of a row whose scores begin at a line, in vectors of 16.
+    """Emits the softmax of a row of scores, aligned to a cache line, in vectors of 16.
 
-    LLVM would do it in vectors of 8, and add up the weights of each step.
+    LLVM's own vectorization would use vectors of 8, and reduce the sum of weights in each step.
     """
 
     def larger(self, one: Any, other: Any) -> Any:
-        """Return the larger of each two."""
+        """Elementwise maximum."""
         return self.builder.select(self.builder.fcmp_ordered(">", one, other), one, other)
 
     def exp2(self, power: Any) -> Any:
-        """Return 2**x of x >= -126, as `bf16.exp2` does: 2**n * e**(f ln 2), n whole, |f| <= 1/2, by its series."""
+        """Emit 2**x for x >= -126, as `bf16.exp2`: 2**n * e**(f ln 2), n integer, |f| <= 1/2, by its Taylor series."""
         builder = self.builder
         whole = call_llvm(builder, f"llvm.rint.v{LANES}f32", FLOATS, power)
         rest = builder.fsub(power, whole)
@@ -151,13 +154,13 @@ class _SoftmaxWriter(InstructionWriter):
         return call_llvm(builder, name, FLOATS, series, whole, ZEROS, all_lanes, usual_rounding)
 
     def constant(self, value: float) -> Any:
-        """Return a vector with a number in every lane."""
+        """Vector with a constant in every lane."""
         return ir.Constant(FLOATS, [float(np.float32(value))] * LANES)
 
 
 @emits(numba.float32, numba.intp, numba.intp)
 def _highest(builder: Any, scores_at: Any, steps: Any) -> Any:
-    """Return the highest of so many steps of scores."""
+    """Maximum of `steps` K steps of scores."""
     writer = _SoftmaxWriter(builder)
     loop = Loop(builder, [writer.constant(float(SCORE_MIN))] * 2)
     at = writer.advance(scores_at, loop.index, 2 * LINE)
@@ -175,7 +178,7 @@ def _highest(builder: Any, scores_at: Any, steps: Any) -> Any:
 def _weigh(
     builder: Any, scores_at: Any, steps: Any, highest: Any, factor: Any, weights_at: Any
 ) -> Any:
-    """Write the weights 2**(factor (s - highest)) of scores into tiles, 0 for `SCORE_MIN`; return their sum."""
+    """Write the weights 2**(factor (s - highest)) of scores into A tiles, 0 for `SCORE_MIN`; return their sum."""
     writer = _SoftmaxWriter(builder)
     top, factors = writer.broadcast(highest), writer.broadcast(factor)
     loop = Loop(builder, [ZEROS] * 2)
@@ -184,7 +187,7 @@ def _weigh(
     for place, total in zip((0, LINE), loop.carried, strict=True):
         score = writer.load(builder.add(at, ir.Constant(LONG, place)), FLOATS, LINE)
         power = builder.fmul(builder.fsub(score, top), factors)
-        # The least power is no zero, and what is not seen must not count at all.
+        # 2**-126 is not zero, and masked keys must not count at all.
         weight = writer.exp2(writer.larger(power, writer.constant(-126.0)))
         seen = builder.fcmp_ordered(">", score, writer.constant(float(SCORE_MIN)))
         weights.append(builder.select(seen, weight, ZEROS))
@@ -201,9 +204,9 @@ def _weigh(
 def _softmax(
     scores: Any, unseen: int, seen: int, factor: Any, row: int, steps: int, weights_at: int
 ) -> Any:
-    """Write the weights 2**(factor (s_t - max s)) of a row's scores into tiles, and zeros for what it does not see.
+    """Write the weights 2**(factor (s_t - max s)) of a row's scores into A tiles, and zeros for masked keys.
 
-    It does not see the first `unseen` ones, and those from `seen` on. Returns what the weights are to be divided by.
+    Keys before `unseen` and from `seen` on are masked. Returns the divisor of the weights.
     """
     before, behind = scores[:unseen], scores[seen : steps * STEP_INPUTS]
     for index in range(len(before)):
@@ -217,7 +220,7 @@ def _softmax(
 
 @compiled()
 def _attend_block(given: PrefillArguments, task: int) -> None:
-    """Attend for the rows of one block, which are of one head and sequence."""
+    """Attend for one block of query rows, of one head and sequence."""
     head_dim, size = given.head_dim, 2 * given.head_dim
     head, start, rows, seen, skipped, width, packed = block_of(given, task, BLOCK, HALF)
     steps = width // HALF
@@ -226,7 +229,8 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
     keys_at = given.packed_at + packed * 2 * of_all
     values_at = keys_at + of_all
     query_bytes = inputs // STEP_INPUTS * TILE_BYTES
-    # A vector apart, or the rows of a tile would lie where the cache has few places for them.
+    # Rows are padded by one vector: with a power of two between them, the lines of a tile would
+    # share few cache sets.
     score_values, sum_values = width + LANES, inputs + LANES
     room = np.empty(
         LINE
@@ -269,7 +273,7 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
         summed = float32_array(sums_at + row * 4 * sum_values, head_dim)
         out_at = given.out_at + ((start + row) * given.heads + head) * size
         write_attended(out_at, summed, totals[row])
-    room[0] = np.uint8(0)  # its address is used above: it must live until here
+    room[0] = np.uint8(0)  # keeps the buffer alive: only its address is used above
 
 
 @compiled()
@@ -286,7 +290,7 @@ def _attend_blocks(first: int, stop: int, given: PrefillArguments) -> None:
 
 @compiled()
 def attend_in_tiles(pool: int, given: PrefillArguments) -> None:
-    """Attend as `given` says."""
+    """Attend for all rows and heads of `given`, on the threads of a pool."""
     pieces = given.kv_heads * given.sequences * (given.padded_keys // HALF)
     spread(pool, pieces, 4, _pack_halfs, (given,))
     blocks = given.heads * given.sequences * ((given.rows + BLOCK - 1) // BLOCK)
@@ -294,5 +298,5 @@ def attend_in_tiles(pool: int, given: PrefillArguments) -> None:
 
 
 def warm_up() -> None:
-    """Compile, so that the first request does not wait for it."""
+    """Compile ahead of the first request."""
     attend_in_tiles(0, no_arguments())

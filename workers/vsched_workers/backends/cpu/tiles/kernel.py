@@ -1,30 +1,44 @@
-"""Products in tiles (AMX): bfloat16 rows times a weight that lies in halves of panels, any number of rows.
+"""AMX GEMM: bfloat16 activations times a weight in half-panels of 32 outputs, for any number of rows M.
 
-AMX multiplies tiles: 16 rows of 32 inputs with 32 inputs of 16 outputs, in 16 cycles, eight times as fast as
-VDPBF16PS. There are eight tiles: four hold the sums of 32 rows and 32 outputs, two hold rows and two weights, so that
-each tile that is loaded is multiplied twice.
+    C[m, n] = bias[n] + sum_k A[m, k] * B[n, k]        A [M, K], B the weight [N, K], C [M, N]
 
-**Layout.** A weight [out, in] lies in halves of panels, 32 outputs each, padded with zeros, in which two neighbouring
-inputs lie together: [out / 32, in / 2, 32, 2]. Two tiles of weights lie side by side in it.
-Rows are laid out first, [rows / 16, in / 32, 16, 32]: a tile is a kilobyte of neighbouring lines, wherever rows lie.
+TDPBF16PS multiplies a tile of A (16 rows x 32 inputs) by a tile of B (32 inputs x 16 outputs) in 16 cycles, eight
+times as fast as VDPBF16PS. A thread has eight tile registers: four accumulators for 32 rows x 32 outputs, two tiles
+of A, two tiles of B. So each loaded tile is used in two products.
 
-**Blocking.** All rows are multiplied with half a panel, 32 at a time: a pass finds the weights in the second cache, but
-for the first one. Where that is the only one, it reads them from memory, for which lines are fetched a little ahead of
-their use, some before each tile, so that a processor reads a quarter more than where a whole half is fetched ahead.
-Several passes fetch the next half meanwhile, each a part of it, so that reading takes no time of its own.
+               B: tile 6   tile 7
+  A: tile 4      C 0         C 1       rows 0 .. 15
+     tile 5      C 2         C 3       rows 16 .. 31
 
-Rows that do not fit into the second cache, and more than 2,048 inputs of several passes, are multiplied part by part of
-their inputs. Sums of a part are kept until the next one.
+**Packing of B.** Half-panels of 32 outputs, padded with zeros, with pairs of neighbouring inputs together:
+[N / 32, K / 2, 32, 2]. A K step is 32 inputs, 16 lines of 128 bytes, and holds two B tiles next to each other:
 
-**Awake.** A processor that has computed nothing in vectors for about 0.7 µs takes 0.25 µs until it writes a tile: 30 %
-of the time of 32 rows and 1,280 inputs, seen on an Intel Xeon. So there is an addition in each step, of which nothing
-is used.
+                     tile 6                     tile 7
+  inputs 0, 1    | n0 n0 n1 n1 .. n15 n15 | n16 n16 .. n31 n31 |    one line: 2 x 64 bytes
+  inputs 2, 3    | n0 n0 n1 n1 .. n15 n15 | n16 n16 .. n31 n31 |
+     ..
+  inputs 30, 31  | n0 n0 n1 n1 .. n15 n15 | n16 n16 .. n31 n31 |
 
-Sums are float32: of each tile, those of the lower and those of the upper inputs of pairs, one by one, then both, then
-tile by tile. So a row's result has the same bits whatever rows are beside it. What is too small for float32's normal
-numbers counts as zero.
+**Packing of A.** [M / 16, K / 32, 16, 32]: each A tile is 1 KiB of consecutive cache lines, independent of the row
+stride of A (`lay_out_row`).
 
-Tiles are registers of a thread, which says how large they are. A process must have asked the operating system for them.
+**Blocking.** All rows are multiplied by one half-panel, 32 rows per pass. The first pass reads the half-panel from
+memory, later passes find it in the L2 cache. A single pass prefetches weights a few lines ahead of their use;
+prefetching the whole next half-panel instead would read a quarter more. With several passes, each prefetches its
+share of the next half-panel, so memory reads overlap with the products.
+
+K is split into parts if the packed A exceeds the L2 cache, and, with several passes, at 2,048 inputs. The
+accumulators of a part are stored and reloaded for the next part.
+
+**Vector unit wake-up.** After about 0.7 us without a vector instruction, storing a tile takes 0.25 us: 30 % of the
+time of M = 32, K = 1,280 on an Intel Xeon. So each K step has one vector addition with an unused result.
+
+**Rounding.** Accumulators are float32. Within a tile the products of even and of odd inputs are added up
+separately, then together, then tile by tile. So the result of a row has the same bits whatever other rows are in
+the batch. AMX flushes denormals to zero.
+
+Tile registers belong to a thread, which configures their shapes. A process must request permission from the operating
+system first.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, AMX-BF16.
 """
@@ -69,49 +83,49 @@ logger = logging.getLogger(__name__)
 binding.initialize_native_asmparser()  # for `stay_awake`
 
 HALF = 2 * LANES
-"""Outputs of half a panel."""
+"""Outputs (N) of a half-panel, two B tiles."""
 PAIR_BYTES = HALF * 2 * 2
-"""Bytes of two neighbouring inputs in half a panel."""
+"""Bytes of one pair of inputs in a half-panel."""
 STEP_INPUTS = 32
-"""Inputs of a tile."""
+"""Inputs (K) of a tile."""
 STEP_BYTES = STEP_INPUTS // 2 * PAIR_BYTES
-"""Bytes of half a panel's weights for these."""
+"""Bytes of one K step of a half-panel."""
 TILE_ROWS = 16
 TILE_BYTES = TILE_ROWS * LINE
 BLOCK_ROWS_MIN, BLOCK_ROWS_MAX = 256, 1024
 _BLOCK_BYTES = 1 << 23
-"""Bytes of what is multiplied and what comes of it, for as many rows as are worth multiplying at once."""
+"""Bytes of A and C together in a block of rows."""
 OWN_ROWS_MAX = TILE_ROWS
-"""Most rows that the calling thread lays out by itself: to wake the others would take longer."""
+"""Maximum rows that the calling thread packs alone: waking the other threads would take longer."""
 TOGETHER = 2
-"""Tiles of rows that are multiplied together."""
+"""Tiles of A that are multiplied together: 32 rows."""
 AHEAD_BYTES = 1 << 12
-"""Bytes that weights are fetched ahead of their use."""
+"""Prefetch distance for weights, bytes."""
 SUM_BYTES = 4 * HALF
-"""Bytes of a row's sums with half a panel."""
+"""Bytes of the accumulators of one row and a half-panel."""
 PASS_BYTES = TOGETHER * TILE_ROWS * SUM_BYTES
-"""Bytes of the sums of all rows that are multiplied together."""
+"""Bytes of the accumulators of a pass."""
 _CACHE_BYTES = 1 << 20
-"""Most bytes of rows, laid out: they stay in the second cache from one half of a panel to the next."""
+"""Maximum bytes of packed A: it stays in the L2 cache from one half-panel to the next."""
 _PART_STEPS = 64
-"""Most steps of a part that several passes go over: its weights and the next ones stay in the second cache."""
+"""Maximum K steps of a part with several passes: its weights and the next ones stay in the L2 cache."""
 _PARTS_BYTES = 1 << 20
-"""Bytes of sums that are kept from one part of the inputs to the next."""
+"""Bytes of accumulators that are stored between parts of K."""
 _TOGETHER_WEIGHTS = 1 << 17
-"""Weights that a thread multiplies few rows by at once: reading 256 KiB."""
+"""Weights that a thread claims at once with few rows: reading 256 KiB."""
 _CLAIMS = 16
-"""Into how many claims a weight is cut at least, where sums of many rows are kept: rows are read once for each."""
+"""Minimum number of claims that a weight is split into when accumulators are stored: each claim reads A once."""
 _STEP_LINES = STEP_BYTES // LINE
 _FETCHED_LINES = (2, 4, 8, 16, _STEP_LINES)
-"""How many lines of weights can be fetched with a step of two tiles of rows; the most are all that it has."""
+"""Choices for the lines of weights that a K step prefetches in a pass of two tiles; the maximum is the whole step."""
 _ROWS, _WEIGHTS = 4, 6
-"""The first tiles of rows and of weights; those of sums begin at 0."""
+"""First tile register of A, and of B; accumulators start at 0."""
 
 
 def has_tiles() -> bool:
-    """Return whether this process may use tiles, for which it asks the operating system.
+    """Return True if this process may use tiles; requests permission from the operating system on the first call.
 
-    Without having asked, it would be killed by the first instruction on them.
+    Linux kills a process that executes a tile instruction without permission.
     """
     return _asked(os.getpid())
 
@@ -129,16 +143,16 @@ def _asked(_process: int) -> bool:
 
 
 class _TileWriter(InstructionWriter):
-    """Writes instructions on tiles, which have numbers."""
+    """Emits tile instructions. Tile registers are numbers."""
 
     def tiles(self, name: str, tiles: Sequence[int], *given: Any) -> None:
-        """Write an instruction with these tiles and what else it is given."""
+        """Emit an instruction with these tile registers and operands."""
         assert has_amx(), "a product has tiles where the processor does"
         arguments = [*(ir.Constant(BYTE, tile) for tile in tiles), *given]
         call_llvm(self.builder, f"llvm.x86.{name}", ir.VoidType(), *arguments)
 
     def load_tile(self, tile: int, at: Any, line_bytes: Any) -> None:
-        """Load a tile whose lines lie so many bytes apart."""
+        """Emit the load of a tile with `line_bytes` between its lines."""
         if isinstance(line_bytes, int):
             line_bytes = ir.Constant(LONG, line_bytes)
         self.tiles("tileloadd64", [tile], self.pointer(at), line_bytes)
@@ -151,9 +165,9 @@ class _TileWriter(InstructionWriter):
         weights_at: Any,
         fetched: Sequence[Any] = (),
     ) -> None:
-        """Add the products of one or two tiles of rows and a step of half a panel to the sums.
+        """Emit one K step: add the products of one or two A tiles and both B tiles to the accumulators.
 
-        Lines at the addresses `fetched` are fetched into the second cache.
+        The lines at the addresses `fetched` are prefetched into the L2 cache.
         """
         for row in range(count):
             self.load_tile(_ROWS + row, self.advance(rows_at, row_tile_bytes, row), LINE)
@@ -165,24 +179,24 @@ class _TileWriter(InstructionWriter):
                 self.tiles("tdpbf16ps", [2 * row + vector, _ROWS + row, _WEIGHTS + vector])
 
     def stay_awake(self) -> None:
-        """Compute something in vectors, of which LLVM does not know that nothing comes of it."""
+        """Emit a vector addition that LLVM cannot remove, to keep the vector unit awake (see the head of this file)."""
         kind = ir.FunctionType(ir.VoidType(), [])
         addition = "vaddps %zmm31, %zmm31, %zmm31"
-        has_side_effects = True  # so that it stays where it is
+        has_side_effects = True  # LLVM must neither remove nor move it
         self.builder.asm(kind, addition, "~{zmm31}", [], has_side_effects)
 
     def behind(self, at: Any, count: int) -> Any:
-        """Return the address so many bytes behind another."""
+        """Address `count` bytes after another."""
         return self.builder.add(at, ir.Constant(LONG, count))
 
     def pointer(self, at: Any) -> Any:
-        """Return an address as a pointer."""
+        """Address as a pointer."""
         return self.builder.inttoptr(at, BYTE.as_pointer())
 
 
 @emits(numba.void, numba.intp)
 def _configure(builder: Any, rows: Any) -> None:
-    """Say that this thread's tiles are of 64 bytes a line, and of 16 lines, or those of rows and sums of fewer."""
+    """Configure this thread's tiles: 64 bytes per line; 16 lines, or fewer in A and accumulators."""
     writer = _TileWriter(builder)
     kind = ir.ArrayType(BYTE, LINE)
     at = cgutils.alloca_once(builder, kind)
@@ -202,14 +216,15 @@ def _configure(builder: Any, rows: Any) -> None:
 
 @emits(numba.void)
 def release_tiles(builder: Any) -> None:
-    """Say that this thread does not use its tiles any more."""
+    """Return this thread's tiles to their initial state."""
     _TileWriter(builder).tiles("tilerelease", [])
 
 
 def block_rows(outputs: int, inputs: int) -> int:
-    """Return how many rows are worth multiplying at once by a weight of this shape.
+    """Number of rows worth multiplying at once by a weight of this shape.
 
-    Of fewer, reading the weights is a larger share; of more, what is between two products leaves the cache.
+    With fewer rows, reading the weights is a larger share of the time; with more, activations leave the cache between
+    two products.
     """
     fitting = _BLOCK_BYTES // (2 * (outputs + inputs)) // STEP_INPUTS * STEP_INPUTS
     return min(max(fitting, BLOCK_ROWS_MIN), BLOCK_ROWS_MAX)
@@ -217,8 +232,8 @@ def block_rows(outputs: int, inputs: int) -> int:
 
 @compiled()
 def configure_tiles(rows: int) -> None:
-    """Say how large this thread's tiles are, for so many rows."""
-    # A tile of no lines is none of 64 bytes either, so there is one where there are no rows.
+    """Configure this thread's tiles for a number of rows."""
+    # A tile of zero lines must have zero bytes per line too, so zero rows are configured as one.
     _configure(max(min(rows, TILE_ROWS), 1))
 
 
@@ -237,11 +252,14 @@ def multiply_tiles(
     lines: Any,
     fetch_at: Any,
 ) -> None:
-    """Multiply one or two tiles of rows with half a panel, and write the sums, float32, whose rows lie so far apart.
+    """Multiply one or two A tiles by a half-panel and store the float32 accumulators, `sums_bytes` between rows.
 
-    A last step of fewer inputs has its weights at `rest_at`, filled up with zeros; 0 where there is none. With
-    `goes_on`, 1 or 0, sums are added to what lies there. With each step so many lines are fetched, 0 or of
-    `_FETCHED_LINES` (for one tile of rows the most of these), the first ones at `fetch_at`.
+    `rest_at` is a last K step of fewer inputs, padded with zeros, or 0 if there is none. `goes_on` is 1 to start from
+    the stored accumulators, 0 to start from zero. `lines` is the number of cache lines to prefetch per K step, the
+    first ones at `fetch_at`: 0 or one of `_FETCHED_LINES` (with one A tile the maximum of these).
+
+    Emits a switch with one unrolled loop for each combination of A tiles and prefetched lines, since tile registers
+    are immediate operands.
     """
     writer = _TileWriter(builder)
     most = 2 * _STEP_LINES
@@ -284,7 +302,7 @@ def multiply_tiles(
 def _write_rows(
     builder: Any, bias_kind: Any, rows: Any, sums_at: Any, bias_at: Any, out_at: Any, out_bytes: Any
 ) -> None:
-    """Add the bias to so many rows of sums, and write these rounded, `out_bytes` apart."""
+    """Epilogue: add the bias to the accumulators of rows, round to bfloat16, store them `out_bytes` apart."""
     writer, biases = InstructionWriter(builder), []
     size = 2 if bias_kind is numba.types.uint16 else 4
     for vector in (0, 1):
@@ -305,14 +323,20 @@ def _write_rows(
 
 @compiled()
 def next_line(space: Any) -> int:
-    """Return the first address in an array, one line longer than needed, at which a line of the cache begins."""
+    """First address in an array that is aligned to a cache line; the array is one line longer than needed."""
     at: int = (space.ctypes.data + LINE - 1) // LINE * LINE
     return at
 
 
 @compiled()
 def lay_out_row(row_at: int, row: int, inputs: int, tiles_at: int) -> None:
-    """Write a row of bfloat16 to its place in the tiles of rows, filled up with zeros."""
+    """Pack a bfloat16 row of A into its A tiles, padded with zeros.
+
+    row r of A      | k0 .. k31 | k32 .. k63 | ..
+                          |            |
+    tile row r / 16:   tile 0        tile 1        each 16 lines of 64 bytes
+    line r % 16        k0 .. k31     k32 .. k63
+    """
     steps = (inputs + STEP_INPUTS - 1) // STEP_INPUTS
     at = tiles_at + row // TILE_ROWS * steps * TILE_BYTES + row % TILE_ROWS * LINE
     for step in range(steps):
@@ -327,14 +351,14 @@ def lay_out_row(row_at: int, row: int, inputs: int, tiles_at: int) -> None:
 
 @compiled()
 def laid_out_bytes(rows: int, inputs: int) -> int:
-    """Return the bytes of rows of so many inputs that are laid out as tiles."""
+    """Bytes of packed A."""
     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
     return tiles * ((inputs + STEP_INPUTS - 1) // STEP_INPUTS) * TILE_BYTES
 
 
 @compiled()
 def _copy(from_at: int, to_at: int, count: int) -> None:
-    """Copy so many values of bfloat16."""
+    """Copy `count` bfloat16 values."""
     source, target = bf16_array(from_at, count), bf16_array(to_at, count)
     for index in range(count):
         target[index] = source[index]
@@ -351,14 +375,15 @@ def _write_tiles(
     bias_at: int,
     out_at: int,
 ) -> None:
-    """Write the sums of up to `TOGETHER` tiles of rows, from a row on, as outputs from a column on."""
+    """Epilogue of a pass: store up to `TOGETHER` tiles of rows from `row` on, as outputs from `column` on."""
     count = min(TOGETHER * TILE_ROWS, rows - row)
     at = out_at + (row * outputs + column) * 2
     column_bias_at = bias_at + column * bias_tag.itemsize
     if column + HALF <= outputs:
         _write_rows(bias_tag[0], count, sums_at, column_bias_at, at, 2 * outputs)
         return
-    # A row is read before it is written to the same place.
+    # Padded outputs: the epilogue runs in place (a row is read before it is overwritten), then
+    # outputs are copied.
     _write_rows(bias_tag[0], count, sums_at, column_bias_at, sums_at, SUM_BYTES)
     for each in range(count):
         _copy(sums_at + each * SUM_BYTES, at + each * 2 * outputs, outputs - column)
@@ -366,12 +391,12 @@ def _write_tiles(
 
 @compiled()
 def fetched_by(index: int, tiles: int, fetches: int) -> Any:
-    """Return how many lines of the next weights a step of a pass fetches, and how many earlier passes have fetched.
+    """Lines of the next weights that a K step of a pass prefetches, and lines prefetched by earlier passes.
 
     Args:
-        index: Of the pass.
-        tiles: Tiles of rows. A pass of one tile fetches nothing.
-        fetches: 1 where the first pass fetches the weights that it needs, or 0.
+        index: Index of the pass.
+        tiles: A tiles. A pass of one tile prefetches nothing.
+        fetches: 1 if the first pass prefetches its own weights, else 0.
     """
     place, passes = index - fetches, tiles // TOGETHER - fetches
     if 0 <= place < passes:
@@ -383,7 +408,7 @@ def fetched_by(index: int, tiles: int, fetches: int) -> Any:
 
 @compiled()
 def fetches_itself(turn: int, rows: int) -> int:
-    """Return 1 where weights are fetched by the rows that are multiplied by them, or 0 if in the turn before."""
+    """Return 1 if the first pass prefetches its own weights, 0 if the previous turn has prefetched them."""
     return 1 if turn == 0 or rows <= (2 * TOGETHER - 1) * TILE_ROWS else 0
 
 
@@ -406,25 +431,25 @@ def multiply_half(
     fetches: int,
     next_at: int,
 ) -> None:
-    """Multiply all rows, which are laid out, or a part of their inputs, with half a panel.
+    """Multiply all packed rows by a half-panel, or by a part of its K range.
 
     Args:
-        bias_tag: The dtype tag of the bias, which is padded to whole panels.
-        half: Its number: its outputs begin at 32 times that.
-        rows: Rows.
-        rows_at: Where these inputs of the first row are laid out.
-        tile_bytes: Bytes from 16 rows to the next ones.
-        steps: Whole steps of inputs.
-        half_at: Where their weights lie.
-        rest_at: Where the weights of inputs that are no whole step lie, filled up to one; 0 where there are none.
-        outputs: Outputs of the weight, those of a row of the result.
-        bias_at: Where the bias lies, of all outputs.
-        out_at: Where the result lies.
-        sums_at: Room for the sums of a pass, or, where there are several parts, of all (`Parts.sums_bytes`).
-        begins: Whether it is the first part of the inputs.
-        ends: Whether it is the last one.
-        fetches: 1 to fetch these weights from memory, 0 where they are in a cache.
-        next_at: Weights that are as many, and fetched for later; 0 for none.
+        bias_tag: Dtype tag of the bias, which is padded to whole panels.
+        half: Index of the half-panel: its first output is 32 * half.
+        rows: M.
+        rows_at: Address of packed A, at the first K step of the part.
+        tile_bytes: Bytes between 16 rows of packed A and the next 16.
+        steps: Complete K steps.
+        half_at: Address of their weights.
+        rest_at: Address of the weights of an incomplete last K step, padded to a complete one; 0 if there is none.
+        outputs: N, the row length of C.
+        bias_at: Address of the bias of all outputs.
+        out_at: Address of C.
+        sums_at: Buffer for the accumulators of a pass, or with several parts of all passes (`Parts.sums_bytes`).
+        begins: True for the first part of K.
+        ends: True for the last part: the epilogue runs.
+        fetches: 1 to prefetch these weights from memory, 0 if they are in a cache.
+        next_at: Address of weights of the same size to prefetch for the next turn; 0 for none.
     """
     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
     for index in range((tiles + TOGETHER - 1) // TOGETHER):
@@ -445,14 +470,18 @@ def multiply_half(
 
 
 class Parts(NamedTuple):
-    """How a thread multiplies rows by pieces of a weight: by a part of the inputs of some pieces, then by the next.
+    """Order of a thread's work: one part of K for some pieces of the weight, then the next part for these.
+
+      turn        0        1        2        3        4   ..      together = 2, number = 2
+      piece       0        1        0        1        2
+      K part      0        0        1        1        0
 
     Attributes:
-        steps: Steps of the inputs.
-        size: Steps of a part but for the last one.
-        number: Parts.
-        together: Pieces of which sums are kept from one part to the next.
-        sums_bytes: Bytes of the sums of a piece; 0 where there is one part.
+        steps: K steps.
+        size: K steps of a part, except the last one.
+        number: Parts of K.
+        together: Pieces whose accumulators are stored from one part to the next.
+        sums_bytes: Bytes of the stored accumulators of a piece; 0 with one part.
     """
 
     steps: int
@@ -464,7 +493,7 @@ class Parts(NamedTuple):
 
 @compiled()
 def parts_of(rows: int, inputs: int, pieces: int, halves: int) -> Parts:
-    """Return how rows of so many inputs are multiplied by so many pieces, each of so many halves of panels."""
+    """Split K into parts for `pieces` pieces of `halves` half-panels each."""
     steps = (inputs + STEP_INPUTS - 1) // STEP_INPUTS
     count = max((laid_out_bytes(rows, inputs) + _CACHE_BYTES - 1) // _CACHE_BYTES, 1)
     if rows > TOGETHER * TILE_ROWS:
@@ -481,7 +510,7 @@ def parts_of(rows: int, inputs: int, pieces: int, halves: int) -> Parts:
 
 @compiled()
 def halves_together(rows: int, inputs: int, pieces: int, halves: int) -> int:
-    """Return the number of pieces, each of so many halves of panels, that a thread multiplies at once."""
+    """Number of pieces, of `halves` half-panels each, that a thread claims at once."""
     parts = parts_of(rows, inputs, pieces, halves)
     if parts.number > 1:
         together: int = max(min(parts.together, pieces // _CLAIMS), 1)
@@ -491,7 +520,7 @@ def halves_together(rows: int, inputs: int, pieces: int, halves: int) -> int:
 
 @compiled()
 def turn_of(turn: int, pieces: int, parts: Parts) -> Any:
-    """Return the number of a piece, of the part of the inputs whose turn it is, and of its sums among those kept."""
+    """Index of a turn's piece, of its K part, and of its accumulators among the stored ones."""
     group = turn // (parts.together * parts.number)
     size = min(parts.together, pieces - group * parts.together)
     within = turn - group * parts.together * parts.number
@@ -511,7 +540,7 @@ def _multiply_panels(
     bias_at: int,
     out_at: int,
 ) -> None:
-    """Multiply all rows, which are laid out, with the halves of panels `first` to `stop`."""
+    """Multiply all packed rows by the half-panels `first` to `stop`."""
     configure_tiles(rows)
     half_bytes, whole = pairs * PAIR_BYTES, 2 * pairs // STEP_INPUTS
     first_at = weight_at + first * half_bytes
@@ -541,7 +570,7 @@ def _multiply_panels(
 
 @compiled()
 def lay_out_rows(first: int, stop: int, rows_at: int, inputs: int, tiles_at: int) -> None:
-    """Write the rows `first` to `stop` to their places in the tiles of rows."""
+    """Pack the rows `first` to `stop` of A."""
     for row in range(first, stop):
         lay_out_row(rows_at + 2 * row * inputs, row, inputs, tiles_at)
 
@@ -558,13 +587,13 @@ def multiply_in_tiles(
     bias_at: int,
     out_at: int,
 ) -> None:
-    """Multiply rows by a weight in halves of panels, on the threads of a pool (`thread_pool.spread`).
+    """Multiply rows by a weight in half-panels, on the threads of a pool (`thread_pool.spread`).
 
-    What it is given is what `gemm.multiply` is.
+    Same arguments as `gemm.multiply`.
     """
     taken = np.empty(laid_out_bytes(rows, 2 * pairs) + LINE, dtype=np.uint8)
     spread(pool, rows, OWN_ROWS_MAX, lay_out_rows, (rows_at, 2 * pairs, next_line(taken)))
     halves = (outputs + HALF - 1) // HALF
     work = tag, rows, next_line(taken), pairs, weight_at, outputs, bias_at, out_at
     spread(pool, halves, halves_together(rows, 2 * pairs, halves, 1), _multiply_panels, work)
-    taken[0] = np.uint8(0)  # its address is used above: it must live until here
+    taken[0] = np.uint8(0)  # keeps the buffer alive: only its address is used above
