@@ -113,10 +113,11 @@ def panel_product(
     int8_rows: bool = False,
     tiles: bool = False,
 ) -> CustomProduct | None:
-    """Return the product by a weight, which it copies and packs; None if it is slower than torch's own.
+    """Return the product by a weight, of which it packs a copy.
 
-    `int8_rows` and `tiles` are those of `QuantizedProduct`; bfloat16 weights use tiles whenever the processor has
-    them.
+    Returns None if torch's own product is to be preferred: with an odd number of inputs, too much padding, or a
+    processor without suitable instructions. `int8_rows` and `tiles` are as in `QuantizedProduct`; bfloat16 weights
+    use tiles whenever the processor has them.
     """
     if isinstance(weight, QuantizedWeight) or not packs(weight.dtype):
         return QuantizedProduct(weight, bias, threads=threads, int8_rows=int8_rows, tiles=tiles)

@@ -1,4 +1,4 @@
-"""The angles of decode rows, which are looked up: to compute those of one row takes a dozen calls of torch."""
+"""Lookup table of the rotary angles of decode rows: computing one row takes a dozen torch calls."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ if TYPE_CHECKING:
     from vsched_workers.families.decoder import AttentionKind
 
 TABLE_POSITIONS = 4096
-"""Positions of a table, of a megabyte where heads have 128 values. Behind them attention takes far longer than this."""
+"""Positions of a table: 1 MiB for a head dimension of 128. For later positions attention takes far longer than
+angles.
+"""
 
 _ONE = np.uint16(0x3F80)
-"""One in bfloat16."""
+"""1.0 in bfloat16."""
 
 
 class StepAngles:
     """Cosines and sines of decode rows, for each kind of layers.
 
-    A decode row's positions are the same on all axes: where there are axes, another one than that in the text.
+    With multi-axis rotary embedding, the position of a decode row is the same on all axes, and differs from its index
+    in the text.
     """
 
     def __init__(
         self, kinds: Sequence[AttentionKind], angles: Mapping[str, Angles], *, axes: bool
     ) -> None:
-        """Take the kinds of layers, and the angles of their frequencies."""
+        """Take the kinds of layers, and the angles by frequencies."""
         self._kinds, self._angles, self._axis = kinds, angles, int(axes)
         fixed = all(each.fixed for each in angles.values())
         self._length = TABLE_POSITIONS if fixed else 0
@@ -39,7 +42,7 @@ class StepAngles:
             self._cos, self._sin = self._compute(every)
 
     def __call__(self, positions: torch.Tensor) -> tuple[Bf16Array, Bf16Array]:
-        """Return cosines and sines [kinds, rows, head dim / 2] of positions [4, 1, rows]."""
+        """Return cosines and sines [kinds, rows, head_dim / 2] of positions [4, 1, rows]."""
         places = positions.numpy()[self._axis, 0]
         if max(places.tolist()) >= self._length:
             return self._compute(positions)
@@ -61,6 +64,6 @@ def arrays_of(angles: Angles, positions: torch.Tensor) -> tuple[Bf16Array, Bf16A
 
 
 def unrotated(angles: tuple[Bf16Array, Bf16Array]) -> tuple[Bf16Array, Bf16Array]:
-    """Return angles of zero for as many rows."""
+    """Return zero angles of the same shape."""
     cos, sin = angles
     return np.full_like(cos, _ONE), np.zeros_like(sin)

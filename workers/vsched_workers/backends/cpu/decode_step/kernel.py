@@ -1,14 +1,22 @@
-"""A step of decode rows through all layers of a language model, in one call.
+"""A step of decode rows through all layers of a language model, in one call from Python.
 
-A small model's step is some hundred calls of kernels, each of a few microseconds, and Python takes as long again to
-make one. Here compiled code makes them. The kernels are those of `kernels/`, called by their addresses
-(`compilation.KernelCall`), so their results have the same bits as when Python calls them, whether one thread runs a
-kernel or all, and this function is compiled within a second or two.
+A small model's step is some hundred kernel calls of a few microseconds each, and a call from Python takes as long
+again. Here compiled code makes the calls. The kernels of `kernels/` are called by address (`compilation.KernelCall`),
+so their results have the same bits as when Python calls them, with one thread or many, and this function compiles
+within a second or two.
 
-What is the same in every step is in tables of records: the layers' products, norms and heads. A product is one of
-three kinds (`Tables`), and a model may have all of them: each has its own kernels, compiled for the formats of its
-weight. To a call formats are all one. What tells a kernel of types is a dtype tag, an array whose dtype counts when the
-kernel is compiled, and whose value is passed alike whatever its dtype.
+Arguments that are the same in every step are tables of records: the layers' products, norms and heads. There are
+three kinds of products (`Tables`), and a model may have all of them. Each kind has its own kernels, compiled for the
+formats of its weights. Formats do not appear in a call: dtype tags select them, arrays whose dtype matters only at
+compile time; at run time all tags are passed in the same way.
+
+  for each layer:
+
+      hidden -> input_layernorm -> normed
+      normed -> qkv -> wide -> rotary embedding, cache write, attention -> attended
+      attended -> o_proj -> other;  hidden += other -> post_attention_layernorm -> normed
+      normed -> gate -> wide;  normed -> up -> other
+      wide = act(wide) * other -> down -> other;  hidden += other -> input_layernorm of the next layer
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -42,21 +50,26 @@ MODEL = np.dtype(
         ("pool", np.int64),
     ]
 )
-"""What the layers of a model have in common, an array of one record.
+"""Attributes shared by the layers of a model, an array of one record.
 
-`hidden`, `inner`, `queries` and `keys` are values of a row: of the hidden states, of the gate, and of all heads of
-queries and of keys. `adds_plainly`, `norms_all_heads` and `factor` (of what is added) are as in `Decoder`.
-`pool` is the address of the threads' state.
+`hidden`, `inner`, `queries` and `keys` are values of a row: of the hidden states, of the gate, of all query heads and
+of all key heads. `adds_plainly`, `norms_all_heads` and `factor` (of the residual) are those of `Decoder`. `pool` is
+the address of the thread pool's state.
 """
 
 PANELS, WHOLE_NUMBERS, FLOATS = 0, 1, 2
-"""The kinds of products: `gemm.multiply` or `tiles.kernel.multiply_in_tiles`; `integers.multiply_whole`, for many rows
-maybe `quantized.widened.multiply_widened`; and `quantized.kernel.multiply`."""
+"""Kinds of products, by their kernels.
+
+`PANELS`: `gemm.multiply` or `tiles.kernel.multiply_in_tiles`. `WHOLE_NUMBERS`: `integers.multiply_whole`, optionally
+with `quantized.widened.multiply_widened` for many rows. `FLOATS`: `quantized.kernel.multiply`.
+"""
 
 PRODUCT = np.dtype(
     [("kind", np.int64), ("place", np.int64), ("kernel", np.int64), ("weights", np.int64)]
 )
-"""A product: its kind, its place in the table of these, that of its kernel's addresses, and how many weights it has."""
+"""A product: its kind, its index in the table of its kind, the index of its kernels' addresses, its number of
+weights.
+"""
 
 PANEL_PRODUCT = np.dtype(
     [
@@ -66,7 +79,7 @@ PANEL_PRODUCT = np.dtype(
         ("bias_at", np.int64),
     ]
 )
-"""A product as `gemm.multiply` wants it, and `tiles.kernel.multiply_in_tiles`."""
+"""Arguments of `gemm.multiply` and `tiles.kernel.multiply_in_tiles`."""
 
 WHOLE_PRODUCT = np.dtype(
     [
@@ -83,7 +96,7 @@ WHOLE_PRODUCT = np.dtype(
         ("bias_at", np.int64),
     ]
 )
-"""A product as `integers.multiply_whole` wants it, which makes rows into 8 bits: `sizes` one by one."""
+"""Arguments of `integers.multiply_whole` (int8 activations), `sizes` one by one."""
 
 FLOAT_PRODUCT = np.dtype(
     [
@@ -101,22 +114,24 @@ FLOAT_PRODUCT = np.dtype(
         ("centre", np.float32),
     ]
 )
-"""A product as `quantized.kernel.multiply` wants it, which widens weights: `sizes` one by one."""
+"""Arguments of `quantized.kernel.multiply` (dequantized weights), `sizes` one by one."""
 
 PRODUCTS = QKV, OUTPUT, GATE, UP, DOWN = 0, 1, 2, 3, 4
-"""The products of a layer, by their places in its row of the table."""
+"""Products of a layer, by their column in the table."""
 
 NORMS = BEFORE_ATTENTION, AFTER_ATTENTION, BEFORE_FEED_FORWARD, AFTER_FEED_FORWARD = 0, 1, 2, 3
-"""The norms of a layer, likewise. Behind the last layer's stands that of the model."""
+"""Norms of a layer, by their index among its norms. The norm of the model follows those of the last layer."""
 
 KERNELS = ADD_NORM, NORM_PARTS, ACTIVATION, DECODE = 0, 1, 2, 3
-"""The kernels that are called beside those of products, by their places in the table of addresses."""
+"""Kernels other than products, by their index in the table of addresses."""
 
 FEW, MANY, MANY_MIN = 0, 1, 2
-"""Columns of `Tables.multiply`: the kernels for few rows and for many, and how many rows are many."""
+"""Columns of `Tables.multiply`: kernels for few and for many rows, and the minimum of many."""
 
 ALONE_MAX = 1 << 18
-"""A product of fewer weights, times passes, runs on one thread: to wake another takes as long as to multiply 2^17."""
+"""Products of fewer weights, times passes, run on one thread: waking another takes as long as multiplying 2^17
+weights.
+"""
 
 _LONG, _SINGLE = numba.int64, numba.float32
 _NORMS = numba.typeof(np.empty(1, dtype=NORM))
@@ -156,19 +171,19 @@ _activate, _decode = CALL_ACTIVATION.call, CALL_DECODE.call
 
 
 class Tables(NamedTuple):
-    """What is the same in every step.
+    """Arguments that are the same in every step.
 
     Attributes:
         model: `MODEL`, [1].
         products: `PRODUCT`, [layers, 5], in the order of `PRODUCTS`.
-        multiply: The addresses of their kernels, for few rows and for many, and how many are many, int64 [formats, 3].
-        of_panels: `PANEL_PRODUCT`: those of weights in bfloat16, on processors that multiply it.
-        of_whole: `WHOLE_PRODUCT`: those of weights of 8 and 4 bits by rows of 8.
-        of_floats: `FLOAT_PRODUCT`: those of weights that are widened.
+        multiply: Addresses of kernels for few and for many rows, and the minimum of many, int64 [formats, 3].
+        of_panels: `PANEL_PRODUCT`: bfloat16 weights, on processors that multiply bfloat16.
+        of_whole: `WHOLE_PRODUCT`: int8 and int4 weights with int8 activations.
+        of_floats: `FLOAT_PRODUCT`: weights that are dequantized or widened.
         norms: `NORM`, [4 * layers + 1], in the order of `NORMS`.
-        head_norms: `NORM`, [2 * layers]: of all queries, and of all keys.
+        head_norms: `NORM`, [2 * layers]: norms over all query heads, and over all key heads.
         heads: `HEADS`, [layers].
-        places: Of each layer, which of the kinds of layers it is, and its place in the cache, int64 [layers, 2].
+        places: Index of the kind of each layer, and of the layer in the cache, int64 [layers, 2].
     """
 
     model: npt.NDArray[Any]
@@ -184,16 +199,16 @@ class Tables(NamedTuple):
 
 
 class DecodeRows(NamedTuple):
-    """The rows of a step.
+    """Rows of a step.
 
     Attributes:
-        cos: Cosines of the angles of each row, for each kind of layers, bfloat16 [kinds, rows, head dim / 2].
+        cos: Cosines of the angles of each row, for each kind of layers, bfloat16 [kinds, rows, head_dim / 2].
         sin: Sines, likewise.
-        slots: The slot of each row's key and value, int64 [rows].
+        slots: Cache slot for each row's key and value, int64 [rows].
         tables: Block tables, int32 [rows, blocks].
         contexts: Tokens that a row attends to, int32 [rows].
         shares: See `decode_attention.decode`.
-        pool: The state of the threads that attend; 0 for the calling one.
+        pool: Address of the state of the attention's threads; 0 for the calling thread.
     """
 
     cos: npt.NDArray[np.uint16]
@@ -206,14 +221,14 @@ class DecodeRows(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where rows lie: addresses of bfloat16.
+    """Addresses of bfloat16 buffers.
 
     Attributes:
-        hidden: The hidden states, [rows, hidden].
-        normed: Their norms, of the same shape.
-        attended: What attention makes of each, [rows, queries].
-        wide: First queries, keys and values, and then the gate: [rows, the larger of both].
-        other: What is gated, and what is added: [rows, the larger of both].
+        hidden: Hidden states, [rows, hidden].
+        normed: Their norms, same shape.
+        attended: Attention output, [rows, queries].
+        wide: QKV, later the gate: [rows, maximum of both].
+        other: Output of `up`, or the residual to add: [rows, maximum of both].
     """
 
     hidden: int
@@ -224,7 +239,7 @@ class Places(NamedTuple):
 
 
 def _pointing(_context: Any, _address: Any, like: Any) -> Any:
-    """Take an address for that of values as an array has them."""
+    """Emit the conversion of an address to a pointer to values of the dtype of `like`."""
     pointer = numba.types.CPointer(like.dtype)
 
     def point(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -238,7 +253,7 @@ _pointer_to: Any = numba.extending.intrinsic(_pointing)
 
 @compiled()
 def _array_at(address: int, like: Any) -> Any:
-    """Return the array at an address that has the shape and the type of another."""
+    """View memory at an address as an array with the shape and dtype of another."""
     return numba.carray(_pointer_to(address, like), like.shape)  # type: ignore[attr-defined]  # it has no stub
 
 
@@ -300,7 +315,7 @@ def _of_floats(
 
 @compiled()
 def _bias_of(product: Any) -> Any:
-    """Return a bias, which is padded to whole panels."""
+    """View the bias, which is padded to whole panels, as an array."""
     panels = (product.outputs + QUANTIZED_PANEL - 1) // QUANTIZED_PANEL
     return float32_array(product.bias_at, panels * QUANTIZED_PANEL)
 
@@ -309,7 +324,7 @@ def _bias_of(product: Any) -> Any:
 def _add(
     kernels: Any, tables: Tables, at: Places, rows: int, delta_at: int, added: int, norm: int
 ) -> None:
-    """Add what lies at an address, normed by one of the norms, to the hidden states, and norm these by another."""
+    """Add `delta_at`, normed by the norm `added`, to the hidden states, and write their norms by the norm `norm`."""
     model, norms = tables.model[0], tables.norms
     if model.adds_plainly:
         _add_norm(
@@ -377,18 +392,18 @@ def run_layers(
     kept: Any,
     block_size: int,
 ) -> None:
-    """Take rows through all layers: from the hidden states to the norms of the last ones.
+    """Run rows through all layers: from the hidden states to the output of the final norm.
 
     Args:
-        kernels: The addresses of the kernels, int64, in the order of `KERNELS`.
-        tag: The dtype tag of rows, `BF16`, which stands for all tags of products.
-        score_tag: That of scores (`decode_attention.score_tag`).
-        tables: What is the same in every step.
-        rows: The rows.
-        at: Where they lie.
-        kept_at: The addresses of each layer's keys and values, int64 [layers, 2].
-        kept: An array that has the shape and the type of all these.
-        block_size: Slots of a block.
+        kernels: Addresses of the kernels, int64, in the order of `KERNELS`.
+        tag: Dtype tag of rows, `BF16`, which stands for all tags of products.
+        score_tag: Dtype tag for scores (`decode_attention.score_tag`).
+        tables: Arguments that are the same in every step.
+        rows: Rows of the step.
+        at: Addresses of the buffers.
+        kept_at: Addresses of each layer's keys and values, int64 [layers, 2].
+        kept: An array with the shape and dtype of a layer's key cache.
+        block_size: Slots per block.
     """
     count = len(rows.slots)
     model = tables.model[0]

@@ -1,4 +1,4 @@
-"""A step of decode rows in one call: the tables of a model's layers, and the call of `kernel.run_layers`."""
+"""Decode steps in one call: the tables of a model's layers, and the call of `kernel.run_layers`."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep
 
 _LINE_VALUES = 32
-"""bfloat16 values of a line of memory, at which rows of each kind begin."""
+"""bfloat16 values of a cache line, to which buffers are aligned."""
 
 
 class Traits(NamedTuple):
-    """What kernels a model's steps need, and how they add.
+    """Attributes of a model that select the kernels of its steps.
 
     Attributes:
-        activation: The kernel of the feed-forward.
-        adds_plainly: As in `Decoder`; `norms_all_heads` likewise.
-        factor: What is added is multiplied with it.
+        activation: Kernel of the MLP's activation.
+        adds_plainly: See `Decoder`; `norms_all_heads` likewise.
+        factor: Multiplier of the residual.
         threads: Threads of the kernels.
-        kept: An array as the cache's are.
-        score_tag: The dtype tag that keys are scored in.
+        kept: An array with the dtype and layout of the cache.
+        score_tag: Dtype tag for scores.
     """
 
     activation: Any
@@ -77,7 +77,7 @@ class Traits(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """A kind of products: its kernels, how these are called, and the records that say of what weight."""
+    """A kind of products: its kernels, their call, and the dtype of its records."""
 
     kernels: tuple[Any, ...]
     call: KernelCall
@@ -96,17 +96,17 @@ _Table = npt.NDArray[Any]
 
 
 class WholeStep:
-    """Runs steps of decode rows through layers whose products are all our own.
+    """Runs steps of decode rows through layers whose products all use this package's kernels.
 
     Attributes:
-        rows_max: The most rows of a step.
-        inner: Values of a row of the gate.
+        rows_max: Maximum rows of a step.
+        inner: Outputs of the gate.
     """
 
     def __init__(
         self, layers: Sequence[Any], last: Norm, traits: Traits, angles: StepAngles
     ) -> None:
-        """Take layers (`language_layers`), which must outlive it, for which `fits` is true, and the last norm."""
+        """Take layers (`language_layers`) that pass `fits` and must outlive this object, and the final norm."""
         first, self._traits, self._angles = layers[0], traits, angles
         self._pool = pool_of(traits.threads)
         attention = first.attention
@@ -144,7 +144,7 @@ class WholeStep:
         *,
         attends_together: bool,
     ) -> torch.Tensor:
-        """Return the norms of the hidden states that the last layer makes of rows.
+        """Return the norms of the last layer's hidden states.
 
         Shape: hidden [rows, hidden], which is overwritten; positions [4, 1, rows]; returns [rows, hidden].
         `attends_together`: attention runs on all threads.
@@ -180,7 +180,7 @@ class WholeStep:
 
 
 def fits(layers: Sequence[Any]) -> bool:
-    """Return whether layers can be run so: products are our own, and take rows as they lie; layers are of one size."""
+    """Return True if a compiled step can run the layers: this package's products, unpermuted inputs, equal shapes."""
     if not layers:
         return False
     if not all(_own(each) for layer in layers for each in _products(layer)):
@@ -189,7 +189,7 @@ def fits(layers: Sequence[Any]) -> bool:
 
 
 def compile_for(score_tag: npt.NDArray[Any], kept: npt.NDArray[Any]) -> None:
-    """Compile `run_layers` for the dtype tag of scores, and such a cache."""
+    """Compile `run_layers` for a dtype tag for scores and a cache type."""
     none = np.empty(0, dtype=np.int64)
     norms, halves = np.empty(0, dtype=NORM), np.empty((0, 0, 0), dtype=np.uint16)
     given = (
@@ -219,7 +219,7 @@ def compile_for(score_tag: npt.NDArray[Any], kept: npt.NDArray[Any]) -> None:
 def _tables_of(
     products: Sequence[_Product], layers: int
 ) -> tuple[_Table, _Table, _Table, _Table, _Table]:
-    """Return the products of layers as `kernel.Tables` has them: what they are, their kernels, and of each kind all."""
+    """Build the tables of products for `kernel.Tables`: products, their kernels, and the records of each kind."""
     rows: list[tuple[int, ...]] = []
     records: list[list[tuple[Any, ...]]] = [[] for _ in _KINDS]
     formats: dict[tuple[Any, ...], int] = {}
@@ -246,7 +246,7 @@ def _tables_of(
 
 
 def _addresses_of(kind: int, product: _Product) -> tuple[int, int, int]:
-    """Return a product's row of `Tables.multiply`."""
+    """A product's row of `Tables.multiply`."""
     call = _KINDS[kind].call
     few = call.address_of(product.kernel, *product.tags)
     if product.many_rows_kernel is None or kind == FLOATS:
@@ -256,7 +256,7 @@ def _addresses_of(kind: int, product: _Product) -> tuple[int, int, int]:
 
 
 def _addresses(traits: Traits) -> npt.NDArray[np.int64]:
-    """Return the addresses of `kernel.KERNELS`."""
+    """Addresses of `kernel.KERNELS`."""
     kept = traits.kept
     return np.array(
         [
@@ -275,7 +275,7 @@ def _products(layer: Any) -> tuple[Any, ...]:
 
 
 def _own(product: Any) -> _Product | None:
-    """Return what multiplies if it is our own, and takes rows as they lie."""
+    """Return the product if it uses this package's kernels with unpermuted inputs."""
     own = product.custom if isinstance(product, PackedWeight) else None
     if isinstance(own, QuantizedProduct):
         return None if own.has_order else own

@@ -1,16 +1,16 @@
-"""The activations between the products of a feed-forward layer, of bfloat16 rows.
+"""Activation functions of bfloat16 MLPs.
 
     gate <- silu(gate) * up,   silu(x) = x / (1 + exp(-x))    (silu and product rounded)
     gate <- gelu(gate) * up
     rows <- gelu(rows)
 
-where gelu(x) = x P(N <= x) of a normal N, or one of the two functions that are taken for it:
+gelu(x) is x P(N <= x) for a standard normal N, or one of its two approximations:
 
     x / (1 + exp(-2 c (x + 0.044715 x^3))),   c = sqrt(2 / pi)
     x / (1 + exp(-1.702 x))
 
-Source: Shazeer, "GLU Variants Improve Transformer" (2020); Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016);
-the tail of the normal distribution by Abramowitz and Stegun, formula 7.1.26.
+Source: Shazeer, "GLU Variants Improve Transformer" (2020); Hendrycks and Gimpel, "Gaussian Error Linear Units"
+(2016); the tail of the normal distribution by Abramowitz and Stegun, formula 7.1.26.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -27,10 +27,11 @@ from vsched_workers.backends.cpu.kernels.compilation import compiled
 from vsched_workers.backends.cpu.kernels.thread_pool import rows_together, spread
 
 _SILU_INPUT_MIN = np.float32(-87.0)
-"""Below it silu is less than 1e-35, and its exponential more than a float32 holds."""
+"""Below it silu is less than 1e-35, and its exponential overflows float32."""
 
 
-# The whole expression stands in one loop, in a function of its own: LLVM's code for it is 5 to 15 % faster so.
+# The whole expression is one loop in a function of its own: LLVM's code for that is 5 to 15 %
+# faster.
 
 
 @compiled()
@@ -51,13 +52,13 @@ def _swiglu_rows(first: int, stop: int, gate_at: int, up_at: int, width: int) ->
 
 @compiled()
 def swiglu(pool: int, gate_at: int, up_at: int, rows: int, width: int) -> None:
-    """Replace rows of the gate by silu(gate) * up. Shape: gate, up [rows, width]."""
+    """Replace `gate` by silu(gate) * up. Shape: gate, up [rows, width]."""
     given = gate_at, up_at, width
     spread(pool, rows, rows_together(width), _swiglu_rows, given)
 
 
 _CLEAR = np.float32(16.0)
-"""Beyond it all three are the value itself, or nothing."""
+"""Beyond it all three functions are the identity, or zero."""
 _ROOT_HALF = np.float32(0.7071067811865476)
 _TANH_FACTOR = np.float32(2.0 * 0.7978845608028654)
 _CUBE = np.float32(0.044715)
@@ -119,10 +120,7 @@ def _gelu_rows(first: int, stop: int, gate_at: int, up_at: int, width: int) -> N
 
 @compiled()
 def gelu(pool: int, gate_at: int, up_at: int, rows: int, width: int) -> None:
-    """Replace rows of the gate by those of the activation times `up`, or, where `up_at` is 0, by the activation alone.
-
-    Shape: gate, up [rows, width].
-    """
+    """Apply gelu to `gate` and multiply by `up`, unless `up_at` is 0. Shape: gate, up [rows, width]."""
     given = gate_at, up_at, width
     spread(pool, rows, rows_together(width), _gelu_rows, given)
 
@@ -149,7 +147,7 @@ def _gelu_tanh_rows(first: int, stop: int, gate_at: int, up_at: int, width: int)
 
 @compiled()
 def gelu_tanh(pool: int, gate_at: int, up_at: int, rows: int, width: int) -> None:
-    """Replace rows of the gate by those of the activation times `up`, or, where `up_at` is 0, by the activation alone.
+    """Apply gelu, approximated with tanh, to `gate` and multiply by `up`, unless `up_at` is 0.
 
     Shape: gate, up [rows, width].
     """
@@ -179,7 +177,7 @@ def _gelu_quick_rows(first: int, stop: int, gate_at: int, up_at: int, width: int
 
 @compiled()
 def gelu_quick(pool: int, gate_at: int, up_at: int, rows: int, width: int) -> None:
-    """Replace rows of the gate by those of the activation times `up`, or, where `up_at` is 0, by the activation alone.
+    """Apply gelu, approximated with a sigmoid, to `gate` and multiply by `up`, unless `up_at` is 0.
 
     Shape: gate, up [rows, width].
     """
@@ -188,5 +186,5 @@ def gelu_quick(pool: int, gate_at: int, up_at: int, rows: int, width: int) -> No
 
 
 def warm_up(kernel: Any) -> None:
-    """Compile a kernel now, so that the first request does not wait for it."""
+    """Compile a kernel ahead of the first request."""
     kernel(0, 0, 0, 0, 1)

@@ -1,11 +1,11 @@
-"""Decode attention over the paged KV cache: one query row a sequence, which attends to all its tokens.
+"""Decode attention over the paged KV cache: one query row per sequence, which attends to all its tokens.
 
-Gathering every context before attending costs more than attending. These kernels walk the block tables instead.
+The kernels walk the block tables: gathering each context first costs more than the attention.
 
-`decode` is for fused layers in bfloat16: it takes a row from the merged product of queries, keys and values to what the
-output product takes. `decode_queries` is attention alone, for transformers' modules.
+`decode` serves fused layers in bfloat16: from the merged QKV product to the input of `o_proj`. `decode_queries` is
+attention alone, for transformers' modules.
 
-A task is a row, or a row's share of the key heads where there are fewer rows than would keep the threads busy.
+A task is a row, or a row's share of the KV heads if there are too few rows for the threads.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -35,9 +35,9 @@ from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
 
 def score_tag(head_dim: int, block_size: int, kept: npt.DTypeLike = np.uint16) -> npt.NDArray[Any]:
-    """Return the dtype tag that keys are scored in: bfloat16 where processor and sizes suit, or float32.
+    """Dtype tag for scores: bfloat16 if processor and sizes allow it, else float32.
 
-    `kept` is the type of the cache as numpy has it; of 8 bits, keys are scored in float32.
+    `kept` is the numpy type of the cache; with an int8 cache keys are scored in float32.
     """
     suits = has_bf16_dot() and not head_dim % COLUMNS and not block_size % KEYS
     suits = suits and kept == np.uint16
@@ -46,7 +46,7 @@ def score_tag(head_dim: int, block_size: int, kept: npt.DTypeLike = np.uint16) -
 
 @compiled()
 def attend_widened(query_at: int, context: RowContext, scaling: Any, summed: Any) -> None:
-    """Attend for bfloat16 queries [heads, head dim] in float32; adds to `summed`, float32 of that shape."""
+    """Attend for bfloat16 queries [heads, head_dim] in float32; adds to `summed`, float32 of the same shape."""
     heads, head_dim = summed.shape
     query = np.empty((heads, head_dim), dtype=np.float32)
     for head in range(heads):
@@ -82,7 +82,7 @@ def _write_row(
     kv_first: int,
     kv_stop: int,
 ) -> None:
-    """Write a row's keys and values of some key heads into the cache."""
+    """Write a row's keys and values of some KV heads into the cache."""
     kv_heads, head_dim = keys.shape[1], 2 * rows.cos.shape[1]
     slot, size = rows.slots[row], 2 * head_dim
     row_at = qkv_at + row * (heads.queries + 2 * kv_heads) * size
@@ -96,7 +96,7 @@ def _write_row(
 
 @compiled()
 def _sees_another(rows: RopeRows, tables: Any, contexts: Any, block_size: int) -> bool:
-    """Return whether a row attends to what the row before it writes, as rows of drafts do."""
+    """Return True if a row attends to tokens that the previous row writes, as rows of draft tokens do."""
     for row in range(1, len(rows.slots)):
         before = contexts[row] - 2
         if before >= 0:
@@ -116,13 +116,13 @@ def _decode_task(
     context: RowContext,
     tag: Any,
 ) -> None:
-    """Attend for the queries of a row that share some of the key heads."""
+    """Attend for the queries of a row that share some of the KV heads."""
     kv_heads, head_dim = context.keys.shape[1], 2 * rows.cos.shape[1]
     size, group = 2 * head_dim, heads.queries // kv_heads
     row_at = qkv_at + row * (heads.queries + 2 * kv_heads) * size
     first, count = context.kv_first * group, (context.kv_stop - context.kv_first) * group
     summed = np.zeros((count, head_dim), dtype=np.float32)
-    # The rotated queries lie where the attended rows will.
+    # Rotated queries use the space of the output.
     row_at += first * size
     to = out_at + (row * heads.queries + first) * size
     for head in range(count):
@@ -192,22 +192,23 @@ def decode(
 ) -> None:
     """Rotate the heads of decode rows, write keys and values into the cache, and attend.
 
-    Where rows are of different sequences, a task writes what it reads, in one parallel region. Rows of drafts follow
-    the rows that they see, which another thread may have, so there all is written before any row attends.
+    If rows belong to different sequences, a task writes the keys and values that it reads, in one parallel region.
+    Rows of draft tokens see earlier rows, which another thread may compute; then everything is written before any row
+    attends.
 
     Args:
-        pool: The state of the threads, 0 for the calling one.
-        qkv_at: The merged product, bfloat16 [rows, heads + 2 * kv heads, head dim].
-        out_at: The attended rows, bfloat16 [rows, heads, head dim].
-        heads: The record of the layer's heads (`rope.heads_of`).
-        rows: The positions of the rows.
-        keys: The layer's keys, [slots, kv heads, places of a head]; `values` as well.
-        values: The layer's values.
-        tables: The block tables of the rows' sequences, int32 [rows, blocks].
-        contexts: The tokens that a row attends to, itself included, int32 [rows].
-        block_size: Slots of a block.
-        shares: Shares that the key heads of a row are cut into, which divide them; each is a task.
-        tag: The dtype tag that keys are scored in (`score_tag`).
+        pool: Address of the thread pool's state, 0 for the calling thread.
+        qkv_at: Merged QKV product, bfloat16 [rows, heads + 2 * kv heads, head_dim].
+        out_at: Output, bfloat16 [rows, heads, head_dim].
+        heads: Record of the layer's heads (`rope.heads_of`).
+        rows: Positions of the rows.
+        keys: Key cache of the layer, [slots, kv heads, width of a head].
+        values: Value cache of the layer, likewise.
+        tables: Block tables of the rows' sequences, int32 [rows, blocks].
+        contexts: Tokens that a row attends to, itself included, int32 [rows].
+        block_size: Slots per block.
+        shares: Number of shares of a row's KV heads, a divisor of their number; each is a task.
+        tag: Dtype tag for scores (`score_tag`).
     """
     count, kv_heads = len(rows.slots), keys.shape[1]
     is_written = _sees_another(rows, tables, contexts, block_size)
@@ -291,17 +292,17 @@ def decode_queries(
     shares: int,
     out: Any,
 ) -> None:
-    """Attend for query rows whose keys and values are in the cache already.
+    """Attend for query rows whose keys and values are already in the cache.
 
-    Shape: query, out float32 [rows, heads, head dim]; keys, values float32, bfloat16 or int8
-    [slots, kv heads, places of a head]; tables int32 [rows, blocks]; contexts int32 [rows]. `shares` as in `decode`.
+    Shape: query, out float32 [rows, heads, head_dim]; keys, values float32, bfloat16 or int8 [slots, kv heads, width
+    of a head]; tables int32 [rows, blocks]; contexts int32 [rows]. `shares` as in `decode`.
     """
     given = query, keys, values, tables, contexts, block_size, scaling, shares, out
     spread(pool, query.shape[0] * shares, 1, _attend_tasks, given)
 
 
 def warm_up(tag: npt.NDArray[Any], cached: npt.NDArray[Any]) -> None:
-    """Compile `decode` for a dtype tag and such a cache, so that the first request does not wait for it."""
+    """Compile `decode` for a dtype tag and a cache type, ahead of the first request."""
     heads = heads_of(1, 0, 0, 0.0, 1.0)
     tables, contexts = np.empty((0, 1), dtype=np.int32), np.empty(0, dtype=np.int32)
     decode(0, 0, 0, heads, no_rows(), cached, cached, tables, contexts, 1, 1, tag)

@@ -1,12 +1,12 @@
-"""Decode attention of one row by the dot product of bfloat16 (VDPBF16PS, `simd.py`), over a paged bfloat16 cache.
+"""Decode attention of one row with the bfloat16 dot product (VDPBF16PS, `simd.py`), over a paged bfloat16 cache.
 
-It computes what `decode_attention_float.py` does, with the same rounding: products of bfloat16 are exact, and sums are
-float32.
+Same computation and rounding as `decode_attention_float.py`: products of bfloat16 are exact, and sums are float32.
 
-Sixteen keys are scored at a time: the sums of all sixteen stay in registers, and are added across lanes together, which
-by itself costs more than the products. Values are added for up to four heads at a time, which share them.
+16 keys are scored at a time. Their accumulators stay in registers and are reduced across lanes together, since 16
+separate reductions would cost more than the products. Values are accumulated for up to four heads at a time that
+share them.
 
-It needs heads of whole panels of 64 values and blocks of whole vectors of 16 keys.
+Requires a head dimension that is a multiple of 64, and blocks that are multiples of 16 keys.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -45,14 +45,14 @@ from vsched_workers.backends.cpu.kernels.simd import (
 KEYS = LANES
 """Keys that are scored at a time."""
 COLUMNS = 4 * LANES
-"""Values of a head that are added at a time, for up to four heads: all sums fill half of the registers."""
+"""Columns of values that are accumulated at a time, for up to four heads: half of the registers."""
 
 
 @emits(numba.void, *[numba.intp] * 5)
 def _score_keys(
     builder: Any, query_at: Any, keys_at: Any, key_bytes: Any, vectors: Any, scores_at: Any
 ) -> None:
-    """Write the products of a query, of some vectors of pairs, with 16 keys, which lie `key_bytes` apart."""
+    """Write the scores of a query with 16 keys, `key_bytes` apart; a head has `vectors` vectors of pairs."""
     writer = InstructionWriter(builder)
     loop = Loop(builder, [ZEROS] * KEYS)
     query = writer.load(writer.advance(query_at, loop.index, LINE), BF16_PAIRS)
@@ -66,9 +66,13 @@ def _score_keys(
 
 
 def _add_across(builder: Any, vectors: list[Any]) -> Any:
-    """Return one vector whose lanes are the sums of 16 vectors.
+    """Emit the lane sums of 16 vectors as one vector.
 
-    Each round adds lanes that lie `distance` apart, of two vectors at once: half of the lanes are left to each of them.
+    Each round adds lanes that are `distance` apart, of two vectors at once, and packs both results into one vector:
+
+      v0       a b c d      v1       e f g h           (4 lanes for brevity)
+      lower    a e c g      upper    b f d h           shuffles of v0 and v1, distance 1
+      sum      a+b  e+f  c+d  g+h                      one vector in place of two
     """
     distance = 1
     while len(vectors) > 1:
@@ -98,7 +102,7 @@ def _add_values(
     sums_at: Any,
     sum_bytes: Any,
 ) -> None:
-    """Add 64 columns of `count` values, times the weights of 1, 2 or 4 heads, to the sums of these heads."""
+    """Add 64 columns of `count` values, times the weights of 1, 2 or 4 heads, to the accumulators of these heads."""
     writer, one = InstructionWriter(builder), ir.Constant(LONG, 1)
     vectors = range(COLUMNS // LANES)
     for head_count in cases(builder, heads, (1, 2, 4)):
@@ -126,7 +130,7 @@ def _add_values(
 
 @compiled()
 def _slot_of(table: Any, token: int, block_size: int) -> int:
-    """Return the slot of a token; the others of its vector of keys lie behind it."""
+    """Slot of a token; the other keys of its group of 16 follow it."""
     slot: int = table[token // block_size] * block_size + token % block_size
     return slot
 
@@ -135,7 +139,7 @@ def _slot_of(table: Any, token: int, block_size: int) -> int:
 def _prefetch_next(
     cached: Any, table: Any, first: int, length: int, block_size: int, kv_first: int, kv_stop: int
 ) -> None:
-    """Prefetch what comes after some keys or values."""
+    """Prefetch the next keys or values."""
     following = first + KEYS
     if following < length:
         slot = _slot_of(table, following, block_size)
@@ -145,7 +149,7 @@ def _prefetch_next(
 
 @compiled()
 def _score(query_at: int, context: RowContext, scores: Any) -> None:
-    """Write the products of queries with all keys to `scores` [heads, whole vectors of keys]."""
+    """Write Q K^T for all keys to `scores` [heads, padded keys]."""
     keys, table, block_size = context.keys, context.table, context.block_size
     kv_first, kv_stop, length = context.kv_first, context.kv_stop, context.length
     heads, size = len(scores), 2 * keys.shape[2]
@@ -161,7 +165,7 @@ def _score(query_at: int, context: RowContext, scores: Any) -> None:
 
 @compiled()
 def _combine(weights: Any, context: RowContext, summed: Any) -> None:
-    """Add all values, times the weights [heads, whole vectors of keys], to `summed` [heads, head dim]."""
+    """Add P V, with weights [heads, padded keys], to `summed` [heads, head_dim]."""
     values, table, block_size = context.values, context.table, context.block_size
     kv_first, kv_stop, length = context.kv_first, context.kv_stop, context.length
     heads, head_dim = summed.shape
@@ -191,8 +195,8 @@ def _combine(weights: Any, context: RowContext, summed: Any) -> None:
 
 @compiled()
 def attend_bf16(query_at: int, context: RowContext, scaling: Any, summed: Any) -> None:
-    """Attend for bfloat16 queries [heads, head dim]; adds to `summed`, float32 of that shape."""
-    # What is scored behind the last token of a block is nobody's, and left out of the softmax.
+    """Attend for bfloat16 queries [heads, head_dim]; adds to `summed`, float32 of the same shape."""
+    # Scores after the last token of a block are undefined; the softmax leaves them out.
     width = (context.length + KEYS - 1) // KEYS * KEYS
     scores = np.empty((len(summed), width), dtype=np.float32)
     _score(query_at, context, scores)

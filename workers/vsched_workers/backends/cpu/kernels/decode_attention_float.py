@@ -1,12 +1,12 @@
-"""Decode attention of one row in float32, over a paged cache of float32, bfloat16 or 8 bits.
+"""Decode attention of one row in float32, over a paged cache of float32, bfloat16 or int8.
 
-For the query heads q_h that share a key head, over the tokens t of the row's blocks,
+For the query heads q_h that share a KV head, over the tokens t of the row's blocks,
 
     s_t = q_h . k_t,    w = softmax(s),    out_h = sum_t w_t v_t          (all float32)
 
-The inner loops run over the values of one head, which lie together, so that LLVM vectorises them. A key or value is
-widened once for two heads. Where they are in 8 bits, scores are multiplied with the scales of keys, and weights with
-those of values; elsewhere that is 1, and LLVM leaves it out.
+The inner loops run over the contiguous values of one head, so LLVM vectorizes them. A key or value is widened once
+for two heads. With an int8 cache, scores are multiplied by the scales of keys, and weights by the scales of values;
+otherwise the scale is a constant 1, which LLVM removes.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023).
 """
@@ -29,18 +29,18 @@ from vsched_workers.backends.cpu.kernels.simd import prefetch
 
 
 class RowContext(NamedTuple):
-    """What the query heads of one row attend to.
+    """Context of one row's query heads.
 
     Attributes:
-        keys: The keys of a layer, [slots, kv heads, places of a head], float32, bfloat16 or int8.
-        values: The values, as the keys.
-        table: The blocks of the row's sequence, int32, from that of the first token on that the row sees.
-        first: That token, counted as all tokens here from the beginning of that block.
+        keys: Key cache of a layer, [slots, kv heads, width of a head], float32, bfloat16 or int8.
+        values: Value cache, likewise.
+        table: Blocks of the row's sequence, int32, from the block of the first visible token on.
+        first: First visible token, counted from the start of that block, as all tokens here.
         length: Tokens of these blocks up to the end of the sequence.
-        block_size: Tokens of a block; block b holds the slots from `b * block_size` on.
-        kv_first: First of the key heads that the queries share.
-        kv_stop: The key head behind the last of them.
-        softcap: Scores are bent towards plus and minus this; 0 for straight ones.
+        block_size: Tokens per block; block b holds the slots from `b * block_size` on.
+        kv_first: First of the KV heads of the queries.
+        kv_stop: One past the last of them.
+        softcap: Logit soft-cap; 0 for none.
     """
 
     keys: npt.NDArray[Any]
@@ -56,7 +56,7 @@ class RowContext(NamedTuple):
 
 @compiled()
 def bend(scores: Any, head: int, length: int, scaling: Any, softcap: Any) -> None:
-    """Replace a head's scores s, times `scaling`, by c tanh(s / c)."""
+    """Soft-cap: replace a head's scores s, times `scaling`, by c tanh(s / c)."""
     factor = np.float32(2.0) * scaling / softcap
     for index in range(length):
         share = np.float32(2.0) / (np.float32(1.0) + exp(factor * scores[head, index]))
@@ -65,8 +65,8 @@ def bend(scores: Any, head: int, length: int, scaling: Any, softcap: Any) -> Non
 
 @compiled()
 def softmax(scores: Any, head: int, first: int, length: int, factor: Any) -> None:
-    """Replace a head's scores s by 2**(factor (s_t - max s)), divided by their sum; those before `first` by zeros."""
-    # Parts, for an index that begins anywhere might be negative, and is looked at one by one.
+    """Replace a head's scores s by their softmax 2**(factor (s_t - max s)) / sum; those before `first` by 0."""
+    # Slices: numba checks an index with an arbitrary start for negative values, one at a time.
     unseen, seen = scores[head][:first], scores[head][first:length]
     for index in range(len(unseen)):
         unseen[index] = np.float32(0.0)
@@ -85,7 +85,7 @@ def softmax(scores: Any, head: int, first: int, length: int, factor: Any) -> Non
 
 @compiled()
 def prefetch_heads(cached: Any, slot: int, kv_first: int, kv_stop: int) -> None:
-    """Prefetch the heads of one slot: blocks lie anywhere, and a processor foresees nothing across pages."""
+    """Prefetch the heads of one slot: blocks are scattered, and hardware prefetching stops at page boundaries."""
     size = cached.shape[2] * cached.itemsize
     start = cached.ctypes.data + (slot * cached.shape[1] + kv_first) * size
     for line in range(0, (kv_stop - kv_first) * size, 64):
@@ -93,7 +93,7 @@ def prefetch_heads(cached: Any, slot: int, kv_first: int, kv_stop: int) -> None:
 
 
 def scale_of(cached: Any, slot: int, kv_head: int) -> Any:
-    """Return what the values of a head in the cache are multiplied with."""
+    """Scale of a head's values in the cache."""
     raise NotImplementedError
 
 
@@ -119,8 +119,8 @@ def _scale_of_int8(cached: Any, slot: int, kv_head: int) -> Any:
     return widen(bf16_array(at, 1)[0])
 
 
-# Every array below is indexed whole: a slice of one would lose that its last axis is contiguous, and with it the
-# vectors. All heads of a slot lie together, so they are read together.
+# Index whole arrays below: a slice would lose the knowledge that the last axis is contiguous, and
+# with it vectorization. All heads of a slot are contiguous, so they are read together.
 
 
 @compiled()
@@ -137,7 +137,7 @@ def _score_one(
 def _score_two_by_two(
     query: Any, head: int, keys: Any, at: int, kv_head: int, scores: Any, index: int
 ) -> None:
-    """Score two keys, one after the other, for a head and the next, which shares them: each is widened once."""
+    """Score two consecutive keys for two heads that share them: each key is widened once."""
     one = two = next_one = next_two = np.float32(0.0)
     for value in range(query.shape[1]):
         first, second = widen(keys[at, kv_head, value]), widen(keys[at + 1, kv_head, value])
@@ -154,7 +154,7 @@ def _score_two_by_two(
 
 @compiled()
 def _score(query: Any, context: RowContext, scores: Any) -> None:
-    """Write the products of the queries [heads, head dim] with every key to `scores` [heads, length]."""
+    """Write the scores of the queries [heads, head_dim] with every key to `scores` [heads, length]."""
     keys, table, block_size = context.keys, context.table, context.block_size
     kv_first, kv_stop, length = context.kv_first, context.kv_stop, context.length
     heads = len(query)
@@ -187,7 +187,7 @@ def _score(query: Any, context: RowContext, scores: Any) -> None:
 def _weights_of_four(
     weights: Any, head: int, index: int, values: Any, at: int, kv_head: int
 ) -> tuple[Any, Any, Any, Any]:
-    """Return what four values are multiplied with for one head, their scales included."""
+    """Weights of four values for one head, times the scales of the values."""
     return (
         weights[head, index] * scale_of(values, at, kv_head),
         weights[head, index + 1] * scale_of(values, at + 1, kv_head),
@@ -200,7 +200,7 @@ def _weights_of_four(
 def _add_four(
     weights: Any, index: int, values: Any, at: int, kv_head: int, head: int, summed: Any
 ) -> None:
-    """Add four values to what one head has summed: the sums are read and written once for all of them."""
+    """Add four values to the accumulators of one head, which are read and written once for all four."""
     one, two, three, four = _weights_of_four(weights, head, index, values, at, kv_head)
     for value in range(summed.shape[1]):
         summed[head, value] += (
@@ -215,7 +215,7 @@ def _add_four(
 def _add_four_to_two(
     weights: Any, index: int, values: Any, at: int, kv_head: int, head: int, summed: Any
 ) -> None:
-    """As `_add_four`, for this head and the next, which shares its values: they are widened once."""
+    """Like `_add_four`, for two heads that share the values: each value is widened once."""
     one, two, three, four = _weights_of_four(weights, head, index, values, at, kv_head)
     next_one, next_two, next_three, next_four = _weights_of_four(
         weights, head + 1, index, values, at, kv_head
@@ -233,7 +233,7 @@ def _add_four_to_two(
 
 @compiled()
 def _combine(weights: Any, context: RowContext, summed: Any) -> None:
-    """Add every value, times its weight [heads, length], to `summed` [heads, head dim]."""
+    """Add every value, times its weight [heads, length], to `summed` [heads, head_dim]."""
     values, table, block_size = context.values, context.table, context.block_size
     kv_first, kv_stop, length = context.kv_first, context.kv_stop, context.length
     heads, head_dim = summed.shape
@@ -264,7 +264,7 @@ def _combine(weights: Any, context: RowContext, summed: Any) -> None:
 
 @compiled()
 def attend_float(query: Any, context: RowContext, summed: Any) -> None:
-    """Attend for queries float32 [heads, head dim], which are scaled already; adds to `summed`, of the same shape."""
+    """Attend for float32 queries [heads, head_dim], already scaled; adds to `summed`, of the same shape."""
     heads = len(query)
     scores = np.empty((heads, context.length), dtype=np.float32)
     _score(query, context, scores)

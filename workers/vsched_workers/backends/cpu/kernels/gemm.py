@@ -15,8 +15,8 @@ of K, with 4 vectors of weights and one broadcast input:
   a (row 5)   c50  c51  c52  c53      29 of 32 registers
 
 oneDNN blocks rows as well, but its first pass waits for the panel to arrive from memory while later passes find it in
-the cache, so a step of a large model takes the time of reading plus the time of multiplying. Here each pass over a panel
-prefetches a part of the next panel.
+the cache, so a step of a large model takes the time of reading plus the time of multiplying. Here each pass over a
+panel prefetches a part of the next panel.
 
 **Operands.** Some processors multiply float32 faster than VDPBF16PS multiplies bfloat16. On these, activations are
 widened first, and weights in registers. A product of two bfloat16 is exact in float32, so only the order of sums

@@ -1,15 +1,15 @@
-"""Which tokens of a row top-k and top-p keep: those above the least logit that is kept, and some of those equal to it.
+"""Tokens of a row that top-k and top-p keep: those above a limit, the minimum kept logit, and some equal to it.
 
-Nothing is sorted. That limit is bracketed by the masses above four thresholds at a time, which cut the interval to a
-fifth. What is looked at is kept short:
+Nothing is sorted. The limit is bracketed by the probability masses above four thresholds at a time, which cut the
+interval to a fifth. Two methods keep the number of scanned tokens small:
 
-1. Few tokens are kept, as of most rows of a trained model: the k-th highest of the highest logits of all blocks is at
-   most the k-th highest logit, so the tokens from there on are listed, out of the few blocks that have any.
-2. Many are kept: the limit is bracketed on every sixteenth block first, by the mass below it, which many tokens share.
-   One pass over all then adds up exactly what lies above that bracket and lists what lies in it. Where it turns out
-   that the limit is elsewhere, it is bracketed over all blocks.
+1. Few tokens are kept, as in most rows of a trained model: the k-th highest among the maximum logits of all blocks is
+at most the k-th highest logit, so the tokens from there on are listed, from the few blocks that have any. 2. Many
+tokens are kept: the limit is bracketed on every sixteenth block first, by the mass below it, which many tokens share.
+One pass over all blocks then adds up exactly the mass above the bracket and lists the tokens within. If the limit
+turns out to be elsewhere, it is bracketed over all blocks.
 
-In the list the limit is bracketed once more, until some ten tokens are left; those are taken value by value.
+In the list the limit is bracketed again, until about ten tokens are left; these are processed value by value.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -31,37 +31,39 @@ from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
 BLOCK = 256
 """Weights that are summed in float32, before their sums are added in float64."""
 HEAD = 128
-"""Tokens, at least, of the list in which top-p is looked for before all others are."""
+"""Minimum length of the list in which top-p is tried first."""
 _BLOCK_BITS = 8
 _SAMPLED = 16
-"""Of so many blocks, the limit is estimated on one."""
+"""The limit is estimated on one of this number of blocks."""
 _DEVIATIONS = 2.0
-"""Half the width of the bracket around that estimate, in standard deviations of an upper bound of its variance."""
+"""Half the width of the bracket around the estimate, in standard deviations of an upper bound of its variance."""
 _SAMPLE_MIN = 128
-"""Fewer blocks are listed as a whole instead."""
+"""With fewer blocks all are listed."""
 _FEW = np.float32(12.0)
-"""Tokens in an interval that is narrow enough."""
+"""Maximum mass of a bracket, in tokens of its lower end."""
 _OCTAVES_MAX = np.float32(126.0)
-"""A token so far below the highest has no weight."""
+"""A token this far below the maximum has no weight."""
 _OCTAVES_MIN = np.float32(1e-6)
-"""Logits this close to each other are not told apart by thresholds, but one by one."""
+"""Logits this close to each other are not separated by thresholds, but one by one."""
 _LANES = 64
 _SERIES = tuple(np.float32(math.log(2.0) ** power / math.factorial(power)) for power in range(7))
 
-# Infinite logits are forbidden tokens and NaN is an error, so the compiler may not take them for impossible.
+# Infinite logits are forbidden tokens and NaN is an error, so the compiler must not assume their
+# absence.
 EXACT = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}}
 INNER = EXACT | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Of what only compiled code calls: to make it callable from Python takes as long as to compile it."""
+"""Options for functions that only compiled code calls: a Python wrapper takes as long to compile as the function."""
 
 
 class Buffers(NamedTuple):
-    """What a row is computed in, kept from step to step; `counts` and `outputs` are zero between rows.
+    """Buffers for a row, reused in every step; `counts` and `outputs` are zero between rows.
 
-    `values`, `weights` are padded to whole blocks, with logits of -inf. `tops` and `sums` are the highest logit and
-    the sum of the weights of each block. `ids`, `list_values` and `list_weights` are a list of tokens in order of ids.
+    `values` and `weights` are padded to whole blocks, with logits of -inf. `tops` and `sums` are the maximum logit
+    and the sum of weights of each block. `ids`, `list_values` and `list_weights` are a list of tokens in order of
+    ids.
 
-    Shape: `values`, `weights`, `list_values`, `list_weights`, `near` float32 [tokens]; `tops`, `zeros` float32, `sums`
-    float64 [blocks]; `ids`, `counts`, `outputs` int32 [tokens].
+    Shape: `values`, `weights`, `list_values`, `list_weights`, `near` float32 [tokens]; `tops`, `zeros` float32,
+    `sums` float64 [blocks]; `ids`, `counts`, `outputs` int32 [tokens].
     """
 
     values: npt.NDArray[np.float32]
@@ -78,7 +80,7 @@ class Buffers(NamedTuple):
 
 
 def make_buffers(vocabulary: int) -> Buffers:
-    """Return buffers for logits of this width."""
+    """Allocate buffers for a vocabulary size."""
     blocks = -(-vocabulary // BLOCK)
     tokens = blocks * BLOCK
     return Buffers(
@@ -98,7 +100,7 @@ def make_buffers(vocabulary: int) -> Buffers:
 
 @emits(numba.uint64, numba.intp, numba.float32, numba.float32)
 def _flags(builder: Any, at: Any, low: Any, high: Any) -> Any:
-    """Return which of the 64 float32 at an address are in [low, high), a bit each."""
+    """Bit mask of the 64 float32 at an address that are in [low, high)."""
     kind = ir.VectorType(ir.FloatType(), _LANES)
     values = builder.load(builder.inttoptr(at, kind.as_pointer()), align=4)
     nothing, first = ir.Constant(kind, ir.Undefined), ir.Constant(ir.IntType(32), 0)
@@ -118,15 +120,15 @@ def _flags(builder: Any, at: Any, low: Any, high: Any) -> Any:
 
 @emits(numba.int64, numba.uint64)
 def _lowest_bit(builder: Any, flags: Any) -> Any:
-    """Return the place of the lowest bit that is set."""
+    """Index of the lowest set bit."""
     return builder.cttz(flags, ir.Constant(ir.IntType(1), 1))
 
 
 @compiled(**INNER)
 def power(octaves: Any) -> Any:
-    """Return 2**-octaves in float32, for octaves of 0 and more, to about the last bit; 0 far below.
+    """2**-octaves in float32, for octaves >= 0, to about the last bit; 0 far below.
 
-    As `exp2`, but the powers of ln 2 are in the coefficients, and what would overflow is thrown away.
+    Like `exp2`, but with the powers of ln 2 in the coefficients, and without overflow.
     """
     whole = np.floor(np.float32(0.5) - octaves)
     rest = -octaves - whole
@@ -141,7 +143,7 @@ def power(octaves: Any) -> Any:
 
 @compiled(**INNER)
 def weigh(top: Any, scale: Any, weight_min: Any, buffers: Buffers) -> Any:
-    """Compute all weights and the sums of blocks; return their total. A weight below `weight_min` is 0."""
+    """Compute all weights and the sums of blocks; return their total. Weights below `weight_min` become 0."""
     total = 0.0
     for block in range(len(buffers.sums)):
         part = buffers.values[block * BLOCK : (block + 1) * BLOCK]
@@ -159,7 +161,7 @@ def weigh(top: Any, scale: Any, weight_min: Any, buffers: Buffers) -> Any:
 
 @compiled(**INNER)
 def weigh_list(count: int, top: Any, scale: Any, floor: Any, buffers: Buffers) -> Any:
-    """Compute the weights of a list, `floor` at least; return their total."""
+    """Compute the weights of a list, at least `floor`; return their total."""
     total = 0.0
     for start in range(0, count, BLOCK):
         part = buffers.list_values[start : min(start + BLOCK, count)]
@@ -175,9 +177,9 @@ def weigh_list(count: int, top: Any, scale: Any, floor: Any, buffers: Buffers) -
 
 @compiled(**INNER)
 def _masses(values: Any, weights: Any, thresholds: Any, floor: Any) -> Any:
-    """Return the masses of the logits that are at least each of four thresholds.
+    """Masses of the logits that are at least each of four thresholds.
 
-    A token counts for its weight, or with a `floor` of 1 for one.
+    A token counts with its weight, or with a `floor` of 1 as one.
     """
     t1, t2, t3, t4 = thresholds
     m1, m2, m3, m4 = 0.0, 0.0, 0.0, 0.0
@@ -199,10 +201,10 @@ def _masses(values: Any, weights: Any, thresholds: Any, floor: Any) -> Any:
 def _narrow(
     values: Any, weights: Any, wanted: Any, bracket: Any, row: Any, floor: Any, noise: Any
 ) -> Any:
-    """Return the bracket (low, high, mass from low on, mass from high on), cut down until few tokens are in it.
+    """Narrow a bracket (low, high, mass from low on, mass from high on) until few tokens are in it.
 
-    With `noise`, the mass of a sample's tokens on the lighter side of the limit, the standard deviation of that mass
-    will do.
+    With `noise`, the mass of a sample's tokens on the lighter side of the limit, it stops at the standard deviation
+    of that mass.
     """
     low, high, after, before = bracket
     top, scale = row
@@ -235,16 +237,16 @@ def _narrow(
 
 @compiled(**INNER)
 def _copy(source: Any, target: Any) -> None:
-    """Copy values: an assignment to a slice has an error for its shape, whose text takes seconds to compile."""
+    """Copy values; a slice assignment checks shapes, and its error message takes seconds to compile."""
     for index in range(len(source)):
         target[index] = source[index]
 
 
 @compiled(**INNER)
 def _collect(source: Any, low: Any, high: Any, top_min: Any, buffers: Buffers) -> int:
-    """List the tokens whose logit or weight, which `source` holds, is in [low, high); return how many they are.
+    """List the tokens whose logit or weight, in `source`, is in [low, high); return their number.
 
-    Blocks with no logit of `top_min` or more are passed over.
+    Blocks without a logit of at least `top_min` are skipped.
     """
     count, at = 0, source.ctypes.data
     for block in range(len(buffers.tops)):
@@ -263,9 +265,9 @@ def _collect(source: Any, low: Any, high: Any, top_min: Any, buffers: Buffers) -
 
 @compiled(**INNER)
 def list_head(wanted: int, top: Any, scale: Any, buffers: Buffers) -> Any:
-    """List the highest logits, `wanted` of them or some more; return how many, and the least of their logits.
+    """List at least the `wanted` highest logits; return their number and the minimum of their logits.
 
-    They may be fewer where no other has any weight.
+    There may be fewer if no other token has any weight.
     """
     low = top - _OCTAVES_MAX / scale
     bracket = low, np.float32(np.inf), np.inf, 0.0
@@ -278,9 +280,9 @@ def list_head(wanted: int, top: Any, scale: Any, buffers: Buffers) -> Any:
 
 @compiled(**INNER)
 def _limit(count: int, wanted: Any, bracket: Any, row: Any, floor: Any, buffers: Buffers) -> Any:
-    """Return (value, ties): the least logit of a list that is kept, and how many of those equal to it are.
+    """Return (value, ties): the minimum kept logit of a list, and the number of kept tokens equal to it.
 
-    The value is -inf where all of the list is less than what is wanted.
+    The value is -inf if the whole list has less than the wanted mass.
     """
     values, weights = buffers.list_values[:count], buffers.list_weights[:count]
     low, high, _, before = _narrow(values, weights, wanted, bracket, row, floor, 0.0)
@@ -309,9 +311,9 @@ def _limit(count: int, wanted: Any, bracket: Any, row: Any, floor: Any, buffers:
 def limit_list(
     count: int, wanted: Any, low: Any, top: Any, scale: Any, floor: Any, buffers: Buffers
 ) -> int:
-    """Shorten a list, whose logits are `low` or more, to what is kept; return how many they are.
+    """Shorten a list, with logits from `low` on, to the kept tokens; return their number.
 
-    `wanted` is the mass to keep, of weights that are `floor` at least.
+    `wanted` is the mass to keep, of weights that are at least `floor`.
     """
     bracket = low, np.float32(np.inf), np.inf, 0.0
     value, ties = _limit(count, wanted, bracket, (top, scale), floor, buffers)
@@ -330,9 +332,9 @@ def limit_list(
 def _estimate(
     wanted: Any, total: Any, low: Any, row: Any, floor: Any, coarse: Any, buffers: Buffers
 ) -> Any:
-    """Return (low, high), between which the limit lies most likely, from every sixteenth block.
+    """Return the likely range (low, high) of the limit, estimated from every sixteenth block.
 
-    `coarse` is how far apart two logits may be, relative to themselves.
+    `coarse` is the relative spacing of logits.
     """
     (top, scale), count, sampled = row, 0, 0.0
     for block in range(0, len(buffers.sums), _SAMPLED):
@@ -360,12 +362,12 @@ def _estimate(
 
 @compiled(**INNER)
 def _split(low: Any, high: Any, row: Any, floor: Any, buffers: Buffers) -> Any:
-    """Sum up what is `high` or more, by blocks, and list what is in [low, high).
+    """Sum up the mass from `high` on, by blocks, and list the tokens in [low, high).
 
-    It reads the weights only: rounding may move a token over an end of the bracket, but not from one list to no list.
+    Reads the weights only: rounding may move a token over an end of the bracket, but always into one of the two sets.
 
     Returns:
-        The mass of either, and how many are listed.
+        Mass from `high` on, mass of the list, length of the list.
     """
     (top, scale), before = row, 0.0
     light, heavy = power((top - low) * scale), np.float32(np.inf)
@@ -388,14 +390,14 @@ def _split(low: Any, high: Any, row: Any, floor: Any, buffers: Buffers) -> Any:
 def limit_row(
     wanted: Any, total: Any, top: Any, scale: Any, floor: Any, coarse: Any, buffers: Buffers
 ) -> Any:
-    """Return (value, token): kept is what has a logit above the value, or equal to it and an id up to the token.
+    """Return (value, token): tokens above the value are kept, and those equal to it with an id up to the token.
 
-    `wanted` is the mass to keep, of weights that are `floor` at least, and which add up to `total` without it. `sums`
-    are those of what is kept, afterwards.
+    `wanted` is the mass to keep, of weights that are at least `floor` and add up to `total` without it. Afterwards
+    `sums` are the sums of kept tokens.
     """
     octaves, row = _OCTAVES_MAX, (top, scale)
     if floor == np.float32(0.0):
-        # What is lighter than this has, all together, half the mass that need not be kept.
+        # Tokens lighter than this have, all together, half the mass that need not be kept.
         lightest = (total - wanted) / (2.0 * len(buffers.values))
         octaves = min(octaves, np.float32(-np.log2(max(lightest, 1e-37))))
     start = top - octaves / scale
@@ -406,7 +408,7 @@ def limit_row(
     if before >= wanted or before + inside < wanted:
         bracket = start, np.float32(np.inf), np.inf, 0.0
         low, high, _, _ = _narrow(buffers.values, buffers.weights, wanted, bracket, row, floor, 0.0)
-        # So far apart that weights tell logits at the ends from those outside.
+        # A margin that weights can resolve at the ends of the bracket.
         margin = larger(np.float32(1e-5) / scale, np.float32(1e-6) * abs(low))
         low, high = low - margin, high + margin
         before, inside, count = _split(low, high, row, floor, buffers)
@@ -414,7 +416,7 @@ def limit_row(
     if high < np.float32(np.inf):
         high += np.float32(0.1) * (
             high - low
-        )  # rounding of weights may have listed what lies a little above
+        )  # rounding of weights may have listed tokens a little above
     bracket = low, high, np.inf, 0.0
     value, ties = _limit(count, wanted - before, bracket, row, floor, buffers)
     if value == np.float32(-np.inf):

@@ -1,4 +1,4 @@
-"""Residual sum and norm, of bfloat16 rows: RMS norms of language models, layer norms of vision towers.
+"""Residual add and norm of bfloat16 rows: RMS norms of language models, layer norms of vision towers.
 
     hidden <- hidden + delta                                   (rounded)
     out     = weight * (hidden / sqrt(mean(hidden^2) + eps))   (both products rounded)
@@ -32,7 +32,7 @@ from vsched_workers.backends.cpu.kernels.thread_pool import rows_together, sprea
 
 @compiled()
 def _norm_row(hidden: Any, weight: Any, squares: Any, eps: Any, out: Any) -> None:
-    """Write the norm of a row, the sum of whose squares is known."""
+    """Write the RMS norm of a row, given its sum of squares."""
     scale = np.float32(1.0) / np.sqrt(squares / np.float32(len(weight)) + eps)
     for index in range(len(weight)):
         value = through_bf16(widen(hidden[index]) * scale)
@@ -94,9 +94,9 @@ def add_norm(
 
 
 NORM = np.dtype([("weight_at", np.int64), ("eps", np.float32), ("once", np.int64)])
-"""A norm, an array of one record: where its weights lie, 0 where there is no norm, and epsilon.
+"""A norm, an array of one record: address of its weights, 0 if there is no norm, and epsilon.
 
-The weights are bfloat16; or, where `once` is 1, float32, and the result is rounded but once.
+The weights are bfloat16; or, if `once` is 1, float32, and only the result is rounded.
 """
 
 
@@ -167,8 +167,8 @@ def add_normed(
 ) -> None:
     """Add the norms of `delta`, times a factor, to `hidden` in place and write the norms of the sums to `out`.
 
-    Shape: hidden, delta, out [rows, width], of which `delta` is overwritten; the norms are `NORM`. A `delta_at` of 0
-    adds nothing. Where there is no norm, rows are taken as they are.
+    Shape: hidden, delta, out [rows, width]; `delta` is overwritten; the norms are `NORM`. A `delta_at` of 0 adds
+    nothing. Without a norm, rows are used unchanged.
     """
     given = hidden_at, delta_at, added_norm, factor, norm, width, out_at
     spread(pool, rows, rows_together(width), _add_normed_rows, given)
@@ -185,14 +185,14 @@ def _norm_parts_rows(
 
 @compiled()
 def norm_parts(pool: int, rows_at: int, row_bytes: int, width: int, norm: Any, rows: int) -> None:
-    """Replace a part of each row, `width` values from its beginning, by its norm; rows are `row_bytes` apart."""
+    """Replace the first `width` values of each row by their norm; rows are `row_bytes` apart."""
     given = rows_at, row_bytes, width, norm
     spread(pool, rows, rows_together(width), _norm_parts_rows, given)
 
 
 @compiled()
 def _add_scaled(hidden: Any, delta: Any, scale_at: int) -> None:
-    """Add a row to another, times a row of scales if there is one at the address."""
+    """Add a row to another, multiplied by a row of scales if `scale_at` is not 0."""
     if scale_at:
         scale = bf16_array(scale_at, len(hidden))
         for index in range(len(hidden)):
@@ -259,14 +259,14 @@ def add_layer_norm(
     """Add `delta`, times `scale`, to `hidden` in place and write the layer norms of the sums to `out`.
 
     Shape: hidden, delta, out [rows, width]; scale, weight, bias [width]. A `delta_at` of 0 adds nothing, a `scale_at`
-    of 0 does not scale, and an `out_at` of 0 has no norms written.
+    of 0 does not scale, and an `out_at` of 0 writes no norms.
     """
     given = hidden_at, delta_at, scale_at, weight_at, bias_at, width, eps, out_at
     spread(pool, rows, rows_together(width), _add_layer_norm_rows, given)
 
 
 def warm_up() -> None:
-    """Compile what a language model needs, so that the first request does not wait for it."""
+    """Compile the norms of a language model, ahead of the first request."""
     add_norm(0, 0, 0, 0, 1, np.float32(1.0), 0, 0)
 
 
@@ -276,12 +276,12 @@ def norm_of(weight_at: int, eps: float, *, once: bool) -> npt.NDArray[Any]:
 
 
 def warm_up_normed() -> None:
-    """Compile what a language model with other norms than the usual ones needs."""
+    """Compile the norms of a language model with further norms (see `decoder_norms.py`)."""
     none = norm_of(0, 0.0, once=False)
     add_normed(0, 0, 0, none, np.float32(1.0), none, 1, 0, 0)
     norm_parts(0, 0, 0, 1, none, 0)
 
 
 def warm_up_layer_norm() -> None:
-    """Compile what a vision tower with layer norms needs."""
+    """Compile the layer norm of a vision tower."""
     add_layer_norm(0, 0, 0, 0, 0, 0, 1, np.float32(1.0), 0, 0)

@@ -1,24 +1,26 @@
-"""Attention of decode rows and of chunks by the same sums, over a paged cache that lies in panels of 16 keys.
+"""Attention of decode rows and prefill chunks with one order of sums, over a paged cache in panels of 16 keys.
 
-What a row gets is the same to the bit whatever rows are beside it (`model.deterministic`). For a row of queries q and
-the keys it sees, with bfloat16 operands (VDPBF16PS),
+The result of a row is the same to the bit whatever other rows are in the batch (`model.deterministic`). For a query
+row q and its visible keys, with bfloat16 operands (VDPBF16PS),
 
     s_t = q . k_t,   w_t = 2**(factor (s_t - max s)),   out = sum_t w_t v_t / sum_t w_t
 
-A score is summed over the pairs of a head's values, one after the other, and an output over the pairs of keys. Each
-step of both is one instruction with one lane for a key or a column, so that rows can be computed a few at a time, and
-no compiler may reorder them. The softmax of a row is the same code for all. Scores are float32; weights are rounded to
-bfloat16, as transformers' own eager attention rounds them.
+A score is accumulated over pairs of head values, an output over pairs of keys, one pair after the other. Each step of
+both is one instruction with one lane per key or column, so any number of rows can share a pass, and no compiler may
+reorder the sums. The softmax of a row is the same code for all. Scores are float32; weights are rounded to bfloat16,
+as in transformers' eager attention.
 
-**Layout.** 16 slots that follow one another are a panel, in which a head has
+**Packing.** 16 consecutive slots are a panel; each KV head has
 
-    keys    [head dim / 2, 16, 2]: each pair of values of all keys
-    values  [8, head dim, 2]: each pair of keys of all columns
+  keys    [head_dim / 2, 16, 2]      d0 d1 of key 0 | d0 d1 of key 1 | .. | d0 d1 of key 15
+                                     d2 d3 of key 0 | d2 d3 of key 1 | ..
+  values  [8, head_dim, 2]           v0[0] v1[0] | v0[1] v1[1] | .. | v0[head_dim-1] v1[head_dim-1]
+                                     v2[0] v3[0] | v2[1] v3[1] | ..
 
-That is what `prefill_attention.py` packs contexts into, in every step. Here a row is packed once, when it is written.
-A block is some whole panels, so that blocks are shared, moved and freed as they are without panels.
+`prefill_attention.py` packs contexts in a similar way in every step. Here a row is packed once, when it is written to
+the cache. A KV block is a whole number of panels, so blocks are shared, moved and freed as without panels.
 
-A task is a run of rows for one key head: neighbours in one sequence, as in a chunk, or one decode row.
+A task is a run of rows for one KV head: consecutive rows of a sequence, as in a chunk, or one decode row.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -44,21 +46,21 @@ from vsched_workers.backends.cpu.kernels.thread_pool import spread
 KEYS = LANES
 """Keys of a panel."""
 RUN_QUERIES = 4 * PASS_ROWS
-"""Queries that are computed at once: a panel is read for all of them."""
+"""Maximum queries of a run: a panel is read once for all of them."""
 
 
-# --- what is written for LLVM ---
+# --- LLVM emitters ---
 
 
 class _KeyPass(Pass):
-    """Some queries times some panels of keys, which lie anywhere."""
+    """Pass of some queries times some panels of keys at arbitrary addresses."""
 
     def _places(self, panel_at: Any, pair: Any) -> Sequence[Any]:
         return [self._writer.advance(at, pair, LINE) for at in panel_at]
 
 
 class _ValuePass(Pass):
-    """Some rows of weights times some columns of the values of all panels."""
+    """Pass of some rows of weights times some columns of the values of all panels."""
 
     def _places(self, panel_at: Any, pair: Any) -> Sequence[Any]:
         offsets_at, columns_at, pair_bytes = panel_at
@@ -88,7 +90,7 @@ def _score_pass(
     out_at: Any,
     out_bytes: Any,
 ) -> None:
-    """Write the products of 1 to 6 queries with the keys of 1, 2 or 4 panels, float32."""
+    """Multiply 1 to 6 queries by the keys of 1, 2 or 4 panels; float32 results."""
     writer, one = InstructionWriter(builder), ir.Constant(LONG, 1)
     number = builder.add(builder.mul(rows, ir.Constant(LONG, 8)), panels)
     for case in cases(builder, number, _CASES):
@@ -115,7 +117,7 @@ def _combine_pass(
     out_at: Any,
     out_bytes: Any,
 ) -> None:
-    """Write the products of 1 to 6 rows of weights with 1, 2 or 4 vectors of columns of all values, float32."""
+    """Multiply 1 to 6 rows of weights by 1, 2 or 4 vectors of columns of all values; float32 results."""
     number = builder.add(builder.mul(rows, ir.Constant(LONG, 8)), vectors)
     for case in cases(builder, number, _CASES):
         combine = _ValuePass(builder, case // 8, vectors=case % 8)
@@ -128,13 +130,13 @@ def _combine_pass(
 
 @compiled()
 def _write_row(qkv_at: int, heads: Any, rows: RopeRows, row: int, keys: Any, values: Any) -> None:
-    """Write the keys and values of a row to their places in a panel."""
+    """Write the keys and values of a row into their panel of the cache."""
     kv_heads, head_dim = keys.shape[1], keys.shape[2]
     size, slot = 2 * head_dim, rows.slots[row]
     lane = slot % KEYS
     place = (slot - lane) * kv_heads * size
     source_at = qkv_at + (row * (heads.queries + 2 * kv_heads) + heads.queries) * size
-    # The key behind the last one has weight zero, so its values must be numbers.
+    # The key after the last one has weight zero, but 0 * NaN is NaN, so its values must be finite.
     is_last = row + 1 == len(rows.slots) or rows.slots[row + 1] != slot + 1
     rotated = np.empty(head_dim, dtype=np.uint16)
     for _ in range(kv_heads):
@@ -159,9 +161,9 @@ def _write_row(qkv_at: int, heads: Any, rows: RopeRows, row: int, keys: Any, val
 
 @compiled()
 def _runs(tables: Any, contexts: Any, block_size: int, rows_max: int) -> Any:
-    """Return the runs of the rows that attend: the first row of each, and the row behind its last.
+    """Group the attending rows into runs: first row and stop row of each.
 
-    A row goes on with a run when it sees what the row before it sees, at the same places, and one token more.
+    A row continues a run if it sees the blocks of the row before it, and one token more.
     """
     runs = np.empty((len(contexts), 2), dtype=np.int64)
     count = 0
@@ -183,7 +185,7 @@ def _runs(tables: Any, contexts: Any, block_size: int, rows_max: int) -> Any:
 
 @compiled()
 def _offsets(table: Any, panels: int, block_size: int, panel_bytes: int, offset: int) -> Any:
-    """Return where the panels of a sequence lie, for one head, whose part of a panel lies at `offset`."""
+    """Offsets of the panels of a sequence, for the head whose part of a panel is at `offset`."""
     offsets = np.empty(panels, dtype=np.int64)
     for panel in range(panels):
         slot = table[panel * KEYS // block_size] * block_size + panel * KEYS % block_size
@@ -193,7 +195,7 @@ def _offsets(table: Any, panels: int, block_size: int, panel_bytes: int, offset:
 
 @compiled()
 def _score(queries: Any, offsets: Any, keys_at: int, scores: Any) -> None:
-    """Write the products of queries with the keys of all panels."""
+    """Write Q K^T for the keys of all panels."""
     rows, panel = len(queries), 0
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
     while panel < len(offsets):
@@ -219,7 +221,7 @@ def _score(queries: Any, offsets: Any, keys_at: int, scores: Any) -> None:
 
 @compiled()
 def _softmax(scores: Any, weights: Any, seen: int, width: int, factor: Any) -> Any:
-    """Write the weights 2**(factor (s_t - max s)) of the scores that a row sees, and zeros up to `width`.
+    """Write the weights 2**(factor (s_t - max s)) of a row's visible scores, and zeros up to `width`.
 
     Returns their sum.
     """
@@ -239,7 +241,7 @@ def _softmax(scores: Any, weights: Any, seen: int, width: int, factor: Any) -> A
 
 @compiled()
 def _combine(weights: Any, pairs: int, offsets: Any, values_at: int, summed: Any) -> None:
-    """Write the products of weights with all values."""
+    """Write P V for all values."""
     rows, head_dim = summed.shape
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
     column = 0
@@ -279,7 +281,7 @@ def _attend_run(
     context: int,
     block_size: int,
 ) -> None:
-    """Attend for a run of rows, of which the first sees `context` tokens, with the queries of one key head."""
+    """Attend for a run of rows, with the queries of one KV head; the first row sees `context` tokens."""
     kv_heads, head_dim = keys.shape[1], keys.shape[2]
     size, group = 2 * head_dim, heads.queries // kv_heads
     row_bytes = (heads.queries + 2 * kv_heads) * size
@@ -292,7 +294,8 @@ def _attend_run(
     length = context + stop - first - 1
     panels = (length + KEYS - 1) // KEYS
     offsets = _offsets(table, panels, block_size, kv_heads * KEYS * size, kv_head * KEYS * size)
-    # A vector apart, or the rows of a pass would lie where the cache has few places for them.
+    # Rows are padded by one vector: with a power of two between them, the rows of a pass would
+    # share few cache sets.
     scores = np.empty((len(queries), panels * KEYS + LANES), dtype=np.float32)
     _score(queries, offsets, keys.ctypes.data, scores)
     weights = np.empty((len(queries), panels * KEYS + 2 * LANES), dtype=np.uint16)
@@ -368,8 +371,8 @@ def attend_rows(
 ) -> None:
     """Rotate the heads of rows, write keys and values into the cache, and attend.
 
-    A row may see the tokens of rows before it. The arguments are those of `decode_attention.decode`, but a row with a
-    context of 0 does not attend; `block_size` is a multiple of 16, and so is the size of a head.
+    A row may see tokens of earlier rows. Arguments as in `decode_attention.decode`, but a row with a context of 0
+    does not attend; `block_size` and the head dimension are multiples of 16.
     """
     spread(pool, len(rows.slots), 4, _write_rows, (qkv_at, heads, rows, keys, values))
     kv_heads = keys.shape[1]
@@ -379,7 +382,7 @@ def attend_rows(
 
 
 def warm_up() -> None:
-    """Compile `attend_rows`, so that the first request does not wait for it."""
+    """Compile `attend_rows` ahead of the first request."""
     cached, heads = np.empty((1, 1, 2), dtype=np.uint16), heads_of(1, 0, 0, 0.0, 1.0)
     tables, contexts = np.empty((0, 1), dtype=np.int32), np.empty(0, dtype=np.int32)
     attend_rows(0, 0, 0, heads, no_rows(), cached, cached, tables, contexts, LANES)

@@ -1,21 +1,26 @@
-"""Attention of many rows in bfloat16: chunks of prompts over the paged cache, and the patches of images.
+"""bfloat16 attention of many query rows: prefill chunks over the paged cache, and image patches.
 
-For a row of queries q and the keys it sees,
+For a query row q and its visible keys,
 
     s_t = q . k_t,   w_t = 2**(factor (s_t - max s)),   out = sum_t w_t v_t / sum_t w_t
 
-With bfloat16 operands (VDPBF16PS) scores and weights are rounded to bfloat16, as transformers' own eager attention
-rounds them; with float32 operands nothing is rounded but the result.
+With bfloat16 operands (VDPBF16PS) scores and weights are rounded to bfloat16, as in transformers' eager attention;
+with float32 operands only the result is rounded.
 
-**Layout.** Keys and values are packed once, straight from the paged cache, into panels that rows are multiplied with
-(see `gemm.py`): for each key head and sequence
+**Packing.** Keys and values are packed once, straight from the paged cache, into GEMM panels (see `gemm.py`), for
+each KV head and sequence:
 
-    keys    [keys / 64, head dim / 2, 64, 2]
-    values  per panel of 64, 32 or 16 columns c:  [keys / 2, c, 2]
+  keys    [keys / 64, head_dim / 2, 64, 2]                      B of Q K^T: N = keys, K = head_dim
+  values  per panel of c = 64, 32 or 16 columns [keys / 2, c, 2]  B of P V:   N = head_dim, K = keys
 
-with the keys padded to whole panels. Then 24 rows at a time are multiplied with all keys that they see, their softmax
-is taken while the scores are in the cache, and the weights are multiplied with the values. Nothing is compiled for a
-shape. What a row gets depends neither on how its prompt is cut nor on the rows beside it.
+  keys, panel of keys 0 .. 63:         d0 d1 of key 0 | d0 d1 of key 1 | .. | d0 d1 of key 63
+                                       d2 d3 of key 0 | d2 d3 of key 1 | ..
+  values, panel of columns 0 .. c-1:   v0[0] v1[0] | v0[1] v1[1] | .. | v0[c-1] v1[c-1]      keys 0 and 1
+                                       v2[0] v3[0] | v2[1] v3[1] | ..                        keys 2 and 3
+
+Keys are padded to whole panels. Then 24 query rows at a time are multiplied by all visible keys, the softmax is taken
+while the scores are in the cache, and the weights are multiplied by the values. Nothing is compiled for a specific
+shape. The result of a row depends neither on the chunking of its prompt nor on other rows in the batch.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -54,34 +59,36 @@ from vsched_workers.backends.cpu.kernels.simd import (
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
 BLOCK = 4 * PASS_ROWS
-"""Rows that are computed at once: a panel is read for all of them, and their scores stay in the cache."""
+"""Query rows of a block: each panel is read once for all of them, and their scores stay in the cache."""
 
 
 class PrefillArguments(NamedTuple):
-    """Sequences of one length, each row of which attends to the keys of its own sequence. `..._at` is an address.
+    """Arguments of prefill attention: sequences of one length; rows attend to keys of their own sequence.
+
+    `..._at` is an address.
 
     Attributes:
-        query_at: The queries, [heads, sequences, rows, head dim]; heads are `query_head_bytes` apart.
-        query_head_bytes: Bytes from a head to the next.
+        query_at: Queries, [heads, sequences, rows, head_dim]; heads are `query_head_bytes` apart.
+        query_head_bytes: Bytes between heads.
         heads: Query heads, a multiple of `kv_heads`.
         sequences: Number of sequences.
         rows: Rows of each sequence, at least one.
         head_dim: A multiple of 16.
-        keys_at: The keys. Those of head h and sequence s begin at `h * head_bytes + s * len(slots) * slot_bytes`.
-        values_at: The values, which lie as keys do.
-        slot_bytes: Bytes from a slot to the next.
-        head_bytes: Bytes from a key head to the next.
-        kv_heads: Key heads.
-        slots: The slots of a sequence's keys, int64 [keys].
-        packed_at: Room for packed keys and values, `4 * kv_heads * sequences * padded_keys * head_dim` bytes, at a
-            multiple of 64; in tiles, of padded heads.
+        keys_at: Keys. Those of head h and sequence s begin at `h * head_bytes + s * len(slots) * slot_bytes`.
+        values_at: Values, in the layout of keys.
+        slot_bytes: Bytes between slots.
+        head_bytes: Bytes between KV heads.
+        kv_heads: KV heads.
+        slots: Slots of a sequence's keys, int64 [keys].
+        packed_at: Buffer for packed keys and values, `4 * kv_heads * sequences * padded_keys * head_dim` bytes, at a
+            multiple of 64; with tiles, of padded heads.
         padded_keys: Keys of a sequence, padded to whole panels.
-        causal: 1 has the last row see all keys, and each row one less than the next; 0 has all rows see all keys.
-        window: Keys that a row sees at most, the last before it and its own; 0 for no such limit.
-        factor: Scores times this, float32, are logarithms to the base 2.
-        softcap: Such logarithms are bent towards plus and minus this; 0 for straight ones.
-        out_at: The result, [sequences, rows, heads, head dim].
-        tag: The dtype tag of the operands.
+        causal: 1: the last row sees all keys, and each row one key less than the next. 0: all rows see all keys.
+        window: Sliding window: maximum keys that a row sees, its own included; 0 for no limit.
+        factor: float32 by which scores become logarithms to the base 2.
+        softcap: Logit soft-cap of these logarithms; 0 for none.
+        out_at: Result, [sequences, rows, heads, head_dim].
+        tag: Dtype tag of the operands.
     """
 
     query_at: int
@@ -106,7 +113,7 @@ class PrefillArguments(NamedTuple):
     tag: npt.NDArray[Any]
 
 
-# --- what is written for LLVM ---
+# --- LLVM emitters ---
 
 
 @emits(numba.void, None, None, *[numba.intp] * 7)
@@ -122,9 +129,9 @@ def _multiply(
     out_at: Any,
     out_bytes: Any,
 ) -> None:
-    """Multiply six rows with a panel of 1, 2 or 4 vectors; rows and results are of the types of the kinds.
+    """Multiply six rows by a panel of 1, 2 or 4 vectors; the kinds are the types of rows and results.
 
-    Sixteen registers of 256 bits hold the sums of six rows and one vector, so its vectors follow each other there.
+    16 registers of 256 bits hold the accumulators of six rows and one vector, so vectors follow each other there.
     """
     float32, out_float32 = (isinstance(each, numba.types.Float) for each in (kind, out_kind))
     for count in cases(builder, vectors, (1, 2, 4)):
@@ -139,7 +146,7 @@ def _multiply(
 
 @emits(numba.void, *[numba.intp] * 3)
 def interleave(builder: Any, first_at: Any, second_at: Any, to_at: Any) -> None:
-    """Write a vector of pairs, each of a value of one row and the one below it."""
+    """Write a vector of pairs: lane i holds value i of the first row and value i of the second."""
     writer = InstructionWriter(builder)
     narrow_type, wide_type = (ir.VectorType(kind, LANES) for kind in (ir.IntType(16), WORD))
     first, second = (
@@ -161,13 +168,13 @@ def copy_pair(builder: Any, from_at: Any, to_at: Any) -> None:
 
 @compiled()
 def vectors_of(columns: int) -> int:
-    """Return the vectors of the next panel of values, of the columns that are left."""
+    """Vectors of the next panel of values, given the remaining columns."""
     return 4 if columns >= 4 * LANES else 2 if columns >= 2 * LANES else 1
 
 
 @compiled()
 def _pack_keys(first_at: int, second_at: int, head_dim: int, to_at: int) -> None:
-    """Write two keys to their columns of a panel."""
+    """Write two keys as neighbouring columns of a panel."""
     for pair in range(head_dim // 2):
         at = to_at + pair * PANEL * 4
         copy_pair(first_at + 4 * pair, at)
@@ -178,7 +185,7 @@ def _pack_keys(first_at: int, second_at: int, head_dim: int, to_at: int) -> None
 def _pack_values(
     first_at: int, second_at: int, head_dim: int, pair: int, padded_keys: int, to_at: int
 ) -> None:
-    """Write the values of two keys to their row of every panel of values."""
+    """Write the values of two keys as one line of every panel of values."""
     column = 0
     while column < head_dim:
         vectors = vectors_of(head_dim - column)
@@ -189,12 +196,13 @@ def _pack_values(
         column += vectors * LANES
 
 
-# As a call it would be told all that is given, for each pair of keys: 5 % of what short sequences take.
+# Inlined: as a call it would copy all arguments for each pair of keys, 5 % of the time of short
+# sequences.
 @compiled(inline="always")
 def two_keys(given: PrefillArguments, start: int, index: int, padding_at: int) -> Any:
-    """Return where a key lies and the one behind it, and their values; what is behind the last of all is padding.
+    """Addresses of a key and the next one, and of their values; `padding_at` beyond the last key.
 
-    `start` is where the keys of the sequence lie, counted from those of all.
+    `start` is the offset of the keys of the sequence.
     """
     first_key = second_key = first_value = second_value = padding_at
     if index < len(given.slots):
@@ -208,7 +216,7 @@ def two_keys(given: PrefillArguments, start: int, index: int, padding_at: int) -
 
 @compiled()
 def _pack_panel(given: PrefillArguments, task: int) -> None:
-    """Pack the keys of one panel and their values, with zeros behind the last of all."""
+    """Pack the keys of one panel and their values, with zeros for padded keys."""
     panels, size = given.padded_keys // PANEL, 2 * given.head_dim
     which, panel = task // panels, task % panels
     head, sequence = which // given.sequences, which % given.sequences
@@ -232,7 +240,7 @@ def _pack_panel(given: PrefillArguments, task: int) -> None:
 
 @compiled()
 def bend(scores: Any, count: int, factor: Any, softcap: Any) -> None:
-    """Replace scores s by c tanh(factor s / c)."""
+    """Soft-cap: replace scores s by c tanh(factor s / c)."""
     doubled = np.float32(2.0) * factor / softcap
     for index in range(count):
         share = np.float32(2.0) / (np.float32(1.0) + exp(doubled * widen(scores[index])))
@@ -241,9 +249,9 @@ def bend(scores: Any, count: int, factor: Any, softcap: Any) -> None:
 
 @compiled()
 def _softmax(scores: Any, unseen: int, seen: int, width: int, factor: Any) -> Any:
-    """Replace the scores that a row sees by weights 2**(factor (s_t - max s)), and the others by zero.
+    """Replace the visible scores of a row by weights 2**(factor (s_t - max s)), masked ones by zero.
 
-    It does not see the first `unseen` ones, and those from `seen` on. Returns what the weights are to be divided by.
+    Scores before `unseen` and from `seen` on are masked. Returns the divisor of the weights.
     """
     before, behind = scores[:unseen], scores[seen:width]
     for index in range(len(before)):
@@ -264,7 +272,7 @@ def _softmax(scores: Any, unseen: int, seen: int, width: int, factor: Any) -> An
 
 @compiled()
 def _score(queries: Any, keys_at: int, width: int, scores: Any) -> None:
-    """Write the products of queries, whole passes of them, with `width` keys."""
+    """Write Q K^T for whole passes of queries and `width` keys."""
     padded_rows, head_dim = queries.shape
     kind, key_bytes = queries[0, 0], 2 * head_dim
     for key in range(0, width, PANEL):
@@ -286,7 +294,7 @@ def _score(queries: Any, keys_at: int, width: int, scores: Any) -> None:
 def _combine(
     weights: Any, first: int, width: int, values_at: int, padded_keys: int, summed: Any
 ) -> None:
-    """Write the products of weights, whole passes of them, with the values of `width` keys from `first` on."""
+    """Write P V for whole passes of weights and the values of `width` keys from `first` on."""
     padded_rows, head_dim = summed.shape
     column = 0
     while column < head_dim:
@@ -308,7 +316,7 @@ def _combine(
 
 @compiled()
 def _read_rows(rows_at: int, rows: int, head_dim: int, tag: Any) -> Any:
-    """Return rows of bfloat16 in the type of the tag, and zeros below them: [whole passes, head dim]."""
+    """Convert bfloat16 rows to the type of the tag, padded with zeros to whole passes: [padded rows, head_dim]."""
     padded_rows = (rows + PASS_ROWS - 1) // PASS_ROWS * PASS_ROWS
     copied = np.zeros((padded_rows, head_dim), dtype=tag.dtype)
     for row in range(rows):
@@ -318,18 +326,18 @@ def _read_rows(rows_at: int, rows: int, head_dim: int, tag: Any) -> Any:
 
 @compiled()
 def block_of(given: PrefillArguments, task: int, block: int, panel: int) -> Any:
-    """Return which rows of which head a task of `block` rows is about, and what they see.
+    """Rows and visible keys of a task of up to `block` rows.
 
-    That is: the head; the first of its rows, of all sequences, and how many there are; the keys that the first one
-    sees, without those that are skipped, which none sees, whole panels of so many; the width of what all see, in whole
-    panels; and which of the packed keys.
+    Returns the query head; the first row, counted over all sequences; the number of rows; the keys that the first row
+    sees, without skipped ones; the skipped keys, whole panels that no row sees; the keys that any row sees, padded to
+    whole panels; and the index of the packed keys.
     """
     blocks = (given.rows + block - 1) // block
     which, first = task // blocks, task % blocks * block
     head, sequence = which // given.sequences, which % given.sequences
     start, rows = sequence * given.rows + first, min(block, given.rows - first)
     seen = len(given.slots) - (given.rows - 1 - first) * given.causal
-    # No row of the block sees what lies before the first one's window.
+    # No row of the block sees keys before the first row's window.
     skipped = (max(seen - given.window, 0) // panel * panel) if given.window else 0
     seen -= skipped
     width = (seen + (rows - 1) * given.causal + panel - 1) // panel * panel
@@ -339,7 +347,7 @@ def block_of(given: PrefillArguments, task: int, block: int, panel: int) -> Any:
 
 @compiled()
 def write_attended(out_at: int, summed: Any, total: Any) -> None:
-    """Write what a row makes of the values: their weighted sums by the sum of the weights, rounded."""
+    """Divide the weighted sum of values by the sum of weights, round and store it."""
     out, share = bf16_array(out_at, len(summed)), np.float32(1.0) / total
     for index in range(len(summed)):
         out[index] = narrow(summed[index] * share)
@@ -347,13 +355,14 @@ def write_attended(out_at: int, summed: Any, total: Any) -> None:
 
 @compiled()
 def _attend_block(given: PrefillArguments, task: int) -> None:
-    """Attend for the rows of one block, which are of one head and sequence."""
+    """Attend for one block of query rows, of one head and sequence."""
     head_dim, size = given.head_dim, 2 * given.head_dim
     head, start, rows, seen, skipped, width, packed = block_of(given, task, BLOCK, PANEL)
     keys_at = given.packed_at + packed * 2 * given.padded_keys * size
     query_at = given.query_at + head * given.query_head_bytes + start * size
     queries = _read_rows(query_at, rows, head_dim, given.tag)
-    # A vector apart, or the rows of a pass would lie where the cache has few places for them.
+    # Rows are padded by one vector: with a power of two between them, the rows of a pass would
+    # share few cache sets.
     scores = np.empty((len(queries), width + LANES), dtype=given.tag.dtype)
     _score(queries, keys_at + skipped * size, width, scores)
     factor = given.factor
@@ -388,7 +397,7 @@ def _attend_blocks(first: int, stop: int, given: PrefillArguments) -> None:
 
 @compiled()
 def attend(pool: int, given: PrefillArguments) -> None:
-    """Attend as `given` says."""
+    """Attend for all rows and heads of `given`, on the threads of a pool."""
     pieces = given.kv_heads * given.sequences * (given.padded_keys // PANEL)
     spread(pool, pieces, 4, _pack_panels, (given,))
     blocks = given.heads * given.sequences * ((given.rows + BLOCK - 1) // BLOCK)
@@ -396,7 +405,7 @@ def attend(pool: int, given: PrefillArguments) -> None:
 
 
 def no_arguments(tag: npt.NDArray[Any] = BF16) -> PrefillArguments:
-    """Return arguments with which there is nothing to do, to compile for."""
+    """Return arguments without work, for compilation."""
     return PrefillArguments(
         query_at=0,
         query_head_bytes=0,
@@ -422,5 +431,5 @@ def no_arguments(tag: npt.NDArray[Any] = BF16) -> PrefillArguments:
 
 
 def warm_up(tag: npt.NDArray[Any]) -> None:
-    """Compile for a dtype tag, so that the first request does not wait for it."""
+    """Compile for a dtype tag, ahead of the first request."""
     attend(0, no_arguments(tag))

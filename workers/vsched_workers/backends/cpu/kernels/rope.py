@@ -1,13 +1,13 @@
-"""Rotary position embedding of bfloat16 heads, their norms, and the writing of keys and values into the KV cache.
+"""Rotary position embedding of bfloat16 heads, their norms, and writes of keys and values into the KV cache.
 
 A head (x, y) of two halves, at the angles t of its row's position, becomes
 
     (x cos t - y sin t,  y cos t + x sin t)
 
-after an RMS norm (see `norm.py`) where the model has one. Language models round each product before the sum, as
+after an RMS norm (see `norm.py`) if the model has one. Language models round each product before the sum, as
 transformers' modules do in bfloat16; vision towers compute in float32 and round the result.
 
-All kernels take what the merged product of queries, keys and values has made, and write it where attention wants it.
+All kernels read the merged QKV product and write the layout of their attention kernel.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
 """
@@ -51,12 +51,11 @@ HEADS = np.dtype(
         ("window", np.int64),
     ]
 )
-"""What the heads of a layer have in common, an array of one record (see `heads_of`).
+"""Attributes shared by the heads of a layer, an array of one record (see `heads_of`).
 
-`queries` is the number of query heads. Weights of norms are [head dim], and their address is 0 where heads have no
-norm; they are bfloat16, or, where `norm_once` is 1, float32, and the result is rounded but once. Scores are multiplied
-with `scaling`, and then bent towards plus and minus `softcap`, unless that is 0. A row sees `window` tokens, itself
-included; 0 for all before it.
+`queries` is the number of query heads. Weights of norms are [head_dim], with address 0 if heads have no norm; they
+are bfloat16, or, if `norm_once` is 1, float32, and only the result is rounded. Scores are multiplied by `scaling`,
+then soft-capped at `softcap`, unless that is 0. A row sees `window` tokens, itself included; 0 for all.
 """
 
 
@@ -71,7 +70,7 @@ def heads_of(
     softcap: float | None = None,
     window: int | None = None,
 ) -> npt.NDArray[Any]:
-    """Return the record of a layer's heads; what lies at the addresses must outlive it."""
+    """Return the record of a layer's heads; memory at the addresses must outlive it."""
     record = (
         queries,
         query_norm_at,
@@ -86,12 +85,12 @@ def heads_of(
 
 
 class RopeRows(NamedTuple):
-    """The positions of some rows of a step.
+    """Positions of some rows of a step.
 
     Attributes:
-        cos: bfloat16 [rows, head dim / 2], the cosines of the angles of a row's position.
-        sin: As `cos`, the sines.
-        slots: int64 [rows], the slot of the cache that a row's key and value are written to.
+        cos: bfloat16 [rows, head_dim / 2], cosines of the angles of a row's position.
+        sin: Sines, likewise.
+        slots: int64 [rows], the cache slot for a row's key and value.
     """
 
     cos: Bf16Array
@@ -101,7 +100,7 @@ class RopeRows(NamedTuple):
 
 @compiled()
 def _norm_head(source_at: int, target_at: int, half: int, norm_at: int, heads: Any) -> None:
-    """Write the norm of one head of two halves."""
+    """Write the norm of one head, in two halves."""
     lower, upper = bf16_array(source_at, half), bf16_array(source_at + 2 * half, half)
     lower_out, upper_out = bf16_array(target_at, half), bf16_array(target_at + 2 * half, half)
     squares = np.float32(0.0)
@@ -130,9 +129,9 @@ def _norm_head(source_at: int, target_at: int, half: int, norm_at: int, heads: A
 def rope_head(
     source_at: int, target_at: int, rows: RopeRows, row: int, norm_at: int, heads: Any
 ) -> None:
-    """Write one head of a row, normed if there are weights at `norm_at`, and rotated; `heads` is the layer's record."""
+    """Write one head of a row, normed if `norm_at` is not 0, and rotated; `heads` is the layer's record."""
     half = rows.cos.shape[1]
-    # Two arrays each: an index that has something added to it is not seen to be positive.
+    # Two arrays each: numba does not recognize the sum of an index and an offset as non-negative.
     lower, upper = bf16_array(source_at, half), bf16_array(source_at + 2 * half, half)
     lower_out, upper_out = bf16_array(target_at, half), bf16_array(target_at + 2 * half, half)
     if norm_at:
@@ -146,7 +145,7 @@ def rope_head(
 
 
 def keep_head(head_at: int, cached: Any, slot: int, kv_head: int) -> None:
-    """Write a head of bfloat16 to its slot of the cache; what lies at the address becomes what the cache has of it."""
+    """Write a bfloat16 head to its cache slot; the memory at the address becomes the value read back from the cache."""
     raise NotImplementedError
 
 
@@ -168,7 +167,7 @@ def _keep_bf16(head_at: int, cached: Any, slot: int, kv_head: int) -> None:
 
 @compiled()
 def _keep_int8(head_at: int, cached: Any, slot: int, kv_head: int) -> None:
-    """See `batching/kv_cache.py`, which does the same with torch, to the bit."""
+    """Same result to the bit as the torch version in `batching/kv_cache.py`."""
     _, kv_heads, width = cached.shape
     head_dim = width - KV_SCALE_BYTES
     head = bf16_array(head_at, head_dim)
@@ -244,10 +243,10 @@ def rope_prefill(
     keys: Any,
     values: Any,
 ) -> None:
-    """Write the heads of prefill rows to `out`, and keys and values into their slots of the cache, too.
+    """Write the heads of prefill rows to `out`, and keys and values to their cache slots as well.
 
-    Shape: qkv [rows, heads + 2 * kv heads, head dim]; out [heads + 2 * kv heads, out_rows, head dim], of which `out_at`
-    is the place of the first of these rows; keys, values [slots, kv heads, places of a head]; `heads` as of `heads_of`.
+    Shape: qkv [rows, heads + 2 * kv heads, head_dim]; out [heads + 2 * kv heads, out_rows, head_dim], with `out_at`
+    the address of the first of these rows; keys, values [slots, kv heads, width of a head]; `heads` as of `heads_of`.
     """
     width = (heads[0].queries + 2 * keys.shape[1]) * 2 * rows.cos.shape[1]
     given = qkv_at, out_at, out_rows, heads, rows, keys, values
@@ -284,27 +283,27 @@ def _rope_patches_rows(
 def rope_patches(
     pool: int, qkv_at: int, first: int, stop: int, heads: int, cos: Any, sin: Any, out_at: int
 ) -> None:
-    """Write the heads of the rows `first` to `stop` of an image, whose queries and keys are rotated in float32.
+    """Write the heads of the rows `first` to `stop` of an image, with queries and keys rotated in float32.
 
-    Shape: qkv [rows, 3 * heads, head dim], where `qkv_at` is the place that row 0 would have; cos, sin float32
-    [rows, head dim / 2]; out [3 * heads, rows, head dim].
+    Shape: qkv [rows, 3 * heads, head_dim], with `qkv_at` the address that row 0 would have; cos, sin float32 [rows,
+    head_dim / 2]; out [3 * heads, rows, head_dim].
     """
     given = qkv_at, first, heads, cos, sin, out_at
     spread(pool, stop - first, rows_together(6 * heads * cos.shape[1]), _rope_patches_rows, given)
 
 
 def no_rows() -> RopeRows:
-    """Return rows of a step that has none, to compile with."""
+    """Return empty rows, for compilation."""
     angles = np.empty((0, 1), dtype=np.uint16)
     return RopeRows(angles, angles, np.empty(0, dtype=np.int64))
 
 
 def warm_up(cached: npt.NDArray[Any]) -> None:
-    """Compile what a language model needs for such a cache, so that the first request does not wait for it."""
+    """Compile for a language model and a cache type, ahead of the first request."""
     rope_prefill(0, 0, 0, 0, heads_of(1, 0, 0, 0.0, 1.0), no_rows(), cached, cached)
 
 
 def warm_up_patches() -> None:
-    """Compile what a vision tower needs."""
+    """Compile for a vision tower."""
     angles = np.empty((0, 1), dtype=np.float32)
     rope_patches(0, 0, 0, 0, 1, angles, angles, 0)

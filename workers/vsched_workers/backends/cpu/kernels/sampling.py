@@ -1,11 +1,11 @@
-"""Drawing tokens, row by row: a handful of passes over the vocabulary, none of which sorts it.
+"""Token sampling, row by row, in a few passes over the vocabulary, without sorting.
 
-A row is widened into a buffer that stays in the second cache, and what changes single logits (penalties, biases) is
-done there. The weight of a token is 2**-d, where d is how many octaves its logit lies below the highest. Which tokens
-top-k and top-p keep is found in `kept_tokens.py`: most often they are a short list, in which the draw goes on.
-Otherwise it walks over sums of blocks and then within one block, in order of token ids.
+A row is widened into a buffer that stays in the L2 cache; penalties and logit biases are applied there. The weight of
+a token is 2**-d, with its distance d in octaves from the maximum logit. `kept_tokens.py` finds the tokens that top-k
+and top-p keep, usually a short list, from which the token is drawn. Otherwise the draw walks over sums of blocks and
+then within one block, in order of token ids.
 
-A row is computed alone and in a fixed order of sums, so what is drawn does not depend on the rows beside it.
+A row is computed alone and in a fixed order of sums, so the drawn token does not depend on other rows in the batch.
 
 Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), for Philox.
 """
@@ -39,16 +39,16 @@ from vsched_workers.backends.cpu.kernels.kept_tokens import (
 
 
 class RowParameters(NamedTuple):
-    """What is asked for each row; arrays are [rows] but where told.
+    """Sampling parameters of rows; arrays are [rows] unless noted.
 
     Attributes:
-        row: Which row of the logits.
+        row: Row of the logits.
         inverse_temperature: 0 for greedy.
         top_k: 0 for all.
         key: uint64 [rows, 2], seed and position of the draw.
-        tokens: All prompts and outputs one after the other; those of a row are [starts[row], starts[row + 1]), of
-            which the first `prompts[row]` are the prompt. Empty where no penalty asks for them.
-        bias: What is added to single logits, `biased` the tokens; those of a row are [bias_starts[row], ...).
+        tokens: Concatenated prompts and outputs, [starts[row], starts[row + 1]) for a row; the first `prompts[row]`
+            of them are the prompt. Empty without penalties.
+        bias: Logit biases, for the tokens `biased`; [bias_starts[row], ...) for a row.
         mask: uint32 [masks, words]: bit i of word j allows token 32 j + i; `mask_of` is -1 for a row without one.
     """
 
@@ -77,15 +77,15 @@ ROW_DTYPES = (
     *(np.float32, np.float32, np.float32, np.int32, np.int64, np.int64),
     *(np.int64, np.float32, np.int64, np.uint32, np.int64),
 )
-"""The dtypes of the arrays of `RowParameters`, in order."""
+"""Dtypes of the arrays of `RowParameters`, in order."""
 
 
 @compiled()
 def argmax(logits_at: int, rows: int, width: int, out: Any) -> None:
-    """Write the place of the largest logit of every row, the first of equal ones.
+    """Write the index of the maximum logit of every row, the first of equal ones.
 
-    Shape: logits bfloat16 [rows, width]; out int32 [rows]. The loop over all logits only compares, so that it is
-    vectorised; the place is looked for afterwards.
+    Shape: logits bfloat16 [rows, width]; out int32 [rows]. The loop over all logits only compares, so it is
+    vectorized; the index is searched afterwards.
     """
     for row in range(rows):
         values = bf16_array(logits_at + 2 * row * width, width)
@@ -100,7 +100,7 @@ def argmax(logits_at: int, rows: int, width: int, out: Any) -> None:
 
 @compiled(**INNER)
 def _high_product(one: Any, other: Any) -> Any:
-    """Return the upper 64 bits of a product of two uint64."""
+    """Upper 64 bits of a product of two uint64."""
     half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
     a, b, c, d = one >> half, one & low, other >> half, other & low
     middle = a * d + ((b * d) >> half)
@@ -110,7 +110,7 @@ def _high_product(one: Any, other: Any) -> Any:
 
 @compiled(**INNER)
 def uniform(seed: Any, position: Any) -> Any:
-    """Return the first number in [0, 1) of numpy's Philox stream with this key; both uint64."""
+    """First number in [0, 1) of numpy's Philox stream with this key; both uint64."""
     first, second = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
     c0, c1, c2, c3 = np.uint64(1), np.uint64(0), np.uint64(0), np.uint64(0)
     for turn in range(10):
@@ -128,7 +128,7 @@ def _penalise(ask: Any, entry: int, buffers: Buffers) -> None:
     values, counts, outputs = buffers.values, buffers.counts, buffers.outputs
     for index in range(len(tokens)):
         if tokens[index] >= len(values):
-            continue  # the model's head may be narrower than its embedding
+            continue  # the lm_head may be narrower than the embedding
         counts[tokens[index]] = 1
         outputs[tokens[index]] += 1 if index >= ask.prompts[entry] else 0
     repetition = ask.repetition[entry]
@@ -157,7 +157,7 @@ def _is_adjusted(ask: Any, entry: int) -> Any:
 
 @compiled(**INNER)
 def _forbid(words: Any, values: Any) -> None:
-    """Take the logits of tokens that a mask does not allow, 32 at a time: most words allow all of them, or none."""
+    """Set the logits of forbidden tokens to -inf, 32 at a time: most words of a mask allow all or none."""
     for index in range(-(-len(values) // 32)):
         word = words[index] if index < len(words) else np.uint32(0)
         part = values[32 * index : 32 * index + 32]
@@ -184,7 +184,7 @@ def _adjust(ask: Any, entry: int, buffers: Buffers) -> None:
 
 @compiled(**INNER)
 def _fill(source: Any, buffers: Buffers) -> Any:
-    """Widen the logits of a row; return what `_find_tops` does."""
+    """Widen the logits of a row; same return value as `_find_tops`."""
     highest, odd = np.float32(-np.inf), np.float32(0.0)
     for block in range(len(buffers.tops)):
         read = source[block * BLOCK : (block + 1) * BLOCK]
@@ -194,7 +194,7 @@ def _fill(source: Any, buffers: Buffers) -> Any:
             value = widen(read[index])
             values[index] = value
             top = larger(top, value)
-            # The sum of flags is vectorised, a search is not.
+            # A sum of flags is vectorized, a search is not.
             odd += np.float32(1.0) if value != value else np.float32(0.0)
         buffers.tops[block] = top
         highest = larger(highest, top)
@@ -203,7 +203,7 @@ def _fill(source: Any, buffers: Buffers) -> Any:
 
 @compiled(**INNER)
 def _find_tops(buffers: Buffers) -> Any:
-    """Find the highest logit of each block; return the highest of all, NaN where any logit is."""
+    """Find the maximum logit of each block; return the overall maximum, NaN if any logit is."""
     highest, odd = np.float32(-np.inf), np.float32(0.0)
     for block in range(len(buffers.tops)):
         part = buffers.values[block * BLOCK : (block + 1) * BLOCK]
@@ -218,7 +218,7 @@ def _find_tops(buffers: Buffers) -> Any:
 
 @compiled(**INNER)
 def _first(top: Any, buffers: Buffers) -> Any:
-    """Return the first token with the highest logit."""
+    """Return the first token with the maximum logit."""
     block = 0
     while block < len(buffers.tops) - 1 and buffers.tops[block] != top:
         block += 1
@@ -230,16 +230,17 @@ def _first(top: Any, buffers: Buffers) -> Any:
 
 @compiled(**INNER)
 def _pick(total: Any, uniform: Any, kept: Any, weight_min: Any, buffers: Buffers) -> Any:
-    """Return the token at which the kept weights before it and its own exceed their fraction `uniform`.
+    """Return the first kept token at which the cumulative weight exceeds the fraction `uniform` of the total.
 
-    Kept is what lies above the limit `kept`, or on it, up to its last token, and has a weight of `weight_min` or more.
+    Kept tokens are above the limit `kept`, or equal to it up to its last token, with a weight of at least
+    `weight_min`.
     """
     least, last_tie = kept
     target, block, last = uniform * total, 0, len(buffers.sums) - 1
     while block < last and target >= buffers.sums[block]:
         target -= buffers.sums[block]
         block += 1
-    while block > 0 and buffers.sums[block] == 0.0:  # rounding has led behind the last weight
+    while block > 0 and buffers.sums[block] == 0.0:  # rounding has led past the last weight
         block -= 1
     chosen = -1
     for index in range(block * BLOCK, (block + 1) * BLOCK):
@@ -255,7 +256,7 @@ def _pick(total: Any, uniform: Any, kept: Any, weight_min: Any, buffers: Buffers
 
 @compiled(**INNER)
 def _sum_kept(kept: Any, weight_min: Any, buffers: Buffers) -> Any:
-    """Compute the sums of blocks anew, of the weights that are kept; return their total."""
+    """Recompute the sums of blocks from kept weights; return their total."""
     total, (least, last_tie) = 0.0, kept
     for block in range(len(buffers.sums)):
         start = block * BLOCK
@@ -273,7 +274,7 @@ def _sum_kept(kept: Any, weight_min: Any, buffers: Buffers) -> Any:
 
 @compiled(**INNER)
 def _forget(kept: Any, buffers: Buffers) -> None:
-    """Take logit and weight of what is not kept."""
+    """Set the logits of all other tokens to -inf and their weights to 0."""
     least, last_tie = kept
     for index in range(len(buffers.values)):
         value = buffers.values[index]
@@ -284,7 +285,7 @@ def _forget(kept: Any, buffers: Buffers) -> None:
 
 @compiled(**INNER)
 def _pick_from_list(count: int, uniform: Any, weight_min: Any, buffers: Buffers) -> Any:
-    """Return the token of a list of `count` tokens as `_pick` does of all."""
+    """Like `_pick`, from a list of `count` tokens."""
     total = 0.0
     for place in range(count):
         weight = buffers.list_weights[place]
@@ -304,7 +305,7 @@ def _pick_from_list(count: int, uniform: Any, weight_min: Any, buffers: Buffers)
 def _draw_from_list(
     ask: Any, entry: int, head: Any, uniform: Any, scale: Any, top: Any, buffers: Buffers
 ) -> Any:
-    """Draw where top-k keeps a short list of tokens: no other needs a weight."""
+    """Draw from the short list that top-k keeps: no other token needs a weight."""
     count, low = head
     weigh_list(count, top, scale, np.float32(1.0), buffers)
     wanted = np.float64(ask.top_k[entry])
@@ -321,7 +322,7 @@ def _draw_from_list(
 
 @compiled(**INNER)
 def _draw(ask: Any, entry: int, top: Any, coarse: Any, buffers: Buffers) -> Any:
-    """Draw the token of a row, whose logits and tops are in the buffers."""
+    """Draw the token of a row; its logits and maxima are in the buffers."""
     number = uniform(ask.key[entry, 0], ask.key[entry, 1])
     scale = np.float32(ask.inverse_temperature[entry] * np.float64(LOG2_E))
     top_k, top_p, min_p = ask.top_k[entry], ask.top_p[entry], np.float32(ask.min_p[entry])
@@ -356,11 +357,10 @@ def _draw(ask: Any, entry: int, top: Any, coarse: Any, buffers: Buffers) -> Any:
 def draw_rows(
     halves: Any, singles: Any, ask: Any, buffers: Buffers, out: Any, highest: Any
 ) -> None:
-    """Draw a token for each row that is asked for.
+    """Draw a token for each requested row.
 
-    Shape: logits [rows, vocabulary], bfloat16 as uint16 in `halves` or float32 in `singles`, of which the other has no
-    rows; out int32 and highest float32 [rows asked]: where the highest logit of a drawn row is no finite number,
-    nothing was drawn.
+    Shape: logits [rows, vocabulary], bfloat16 as uint16 in `halves` or float32 in `singles`, the other one empty; out
+    int32 and highest float32 [requested rows]. Nothing is drawn for a row whose `highest` is not finite.
     """
     coarse = np.float32(1 / 128 if len(halves) else 0.0)
     for entry in range(len(ask.row)):
@@ -379,7 +379,7 @@ def draw_rows(
 
 
 def warm_up() -> None:
-    """Compile, so that the first request does not wait for it."""
+    """Compile ahead of the first request."""
     nothing: list[Any] = [np.empty(0, kind) for kind in ROW_DTYPES]
     nothing[ROW_FIELDS.index("key")] = np.empty((0, 2), np.uint64)
     nothing[ROW_FIELDS.index("mask")] = np.empty((0, 0), np.uint32)

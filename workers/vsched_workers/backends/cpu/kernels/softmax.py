@@ -1,15 +1,16 @@
-"""The online softmax of attention in tiles, for bfloat16 scores.
+"""Online softmax of tiled attention, for bfloat16 scores.
 
-torch's fused attention spends four nanoseconds on a score, more than on both products of it: the exponential. Here a
-row of scores is read twice and written once where it lies, a tenth of that time.
+torch's fused attention spends four nanoseconds per score on the exponential, more than on both of its products. Here
+a row of scores is read twice and written once in place, in a tenth of that time.
 
-Of the tiles that a row has seen it keeps the highest score m, the total l of the weights, and the weighted sum a of the
-values. For another tile of scores s, which are logarithms to the base 2,
+For each row the state is the maximum score m, the sum l of weights, and the weighted sum a of values, over all tiles
+so far. For another tile of scores s, which are logarithms to the base 2,
 
-    m' = max(m, max_i s_i),   w_i = 2**(s_i - m')  (rounded),   l' = l * 2**(m - m') + sum_i w_i,   a' = a * 2**(m - m')
+    m' = max(m, max_i s_i),   w_i = 2**(s_i - m')  (rounded),   l' = l * 2**(m - m') + sum_i w_i,   a' = a * 2**(m -
+        m')
 
-The weights take the place of the scores, and the caller adds the product of weights and values to a'. In the end a / l
-is the attention.
+The weights replace the scores, and the caller adds the product of weights and values to a'. At the end a / l is the
+attention output.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., "FlashAttention"
 (NeurIPS 2022).
@@ -30,16 +31,16 @@ from vsched_workers.backends.cpu.kernels.compilation import compiled
 from vsched_workers.backends.cpu.kernels.thread_pool import rows_together, spread
 
 SCORE_MIN = np.float32(-1e30)
-"""Where the highest score of a row begins: finite, since the compiler may take infinities for impossible."""
+"""Initial maximum of a row: finite, since the compiler may assume the absence of infinities."""
 
 
 class OnlineSoftmax(NamedTuple):
-    """The online softmax of each row.
+    """Online softmax state of each row.
 
     Attributes:
-        highest: m, float32 [rows], at first `SCORE_MIN`.
-        total: l, float32 [rows], at first 0.
-        summed: a, float32 [rows, head dim], at first 0.
+        highest: m, float32 [rows], initially `SCORE_MIN`.
+        total: l, float32 [rows], initially 0.
+        summed: a, float32 [rows, head_dim], initially 0.
     """
 
     highest: npt.NDArray[np.float32]
@@ -91,20 +92,20 @@ def softmax_tile(
     """Replace a tile of scores by weights and update the online softmax.
 
     Args:
-        pool: The state of the threads, 0 for the calling one.
+        pool: Address of the thread pool's state, 0 for the calling thread.
         scores_at: Scores, bfloat16 [rows, width].
         width: Scores of a row.
-        seen: Scores that the first row of each period sees; those behind it become 0.
-        step: Scores that each further row of a period sees beyond the row before: 1 is causal, 0 has no mask.
-        period: Rows after which that rule begins anew.
-        online: The online softmax of the rows.
+        seen: Scores that the first row of each period sees; later ones become 0.
+        step: Additional scores seen by each further row of a period: 1 is causal, 0 has no mask.
+        period: Rows after which the mask repeats.
+        online: Online softmax of the rows.
     """
     given = scores_at, width, seen, step, period, online
     spread(pool, len(online.highest), rows_together(width), _softmax_tile_rows, given)
 
 
 def warm_up() -> None:
-    """Compile, so that the first request does not wait for it."""
+    """Compile ahead of the first request."""
     nothing = np.empty(0, dtype=np.float32)
     online = OnlineSoftmax(nothing, nothing, np.empty((0, 1), dtype=np.float32))
     softmax_tile(0, 0, 1, 1, 0, 1, online)

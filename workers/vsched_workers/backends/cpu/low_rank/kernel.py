@@ -1,10 +1,9 @@
-"""What adapters add to bfloat16 rows: `made <- made + up (down row)`, each row by the matrices of its own adapter.
+"""LoRA on bfloat16 rows: `made <- made + up (down row)`, each row with the matrices of its own adapter.
 
-All adapters of a product are one call: rows come in the order of their adapters, so that matrices stay in the cache
-from one row to the next. Sums are float32 and in one order, whatever rows are beside a row: it has the same bits alone
-and in a batch.
+All adapters of a product are one call. Rows are ordered by adapter, so that matrices stay in the cache from one row
+to the next. Sums are float32 and in one order: a row has the same bits alone and in a batch.
 
-Source: Chen et al., "Punica: Multi-Tenant LoRA Serving" (2023), for the rows of many adapters in one call.
+Source: Chen et al., "Punica: Multi-Tenant LoRA Serving" (2023), for rows of many adapters in one call.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -22,7 +21,7 @@ from vsched_workers.backends.cpu.kernels.compilation import compiled
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
 RANKS = 4
-"""Ranks are padded with zeros to a multiple of this: so many are summed up at once."""
+"""Ranks are padded with zeros to a multiple of this number, which are accumulated at once."""
 
 PART = np.dtype(
     [
@@ -33,15 +32,16 @@ PART = np.dtype(
         ("outputs", np.int64),
     ]
 )
-"""What an adapter adds to the outputs [first, first + outputs) of a product; of rank 0 it adds nothing.
+"""The part of an adapter for the outputs [first, first + outputs) of a product; rank 0 adds nothing.
 
-At `down_at` lies float32 [rank, inputs], at `up_at` float32 [rank, outputs], times the scaling.
+At `down_at` is float32 [rank, inputs] (A of LoRA), at `up_at` float32 [rank, outputs] (B transposed), times the
+scaling.
 """
 
 
 @compiled()
 def _down(row: Any, down_at: int, rank: int, sums: Any) -> None:
-    """Write the products of a row and each row of a matrix."""
+    """Multiply a row by each row of a matrix."""
     width = len(row)
     for start in range(0, rank, 4):
         at = down_at + 4 * start * width
@@ -128,16 +128,16 @@ def add_low_rank(
     owners: Any,
     parts: Any,
 ) -> None:
-    """Add to the rows that `order` names what their adapters say.
+    """Add the adapters' products to the rows in `order`.
 
-    Shape: rows bfloat16 [rows, inputs], made bfloat16 [rows, width]; order, owners int64 [n], the row and its adapter;
-    parts `PART` [adapters, parts of the product].
+    Shape: rows bfloat16 [rows, inputs], made bfloat16 [rows, width]; order, owners int64 [n], the row and its
+    adapter; parts `PART` [adapters, parts of the product].
     """
     given = rows_at, inputs, made_at, width, order, owners, parts
     spread(pool, len(order), 1, _add_low_rank_rows, given)
 
 
 def warm_up() -> None:
-    """Compile the kernel now, so that the first step with an adapter does not wait for it."""
+    """Compile the kernel ahead of the first step with an adapter."""
     nobody: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
     add_low_rank(0, 0, 0, 0, 0, nobody, nobody, np.zeros((1, 1), dtype=PART))

@@ -1,4 +1,4 @@
-"""Where adapters go in layers that are fused: their products were merged or cut, and are kept without modules."""
+"""Positions of adapters in fused layers, whose products were merged or split and have no modules."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def layer_places(
     layers: Sequence[Any], decoder: Decoder, within: str, cuts: Mapping[str, Cut]
 ) -> dict[str, list[LayerPlace]]:
-    """Return the places of a language model's fused layers, each with its products and the modules they are of.
+    """Return the positions in a language model's fused layers, each with its products, by module name.
 
-    `cuts` are by the names of weights in the layers as transformers has them.
+    `cuts` are by transformers' names of the layers' weights.
     """
     places: dict[str, list[LayerPlace]] = {}
     for index, layer in enumerate(layers):
@@ -57,7 +57,7 @@ def layer_places(
 
 
 def _halves(carriers: Sequence[Carrier]) -> list[LayerPlace]:
-    """Return the places of one layer of transformers' that was cut into two products."""
+    """Return the positions of one transformers layer that was split into two products."""
     inputs, outputs = carriers[0].inputs, carriers[0].outputs
     return [
         LayerPlace(carrier, inputs, 2 * outputs, up=functools.partial(_half, half))

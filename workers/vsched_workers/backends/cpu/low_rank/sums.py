@@ -1,4 +1,4 @@
-"""What adapters add to bfloat16 products on a CPU: all adapters in one call of a compiled kernel."""
+"""LoRA products of bfloat16 rows on a CPU: all adapters in one call of a compiled kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARALLEL_VALUES_MIN = 1 << 18
 
 
 class KernelSums:
-    """By the compiled kernel; see `Sums`."""
+    """`Sums` by the compiled kernel."""
 
     def __init__(self, threads: int) -> None:
         self._pool = pool_of(threads)
@@ -49,7 +49,7 @@ class KernelSums:
             self._lay_out()
 
     def _lay_out(self) -> None:
-        """Write anew where the parts of each adapter lie; those that it has none of stay of rank 0."""
+        """Rebuild the table of the parts of each adapter; missing parts have rank 0."""
         widest = max(map(len, self._parts.values()), default=0)
         self._table = np.zeros((max(self._parts, default=-1) + 1, widest), dtype=PART)
         for owner, parts in self._parts.items():
@@ -64,7 +64,7 @@ class KernelSums:
     def add(self, rows: torch.Tensor, made: torch.Tensor, call: CallRows) -> None:
         assert made.is_contiguous(), "rows are written one after the other"
         order, owners = call.order, call.owners
-        if owners[-1] >= len(self._table):  # adapters that came later have no part here
+        if owners[-1] >= len(self._table):  # adapters loaded later have no part here
             known = owners < len(self._table)
             order, owners = order[known], owners[known]
         rows = rows.contiguous()

@@ -3,8 +3,8 @@
     out[r, o] = bias[o] + sum_g scale[g, o] * (sum_(i in g) rows[r, i] * (q[o, i] - centre)) + offset[g, o] * sum[r,
         g]
 
-`scale` and `offset` belong to a group g of inputs (`offset` is the minimum, minus scale times zero point, of
-asymmetric formats); sum[r, g] is the sum of a row's inputs in group g. Accumulators are float32; the result is
+`scale` and `offset` belong to a group g of inputs (`offset`, of asymmetric
+formats, is minus scale times zero point); sum[r, g] is the sum of a row's inputs in group g. Accumulators are float32; the result is
 float32 or rounded to bfloat16.
 
 **Packing.** A weight [out, in] is packed into panels of `PANEL` outputs, [out / PANEL, in, PANEL], in one of the
@@ -256,9 +256,7 @@ def _sum_inputs(
     vectors: range,
     initial: Sequence[Any],
 ) -> Sequence[Any]:
-    """Emit the loop over a block; returns the accumulators, `initial` plus the products, `vectors` of the panel per
-    row.
-    """
+    """Emit the loop over a block; returns the accumulators: `initial` plus the products, `vectors` per row."""
     rows_at, weight_at, inputs, ahead_at, ahead_bytes = given
     writer, reader = InstructionWriter(builder), Reader(builder, kind)
     count = len(initial) // len(vectors)
@@ -449,8 +447,7 @@ def _multiply_panel(
 def _read_row(
     tag: Any, row_at: int, given: int, block: int, parts_at: int, part_bytes: int, sums: Any
 ) -> None:
-    """Convert a row of `given` inputs to float32 and write it to its parts, padded with zeros, and the sums of its
-    blocks.
+    """Convert a row of `given` inputs to float32, write it to its parts, padded with zeros, and sum up its blocks.
 
     Its parts begin at `parts_at`, `part_bytes` apart; the used length of a part is a whole number of blocks.
     """

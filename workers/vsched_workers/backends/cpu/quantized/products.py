@@ -309,11 +309,12 @@ def _in_panels(weight: QuantizedWeight, inputs: int) -> torch.Tensor:
 
 
 def _eights(pairs: torch.Tensor) -> torch.Tensor:
-    """Repack bytes of two neighbouring inputs, [..., in / 2], into words of eight: four low nibbles, four high
-    nibbles.
+    """Repack bytes of two neighbouring inputs, [..., in / 2], into words of eight.
 
       given:   byte j         high: input 2 j + 1    low: input 2 j
       packed:  byte j of 4    high: input j + 4      low: input j
+
+    The four low nibbles of a word are its first four inputs.
     """
     values: Any = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
     values = values.unflatten(-1, (-1, 2, 4))
