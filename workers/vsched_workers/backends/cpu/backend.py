@@ -1,4 +1,4 @@
-"""The host with kernels that numba compiles: fused layers, decode attention over the paged cache, products, sampler."""
+"""CPU backend with kernels compiled by numba: fused layers, paged decode attention, products, sampler."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class CpuBackend(ReferenceBackend):
-    """The host with compiled kernels, for float32 and bfloat16."""
+    """CPU backend with compiled kernels, for float32 and bfloat16."""
 
     def __init__(
         self, settings: WorkerSettings, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
@@ -65,7 +65,7 @@ class CpuBackend(ReferenceBackend):
         self._fuses = dtype == torch.bfloat16
         self._packs = (
             self._fuses or settings.quantizes
-        )  # by products of its own where oneDNN has none
+        )  # with this package's products if oneDNN has none
         self._threads = settings.threads
         self._deterministic = settings.deterministic
         make_product = deterministic_product if settings.deterministic else panel_product
@@ -136,7 +136,7 @@ class CpuBackend(ReferenceBackend):
         return dataclasses.replace(packed, weights_bytes=packed.weights_bytes + size)
 
     def _quantize_ends(self, model: Any, quantizer: Quantizer[QuantizedProduct]) -> int:
-        """Replace the embedding and the head of a model of any architecture; return their bytes."""
+        """Quantize the embedding and the head of a model of any architecture; return their bytes."""
         head, size = model.get_output_embeddings(), 0
         if type(head) is nn.Linear:
             embedding = model.get_input_embeddings()
@@ -201,14 +201,14 @@ class CpuBackend(ReferenceBackend):
 
     def load_attention(self) -> None:
         sampling.warm_up()
-        # In deterministic mode chunks are rows of a kernel of their own.
+        # In deterministic mode chunks are processed by the panel attention kernel.
         chooses = self.dtype == torch.bfloat16 and not self._deterministic
         prefill = choose_prefill() if chooses else prefill_by_gather
         self._decode = NumbaDecode(self.dtype, self.kv_dtype, self._threads)
         self._attention = AttentionKernels(self._decode, prefill)
 
     def _load_decode(self) -> None:
-        """Compile attention of decode rows for transformers' modules; fused layers have their own."""
+        """Compile decode attention for transformers' modules; fused layers have their own."""
         assert self._decode is not None, "attention is loaded before a model is prepared"
         self._decode.warm_up()
 
@@ -222,10 +222,10 @@ class CpuBackend(ReferenceBackend):
 
 
 def _check_panels(cache: KvCache) -> None:
-    """Check that a cache can lie in panels.
+    """Check that the cache can be stored in panels.
 
     Raises:
-        ConfigError: When blocks or heads are not whole ones.
+        ConfigError: Block size or head dimension is not a multiple of a panel's.
     """
     head_dim = cache.keys[0].shape[2]
     if cache.block_size % LANES:

@@ -1,4 +1,4 @@
-"""The decode kernel on a CPU for transformers' modules: calls `kernels/decode_attention.py`."""
+"""Decode attention on a CPU for transformers' modules, by `kernels/decode_attention.py`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep
 
 TASKS_MIN = 4
-"""With fewer rows per thread than this, the key heads of a row are tasks of their own."""
+"""With fewer rows per thread than this, each KV head of a row is a task."""
 
 
 def shares_of(rows: int, kv_heads: int, threads: int) -> int:
-    """Return the number of shares that the key heads of a row are cut into."""
+    """Number of shares into which the KV heads of a row are split."""
     return kv_heads if threads > 1 and rows < TASKS_MIN * threads else 1
 
 
 def kept_heads(kv_dtype: torch.dtype, *, slots: int) -> npt.NDArray[Any]:
-    """Return the keys of a cache with heads of two values, to compile with: zeros."""
+    """Return zero keys of a cache with a head dimension of two, for compilation."""
     cache = KvCache(
         [KvShape(1, 2, 2)], blocks=slots, block_size=1, dtype=kv_dtype, allocate=torch.zeros
     )
@@ -34,7 +34,7 @@ def kept_heads(kv_dtype: torch.dtype, *, slots: int) -> npt.NDArray[Any]:
 
 
 class NumbaDecode:
-    """The decode kernel, compiled for one type of the model and one of the KV cache."""
+    """Decode kernel, compiled for one model dtype and one KV cache dtype."""
 
     def __init__(self, dtype: torch.dtype, kv_dtype: torch.dtype, threads: int) -> None:
         self._dtype = dtype
@@ -43,7 +43,7 @@ class NumbaDecode:
         self._pool = pool_of(threads)
 
     def warm_up(self) -> None:
-        """Compile now, so that the first request does not wait for it."""
+        """Compile ahead of the first request."""
         cached = kept_heads(self._kv_dtype, slots=2)
         query = np.zeros((1, 1, 2), dtype=np.float32)
         decode_queries(
@@ -62,7 +62,7 @@ class NumbaDecode:
     def __call__(
         self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
     ) -> torch.Tensor:
-        """Return [rows, heads, head dim] for a query of the same shape."""
+        """Return [rows, heads, head_dim] for a query of the same shape."""
         keys, values = step.cache.arrays[layer]
         given: npt.NDArray[np.float32] = query.float().contiguous().numpy()
         out = np.empty(given.shape, dtype=np.float32)

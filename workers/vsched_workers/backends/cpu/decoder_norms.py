@@ -1,4 +1,4 @@
-"""The norms of a language model, as its fused layers use them: addresses, widths and how weights are multiplied by."""
+"""Norms of a language model, as its fused layers use them: addresses, widths and types of weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Norm:
     """An RMS norm, or none.
 
     Attributes:
-        weight_at: The address of its weights, which the module owns, bfloat16; 0 where there is no norm.
-        width: Their number.
-        eps: What is added to the mean of squares.
-        record: The same for kernels that know all kinds of norms.
-        weights: What lies at the address of the record.
+        weight_at: Address of its weights, which the module owns, bfloat16; 0 without a norm.
+        width: Number of weights.
+        eps: Added to the mean of squares.
+        record: Record for kernels that support all kinds of norms.
+        weights: Weights at the address in the record, kept alive.
     """
 
     weight_at: int
@@ -35,7 +35,7 @@ class Norm:
     def of(
         cls, module: Any, kind: NormWeights = NormWeights.AFTER_ROUNDING, *, width: int = 0
     ) -> Norm:
-        """Take the weights of transformers' module; `width` is that of rows without a norm, where it is None."""
+        """Take the weights of transformers' module; `width` is the width of rows if the module is None."""
         if module is None:
             return cls(0, width, np.float32(0.0), norm_of(0, 0.0, once=False), None)
         weights: torch.Tensor = module.weight
@@ -49,10 +49,10 @@ class Norm:
 
     @property
     def once(self) -> bool:
-        """Whether the weights of the record are float32, and the result is rounded but once."""
+        """Whether the weights of the record are float32, and only the result is rounded."""
         return bool(self.record[0]["once"])
 
     @property
     def record_at(self) -> int:
-        """The address of the weights of the record; 0 where there is no norm."""
+        """Address of the weights in the record; 0 without a norm."""
         return int(self.record[0]["weight_at"])

@@ -1,15 +1,14 @@
-"""The layers of vision towers of the usual make (`families/encoder.py`) in bfloat16 on a CPU, fused.
+"""Fused layers of vision towers with the common encoder architecture (`families/encoder.py`) in bfloat16 on a CPU.
 
-As in `vision_blocks.py`, rows go through the products in blocks, and a layer is four products of packed weights and
-what lies between: queries, keys and values are one product, which attention reads where it lies. Heads that are not
-whole vectors are padded with zeros, in the weights, so that attention has a kernel for them.
+As in `vision_blocks.py`, rows go through the products in blocks. A layer is four products with packed weights and the
+calls between them: QKV is one product, whose result attention reads in place. Heads that are not whole vectors are
+padded with zeros, in the weights, so that an attention kernel fits them.
 
-Layers stay the modules that they are, and only their `forward` is replaced: transformers records hidden states by the
-classes of modules, and some models take those of a layer before the last. So a layer overwrites nothing that it is
-given.
+Layers remain the same modules, with only their `forward` replaced: transformers records hidden states by module
+class, and some models use those of an earlier layer. For the same reason a layer does not overwrite its input.
 
-What has the modules of a make may compute something else from them. So the first layer of a tower is tried: in float32,
-against the same written out. The activation is found out in the same way.
+A layer with the modules of a known architecture may combine them differently. So the first layer of a tower is
+verified: in float32, against a reference computation. The activation function is identified by its values as well.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from vsched_workers.parallel.slicing import Cut
 
 TRIED_ROWS = 5
 TRIED_WITHIN = 1e-3
-"""Share of the largest value that a layer may be apart from what is written out: float32, in another order."""
+"""Maximum deviation from the reference, as a share of the maximum value: float32, with another order of sums."""
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -51,12 +50,12 @@ ACTIVATIONS: Sequence[tuple[_Function, Any]] = (
     (lambda rows: functional.gelu(rows, approximate="tanh"), gelu_tanh),
     (lambda rows: rows * torch.sigmoid(1.702 * rows), gelu_quick),
 )
-"""Activations as torch has them, and the kernels that do the same."""
+"""torch's activation functions and the corresponding kernels."""
 
 
 @dataclass(frozen=True)
 class MadeLayer:
-    """A layer of a make that was recognised, and the kernel of its activation."""
+    """A layer of a recognized architecture, and the kernel of its activation."""
 
     layer: Any
     make: Encoder
@@ -64,9 +63,9 @@ class MadeLayer:
 
 
 def merge_encoders(model: nn.Module) -> list[MadeLayer]:
-    """Find the layers below a module that can be fused, and merge their first products; return them.
+    """Find the layers below a module that can be fused, merge their QKV projections, and return them.
 
-    The linear layers are packed afterwards, and the layers fused by `fuse_encoders`.
+    Afterwards the linear layers are packed, then `fuse_encoders` fuses the layers.
     """
     found = []
     for layers in [each for each in model.modules() if isinstance(each, nn.ModuleList)]:
@@ -83,7 +82,7 @@ def merge_encoders(model: nn.Module) -> list[MadeLayer]:
 def fuse_encoders(
     layers: Sequence[MadeLayer], threads: int, *, deterministic: bool = False
 ) -> None:
-    """Replace what layers do whose linear layers are packed."""
+    """Replace the `forward` of layers whose linear layers are packed."""
     if not layers:
         return
     norm.warm_up_layer_norm()
@@ -99,7 +98,7 @@ def fuse_encoders(
 
 
 class MergedEncoderAttention(nn.Module):
-    """The attention of one layer: its first three products merged, and its heads padded to whole vectors."""
+    """Attention of one layer with merged QKV projections, and heads padded to whole vectors."""
 
     def __init__(self, attention: Any, make: Encoder) -> None:
         super().__init__()
@@ -117,10 +116,10 @@ class MergedEncoderAttention(nn.Module):
 
 
 class FusedEncoderLayer:
-    """What one layer computes: takes and returns what transformers' own does."""
+    """Fused `forward` of a layer, with the same arguments and result as transformers' own."""
 
     def __init__(self, made: MadeLayer, threads: int, attend: PatchKernel) -> None:
-        """Take a layer whose linear layers are packed."""
+        """Take a layer with packed linear layers."""
         layer, make = made.layer, made.make
         self._made = made
         self._pool = pool_of(threads)
@@ -142,7 +141,7 @@ class FusedEncoderLayer:
     ) -> torch.Tensor:
         """Run the layer over sequences [sequences, rows, hidden]."""
         width = hidden.shape[-1]
-        # Embeddings that a convolution made lie column by column.
+        # Embeddings computed by a convolution are stored column by column.
         rows = hidden.reshape(-1, width).clone(memory_format=torch.contiguous_format)
         attended = self._attended(rows, hidden.shape[:-1], attention_mask)
         before, after = self._norms
@@ -156,7 +155,7 @@ class FusedEncoderLayer:
         return rows.view(hidden.shape)
 
     def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
-        """Return where adapters go; see `Fused`. Matrices are padded as the weights are."""
+        """Return the positions of adapters; see `Fused`. Matrices are padded as the weights are."""
         made, make, attention = self._made.layer, self._made.make, self._attention
         inner = getattr(made, make.inner)
         held = zip(make.linears, ("_first", "_second"), strict=True)
@@ -180,7 +179,7 @@ class FusedEncoderLayer:
     def _attended(
         self, rows: torch.Tensor, shape: Sequence[int], mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return what the output product takes, [sequences * rows, heads * head dim]."""
+        """Return the input of the output projection, [sequences * rows, heads * head_dim]."""
         attention = self._attention
         heads, head_dim = attention.heads, attention.head_dim
         qkv = rows.new_empty(len(rows), 3 * heads * head_dim)
@@ -210,7 +209,7 @@ class FusedEncoderLayer:
         norm: _LayerNorm,
         out: torch.Tensor | None,
     ) -> None:
-        """Add to rows, and write their norms if they are wanted."""
+        """Add to rows, and write their norms if `out` is given."""
         add_layer_norm(
             self._pool,
             rows.data_ptr(),
@@ -227,7 +226,7 @@ class FusedEncoderLayer:
 
 @dataclass(frozen=True)
 class _LayerNorm:
-    """A layer norm: the addresses of its weights, which the module owns, and epsilon."""
+    """A layer norm: epsilon and the addresses of its weights, which the module owns."""
 
     weight_at: int
     bias_at: int
@@ -239,7 +238,7 @@ class _LayerNorm:
 
 
 def _made_of(layers: Sequence[Any]) -> tuple[Encoder, Any] | None:
-    """Return the make of layers, and the kernel of their activation; None where they are of none that is known."""
+    """Return the architecture of layers, and the kernel of their activation; None if unknown."""
     for make in ENCODERS if layers else ():
         if not all(type(each) is type(layers[0]) and _has_modules(each, make) for each in layers):
             continue
@@ -280,7 +279,7 @@ def _activation_of(module: nn.Module) -> Any:
 
 @torch.inference_mode()
 def _computes(layer: Any, make: Encoder) -> bool:
-    """Return whether a layer computes what is written out of its make."""
+    """Return True if a layer matches the reference computation of its architecture."""
     twin = copy.deepcopy(layer).float()
     width = getattr(layer, make.norms[0]).weight.shape[0]
     chance = torch.Generator().manual_seed(0)
@@ -289,7 +288,7 @@ def _computes(layer: Any, make: Encoder) -> bool:
     try:
         made = twin(rows.clone(), attention_mask=None) if takes_mask else twin(rows.clone())
     except (TypeError, ValueError, AttributeError, RuntimeError):
-        return False  # it wants something else, as angles
+        return False  # requires further arguments, such as angles
     if not isinstance(made, torch.Tensor) or made.shape != rows.shape:
         return False
     apart = (made - _written_out(twin, make, rows)).abs().max()
@@ -315,7 +314,7 @@ def _written_out(layer: Any, make: Encoder, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _padded_outputs(linear: nn.Linear, heads: int, head_dim: int) -> nn.Linear:
-    """Return a linear layer whose outputs are heads of this size, padded with zeros."""
+    """Pad the outputs of a linear layer with zeros to heads of this size."""
     missing = head_dim - linear.out_features // heads
     if not missing:
         return linear
@@ -328,13 +327,13 @@ def _padded_outputs(linear: nn.Linear, heads: int, head_dim: int) -> nn.Linear:
 
 
 def _padded_heads(matrix: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
-    """Return a matrix [heads * size, columns] with zeros behind each head."""
+    """Insert zeros after each head of a matrix [heads * size, columns]."""
     each = matrix.unflatten(0, (heads, -1))
     return functional.pad(each, (0, 0, 0, head_dim - each.shape[1])).flatten(0, 1)
 
 
 def _padded_inputs(linear: nn.Linear, heads: int, head_dim: int) -> nn.Linear:
-    """Return a linear layer whose inputs are heads of this size, of which the last values count for nothing."""
+    """Pad the inputs of a linear layer to heads of this size, with zero weights."""
     missing = head_dim - linear.in_features // heads
     if not missing:
         return linear

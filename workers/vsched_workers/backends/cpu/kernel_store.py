@@ -1,14 +1,14 @@
-"""Where compiled kernels are kept: on disk, named by what they were compiled from, for all copies of these sources.
+"""On-disk store of compiled kernels, keyed by the content of their sources and shared by all checkouts.
 
-numba by itself keeps what it compiles by the path of its source, so that each checkout and each environment compiles
-anew; and it numbers what it keeps in an index, where two processes that compile at once can take the same number, and a
-third then calls code for other arguments. Here the name of a file is a digest of everything that its code depends on:
-the sources of all kernels, the function and its module, its argument types, the processor, numba and Python. So nothing
-is ever stale and nothing is shared by mistake: whoever writes a name second writes the same. A file is complete when it
-gets its name, and its content is checked before it is used.
+numba's own cache is keyed by the path of the source, so each checkout and each environment compiles again. It also
+numbers entries in an index, where two processes that compile at once can take the same number, and a third one then
+calls code for other arguments. Here a file name is a digest of everything that the code depends on: the sources of
+all kernels, the function and its module, its argument types, the processor, numba and Python. So entries are never
+stale or confused, and a concurrent second writer writes the same content. A file gets its name when it is complete,
+and its checksum is verified before use.
 
-The folder is `NUMBA_CACHE_DIR`, or `vsched` in `XDG_CACHE_HOME` or `~/.cache`, or else `__pycache__` beside the
-sources; it may be read-only where everything is in it. It may be removed at any time.
+The folder is `NUMBA_CACHE_DIR`, or `vsched` in `XDG_CACHE_HOME` or `~/.cache`, or else `__pycache__` next to the
+sources; a complete folder may be read-only. It may be removed at any time.
 """
 
 # numba is untyped to a type checker.
@@ -45,15 +45,15 @@ CONSTANTS = (
     KERNELS.parent / "quantized" / "block_sums.py",
     KERNELS.parent / "tiles" / "kernel.py",
 )
-"""What kernels take constants and functions from, which are compiled in."""
+"""Sources of constants and functions that are compiled into kernels."""
 UNUSED_DAYS_MAX = 30
 _DIGEST_BYTES = 16
 
 
 def kernel_folder() -> Path | None:
-    """Return the folder that these kernels are kept in; None where there is none, and none can be made.
+    """Return the folder of compiled kernels; None if there is none and none can be created.
 
-    A folder of other sources that nobody used for a month goes when a new one is made.
+    Creating a folder removes the folders of other sources that were unused for a month.
     """
     for root in _roots():
         folder = root / f"kernels-{_sources()}"
@@ -75,13 +75,13 @@ def _roots() -> Iterator[Path]:
         yield Path(config.CACHE_DIR)
         return
     given = os.environ.get("XDG_CACHE_HOME", "")
-    with suppress(RuntimeError):  # nobody's home
+    with suppress(RuntimeError):  # no home directory
         yield (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "vsched"
     yield KERNELS / "__pycache__"
 
 
 def content_key(files: Sequence[Path]) -> str:
-    """Return a digest of the names and contents of files."""
+    """Digest of the names and contents of files."""
     digest = hashlib.blake2b(digest_size=6)
     for file in sorted(files, key=lambda each: each.name):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -90,14 +90,14 @@ def content_key(files: Sequence[Path]) -> str:
 
 @functools.cache
 def _sources() -> str:
-    """Return what names the folder: all kernels, since any may be compiled into any, and what compiles them."""
+    """Name of the folder: compiler versions and all kernel sources, as any kernel may be compiled into any other."""
     versions = f"numba-{numba.__version__}-llvmlite-{llvmlite.__version__}"
     return f"{content_key([*KERNELS.glob('*.py'), *CONSTANTS])}-{versions}"
 
 
 @functools.cache
 def processor() -> str:
-    """Return what names processors of the kind at hand, which compiled code is for."""
+    """Digest of the processor model and features, for which compiled code is specific."""
     told = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
     return hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
 
@@ -116,13 +116,13 @@ def _remove_unused(root: Path) -> None:
 
 
 def keep_on_disk(dispatcher: Any) -> None:
-    """Have a function's compiled code read from the folder, and written there where it was not."""
+    """Read a function's compiled code from the folder, and write it there if missing."""
     with suppress(RuntimeError):  # no folder
         dispatcher._cache = _KernelCache(dispatcher.py_func)  # noqa: SLF001 - numba offers a choice of folders only
 
 
 class _Locator(caching._CacheLocator):  # noqa: SLF001
-    """Tells numba the folder; what the code depends on is in the names of files."""
+    """Tells numba the folder; file names contain all dependencies of the code."""
 
     def __init__(self, folder: Path, line: int) -> None:
         self._folder, self._line = folder, line
@@ -136,7 +136,7 @@ class _Locator(caching._CacheLocator):  # noqa: SLF001
         return str(self._folder)
 
     def ensure_cache_path(self) -> None:
-        """It is there, or writing fails and is told."""
+        """Nothing to do: a failed write is logged."""
 
     def get_source_stamp(self) -> str:
         return ""
@@ -150,13 +150,13 @@ class _Implementation(caching.CompileResultCacheImpl):
 
 
 class _KernelCache(caching.FunctionCache):
-    """numba's cache of one function, but for the files."""
+    """numba's cache of one function, with other file names."""
 
     _impl_class = _Implementation
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
-        # What is kept names its module: of a file that was moved, it is not this one's.
+        # Stored code contains the name of its module, so a moved file must not match.
         told = f"{function.__module__} {_content_of(inspect.getfile(function))}"
         source = _digest(told.encode()).hex()
         files: Any = _Files(Path(self.cache_path), f"{self._impl.filename_base}-{source}")
@@ -164,7 +164,7 @@ class _KernelCache(caching.FunctionCache):
 
 
 class _Files(caching.IndexDataCacheFile):
-    """The files of one function: one for each signature and processor. numba writes and reads what is in them."""
+    """Files of one function: one for each signature and processor. numba writes and reads their content."""
 
     def __init__(self, folder: Path, name: str) -> None:
         super().__init__(str(folder), name, "")
@@ -177,7 +177,7 @@ class _Files(caching.IndexDataCacheFile):
         except OSError:
             return None
         if content[-_DIGEST_BYTES:] != _digest(content[:-_DIGEST_BYTES]):
-            return None  # cut off when the disk was full, or the machine went down
+            return None  # truncated by a full disk or a crash
         return self._load_data(file.name)
 
     def save(self, key: object, data: object) -> None:

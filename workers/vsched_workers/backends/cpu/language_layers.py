@@ -1,13 +1,13 @@
-"""The layers of a language model in bfloat16 on a CPU, fused: five products a layer and four passes between them.
+"""Fused layers of a bfloat16 language model on a CPU: five products per layer and four calls between them.
 
-transformers' modules spend three quarters of a small decode step on calls: some forty-five a layer, each over all rows.
-Here a layer is five products of packed weights, queries, keys and values being one of them, and four calls of the
-compiled kernels in `kernels/`. A step's rows are padded once to a number that packed weights are multiplied with, and
-long steps are cut into blocks, so that the result of one product is still in the cache when the next takes it. Where
-all products are our own, a step of decode rows alone is one call (`decode_step/`).
+With transformers' modules a small decode step spends three quarters of its time on calls: about forty-five per layer,
+each over all rows. Here a layer is five products with packed weights (QKV is one of them) and four calls of the
+compiled kernels in `kernels/`. The rows of a step are padded once to a number that suits packed weights, and long
+steps are split into blocks, so that the result of one product is still in the cache for the next. If all products use
+this package's kernels, a step of decode rows alone is one call (`decode_step/`).
 
-What a layer computes follows from the make of the model (`families/decoder.py`). A model of another make keeps
-transformers' own modules.
+The computation of a layer follows from the model's architecture (`families/decoder.py`). Models of other
+architectures keep transformers' modules.
 """
 
 from __future__ import annotations
@@ -70,24 +70,27 @@ DECODE_VALUES_MIN = 1 << 18
 """Attention with fewer products of a query and a key runs on one thread: waking the others takes longer."""
 
 USUAL_BLOCK = 16
-"""Kernels for blocks of this size are compiled at load, others by the profiling run."""
+"""Kernels for this block size are compiled at load, others by the profiling run."""
 
 GATED: Mapping[Activation, Any] = {
     Activation.SILU: swiglu,
     Activation.GELU: gelu,
     Activation.GELU_TANH: gelu_tanh,
 }
-"""The kernels between the products of a feed-forward."""
+"""Kernels of the MLP's activation."""
 
 
 @dataclass(slots=True)
 class _Layer:
-    """One layer: its products, norms and sizes.
+    """A layer: its products, norms and sizes.
 
     Attributes:
-        norm: Of the rows that attention takes, and `middle` of those that the feed-forward takes.
-        attended: Of what attention adds, and `fed` of what the feed-forward adds.
-        head_norms: Of the heads of queries, and of keys.
+        norm: `input_layernorm`, the norm before attention.
+        attended: Norm of the attention output before the residual add, if the model has one.
+        middle: Norm before the MLP: Llama's `post_attention_layernorm`, Gemma's `pre_feedforward_layernorm`.
+        fed: Norm of the MLP output before the residual add, Gemma's `post_feedforward_layernorm`, if the model has
+            one.
+        head_norms: `q_norm` and `k_norm`.
     """
 
     qkv: Product
@@ -107,7 +110,7 @@ class _Layer:
 
 
 class _Part(NamedTuple):
-    """A block's decode rows or prefill rows: from `start` of the step's rows on."""
+    """Decode rows or prefill rows of a block, from row `start` of the step on."""
 
     start: int
     rows: RopeRows
@@ -117,17 +120,17 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _StepAttention:
-    """What attention needs of a step beside the hidden states, the same in all layers of a kind.
+    """Inputs of attention in a step other than the hidden states, shared by all layers of a kind.
 
     Attributes:
-        parts: For each block its decode rows and its prefill rows.
-        rule: How scores of chunks become weights where a window is shorter than a context, or scores are bent, or all
-            layers have a kernel for that; None elsewhere.
-        room: Where the heads of prefill rows are written, [heads + 2 * kv heads, rows, head dim].
-        decode: The decode kernel, for one thread or all.
-        decode_threads: Threads of it.
-        rope: The kernel for the heads of prefill rows, for one thread or all.
-        tag: The dtype tag that decode rows score keys in.
+        parts: Decode rows and prefill rows of each block.
+        rule: Rule for the scores of chunks: sliding window (if shorter than a context), soft-capping, or none of both
+            if the kernel by rule serves all layers. None if the kernel without a rule is used.
+        room: Buffer for the heads of prefill rows, [heads + 2 * kv heads, rows, head_dim].
+        decode: Decode kernel, bound to one thread or all.
+        decode_threads: Threads of the decode kernel.
+        rope: Kernel for the heads of prefill rows, bound to one thread or all.
+        tag: Dtype tag for scores of decode rows.
     """
 
     parts: list[tuple[_Part | None, _Part | None]]
@@ -143,7 +146,7 @@ class FusedLanguage:
     """Runs the layers of a model that `fuse` has accepted and whose linear layers are packed.
 
     Attributes:
-        passes: Where it is told which rows have adapters, and says which of them a product is about.
+        passes: Receives the rows with adapters, and selects those of the next product.
     """
 
     def __init__(
@@ -158,12 +161,12 @@ class FusedLanguage:
         """Take the model.
 
         Args:
-            model: With its layers fused and its linear layers packed.
-            decoder: Its make.
+            model: Model with fused layers and packed linear layers.
+            decoder: Description of its architecture.
             threads: Threads of the kernels.
-            kv_dtype: The type of the KV cache: bfloat16, or int8.
-            deterministic: Whether a row is computed by the same code whatever rows are beside it: decode rows and rows
-                of prefill by one kernel for attention, and kernels on all threads for any number of values.
+            kv_dtype: Type of the KV cache: bfloat16, or int8.
+            deterministic: Compute a row by the same code whatever other rows are in the batch: one attention kernel
+                for decode and prefill rows, and kernels on all threads for any number of values.
         """
         self._model = model
         self._decoder = decoder
@@ -212,7 +215,7 @@ class FusedLanguage:
         self._whole_step = self._make_whole_step(cached, tag)
 
     def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
-        """Return where adapters go; see `Fused`."""
+        """Return the positions of adapters; see `Fused`."""
         return layer_places(self._layers, self._decoder, within, cuts)
 
     def __call__(
@@ -223,7 +226,7 @@ class FusedLanguage:
         images: Images | None,
         wanted: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Return the normed hidden states of the wanted rows, [rows, hidden], and padding after them.
+        """Return the normed hidden states of the wanted rows, [rows, hidden], followed by padding.
 
         Wanted are all decode rows, and the last rows of some chunks.
         """
@@ -249,14 +252,15 @@ class FusedLanguage:
         angles = {name: arrays_of(made, positions) for name, made in self._angles.items()}
         attention_steps = self._prepare_attention(rows, angles, step)
         layers = self._layers
-        if len(self._model.layers) < len(layers):  # a profiling run takes some only, if any
+        if len(self._model.layers) < len(layers):  # a profiling run uses a subset of layers
             layers = [self._by_module[layer] for layer in self._model.layers]
         norms = [*(layer.norm for layer in layers), self._last]
         select = torch.from_numpy(wanted) if len(wanted) < count else None
         self._add_norm(rows, norms[0])
         for index, (layer, following) in enumerate(zip(layers, norms[1:], strict=True)):
             if select is not None and index + 1 == len(self._layers) > len(levels):
-                # Nobody asks for the others any more, nor are any added to.
+                # Other rows are not needed after the last attention, and no image levels are added
+                # to them.
                 if self._deterministic:
                     attention_steps = self._prepare_attention(rows, angles, _only(step, wanted))
                 self._attend(layer, rows, attention_steps[layer.kind], step, _ends(step, wanted))
@@ -270,7 +274,7 @@ class FusedLanguage:
         return rows.normed if select is None else rows.normed[select]
 
     def _make_whole_step(self, cached: Any, tag: npt.NDArray[Any]) -> WholeStep | None:
-        """Return what runs a step of decode rows in one call; None where it does not fit these layers."""
+        """Return the compiled decode step, or None if the layers do not support it."""
         if not fits(self._layers):
             return None
         traits = Traits(
@@ -286,7 +290,7 @@ class FusedLanguage:
         return WholeStep(self._layers, self._last, traits, angles)
 
     def _is_whole(self, step: PagedStep, images: Images | None, count: int) -> bool:
-        """Return whether a step is one call: decode rows alone, without adapters, and through all layers."""
+        """Return True if a step can be one call: only decode rows, no adapters, all layers."""
         return (
             self._whole_step is not None
             and images is None
@@ -300,7 +304,7 @@ class FusedLanguage:
     def _run_whole(
         self, hidden: torch.Tensor, positions: torch.Tensor, step: PagedStep
     ) -> torch.Tensor:
-        """Take decode rows through all layers in one call."""
+        """Run decode rows through all layers in one call."""
         assert self._whole_step is not None, "`_is_whole` says so"
         attention = self._layers[0].attention
         seen = int(step.contexts.sum()) * attention.heads * attention.head_dim
@@ -310,7 +314,7 @@ class FusedLanguage:
     def _prepare_attention(
         self, rows: StepRows, angles: Mapping[str, tuple[Bf16Array, Bf16Array]], step: PagedStep
     ) -> list[_StepAttention]:
-        """Return what attention needs of a step, for each kind of layers."""
+        """Prepare the inputs of attention in a step, for each kind of layers."""
         attention = self._layers[0].attention
         written = attention.heads + 2 * attention.kv_heads
         seen = int(step.contexts.sum()) * attention.heads * attention.head_dim
@@ -347,9 +351,9 @@ class FusedLanguage:
         step: PagedStep,
         segments: Sequence[Segment],
     ) -> None:
-        """Attend: from the normed rows to the attended ones, keys and values written into the cache.
+        """Attend for the rows of a step, from their norms to the input of `o_proj`.
 
-        Of the rows of prefill, those of `segments` are attended for.
+        Writes keys and values to the cache. Among prefill rows, those of `segments` attend.
         """
         attention = layer.attention
         keys, values = step.cache.arrays[attention.index]
@@ -400,7 +404,7 @@ class FusedLanguage:
         step: PagedStep,
         segments: Sequence[Segment],
     ) -> None:
-        """Attend for rows of prefill, whose heads lie in the room."""
+        """Attend for prefill rows, whose heads are in the buffer."""
         queries, keys, values = given.room.split(
             (attention.heads, attention.kv_heads, attention.kv_heads)
         )
@@ -417,7 +421,7 @@ class FusedLanguage:
             out.copy_(attended.transpose(0, 1))
 
     def _feed_forward(self, layer: _Layer, rows: StepRows, following: Norm) -> None:
-        """Run the rest of a layer, from the attended rows to the norms that the following layer takes."""
+        """Run the rest of a layer, from the attention output to the input norms of the following layer."""
         for block in rows.blocks:
             self._tell_rows(rows, block)
             delta = layer.output(block.attended)
@@ -427,7 +431,7 @@ class FusedLanguage:
             self._add_norm_block(block, layer.down(gate), layer.fed, following)
 
     def _tell_rows(self, rows: StepRows, block: RowBlock) -> None:
-        """Say which rows the products that come next are about, where any has an adapter."""
+        """Select the rows of the next products, if any row has an adapter."""
         if rows.adapted is not None:
             self.passes.call = rows.adapted.part(block.start, block.stop)
 
@@ -447,7 +451,7 @@ class FusedLanguage:
     def _add_norm_block(
         self, block: RowBlock, delta: torch.Tensor | None, added: Norm, norm: Norm
     ) -> None:
-        """Write the norms of a block's rows, to which `delta` is added before; `added` is the norm of that."""
+        """Add `delta`, normed by `added`, to a block's hidden states, and write their norms."""
         if not self._adds_plainly:
             add_normed(
                 self._pool,
@@ -476,7 +480,7 @@ class FusedLanguage:
 def _parts(
     rows: StepRows, angles: tuple[Bf16Array, Bf16Array], step: PagedStep, threads: int
 ) -> list[tuple[_Part | None, _Part | None]]:
-    """Return for each block of rows the decode rows, and the others."""
+    """Split each block of rows into decode rows and prefill rows."""
     (cos, sin), slots = angles, step.slots.numpy()
     contexts = attended_contexts(step.contexts, threads)
 
@@ -535,20 +539,20 @@ def _layer_of(
 
 
 def _ends(step: PagedStep, wanted: npt.NDArray[np.int64]) -> list[Segment]:
-    """Return the last rows of chunks that are wanted. No other rows of a chunk ever are: they yield no token."""
+    """Return the wanted last rows of chunks. Other rows of a chunk yield no token."""
     rows = set(wanted[step.decode_rows :].tolist())
     return [segment.end() for segment in step.segments if segment.stop - 1 in rows]
 
 
 def _only(step: PagedStep, wanted: npt.NDArray[np.int64]) -> PagedStep:
-    """Return a step of decode rows of which only the wanted ones attend."""
+    """Return a step of decode rows in which only the wanted rows attend."""
     contexts = np.zeros_like(step.contexts)
     contexts[wanted] = step.contexts[wanted]
     return dataclasses.replace(step, contexts=contexts)
 
 
 def product_of(module: nn.Module) -> Product:
-    """Return the product by a packed linear layer, without the call of a module where there is no need of one."""
+    """Return the product of a packed linear layer, without the overhead of calling a module if possible."""
     if isinstance(module, PackedLinear):
         return module.packed
     forward: Product = module.forward

@@ -1,9 +1,9 @@
-"""The operands that this processor multiplies fastest: bfloat16 in pairs (VDPBF16PS), or float32.
+"""Choice of the faster operands on this processor: bfloat16 in pairs (VDPBF16PS), or float32.
 
-Processors differ more than their features tell. One executes VDPBF16PS at twice the rate of float32; another has the
-instruction and takes twice as long for it, so that widening bfloat16 and multiplying float32 is faster by half. So both
-are timed, for a few milliseconds. The choice is kept beside the compiled kernels: a rank that is started again computes
-what it did before.
+Feature flags are not enough. One processor executes VDPBF16PS at twice the rate of float32; another has the
+instruction but takes twice as long for it, so widening bfloat16 and multiplying float32 is faster by half. So both
+are timed, for a few milliseconds. The choice is stored next to the compiled kernels: a restarted rank computes the
+same results.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.reference.packed_weights import packs
 
 FLOAT32_SHARE_MAX = 0.9
-"""float32 is chosen where it takes at most this share of the time: rows must be widened for it."""
+"""Maximum share of bfloat16's time at which float32 is chosen: its activations must be widened."""
 
 _PAIRS, _REPEATS, _ROUNDS = 64, 300, 8
 
 
 def runs_here() -> bool:
-    """Return whether custom kernels can multiply bfloat16: where there is VDPBF16PS."""
+    """Return True if custom kernels can multiply bfloat16, which requires VDPBF16PS."""
     return has_bf16_dot()
 
 
 def attends_here() -> bool:
-    """Return whether a custom kernel attends for many rows: where it multiplies bfloat16, or oneDNN does not."""
+    """Return True if a custom kernel computes attention of many rows: with VDPBF16PS, or if oneDNN lacks bfloat16."""
     return runs_here() or not packs(torch.bfloat16)
 
 
 @functools.cache
 def operand() -> npt.NDArray[Any]:
-    """Return the dtype tag, `BF16` or `FLOAT32`, of what this processor multiplies faster."""
+    """Return the dtype tag, `BF16` or `FLOAT32`, of the faster operands on this processor."""
     if not runs_here():
         return FLOAT32
     file = choice_file()
@@ -55,7 +55,7 @@ def operand() -> npt.NDArray[Any]:
 
 
 def choice_file() -> Path | None:
-    """Return where the choice for a processor of this kind is kept; None where there is no place."""
+    """Return the file of the choice for this processor; None without a writable folder."""
     folder = kernel_folder()
     if folder is None or not os.access(folder, os.W_OK):
         return None
@@ -69,7 +69,7 @@ def _read(file: Path) -> str:
 
 
 def _keep(file: Path, choice: str) -> str:
-    """Keep a choice unless another process was first; return the one that is kept."""
+    """Store a choice unless another process was first; return the stored one."""
     own = file.with_name(f"{file.name}-{os.getpid()}")
     with suppress(OSError):
         own.write_text(choice, encoding="ascii")
@@ -87,7 +87,7 @@ def _float32_is_faster() -> bool:
 
 
 def _seconds(tag: npt.NDArray[Any]) -> float:
-    """Return the seconds that one thread takes to multiply what lies in the first cache."""
+    """Seconds that one thread takes for products in the L1 cache."""
     rows = torch.zeros(PASS_ROWS, 2 * _PAIRS * tag.itemsize, dtype=torch.uint8)
     panel, out = torch.zeros(_PAIRS, PANEL, 2).bfloat16(), torch.empty(PASS_ROWS, PANEL).bfloat16()
     start = time.perf_counter()

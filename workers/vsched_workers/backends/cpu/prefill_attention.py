@@ -1,7 +1,7 @@
-"""Attention of chunks and images: in tiles with AMX (`tiles/attention.py`), or else by `kernels/prefill_attention.py`.
+"""Attention of chunks and images: with AMX `tiles/attention.py`, otherwise `kernels/prefill_attention.py`.
 
-That one multiplies pairs or float32, whichever is faster here. Where heads have another size, `tiled_attention.py` does
-the same.
+The latter uses bfloat16 pairs or float32, whichever is faster here. `tiled_attention.py` serves other head
+dimensions.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment
 
 PARALLEL_SCORES_MIN = 1 << 14
-"""Waking threads takes as long as this number of scores."""
+"""Minimum number of scores for several threads: waking them takes as long."""
 
 
 def fits(head_dim: int) -> bool:
-    """Return whether heads of this size are whole vectors."""
+    """Return True if a head is a whole number of vectors."""
     return head_dim % LANES == 0
 
 
 def warm_up(*, tiles: bool = True) -> None:
-    """Compile the kernel that attends here, so that no request waits; without `tiles`, that of other processors."""
+    """Compile the attention kernel of this processor ahead of requests; without `tiles`, the one without AMX."""
     if tiles and has_tiles():
         attention.warm_up()
     else:
@@ -53,7 +53,7 @@ def prefill(
     step: PagedStep,
     scaling: float,
 ) -> torch.Tensor:
-    """Attend for the rows of a chunk, whose keys and values are in the cache already, to all before and among them."""
+    """Attend for the rows of a chunk, causally; their keys and values are already in the cache."""
     if not fits(query.shape[2]):
         return tiled_attention.prefill(query, key, value, layer, segment, step, scaling)
     heads, rows, head_dim = query.shape
@@ -70,9 +70,9 @@ def prefill_by_rule(
     rule: ScoreRule,
     out: torch.Tensor,
 ) -> None:
-    """Attend as `prefill` by a rule without sinks, for heads that fit; what lies before all windows is not read.
+    """Attend as `prefill`, by a score rule without sinks, for head dimensions that fit.
 
-    `out` [rows, heads, head dim] is written.
+    Skips keys before all windows. Writes `out` [rows, heads, head_dim].
     """
     kept, slots = step.cache.layers[layer], segment.slots()
     if rule.window is not None:
@@ -94,10 +94,10 @@ def attend_patches(
     *,
     tiles: bool = True,
 ) -> None:
-    """Attend within each of some sequences of one length, every row to all rows of its own.
+    """Attend within each of several sequences of one length, without a mask.
 
-    Shape: query, key, value [heads, sequences, rows, head dim]; `out`, which is written, is
-    [sequences, rows, heads, head dim]. Without `tiles` a processor that has them does what others do. Heads must fit.
+    Shape: query, key, value [heads, sequences, rows, head_dim]; writes `out` [sequences, rows, heads, head_dim].
+    Without `tiles` AMX is not used. The head dimension must fit.
     """
     rows = query.shape[2]
     keys, values = (each.flatten(1, 2) for each in (key, value))
@@ -117,12 +117,13 @@ def _attend(
     causal: bool,
     tiles: bool = True,
 ) -> None:
-    """Attend for queries [heads, sequences, rows, head dim] to keys and values [kv heads, slots, head dim].
+    """Attend for queries [heads, sequences, rows, head_dim] to keys and values [kv heads, slots, head_dim].
 
-    `slots` are those of the first sequence's keys; the keys of the others lie behind, one sequence after the other.
+    `slots` are those of the first sequence's keys; the keys of further sequences follow, one sequence after the
+    other.
     """
     if is_sparse():
-        # What is left out must not be nonsense: tokens are drawn from what comes of the last row.
+        # Skipped rows must be defined numbers: tokens are sampled from the last row's logits.
         out.zero_()
     heads, sequences, rows, head_dim = query.shape
     assert keys.stride() == values.stride(), "both are walked alike"
@@ -137,7 +138,7 @@ def _attend(
     packed = query.new_empty(len(keys) * sequences * padded_keys * 2 * padded_dim)
     scores = query.numel() // head_dim * padded_keys
     pool = process_pool()
-    # Blocks that a sparse run computes: one for each thread.
+    # Blocks computed by a sparse run: one for each thread.
     enough = -(-pool.threads // (heads * sequences))
     arguments = kernel.PrefillArguments(
         query_at=query.data_ptr(),

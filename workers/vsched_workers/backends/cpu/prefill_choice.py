@@ -1,4 +1,4 @@
-"""Which kernel attends for many rows of bfloat16: one of our own, or oneDNN's products (`tiled_attention.py`)."""
+"""Choice of the attention kernel for many bfloat16 rows: a custom kernel, or oneDNN (`tiled_attention.py`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RuledPrefillKernel(Protocol):
-    """Attention of the rows of one chunk, whose keys and values are in the cache already, by a rule."""
+    """Attention of the rows of one chunk by a score rule; keys and values are already in the cache."""
 
     def __call__(
         self,
@@ -29,19 +29,19 @@ class RuledPrefillKernel(Protocol):
         out: torch.Tensor,
         /,
     ) -> None:
-        """Write to `out` [rows, heads, head dim] for a query [heads, rows, head dim]."""
+        """Write to `out` [rows, heads, head_dim] for a query [heads, rows, head_dim]."""
         ...
 
 
 def choose_prefill() -> PrefillKernel:
-    """Return the kernel for the chunks of prompts."""
+    """Return the kernel for prefill chunks."""
     return prefill_attention.prefill if _custom_pays() else tiled_attention.prefill
 
 
 def choose_ruled_prefill(head_dim: int) -> tuple[RuledPrefillKernel, bool]:
-    """Return the kernel for the chunks of prompts by a rule, for heads of this size.
+    """Return the kernel for prefill chunks by a score rule, for this head dimension.
 
-    And whether it is for all layers: otherwise for those with windows or bent scores.
+    Also returns True if the kernel serves all layers, False if only layers with sliding windows or soft-capping.
     """
     if _custom_pays() and prefill_attention.fits(head_dim):
         return prefill_attention.prefill_by_rule, True
@@ -60,9 +60,9 @@ def _prefill_by_torch(
 
 
 def choose_patches(heads: int, head_dim: int, *, deterministic: bool = False) -> PatchKernel:
-    """Return the kernel for the patches of images; compile all that it needs for heads of this number and size.
+    """Return the kernel for image patches, and compile it for this number of heads and head dimension.
 
-    With `deterministic`, it is one whose result for a sequence does not depend on the others.
+    With `deterministic`, the result for a sequence does not depend on the others.
     """
     if deterministic:
         prefill_attention.warm_up(tiles=False)
@@ -76,9 +76,9 @@ def choose_patches(heads: int, head_dim: int, *, deterministic: bool = False) ->
 
 
 def _custom_pays() -> bool:
-    """Return whether the custom kernel attends for many rows of bfloat16 here, or oneDNN; compile the one that does.
+    """Return True if the custom kernel is used for many bfloat16 rows, False for oneDNN; compile the chosen one.
 
-    For chunks it leaves heads of odd sizes to oneDNN; the profiling run compiles for them.
+    The custom kernel leaves chunks with other head dimensions to oneDNN; the profiling run compiles for them.
     """
     if not operand_choice.attends_here():
         softmax.warm_up()

@@ -1,4 +1,4 @@
-"""The rows of a step while they pass the layers of a language model, cut into blocks that are multiplied at once."""
+"""Rows of a step in the layers of a language model, split into blocks that are multiplied at once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from vsched_workers.memory.sparse_runs import pieces, room_for
 
 
 class BlockSizes(NamedTuple):
-    """How many rows are multiplied at once: most of them, and most that all products take as they are."""
+    """Rows multiplied at once: the maximum, and the maximum that all products take without padding."""
 
     rows: int
     custom: int
 
     @classmethod
     def of(cls, module: nn.Module) -> BlockSizes:
-        """Return what is best for the linear layers below a module."""
+        """Return the best sizes for the linear layers below a module."""
         packed = [each.packed for each in module.modules() if isinstance(each, PackedLinear)]
         return cls(
             min((weight.block_rows for weight in packed), default=FEW_ROWS[-1]),
@@ -35,19 +35,19 @@ class BlockSizes(NamedTuple):
         )
 
     def parts(self, count: int) -> Iterator[slice]:
-        """Cut so many rows into those that are multiplied at once."""
+        """Split `count` rows into blocks."""
         starts = block_starts(count, self.rows, self.custom)
         for start in pieces(starts):
             yield slice(start, start + starts.step)
 
 
 class StepRows:
-    """The rows of a step while they pass the layers, cut into blocks that are multiplied at once.
+    """Rows of a step, split into blocks that are multiplied at once.
 
-    Shape: hidden, normed [rows, hidden], attended [rows, heads * head dim]. Rows behind the first `count` are padding.
+    Shape: hidden, normed [rows, hidden], attended [rows, heads * head_dim]. Rows after the first `count` are padding.
 
     Attributes:
-        adapted: Which of the rows have adapters; None where none has.
+        adapted: Rows with adapters; None if there are none.
     """
 
     adapted: PassRows | None = None
@@ -61,14 +61,15 @@ class StepRows:
         self.count = count
         attended[count:] = 0
         self._sizes = sizes
-        # Decode rows come first, so that of parts that are left out none takes more than those that are taken.
+        # Decode rows come first, so blocks skipped by a sparse run take no longer than computed
+        # ones.
         self.blocks = [
             RowBlock(part.start, *(whole[part] for whole in (hidden, self.normed, attended)))
             for part in sizes.parts(len(hidden))
         ]
 
     def only(self, wanted: torch.Tensor) -> StepRows:
-        """Return some of the rows, and padding; their norms are lost."""
+        """Select some of the rows, and add padding; their norms are lost."""
         count, custom = len(wanted), self._sizes.custom
         padded = functional.pad(wanted, (0, padded_rows(count, custom=custom) - count))
         rows = StepRows(self.hidden[padded], self.attended[padded], count, self._sizes)
@@ -78,7 +79,7 @@ class StepRows:
 
 
 class RowBlock:
-    """Part of the rows, from `start` on, and where in memory it lies."""
+    """Block of rows, from `start` on, and its addresses."""
 
     __slots__ = ("attended", "hidden_at", "normed", "normed_at", "rows", "start", "stop")
 

@@ -1,4 +1,4 @@
-"""Drawing tokens on the host: what rows ask for as arrays, for the compiled sampler."""
+"""Token sampling on the host: converts sampling parameters of rows to arrays for the compiled sampler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def draw_compiled(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.ND
     """Return the token of each special row, as `draw_in_numpy` does; logits bfloat16 or float32.
 
     Raises:
-        FloatingPointError: When there is nothing to draw from.
+        FloatingPointError: There is no finite logit to sample from.
     """
     logits = logits.contiguous()
     vocabulary = logits.shape[1]
@@ -50,7 +50,7 @@ def draw_compiled(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.ND
     return tokens
 
 
-@functools.lru_cache(maxsize=2)  # a draft model's may be padded to another size
+@functools.lru_cache(maxsize=2)  # a draft model's vocabulary may be padded to another size
 def _buffers(vocabulary: int) -> Buffers:
     return make_buffers(vocabulary)
 

@@ -1,15 +1,15 @@
-"""How many threads compute: fewer while that is faster, more again when it is.
+"""Choice of the number of threads: fewer while that is faster, more again when possible.
 
-Beside another program that keeps a core busy, a thread of ours waits for its turn, and one thread less can be faster.
-What is measured are steps. A *trial* runs some steps with the present number of threads and some with another, in
-turns, and compares the time that a row takes. One is made
+If another program keeps a core busy, one of this process's threads waits for the core, and one thread fewer can be
+faster. The choice is based on measured steps. A *trial* runs some steps with the present number of threads and some
+with another, in turns, and compares the time per row. It is started
 
-- with fewer threads, when threads were ready and had no core (`/proc/PID/task/TID/schedstat`);
-- with more, when cores were idle or ran niced programs, which yield (`/proc/stat`), and now and then in any case: a
+- with fewer threads, if threads were ready and had no core (`/proc/PID/task/TID/schedstat`);
+- with more, if cores were idle or ran niced programs, which yield (`/proc/stat`), and periodically in any case: a
   core that looks busy may run a program of the idle scheduling class.
 
-The other number is taken when it is 5 % faster, so that noise does not change it back and forth. Results do not depend
-on the number of threads.
+The other number is chosen if it is 5 % faster, so that noise causes no oscillation. Results do not depend on the
+number of threads.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 FASTER = 0.95
-"""The largest ratio of times with which another number of threads is taken."""
+"""Maximum ratio of times at which another number of threads is chosen."""
 WAITED_MIN = 0.15
-"""The share of time without a core, of all threads together, from which on fewer threads are tried."""
+"""Minimum share of time without a core, over all threads, for a trial with fewer threads."""
 SLICE_S = 0.003
-"""A time slice of the system, about: what an involuntary context switch costs, where nothing else is told."""
+"""Approximate time slice of the system: estimated cost of an involuntary context switch without schedstat."""
 SAMPLE_S = 0.1
-"""Seconds of steps over which that share is taken."""
+"""Seconds of steps over which that share is measured."""
 IDLE_MIN = 0.4
-"""Idle cores from which on more threads are tried."""
+"""Minimum number of idle cores for a trial with more threads."""
 RETRY_S, RETRY_MAX_S = 0.5, 8.0
-"""How long after a trial the next one for the same reason is made; twice as long after each that changed nothing."""
+"""Seconds until the next trial for the same reason; doubled after each trial without a change."""
 BLIND_S, BLIND_MAX_S = 2.0, 15.0
 """The same for more threads when no core looks idle."""
 TURN_S = 0.015
-"""The shortest turn of a trial: some time slices of the system."""
+"""Minimum turn of a trial: some time slices of the system."""
 SIDE_S, SIDE_STEPS, SIDE_LONG_S = 0.06, 3, 0.3
-"""What each side of a trial takes at least: this long, and so many steps, or the longer time."""
+"""Minimum for each side of a trial: this time and this number of steps, or the longer time."""
 TRIAL_S = 2.0
-"""How long a trial waits for steps that can be compared."""
+"""Maximum time that a trial waits for comparable steps."""
 ROWS_ALIKE = 64
-"""From this number of rows on the time of a step counts by the row; below, steps of equal rows are compared."""
+"""From this number of rows on, time is compared per row; below, only steps with equal rows are compared."""
 
 
 def waited_s() -> float:
-    """Return the seconds that threads of this process were ready to run and had no core, so far.
+    """Total seconds that threads of this process were ready to run and had no core.
 
     Source: Documentation/scheduler/sched-stats.rst of Linux.
     """
@@ -72,7 +72,7 @@ class IdleCores:
         self._at_s = time.monotonic()
 
     def __call__(self) -> float:
-        """Return idle cores; infinity where the system does not tell."""
+        """Return idle cores; infinity if the system does not report them."""
         idle_s, now_s = self._read(), time.monotonic()
         passed_s = now_s - self._at_s
         found = (idle_s - self._idle_s) / passed_s if passed_s > 0 else 0.0
@@ -99,7 +99,7 @@ class IdleCores:
 
 @dataclass
 class _Side:
-    """What was measured with one number of threads: seconds of steps by their kind, and how many these were."""
+    """Measurements with one number of threads: seconds of steps by kind, total time, number of steps."""
 
     seconds: dict[Hashable, list[float]] = field(default_factory=lambda: defaultdict(list))
     total_s: float = 0.0
@@ -135,11 +135,11 @@ class _Trial:
 
     @property
     def threads(self) -> int:
-        """The number whose turn it is."""
+        """Number of threads in the current turn."""
         return self.numbers[self._turn]
 
     def add(self, kind: Hashable, cost_s: float, seconds: float) -> float | None:
-        """Take a step's time; return the ratio of times, the other number's to the present one's, once it is known."""
+        """Add a step's time; return the ratio of times, other to present number of threads, once it is known."""
         self._sides[self._turn].add(kind, cost_s, seconds)
         self._turn_s += seconds
         if self._turn_s >= TURN_S:
@@ -152,7 +152,7 @@ class _Trial:
         return ratio
 
     def _ratio(self) -> float | None:
-        """Return the ratio over the kinds of steps that both sides have; None where they have none."""
+        """Ratio over the kinds of steps that both sides have; None if they have none in common."""
         present, other = (side.seconds for side in self._sides)
         present_s = other_s = 0.0
         for kind in present.keys() & other.keys():
@@ -166,7 +166,7 @@ class ThreadChoice:
     """Chooses the number of threads, step by step.
 
     Attributes:
-        threads: The number that is best as far as is known.
+        threads: Best number so far.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class ThreadChoice:
         waited_s: Callable[[], float] = waited_s,
         idle_cores: Callable[[], float] | None = None,
     ) -> None:
-        """Begin with all threads, `most`; the rest tells the time, and of other programs."""
+        """Start with all threads, `most`; the other arguments are clocks and measurements of other programs' load."""
         self.threads = self._most = most
         self._now_s, self._waited_s = now_s, waited_s
         self._idle_cores = idle_cores or IdleCores()
@@ -187,18 +187,18 @@ class ThreadChoice:
         self._seen_s = waited_s()
         self._sampled_s = 0.0
         self._share = 0.0
-        """The share of the last steps' time that threads had no core."""
+        """Share of the last steps' time in which threads had no core."""
 
     @property
     def next_threads(self) -> int:
-        """The number for the next step."""
+        """Number of threads for the next step."""
         return self.threads if self._trial is None else self._trial.threads
 
     def add(self, kind: Hashable, rows: int, seconds: float) -> None:
-        """Take the time of a step: its kind and rows, and how long it took with `next_threads`."""
+        """Add the time of a step, with its kind and rows, that ran with `next_threads`."""
         now_s = self._now_s()
         if now_s - seconds - self._ended_s >= SAMPLE_S:
-            # While no step ran, threads that only listened waited for cores as well: that says nothing about steps.
+            # Between steps spinning threads waited for cores as well; that must not count.
             self._seen_s, self._sampled_s, self._share = self._waited_s(), 0.0, 0.0
         else:
             self._sampled_s += seconds
@@ -217,7 +217,7 @@ class ThreadChoice:
             self._end(self._trial, ratio)
 
     def _begin(self) -> None:
-        """Begin a trial if there is a reason for one."""
+        """Start a trial if there is a reason for one."""
         reason = self._reason()
         if reason is None:
             return

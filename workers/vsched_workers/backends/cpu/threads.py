@@ -1,4 +1,4 @@
-"""The pool of threads of a process, which its kernels share."""
+"""Thread pool of a process, shared by its kernels."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from vsched_workers.backends.cpu.kernels.thread_pool import work
 from vsched_workers.backends.cpu.thread_choice import ThreadChoice
 
 SPIN_NS = 100_000
-"""How long a thread looks for work before it sleeps: longer than from one product to the next."""
+"""Time that a thread spins before it sleeps: longer than the gap between two products."""
 THREADS_MAX = 512
 
 
 class ThreadPool:
-    """Threads that take part in every kernel which is given the address of their state.
+    """Threads that take part in every kernel that is given the address of their state.
 
     Attributes:
-        state_at: Where the state lies (`kernels/thread_pool.py`).
-        threads: Threads that there are, the calling one included.
+        state_at: Address of the state (`kernels/thread_pool.py`).
+        threads: Number of threads, including the calling one.
     """
 
     def __init__(self) -> None:
-        """Have one thread, the calling one."""
+        """Start with one thread, the calling one."""
         size = layout.RANGES_AT + THREADS_MAX * layout.LINE
         room = np.zeros(size + layout.LINE, dtype=np.uint8)
         skipped = -room.ctypes.data % layout.LINE
@@ -46,14 +46,15 @@ class ThreadPool:
 
     @property
     def active(self) -> int:
-        """The number of threads in use, that of a trial aside."""
+        """Number of threads in use, not counting a trial."""
         return self._get(layout.ACTIVE_AT) if self._choice is None else self._choice.threads
 
     def use(self, threads: int) -> None:
-        """Compute with this number of threads from the next kernel on; those that are missing are started."""
+        """Set the number of threads from the next kernel on; missing threads are started."""
         assert 1 <= threads <= THREADS_MAX, f"from 1 to {THREADS_MAX} threads"
         if threads > self.threads:
-            work.compile((numba.intp, numba.intp))  # here: each thread would wait for the compiler
+            # here: otherwise each thread would wait for the compiler
+            work.compile((numba.intp, numba.intp))
         for number in range(self.threads, threads):
             thread = threading.Thread(
                 target=work, args=(self.state_at, number), name=f"kernels-{number}", daemon=True
@@ -71,13 +72,13 @@ class ThreadPool:
                 thread.join(0.01)
 
     def adapt(self, *, torch_threads: int) -> None:
-        """Lower the number of threads from now on while fewer are faster; torch has at most `torch_threads`."""
+        """Reduce the number of threads while fewer are faster; torch uses at most `torch_threads`."""
         if self.threads > 1:
             self._choice, self._torch_threads = ThreadChoice(self.threads), torch_threads
 
     @contextmanager
     def computing(self, kind: Hashable, rows: int) -> Iterator[None]:
-        """Measure a step, and run it on as many threads as is best so far; `kind` tells steps apart."""
+        """Time a step, and run it on the best number of threads so far; `kind` identifies comparable steps."""
         choice = self._choice
         if choice is None:
             yield
@@ -109,7 +110,7 @@ def process_pool() -> ThreadPool:
 
 
 def pool_of(threads: int) -> int:
-    """Return the address of the state of the pool, which has at least so many threads; 0 for one thread."""
+    """Return the address of the pool's state, with at least `threads` threads; 0 for one thread."""
     if threads == 1:
         return 0
     pool = process_pool()

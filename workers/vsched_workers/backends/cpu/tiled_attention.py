@@ -1,20 +1,20 @@
-"""Attention of many rows on the CPU for bfloat16 with oneDNN's products: tiles of keys, an online softmax, no mask.
+"""bfloat16 attention of many rows on a CPU with oneDNN's products: tiles of keys, online softmax, no mask.
 
-torch's fused kernel spends most of its time on the exponential, and reads a mask as large as the scores. Here the
-products go to oneDNN, which multiplies bfloat16 at twice the rate of float32, the exponential is a power of two (the
-factor goes into the product before it), and a tile of scores stays in the cache until `kernels/softmax.py` has replaced
-it by weights. Rows are cut into blocks, and a block of a chunk is multiplied only with those keys of the chunk that one
-of its rows sees.
+torch's fused kernel spends most of its time on the exponential, and reads a mask as large as the scores. Here oneDNN
+computes the products, with bfloat16 at twice the rate of float32, the exponential is a power of two (its factor is
+part of the product before it), and a tile of scores stays in the cache until `kernels/softmax.py` has replaced it by
+weights. Rows are split into blocks, and a block of a chunk is multiplied only by keys of the chunk that are visible
+to one of its rows.
 
-oneDNN compiles a product for every shape that it meets, and for operands that lie otherwise, and keeps what it
-compiled: 1 to 1.5 MiB each with AMX. So rows, tiles and batches come in a few sizes, operands lie in one way, and what
-images need is compiled on loading, before memory is shared out.
+oneDNN compiles a product for every shape and memory layout, and caches the code: 1 to 1.5 MiB each with AMX. So rows,
+tiles and batches are padded to a few sizes, operands have one layout, and the products for images are compiled at
+load, before memory is distributed.
 
-Scores are rounded to bfloat16 between the product and the softmax, as transformers' own eager attention rounds them;
-`generate.attention = "exact"` keeps torch's kernel, which does not.
+Scores are rounded to bfloat16 between product and softmax, as in transformers' eager attention; `generate.attention =
+"exact"` keeps torch's kernel, which does not round them.
 
-On a processor for which oneDNN has no product of bfloat16, torch's own takes 12 to 20 times as long as one of float32.
-There the operands of each product are widened, and nothing else differs.
+On a processor without bfloat16 support in oneDNN, torch's own bfloat16 product takes 12 to 20 times as long as
+float32. There the operands of each product are widened; everything else is the same.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment
 
 TILE_SCORES = 1 << 19
-"""Scores of a tile: 1 MiB, which the second level of cache holds."""
+"""Scores of a tile: 1 MiB, which fits into the L2 cache."""
 TILE_KEYS_MIN, TILE_KEYS_MAX = 512, 2048
 TILE_PARTS = 4
-"""The last tile is padded to a whole number of such parts of a tile."""
+"""The last tile is padded to a multiple of this fraction of a tile."""
 TILE_PART_STEP = 32
 BLOCK = 128
 """Rows of a chunk that are computed at once."""
 FEW_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, BLOCK)
-"""Numbers of rows that a small chunk is padded to; the last block of a larger one comes in `BLOCK_PART`s."""
+"""Padded row numbers of small chunks; the last block of a larger one is padded to a multiple of `BLOCK_PART`."""
 BLOCK_PART = 64
 WINDOW_ROWS = (16, 32, 64)
-"""Sequences up to the last of these are computed many at a time."""
+"""Sequences up to the last of these sizes are batched."""
 WINDOWS = (16, 8, 4, 2, 1)
 IMAGE_ROWS = (64, 128, 256)
 IMAGE_KEYS, IMAGE_KEYS_PART = 1024, 256
@@ -61,10 +61,10 @@ _LOG2_E = 1 / math.log(2)
 
 
 class _TiledRows:
-    """Rows that see the same keys, and the online softmax over the tiles that they have seen.
+    """Rows that see the same keys, and their online softmax over the tiles so far.
 
-    Shape: query [batch, rows, head dim]; highest and total float32 [batch * rows]; summed float32 [batch * rows,
-    head dim].
+    Shape: query [batch, rows, head_dim]; highest and total float32 [batch * rows]; summed float32
+    [batch * rows, head_dim].
     """
 
     def __init__(self, query: torch.Tensor, period: int, scaling: float) -> None:
@@ -80,7 +80,7 @@ class _TiledRows:
         )
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, seen: int, *, step: int = 0) -> None:
-        """Attend to a tile [batch, keys, head dim]: the first row sees `seen` of it, each further one `step` more."""
+        """Attend to a tile [batch, keys, head_dim]: the first row sees `seen` keys, each further row `step` more."""
         scores = _scaled_product(self._query, keys.contiguous().transpose(1, 2), self._factor)
         softmax_tile(
             process_pool().state_at,
@@ -94,13 +94,13 @@ class _TiledRows:
         self._summed += _product(scores, values.contiguous()).view(self._summed.shape)
 
     def attended(self) -> torch.Tensor:
-        """Return what the rows make of all tiles, [batch, rows, head dim]."""
+        """Return the attention output over all tiles, [batch, rows, head_dim]."""
         mean = self._summed.div_(torch.from_numpy(self._softmax.total)[:, None])
         return mean.to(self._query.dtype).view(self._query.shape)
 
 
 def _scaled_product(query: torch.Tensor, keys: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return the products of queries [batch, rows, head dim] and keys [batch, head dim, keys], scaled and rounded."""
+    """Multiply queries [batch, rows, head_dim] by keys [batch, head_dim, keys], scale and round."""
     dtype = query.dtype
     if not packs(dtype):
         query, keys = query.float(), keys.float()
@@ -108,7 +108,7 @@ def _scaled_product(query: torch.Tensor, keys: torch.Tensor, factor: float) -> t
 
 
 def _product(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the products of weights [batch, rows, keys] and values [batch, keys, head dim]."""
+    """Multiply weights [batch, rows, keys] by values [batch, keys, head_dim]."""
     if not packs(weights.dtype):
         return torch.bmm(weights.float(), values.float())
     return torch.bmm(weights, values)
@@ -136,21 +136,21 @@ def attend_chunk(
     slots: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Attend for the rows of one chunk to what came before them and, causally, to one another.
+    """Attend for the rows of one chunk to the context before it and, causally, to the chunk.
 
-    Shape: query [heads, rows, head dim]; key and value of the chunk [kv heads, rows, head dim]; `slots` int64 says
-    where the tokens before the chunk lie, if there are any. Returns [heads, rows, head dim].
+    Shape: query [heads, rows, head_dim]; key and value of the chunk [kv heads, rows, head_dim]; `slots` int64, the
+    slots of the tokens before the chunk, if any. Returns [heads, rows, head_dim].
     """
     heads, rows, head_dim = query.shape
     kv_heads = key.shape[0]
-    # Padding comes after all other rows, so no row that counts sees it.
+    # Padding follows all other rows, so under the causal mask no real row sees it.
     query, key, value = (_padded(one, _chunk_rows(rows)) for one in (query, key, value))
     padded = query.shape[1]
     by_kv_head = query.view(kv_heads, -1, padded, head_dim)
     blocks = []
     for start in range(0, padded, BLOCK):
         stop = min(start + BLOCK, padded)
-        # The query heads that share a key head become its rows, so that no key is repeated.
+        # The query heads that share a KV head become its rows, so no key is repeated.
         block = _TiledRows(by_kv_head[:, :, start:stop].flatten(1, 2), stop - start, scaling)
         block.add(key[:, :stop], value[:, :stop], start + 1, step=1)
         blocks.append(block)
@@ -168,7 +168,7 @@ def attend_chunk(
 
 
 def _chunk_rows(rows: int) -> int:
-    """Return the number of rows that the rows of a chunk are padded to."""
+    """Number of rows to which the rows of a chunk are padded."""
     if rows > BLOCK:
         return -(-rows // BLOCK_PART) * BLOCK_PART
     return FEW_ROWS[bisect.bisect_left(FEW_ROWS, rows)]
@@ -177,10 +177,9 @@ def _chunk_rows(rows: int) -> int:
 def attend_patches(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, out: torch.Tensor
 ) -> None:
-    """Attend within each of some sequences of one length, every row to all rows of its own.
+    """Attend within each of several sequences of one length, without a mask.
 
-    Shape: query, key, value [heads, sequences, rows, head dim]; `out`, which is written, is
-    [sequences, rows, heads, head dim].
+    Shape: query, key, value [heads, sequences, rows, head_dim]; writes `out` [sequences, rows, heads, head_dim].
     """
     rows = query.shape[2]
     if rows <= WINDOW_ROWS[-1]:
@@ -196,7 +195,7 @@ def attend_patches(
 
 
 def warm_up_patches(heads: int, head_dim: int) -> None:
-    """Compile all that `attend_patches` needs for heads of this number and size."""
+    """Compile everything that `attend_patches` needs for this number of heads and head dimension."""
     shapes = [(heads, rows, width) for rows in IMAGE_ROWS for width in _image_widths()]
     shapes += [(number * heads, rows, rows) for number in WINDOWS for rows in WINDOW_ROWS]
     for batch, rows, width in shapes:
@@ -205,7 +204,7 @@ def warm_up_patches(heads: int, head_dim: int) -> None:
 
 
 def _image_widths() -> range:
-    """Return the numbers of keys that a tile of an image may have."""
+    """Possible numbers of keys in a tile of an image."""
     return range(IMAGE_KEYS_PART, IMAGE_KEYS + 1, IMAGE_KEYS_PART)
 
 
@@ -214,7 +213,7 @@ def _zeros(*shape: int) -> torch.Tensor:
 
 
 def _cut(count: int, sizes: tuple[int, ...]) -> Iterator[slice]:
-    """Cut a range into pieces of the given sizes, the largest first; the smallest is one."""
+    """Split a range into pieces of the given sizes, the largest first; the smallest is one."""
     start = 0
     while start < count:
         size = next(size for size in sizes if size <= count - start)
@@ -225,7 +224,7 @@ def _cut(count: int, sizes: tuple[int, ...]) -> Iterator[slice]:
 def _attend_windows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Attend within short sequences, all at once: [heads, sequences, rows, head dim]."""
+    """Attend within short sequences, all at once: [heads, sequences, rows, head_dim]."""
     heads, number, rows, head_dim = query.shape
     size = WINDOW_ROWS[bisect.bisect_left(WINDOW_ROWS, rows)]
     query, key, value = (_padded(each.flatten(0, 1), size) for each in (query, key, value))
@@ -237,7 +236,7 @@ def _attend_windows(
 def _attend_image(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Attend within one long sequence [heads, rows, head dim]; yields parts of its rows and what they made."""
+    """Attend within one long sequence [heads, rows, head_dim]; yields slices of its rows and their outputs."""
     rows = query.shape[1]
     tiles = [
         (_padded(keys, width).contiguous(), _padded(values, width).contiguous(), keys.shape[1])
@@ -255,6 +254,6 @@ def _attend_image(
 
 
 def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """Pad rows [batch, rows, head dim] with zeros."""
+    """Pad rows [batch, rows, head_dim] with zeros."""
     missing = size - rows.shape[1]
     return functional.pad(rows, (0, 0, 0, missing)) if missing else rows

@@ -1,9 +1,9 @@
-"""The blocks of a vision tower in bfloat16 on a CPU, fused as the layers of `language_layers.py` are.
+"""Fused blocks of a bfloat16 vision tower on a CPU, similar to the layers of `language_layers.py`.
 
-Rows go through the products in blocks, so that what one product makes is still in the cache when the next takes it.
-Windows of one size are attended to in one call: by themselves they are too small to be worth one.
+Rows go through the products in blocks, so that the result of one product is still in the cache for the next. Windows
+of equal size are attended to in one call: a single one is too small to be worth a call.
 
-A tower whose blocks have other norms or another inner layer keeps transformers' modules.
+A tower whose blocks have other norms or another MLP keeps transformers' modules.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vsched_workers.parallel.slicing import Cut
 
 
 def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> bool:
-    """Replace the blocks of a tower whose linear layers are packed; return whether they can be fused.
+    """Fuse the blocks of a tower with packed linear layers; return False if they cannot be fused.
 
     With `deterministic`, the result for an image does not depend on the others.
     """
@@ -54,7 +54,7 @@ def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> boo
 
 
 def can_fuse(tower: Any) -> bool:
-    """Return whether the blocks of a tower are of the make that is fused."""
+    """Return True if the blocks of a tower have the architecture that can be fused."""
     return bool(tower.blocks) and all(_is_known(block) for block in tower.blocks)
 
 
@@ -68,19 +68,19 @@ def _is_known(block: Any) -> bool:
 
 
 def _is_librarys_silu(activation: object) -> bool:
-    """Return whether an activation is transformers' own; if it is, that has been imported, which takes seconds."""
+    """Return True if an activation is transformers' own; avoids importing transformers, which takes seconds."""
     library: Any = sys.modules.get("transformers.activations")
     return library is not None and isinstance(activation, library.SiLUActivation)
 
 
 def block_head_dim(block: Any) -> int:
-    """Return the values of a head of a block."""
+    """Return the head dimension of a block."""
     size: int = block.attn.qkv.out_features // (3 * block.attn.num_heads)
     return size
 
 
 class FusedBlock(nn.Module):
-    """One block: takes and returns what transformers' own does."""
+    """Fused block, with the same arguments and result as transformers' own."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class FusedBlock(nn.Module):
         return hidden
 
     def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
-        """Return where adapters go; see `Fused`."""
+        """Return the positions of adapters; see `Fused`."""
         attention, mlp = self.block.attn, self.block.mlp
         return held_places(
             self,
@@ -143,7 +143,7 @@ class FusedBlock(nn.Module):
         cu_seqlens: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Return what the output product takes, [patches, heads * head dim]."""
+        """Return the input of the output projection, [patches, heads * head_dim]."""
         heads = self.block.attn.num_heads
         count = len(hidden)
         half = angles[0].shape[1] // 2

@@ -1,4 +1,4 @@
-"""Has kernels compiled in processes of their own, on all cores, before a rank reads them from disk."""
+"""Compiles kernels in child processes, on all cores, before a rank reads them from disk."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from vsched_workers.backends.cpu.compiling.needs import Need
 from vsched_workers.backends.cpu.kernel_store import content_key, kernel_folder, processor
 
 CHILD_BYTES = 512 << 20
-"""What a process that compiles may take: libraries and the compiler."""
+"""Memory of a compiling process: libraries and the compiler."""
 LOCK_S = 600.0
-"""How long to wait for another process that compiles for this processor, before each does for itself."""
+"""Maximum wait for another process that compiles for this processor; then both compile."""
 _POLL_S = 0.2
 KERNEL_FILES = [
     Path(__file__).parents[1] / name
@@ -40,13 +40,13 @@ KERNEL_FILES = [
         "decode_step/kernel.py",
     )
 ]
-"""Kernels whose sources do not name the folder."""
+"""Kernel sources that are not part of the folder's name."""
 
 
 def compile_ahead(wanted: Sequence[Need], progress: Progress) -> int:
-    """Compile those kernels that are not on disk; return how many that were.
+    """Compile the kernels that are not on disk; return their number.
 
-    Nothing is done where they cannot be kept, and who loads them compiles them then; so it does where a child fails.
+    Does nothing if the folder is not writable; the rank then compiles them, as it does if a child fails.
     """
     folder = kernel_folder()
     if folder is None or not os.access(folder, os.W_OK) or not missing(wanted, folder):
@@ -64,29 +64,29 @@ def compile_ahead(wanted: Sequence[Need], progress: Progress) -> int:
 
 
 def missing(wanted: Sequence[Need], folder: Path) -> list[Need]:
-    """Return the kernels, each once, that were never compiled into a folder for this processor."""
+    """Return the kernels, without duplicates, that were never compiled into a folder for this processor."""
     return [each for each in dict.fromkeys(wanted) if not mark_of(each, folder).exists()]
 
 
 def mark_of(need: Need, folder: Path) -> Path:
-    """Return the file that says that a kernel is in a folder, for this processor."""
+    """Return the marker file of a kernel that is in a folder, for this processor."""
     told = repr((tuple(need), processor(), content_key(KERNEL_FILES)))
     return folder / f"compiled-{hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}"
 
 
 def at_once(count: int) -> int:
-    """Return how many processes compile at a time: as many as there are cores, and memory for."""
+    """Number of processes that compile at a time, limited by cores and memory."""
     return max(1, min(count, usable_cores(), host_available() // CHILD_BYTES))
 
 
 def expected_s(wanted: Sequence[Need], processes: int) -> float:
-    """Return about how long it takes: the longest kernel, or all of them shared out."""
+    """Estimated duration: the maximum of the longest kernel and all of them divided among processes."""
     seconds = [each.seconds for each in wanted]
     return max(max(seconds), sum(seconds) / processes)
 
 
 def _wait_for(lock: IO[str], progress: Progress) -> None:
-    """Wait while another process compiles: it may be what is wanted here, and cores are shared."""
+    """Wait while another process compiles: it may compile the same kernels, and cores are shared."""
     deadline_s, told = time.monotonic() + LOCK_S, False
     while time.monotonic() < deadline_s:
         with suppress(BlockingIOError):

@@ -1,8 +1,8 @@
-"""Compiles kernels, each in a process of its own: `python -m vsched_workers.backends.cpu.compiling.children PROCESSES`.
+"""Compile kernels, each in its own process: `python -m vsched_workers.backends.cpu.compiling.children PROCESSES`.
 
-What is wanted comes as JSON on standard input. The number of each that was compiled goes to standard output, a line
-each. The processes are forked from this one, which has imported the libraries and has one thread; what the compiler
-took goes back with them. They end with the process that asked.
+Reads the kernels as JSON from standard input. Writes the index of each compiled kernel to standard output, one per
+line. The processes are forked from this one, which has imported the libraries and has one thread; the memory of the
+compiler is freed when they exit. They end with the parent process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Compile all, the longest first; return 1 where any failed."""
+    """Compile all, the longest first; return 1 if any failed."""
     _end_with_parent()
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Need])
     waiting = sorted(range(len(wanted)), key=lambda index: wanted[index].seconds)

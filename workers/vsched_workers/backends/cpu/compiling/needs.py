@@ -1,4 +1,4 @@
-"""Which compiled kernels a model needs, by name: what a rank loads, and what can be compiled before there is a rank."""
+"""List of the compiled kernels of a model, by name, to load in a rank or to compile beforehand."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ from vsched_workers.quantized.weights import QuantizedWeight
 
 _ACTIVATIONS = {each.py_func.__name__: each for each in (*GATED.values(), activation.gelu_quick)}
 _INPUTS = 64
-"""Inputs of a weight to compile with."""
+"""Inputs of the weight used for compilation."""
 
 _OPERANDS = {"bfloat16": BF16, "float32": FLOAT32}
 
 
 class Need(NamedTuple):
-    """A kernel for one kind of arguments.
+    """A kernel for one combination of argument types.
 
     Attributes:
-        kernel: Which, by its name in `KERNELS`.
-        words: What it is compiled for.
+        kernel: Name in `KERNELS`.
+        words: Variant to compile.
     """
 
     kernel: str
@@ -63,11 +63,11 @@ class Need(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """What compiling takes of a core of 3 GHz, about: for the order, and for people who wait."""
+        """Approximate compile time on a 3 GHz core, for the order of compilation and progress messages."""
         return KERNELS[self.kernel].seconds
 
     def load(self) -> None:
-        """Read it from disk, or compile it."""
+        """Read the kernel from disk, or compile it."""
         KERNELS[self.kernel].load(*self.words)
 
 
@@ -90,10 +90,10 @@ def language_needs(
     decoder: Decoder | None,
     kinds: Sequence[str],
 ) -> Iterator[Need]:
-    """Yield what a language model needs.
+    """Yield the kernels of a language model.
 
-    `config` is that of the model, `decoder` its make where it is of one, and `kinds` are those of weights that its
-    checkpoint has in fewer bits.
+    `config` is the model's configuration, `decoder` describes its architecture if known, and `kinds` are the
+    quantization formats of its checkpoint's weights.
     """
     kept = _word(kv_dtype)
     made = [settings.weights, HEAD_FORMAT] if settings.quantizes else []
@@ -124,7 +124,7 @@ def language_needs(
 
 
 def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Iterator[Need]:
-    """Yield what a vision tower needs; None is one of any make, of which less is known."""
+    """Yield the kernels of a vision tower; None is a tower of unknown architecture, with fewer known kernels."""
     yield from _product_needs(settings, dtype, [settings.weights] if settings.quantizes else [])
     if dtype != torch.bfloat16:
         return
@@ -139,7 +139,7 @@ def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Ite
 
 
 def _many_rows_needs(head_dim: int, *, deterministic: bool = False) -> Iterator[Need]:
-    """Yield what attention of many rows of bfloat16 needs, those of a chunk or of an image; see `prefill_choice`."""
+    """Yield the kernels of bfloat16 attention with many rows, of chunks or images; see `prefill_choice`."""
     if not attends_here() or not fits(head_dim):
         yield needs("softmax")
     if not attends_here():
@@ -153,12 +153,12 @@ def _many_rows_needs(head_dim: int, *, deterministic: bool = False) -> Iterator[
 def _product_needs(
     settings: WorkerSettings, dtype: torch.dtype, kinds: Sequence[str]
 ) -> Iterator[Need]:
-    """Yield what products of rows of a type need, by weights of these kinds and by others."""
+    """Yield the kernels of products with activations of a type, for quantized weights of these kinds and others."""
     activations = "int8" if makes_int8_rows(settings.activations, dtype) else "float"
     for kind in dict.fromkeys(kinds):
         yield needs("product", _word(dtype), kind, activations)
         yield from _tiles_needs(settings, dtype, kind)
-    # Beside quantised weights, those that are not have a product of the same kind, in float32 too.
+    # In a quantized model, unquantized weights use the same kind of product, in float32 as well.
     if not packs(dtype) and (kinds or dtype == torch.bfloat16):
         yield needs("product", _word(dtype), _word(dtype))
     if dtype == torch.bfloat16 and runs_here():

@@ -129,9 +129,7 @@ FEW, MANY, MANY_MIN = 0, 1, 2
 """Columns of `Tables.multiply`: kernels for few and for many rows, and the minimum of many."""
 
 ALONE_MAX = 1 << 18
-"""Products of fewer weights, times passes, run on one thread: waking another takes as long as multiplying 2^17
-weights.
-"""
+"""Products of fewer weights, times passes, run on one thread: waking another takes as long as 2^17 weights."""
 
 _LONG, _SINGLE = numba.int64, numba.float32
 _NORMS = numba.typeof(np.empty(1, dtype=NORM))

@@ -2,9 +2,9 @@
 
     C[m, n] = bias[n] + sum_k A[m, k] * B[n, k]      (float32 accumulators, result rounded)
 
-**Packing.** The weight B [N, K] is packed into panels of 64 outputs, with pairs of neighbouring inputs together: [N /
-64, K / 2, 64, 2]. VDPBF16PS (`simd.py`) takes pairs, and oneDNN packs weights in the same way. Weight and bias are
-padded with zeros to whole panels. For a diagram see `products.py`.
+**Packing.** The weight B [N, K] is packed into panels of 64 outputs, with pairs of neighbouring inputs together:
+[N / 64, K / 2, 64, 2]. VDPBF16PS (`simd.py`) takes pairs, and oneDNN packs weights in the same way. Weight and bias
+are padded with zeros to whole panels. For a diagram see `products.py`.
 
 **Blocking.** A pass multiplies up to 6 rows by a panel. Its 6 x 4 vectors of accumulators stay in registers over all
 of K, with 4 vectors of weights and one broadcast input:

@@ -6,8 +6,7 @@ a row of scores is read twice and written once in place, in a tenth of that time
 For each row the state is the maximum score m, the sum l of weights, and the weighted sum a of values, over all tiles
 so far. For another tile of scores s, which are logarithms to the base 2,
 
-    m' = max(m, max_i s_i),   w_i = 2**(s_i - m')  (rounded),   l' = l * 2**(m - m') + sum_i w_i,   a' = a * 2**(m -
-        m')
+    m' = max(m, max_i s_i),   w_i = 2**(s_i - m')  (rounded),   l' = l * 2**(m - m') + sum_i w_i,   a' = a * 2**(m - m')
 
 The weights replace the scores, and the caller adds the product of weights and values to a'. At the end a / l is the
 attention output.

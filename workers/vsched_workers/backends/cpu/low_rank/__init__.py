@@ -1,1 +1,1 @@
-"""Adapters on the products of a CPU: the compiled kernel that adds them, and where they go in fused layers."""
+"""LoRA on the products of a CPU: the compiled kernel, and the positions of adapters in fused layers."""

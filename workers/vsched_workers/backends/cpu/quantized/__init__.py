@@ -1,1 +1,1 @@
-"""Products by weights that are widened as they are read."""
+"""Products with quantized weights, which are dequantized or widened as they are read."""

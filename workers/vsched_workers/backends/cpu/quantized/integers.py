@@ -2,7 +2,7 @@
 
     s[r, b] = max_(i in b) |rows[r, i]| / 127,   n[r, i] = round(rows[r, i] / s[r, b])
     out[r, o] = bias[o] + sum_b s[r, b] * (scale[g, o] * sum_(i in b) n[r, i] * (q[o, i] - centre)
-    + offset[g, o] * sum_(i in b) n[r, i])
+                                           + offset[g, o] * sum_(i in b) n[r, i])
 
 A block b has `ROW_BLOCK` inputs and lies within one group g of the weight. The int32 accumulators of a block are
 exact; blocks are added in float32, one by one. Every row has its own scales and sums, so its result has the same bits

@@ -1,11 +1,10 @@
 """GEMM of float activations and a quantized weight, dequantized in registers, or for many rows once into the cache.
 
-    out[r, o] = bias[o] + sum_g scale[g, o] * (sum_(i in g) rows[r, i] * (q[o, i] - centre)) + offset[g, o] * sum[r,
-        g]
+    out[r, o] = bias[o] + sum_g scale[g, o] * (sum_(i in g) rows[r, i] * (q[o, i] - centre)) + offset[g, o] * sum[r, g]
 
-`scale` and `offset` belong to a group g of inputs (`offset`, of asymmetric
-formats, is minus scale times zero point); sum[r, g] is the sum of a row's inputs in group g. Accumulators are float32; the result is
-float32 or rounded to bfloat16.
+`scale` and `offset` belong to a group g of inputs (`offset`, of asymmetric formats, is minus scale times zero
+point); sum[r, g] is the sum of a row's inputs in group g. Accumulators are float32; the result is float32 or rounded
+to bfloat16.
 
 **Packing.** A weight [out, in] is packed into panels of `PANEL` outputs, [out / PANEL, in, PANEL], in one of the
 types of `KINDS`:

@@ -1,1 +1,1 @@
-"""Products and attention in tiles, on processors that have them (AMX)."""
+"""AMX kernels: products and attention in tiles."""
