@@ -1,4 +1,4 @@
-"""The decode kernels against attention written out."""
+"""Decode, prefill and patch attention on the CPU against reference implementations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BLOCK_SIZE = 4
 CONTEXTS = [1, 4, 5, 37]
 
 NO_CACHE: Any = None
-"""A host chooses its kernels without looking at the cache."""
+"""The backend chooses its kernels independently of the cache."""
 
 
 def choose_decode(settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:
@@ -59,7 +59,7 @@ def choose_prefill(settings: WorkerSettings, dtype: torch.dtype) -> PrefillKerne
 
 
 def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> tuple[KvCache, PagedStep]:
-    """Return a cache with random contents and a step over sequences whose blocks lie anywhere."""
+    """Return a cache with random contents and a step over sequences with scattered blocks."""
     cache = KvCache(
         [KvShape(kv_heads, head_dim, head_dim)] * 2,
         blocks=60,
@@ -101,7 +101,7 @@ def test_decode_equals_attention_written_out(
     head_dim: int,
     threads: int,
 ) -> None:
-    """Grouped heads, contexts of one token up to several blocks, tables with holes after their end."""
+    """Grouped heads, contexts from one token to several blocks, tables with unused entries at the end."""
     _, step = filled(dtype, kv_heads, head_dim)
     decode = choose_decode(WorkerSettings(attention=kernel, threads=threads), dtype)
     generator = torch.Generator().manual_seed(1)
@@ -114,7 +114,7 @@ def test_decode_equals_attention_written_out(
 
 
 def test_numba_survives_scores_far_apart() -> None:
-    """The softmax subtracts the highest score; what is hopelessly lower vanishes and does not overflow."""
+    """The softmax subtracts the maximum score; much lower scores vanish and do not overflow."""
     _, step = filled(torch.float32, 1, 8)
     query = torch.full((len(CONTEXTS), 1, 8), 1e4)
     decode = choose_decode(WorkerSettings(attention="numba"), torch.float32)
@@ -147,7 +147,7 @@ def test_segment_masks_only_where_needed(first: int, last: int) -> None:
 
 
 def test_segment_keeps_nothing_on_a_cpu() -> None:
-    """What every chunk of a step kept would add up; so the profiling run of one long chunk stands for all."""
+    """Memory kept per chunk would add up over the chunks of a step, unlike in the profiling run of one long chunk."""
     table: npt.NDArray[np.int32] = np.arange(4, dtype=np.int32)
     segment = Segment(table, start=0, first=3, last=6, block_size=4, device="cpu")
     assert segment.mask(torch.float32) is not segment.mask(torch.float32)
@@ -213,7 +213,7 @@ def test_prefill_equals_attention_written_out(
     rows: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A chunk sees all that came before it, through the block table, and of itself what is not later."""
+    """A chunk sees the context before it, through the block table, and its own rows causally."""
     monkeypatch.setattr(tiled_attention, "TILE_KEYS_MIN", 8)
     monkeypatch.setattr(tiled_attention, "TILE_KEYS_MAX", 8)
     monkeypatch.setattr(tiled_attention, "TILE_PART_STEP", 2)
@@ -240,7 +240,7 @@ def test_prefill_equals_attention_written_out(
 
 @pytest.mark.parametrize("heads", [1, 12, 16, 28])
 def test_tiled_prefill_multiplies_few_shapes(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
-    """What oneDNN compiled for a shape stays: 1,000 chunks of many lengths once took a gigabyte."""
+    """The code that oneDNN compiles for a shape stays in memory: 1,000 chunks of various lengths once took 1 GB."""
     shapes: set[tuple[int, ...]] = set()
 
     def watched(name: str) -> None:
@@ -269,7 +269,7 @@ def test_tiled_prefill_multiplies_few_shapes(monkeypatch: pytest.MonkeyPatch, he
 def test_all_that_images_need_is_compiled_on_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A product of a new shape, or over keys that lie otherwise, would take memory that was shared out long ago."""
+    """A product with a new shape or memory layout would take memory that was already distributed."""
     seen: set[tuple[object, ...]] = set()
 
     def watched(name: str) -> None:
@@ -303,7 +303,7 @@ def test_all_that_images_need_is_compiled_on_loading(
 def test_tiles_are_multiplied_as_float32_where_onednn_has_no_product_of_bfloat16(
     monkeypatch: pytest.MonkeyPatch, has_product: bool
 ) -> None:
-    """On such processors torch's own product of bfloat16 takes 12 to 20 times as long; what comes out is the same."""
+    """On such processors torch's own bfloat16 product takes 12 to 20 times as long; results are the same."""
     seen: set[torch.dtype] = set()
 
     def watched(name: str) -> None:
@@ -330,7 +330,7 @@ def test_tiles_are_multiplied_as_float32_where_onednn_has_no_product_of_bfloat16
 
 @pytest.mark.parametrize("operand", [FLOAT32, pytest.param(None, marks=needs_tiles, id="tiles")])
 def test_what_a_sparse_run_leaves_out_is_no_nonsense(operand: Operand) -> None:
-    """Tokens are drawn from it, and logits that are no finite numbers end a rank."""
+    """Tokens are sampled from it, and logits that are not finite end a rank."""
     _, step = filled(torch.bfloat16, 2, 16)
     rows = BLOCK + 12
     segment = Segment(
@@ -341,7 +341,7 @@ def test_what_a_sparse_run_leaves_out_is_no_nonsense(operand: Operand) -> None:
     patches = torch.randn(4, 1, rows, 16).bfloat16()
     out = torch.full((1, rows, 4, 16), torch.nan, dtype=torch.bfloat16)
     custom = with_operand(operand, prefill_attention.prefill)
-    torch.use_deterministic_algorithms(True)  # what torch allocates is filled with NaN
+    torch.use_deterministic_algorithms(True)  # torch's allocations are filled with NaN
     try:
         with sparsely():
             attended = custom(query, own, own, 1, segment, step, 0.3)
@@ -356,7 +356,7 @@ def test_what_a_sparse_run_leaves_out_is_no_nonsense(operand: Operand) -> None:
 
 @needs_tiles
 def test_tiles_are_compiled_once_whatever_is_faster_without_them() -> None:
-    """The first chunk of a prompt waits for no compiler, and nothing is timed."""
+    """The first chunk of a prompt does not wait for compilation, and nothing is timed."""
     attention.warm_up()
     compiled = len(attention.attend_in_tiles.overloads)
     patches = torch.randn(1, 1, 8, 16).bfloat16()
@@ -367,7 +367,7 @@ def test_tiles_are_compiled_once_whatever_is_faster_without_them() -> None:
 
 @needs_tiles
 def test_what_a_row_does_not_see_weighs_nothing_in_tiles() -> None:
-    """Not even 2^-126: where all that is seen is zero, large values would show."""
+    """Not even 2^-126: if all visible values are zero, large masked ones would show."""
     rows = 40
     query = torch.randn(rows, 1, 16).bfloat16()
     values = torch.zeros(rows, 1, 16).bfloat16()
@@ -382,7 +382,7 @@ def test_what_a_row_does_not_see_weighs_nothing_in_tiles() -> None:
     ("threads", "periods"), [(1, 3), pytest.param(2, 400, marks=pytest.mark.slow)]
 )
 def test_softmax_tile_keeps_an_online_softmax(threads: int, periods: int) -> None:
-    """Two tiles whose highest scores rise, far apart and close, causal and whole; the unseen weighs nothing."""
+    """Two tiles with rising maximum scores, far apart and close, causal and full; masked scores weigh nothing."""
     period, width, dim = 5, 40, 3
     rows = periods * period
     chance = torch.Generator().manual_seed(3)
@@ -425,7 +425,7 @@ def test_attend_all_equals_attention_written_out(
     attend_all: PatchKernel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Windows many at a time, an image block by block and tile by tile: no row sees another sequence or filling."""
+    """Batched windows; an image by blocks and tiles: no row sees another sequence or padding."""
     monkeypatch.setattr(tiled_attention, "IMAGE_KEYS", 128)
     monkeypatch.setattr(tiled_attention, "IMAGE_KEYS_PART", 48)
     heads = 3
@@ -448,7 +448,7 @@ def test_attend_all_equals_attention_written_out(
 def test_custom_prefill_gives_a_row_the_same_however_its_prompt_is_cut(
     threads: int, operand: Operand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever chunks a prompt comes in, and through whatever blocks, to the last bit."""
+    """Identical to the last bit for any split into chunks and any block table."""
     heads, kv_heads, head_dim, length = 4, 2, 48, 200
     chance = torch.Generator().manual_seed(7)
     query, keys, values = (
@@ -470,7 +470,7 @@ def _in_chunks(
     *,
     block_size: int,
 ) -> torch.Tensor:
-    """Return what `prefill_attention.prefill` makes of a prompt in chunks, [rows, heads, head dim]."""
+    """Return the result of `prefill_attention.prefill` for a prompt in chunks, [rows, heads, head_dim]."""
     length, kv_heads, head_dim = keys.shape
     blocks = -(-length // block_size)
     cache = KvCache(

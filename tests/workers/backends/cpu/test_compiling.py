@@ -1,4 +1,4 @@
-"""Kernels that children compile before a model is loaded: those that a rank then needs, once, and never in the way."""
+"""Compilation of kernels in child processes before a model is loaded: each needed kernel once, failures are harmless."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ worker.build_kv(blocks=8, block_size=16)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for kernels with nothing in it."""
+    """Empty folder for kernels."""
     monkeypatch.setattr(ahead, "kernel_folder", lambda: tmp_path)
     return tmp_path
 
 
 class Children:
-    """Stands for the processes that compile: says of which kernels it was asked, and how far it comes."""
+    """Replaces the compiling processes: records the requested kernels, and compiles a given number of them."""
 
     def __init__(self, folder: Path, *, fails: int = -1) -> None:
         self.asked: list[list[Need]] = []
@@ -159,7 +159,7 @@ def test_needs_follow_settings() -> None:
 def test_tiles_are_needed_where_weights_are_widened_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever this processor has: of each kind of weights."""
+    """For each kind of weights, on any processor."""
     monkeypatch.setattr(quantized_products, "has_tiles", lambda: True)
     config = SimpleNamespace(head_dim=64, hidden_act="silu")
 
@@ -177,7 +177,7 @@ def test_tiles_are_needed_where_weights_are_widened_for_them(
 
 
 def test_attention_of_many_rows_is_needed_as_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In tiles where there are any, but not where these are not to be used; heads that do not fit are oneDNN's."""
+    """In tiles if available and allowed; other head dimensions are left to oneDNN."""
 
     def of(size: int = 64, *, deterministic: bool = False) -> set[str]:
         config = SimpleNamespace(head_dim=size, hidden_act="silu")
@@ -239,7 +239,7 @@ def test_a_step_in_one_call_is_needed_where_products_are_our_own(
 def test_ranks_find_all_that_they_need(
     size: str, dtype: str, given: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Real processes compile, and then another kind of program finds nothing left."""
+    """Real processes compile; afterwards nothing is missing."""
     make_checkpoint(str(tmp_path / size), size, dtype=dtype)
     settings = msgspec.json.encode(WorkerSettings(**given)).decode()
     told = subprocess.run(

@@ -1,4 +1,4 @@
-"""A step of decode rows in one call beside the same step layer by layer: the same bits."""
+"""A compiled decode step has the same bits as the same step layer by layer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ needs_own = pytest.mark.skipif(
 BLOCK = 16
 ROWS_MAX = 32
 FAR = TABLE_POSITIONS + 20
-"""Tokens of the longest context: angles of its last row are not in the table."""
+"""Tokens of the longest context: the angles of its last row are beyond the table."""
 
 _PANELS: Mapping[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 MAKES: Mapping[str, Mapping[str, Any]] = {
@@ -61,10 +61,10 @@ MAKES: Mapping[str, Mapping[str, Any]] = {
     "granite": _PANELS,
     "olmo2": {**_PANELS, "tie_word_embeddings": True},
 }
-"""Names of checkpoints or architectures, with sizes of which weights lie in whole panels.
+"""Checkpoints or architectures, with sizes whose weights are whole panels.
 
-Between them: positions on three axes, norms of heads and of all heads at once, biases, norms after, soft caps, windows,
-frequencies by kinds of layers, and factors.
+They cover positions on three axes, norms of heads and of all heads at once, biases, norms after attention and MLP,
+soft-capping, sliding windows, rope frequencies by layer kind, and factors.
 """
 FORMATS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "int8": (WHOLE_NUMBERS, {"weights": "int8", "activations": "int8"}),
@@ -75,7 +75,7 @@ FORMATS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "int8, float rows": (FLOATS, {"weights": "int8", "activations": "float"}),
     "int4, float rows": (FLOATS, {"weights": "int4", "activations": "float"}),
 }
-"""Kinds of products by what a model is made into; groups of 16 are no whole blocks of rows in 8 bits."""
+"""Kinds of products by quantization; groups of 16 are not a multiple of the blocks of int8 activations."""
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 
 
 def load(path: str, *, threads: int = 1, kv_dtype: str = "auto", **given: Any) -> Any:
-    """Load a model with a cache in which there is something."""
+    """Load a model with a filled cache."""
     info = plugin.inspect(path, dtype="bfloat16", item_tokens_max=0)
     info = info.with_int8_kv if kv_dtype == "int8" else info
     settings = WorkerSettings(threads=threads, **given)
@@ -111,9 +111,9 @@ def load(path: str, *, threads: int = 1, kv_dtype: str = "auto", **given: Any) -
 
 
 def batch_of(rows: int, *, delta: int = 0) -> Batch:
-    """Return a step of decode rows: one with a far position, and others behind the start or the end of a block.
+    """Return a step of decode rows: one at a far position, others just after the start or the end of a block.
 
-    Positions are `delta` behind places in the text.
+    Positions are `delta` behind indices in the text.
     """
     lengths = np.array([[1, BLOCK, BLOCK + 1, 40, 5][row % 5] for row in range(rows)])
     lengths[-1] = (FAR, TABLE_POSITIONS)[rows % 2]
@@ -148,7 +148,7 @@ def batch_of(rows: int, *, delta: int = 0) -> Batch:
 
 
 def step(worker: Any, batch: Batch) -> tuple[list[int], torch.Tensor, list[torch.Tensor]]:
-    """Run a step; return its tokens, its hidden states and the cache, which is put back as it was."""
+    """Run a step; return its tokens, hidden states and cache contents; the cache is restored."""
     cache = [*worker._cache.keys, *worker._cache.values]
     before = [each.clone() for each in cache]
     head, seen = worker._head, []
@@ -170,7 +170,7 @@ def step(worker: Any, batch: Batch) -> tuple[list[int], torch.Tensor, list[torch
 
 
 def check(worker: Any, monkeypatch: pytest.MonkeyPatch, *, delta: int = 0) -> None:
-    """Check that steps of several numbers of rows are one call, with the bits of many."""
+    """Check that steps with various numbers of rows are one call, with the bits of the separate calls."""
     whole = worker._layers._whole_step
     spy = mock.Mock(wraps=whole, rows_max=whole.rows_max, inner=whole.inner)
     for rows in sorted({min(each, whole.rows_max) for each in (1, 2, 7, 17, ROWS_MAX)}):
@@ -189,7 +189,7 @@ def check(worker: Any, monkeypatch: pytest.MonkeyPatch, *, delta: int = 0) -> No
 
 
 def kinds_of(worker: Any) -> set[int]:
-    """Return the kinds of products that the layers of a model have."""
+    """Return the kinds of products in the layers of a model."""
     return {*worker._layers._whole_step._tables.products["kind"].flatten().tolist()}
 
 
@@ -229,7 +229,7 @@ def test_one_call_has_the_bits_of_many_with_quantized_weights(
 def test_one_call_has_the_bits_of_many_where_bfloat16_is_widened(
     threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on processors for which oneDNN has no product of bfloat16."""
+    """As on processors without a bfloat16 product in oneDNN."""
     monkeypatch.setattr(products, "packs", lambda _: False)
     worker = load(checkpoint("llama"), threads=threads)
     assert kinds_of(worker) == {FLOATS}
@@ -242,13 +242,13 @@ def test_one_call_has_the_bits_of_many_where_bfloat16_is_widened(
 def test_one_call_has_the_bits_of_many_where_formats_mix(
     threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all kinds of products, with groups of several sizes, and with offsets."""
+    """All kinds of products, with several group sizes, and with offsets."""
 
     def linear(self: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         outputs, inputs = weight.shape
         if outputs == inputs:
             return panel_product(weight, bias, threads=threads)
-        groups = {704: ("int4", 16)}  # by outputs: the gate, and what is gated
+        groups = {704: ("int4", 16)}  # by outputs: the gate and `up`
         kind, group = groups.get(outputs, ("int8", 32) if inputs == 704 else ("int4", 128))
         made = quantize(weight.detach(), kind, group=group)
         return self._make(dataclasses.replace(made, offsets=made.scales * 2), bias)
@@ -275,7 +275,7 @@ def test_products_of_rows_in_another_order_do_not_fit(kind: str, fit: bool) -> N
 def test_one_call_has_the_bits_of_many_where_attention_runs_on_all_threads(
     threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And where float32 is multiplied faster, and weights are packed by ourselves."""
+    """Also if float32 is multiplied faster, and this package packs the weights."""
     monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
     monkeypatch.setattr(products, "operand", lambda: FLOAT32)
     monkeypatch.setattr(products, "has_tiles", lambda: False)
@@ -286,7 +286,7 @@ def test_one_call_has_the_bits_of_many_where_attention_runs_on_all_threads(
 def test_positions_behind_images_are_those_of_axes(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A token's place in the text is another than its position."""
+    """The index of a token in the text differs from its position."""
     check(load(checkpoint("tiny25")), monkeypatch, delta=-9)
 
 
@@ -302,7 +302,7 @@ def test_angles_that_depend_on_other_rows_are_not_looked_up(
 def test_other_steps_go_layer_by_layer(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those with chunks, adapters, more rows than our own product takes, through some layers, or of other blocks."""
+    """Steps with chunks, adapters, too many rows, a subset of layers, or other block sizes."""
     stage = Stage.load(checkpoint("tiny25"), attention="auto", dtype="bfloat16")
     worker: Any = stage.generator
     whole = worker._layers._whole_step
@@ -327,13 +327,13 @@ def test_other_steps_go_layer_by_layer(
 
 @needs_own
 def test_deterministic_models_have_no_such_step(checkpoint: Callable[[str], str]) -> None:
-    """Their rows attend by another kernel."""
+    """Their rows use another attention kernel."""
     worker = load(checkpoint("tiny25"), deterministic=True)
     assert worker._layers._whole_step is None
 
 
 def test_a_kernel_is_told_its_parameters_by_one_signature() -> None:
-    """What a caller's arguments are made into is what the kernel was compiled for."""
+    """The caller converts its arguments to the types that the kernel was compiled for."""
     call = KernelCall(numba.float64, None)
     called: Any = call.call
 
@@ -347,7 +347,7 @@ def test_a_kernel_is_told_its_parameters_by_one_signature() -> None:
 
     out = np.zeros(1, dtype=np.float32)
     address = call.address_of(kernel, out)
-    caller(address, 3, out)  # a whole number, which becomes a float
+    caller(address, 3, out)  # an integer that is converted to a float
     assert out[0] == 1.5
     with pytest.raises(numba.TypingError):
         caller(address, "three", out)

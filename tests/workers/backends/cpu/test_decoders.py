@@ -1,4 +1,4 @@
-"""Models of the usual make, fused, against transformers' modules, in bfloat16 on the CPU."""
+"""Fused decoder-only models against transformers' modules, in bfloat16 on the CPU."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ MADE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "norms after, and windows": ("olmo3", {}),
     "qwen3 with yarn": ("qwen3", {**_NO_WINDOW, "rope_parameters": _YARN}),
 }
-"""Each with what its configuration has beyond the table of parity."""
+"""Each with the configuration options that the parity table lacks."""
 
 
 def test_every_make_is_tried() -> None:
@@ -75,9 +75,9 @@ def test_every_make_is_tried() -> None:
 
 @pytest.mark.parametrize("made", MADE)
 def test_fused_layers_equal_the_modules(made: str, tmp_path: Path) -> None:
-    """Decode rows beside chunks, preempted and computed again: the same logits but for rounding, and the same choice.
+    """Decode rows together with chunks, preempted and recomputed: same logits except for rounding, same choice.
 
-    With the weights of parity, which are large, roundings grow from layer to layer.
+    With the large weights of the parity checkpoints, rounding errors grow from layer to layer.
     """
     name, changes = MADE[made]
     make_checkpoint(name, tmp_path, initializer_range=0.1, **changes)
@@ -97,7 +97,7 @@ def test_fused_layers_equal_the_modules(made: str, tmp_path: Path) -> None:
 def test_language_parts_of_vision_models_are_fused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With rows of images in their places, as the whole model's modules put them there."""
+    """With image embeddings at the positions where the whole model's modules put them."""
     make_vision_checkpoint(name, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     smaller = {
@@ -132,7 +132,7 @@ def test_language_parts_that_see_more_or_have_axes_stay_as_they_are(
 def test_a_model_that_does_more_than_place_rows_is_seen(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its results, whatever its code looks like."""
+    """Recognized by its values, independently of its code."""
     make_vision_checkpoint("llava", tmp_path)
     model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
     inputs = ImageInputs(model, levels=1)
@@ -153,13 +153,13 @@ def test_deterministic_refuses_windows(tmp_path: Path) -> None:
         pytest.skip("needs avx512_bf16")
     make_checkpoint("mistral", tmp_path)
     settings = WorkerSettings(threads=1, deterministic=True)
-    with pytest.raises(ConfigError, match=r"model.deterministic: .*sliding windows.*Remedy: "):
+    with pytest.raises(ConfigError, match=r"model.deterministic: .*sliding-window.*Remedy: "):
         Stage.load(str(tmp_path), attention="auto", dtype="bfloat16", settings=settings)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite"])
 def test_logits_are_divided_and_bent_as_by_transformers(name: str, tmp_path: Path) -> None:
-    """The greedy choice does not show it, sampling and log-probabilities do."""
+    """Greedy decoding does not show it; sampling and log-probabilities do."""
     make_checkpoint(
         name, tmp_path, **({"final_logit_softcapping": 5.0} if name == "gemma2" else {})
     )

@@ -1,4 +1,4 @@
-"""`deterministic`: what is computed for a row is the same to the bit, whatever is beside it."""
+"""`deterministic`: the result of a row is the same to the bit for any batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPERANDS = {"": None, "bf16": BF16, "float32": FLOAT32}
 
 @pytest.fixture(scope="module", autouse=True)
 def _blocks_of_whole_panels() -> Iterator[None]:
-    """The kernels need blocks of a multiple of 16 tokens."""
+    """The kernels require a block size that is a multiple of 16."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "BLOCK_SIZE", 16)
         yield
@@ -62,7 +62,7 @@ def load(checkpoints: Callable[[str], Path]) -> Load:
 
 
 def questions(count: int) -> list[Question]:
-    """Return questions of many lengths, some of them about images."""
+    """Return questions of various lengths, some about images."""
     kinds = [
         Question("What is in the picture?", [drawn_image(1, 90, 61)]),
         Question("Why? " * 6),
@@ -74,7 +74,7 @@ def questions(count: int) -> list[Question]:
 
 
 class Recorded:
-    """The logits of each request, by the number of its token, as the worker computed them."""
+    """Logits of each request, by the index of its token, as the worker computed them."""
 
     def __init__(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stage = stage
@@ -90,7 +90,7 @@ class Recorded:
         monkeypatch.setattr(worker, "_head", kept)
 
     def run(self, asked: Sequence[Question], **options: Any) -> list[list[bytes]]:
-        """Return for each request its logits, token by token; a token computed twice must have them twice."""
+        """Return the logits of each request, token by token; a recomputed token must have the same logits."""
         arrivals, preempts = options.pop("arrivals", 0), options.pop("preempts", 0)
         one = options.pop("driver", None) or Driver(self.stage, **options)
         found: dict[int, dict[int, bytes]] = {}
@@ -139,7 +139,7 @@ def test_logits_are_the_same_alone_among_others_in_any_chunks_and_recomputed(
 
 
 def check_invariant(recorded: Recorded) -> None:
-    """Check requests alone, among others, in chunks of other sizes, and recomputed."""
+    """Check requests alone, in a batch, in chunks of other sizes, and recomputed."""
     asked = questions(32)
     together = recorded.run(asked, chunk=40, seed=3)
     alone = [recorded.run([asked[n]], chunk=1000)[0] for n in range(6)]
@@ -154,7 +154,7 @@ def check_invariant(recorded: Recorded) -> None:
 def test_a_model_of_text_alone_leaves_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The usual make has it, whatever the family: alone in one chunk, or among others in small ones, preempted."""
+    """For decoder-only models of any family: alone in one chunk, or in a batch with small chunks, preempted."""
     make_checkpoint("llama", tmp_path)
     settings = WorkerSettings(threads=1, deterministic=True)
     stage = Stage.load(str(tmp_path), attention="auto", dtype="bfloat16", settings=settings)
@@ -169,7 +169,7 @@ def test_a_model_of_text_alone_leaves_no_trace(
 def test_borders_of_chunks_leave_no_trace(
     load: Load, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks end within panels of keys, blocks of rows, runs and images, and behind each; some are one row."""
+    """Chunks end within and at the ends of panels of keys, blocks of rows, runs and images; some are one row."""
     recorded = Recorded(load("demo", threads), monkeypatch)
     long = Question("Which one? " * 40, [drawn_image(1, 200, 180)], count=4)
     assert len(recorded.stage.prompt(long)[0]) > 260
@@ -180,7 +180,7 @@ def test_borders_of_chunks_leave_no_trace(
 
 @needs_bf16_dot
 def test_a_cached_prefix_leaves_no_trace(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request takes the first blocks of another one, which were written in chunks or by decode steps."""
+    """A request reuses the first blocks of another one, written in chunks or by decode steps."""
     recorded = Recorded(load("demo"), monkeypatch)
     first = Question("Why? " * 40, [drawn_image(1, 90, 61)], count=40)
     second = dataclasses.replace(first, count=6)
@@ -197,7 +197,7 @@ def test_a_cached_prefix_leaves_no_trace(load: Load, monkeypatch: pytest.MonkeyP
 
 @needs_bf16_dot
 def test_a_cached_answer_leaves_no_trace(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that decode steps wrote are the prefix of the next turn of a conversation."""
+    """Blocks written by decode steps are the prefix of the next turn of a conversation."""
     recorded = Recorded(load("demo"), monkeypatch)
     one = Driver(recorded.stage, chunk=40)
     (owner,) = one.run([Question("Why? " * 6, count=40)])
@@ -213,7 +213,7 @@ def test_a_cached_answer_leaves_no_trace(load: Load, monkeypatch: pytest.MonkeyP
 
 
 def _give_blocks(one: Driver, owner: Running, shared: int) -> None:
-    """Have the next request of a driver find its first blocks computed, which are those of an earlier request."""
+    """Let the next request of a driver find its first blocks in the prefix cache, from an earlier request."""
 
     def start(number: int, question: Question) -> Running:
         started = Driver.start(one, number, question)
@@ -226,7 +226,7 @@ def _give_blocks(one: Driver, owner: Running, shared: int) -> None:
 
 @needs_bf16_dot
 def test_no_product_is_torchs(load: Load) -> None:
-    """The code that oneDNN chooses follows from the number of rows, on processors with AMX among more."""
+    """Code in oneDNN depends on the number of rows, especially on processors with AMX."""
     stage = load("demo")
     one = Driver(stage, chunk=40)
     with _Operations() as seen:
@@ -253,7 +253,7 @@ class _Operations(TorchDispatchMode):
 
 @needs_bf16_dot
 def test_amx_is_not_used(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor with AMX computes as one without: what is chosen elsewhere is not asked."""
+    """A processor with AMX computes as one without: the stored choice of operands is not used."""
     asked = questions(3)
     wanted = Recorded(load("demo"), monkeypatch).run(asked, chunk=40)
     monkeypatch.undo()
@@ -275,7 +275,7 @@ def test_an_image_is_the_same_alone_and_among_others(load: Load, name: str, thre
 
 
 def encoded(stage: Stage, images: Sequence[Any]) -> list[bytes]:
-    """Return the embeddings of images that are encoded in one batch."""
+    """Return the embeddings of images encoded in one batch."""
     jobs, used = [], 0
     for image in images:
         plan = stage.preprocessor.plan_image(*image.size)
@@ -307,7 +307,7 @@ def test_a_choice_of_operands_is_kept_for_the_next_process(
     assert first is FLOAT32
     assert operand_choice.operand.__wrapped__() is first
     assert [file.name for file in tmp_path.iterdir()] == ["operand"]
-    # Of two processes that measure at once the first one's choice holds.
+    # If two processes measure at once, both use the choice of the first.
     assert operand_choice._keep(tmp_path / "operand", "bfloat16") == "float32"
 
 

@@ -1,4 +1,4 @@
-"""Vision towers of the usual make, fused, against transformers' modules, in bfloat16 on the CPU."""
+"""Fused vision towers with the common encoder architecture against transformers' modules, in bfloat16 on the CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 
 FUSED = ("gemma3", "idefics3", "internvl", "llava", "llava_onevision", "paligemma", "smolvlm")
 OTHERS = ("mistral3", "qwen2_vl")
-"""RMS norms, rotary angles and a gated inner layer; the latter's norms and activation are those of the make."""
+"""RMS norms, rotary embedding and a gated MLP; norms and activation of the MLP match the architecture."""
 
 
 def load(path: Path, name: str, attention: str) -> tuple[AnyTower, nn.Module]:
@@ -48,14 +48,14 @@ def load(path: Path, name: str, attention: str) -> tuple[AnyTower, nn.Module]:
 
 
 def fused_layers(model: nn.Module) -> int:
-    """Return how many layers are computed by fused code."""
+    """Return the number of layers with fused code."""
     return sum(isinstance(each.forward, FusedEncoderLayer) for each in model.modules())
 
 
 @pytest.mark.parametrize("name", FUSED)
 @torch.inference_mode()
 def test_fused_towers_equal_the_modules(tmp_path: Path, name: str) -> None:
-    """Crops, masks of padded ones, and hidden states of a layer before the last included."""
+    """Including crops, masks of padded crops, and hidden states of an earlier layer."""
     save_model(name, tmp_path)
     (exact, modules), (fused, model) = (load(tmp_path, name, kind) for kind in ("exact", "auto"))
     assert fused_layers(model) >= 2
@@ -88,7 +88,7 @@ def test_float32_keeps_the_modules(tmp_path: Path) -> None:
 
 
 class Layers(nn.Module):
-    """Layers of SigLIP by themselves."""
+    """Layers of SigLIP alone."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Layers(nn.Module):
 
 
 class OtherLayer(SiglipEncoderLayer):
-    """It has the modules of the make, and computes something else from them."""
+    """Has the modules of the architecture, but combines them differently."""
 
     def forward(self, hidden_states: Any, attention_mask: Any = None, **_: object) -> Any:
         attended, _weights = self.self_attn(self.layer_norm1(hidden_states), attention_mask)
@@ -125,7 +125,7 @@ def drawn_layer(kind: type[nn.Module], *, head_dim: int = 72, act: str = "gelu")
 def test_a_layer_equals_the_module_and_overwrites_nothing(
     act: str, head_dim: int, masked: bool
 ) -> None:
-    """Heads that are no whole vectors as well; several blocks of rows, and sequences of which ends are masked."""
+    """Heads that are not whole vectors as well; several blocks of rows, and sequences with masked ends."""
     exact, model = (
         Layers(drawn_layer(SiglipEncoderLayer, head_dim=head_dim, act=act)) for _ in "12"
     )

@@ -42,7 +42,7 @@ from vsched_workers.backends.reference.rotary_angles import AxesAngles
 Stages = Callable[..., Stage]
 EPS = 1e-6
 ROWS = [(1, 5), pytest.param(2, 3000, marks=pytest.mark.slow)]
-"""Threads, and rows that are enough for each to get some."""
+"""Numbers of threads, with enough rows for each."""
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -50,7 +50,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def normed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what transformers' modules make of rows."""
+    """Return the RMS norm of rows by transformers' module."""
     single = rows.float()
     return weight * (single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + EPS)).bfloat16()
 
@@ -80,14 +80,14 @@ def test_add_norm_equals_the_modules(threads: int, rows: int, width: int, adds: 
         rows,
     )
     assert torch.equal(hidden, wanted)
-    # The order of a sum may move a number over the edge between two.
+    # Another order of sums may round a value to the neighbouring one.
     assert (out == normed(wanted, weight)).float().mean() > 0.99
     torch.testing.assert_close(out, normed(wanted, weight), rtol=0.01, atol=0.0)
 
 
 @pytest.mark.parametrize(("threads", "rows"), ROWS)
 def test_swiglu_equals_the_modules(threads: int, rows: int) -> None:
-    """Far from zero the exponential neither overflows nor yields what is no number."""
+    """Far from zero the exponential neither overflows nor yields NaN."""
     gate, up = draw(rows, 37) * 40, draw(rows, 37, seed=1)
     gate[0, :4] = torch.tensor([0.0, -0.0, 3e38, -3e38])
     wanted = functional.silu(gate) * up
@@ -98,9 +98,7 @@ def test_swiglu_equals_the_modules(threads: int, rows: int) -> None:
 
 def test_argmax_takes_the_first_of_the_largest() -> None:
     logits = draw(6, 300)
-    logits[1] = (
-        -logits[1].abs() - 1
-    )  # the order of negative numbers is that of their bits, turned round
+    logits[1] = -logits[1].abs() - 1  # the bits of negative numbers are in reverse order
     logits[2, [7, 9]] = 100.0
     logits[3] = -torch.inf
     logits[4, 0] = torch.inf
@@ -114,7 +112,7 @@ def test_argmax_takes_the_first_of_the_largest() -> None:
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize(("threads", "rows"), ROWS)
 def test_rope_equals_the_modules(threads: int, rows: int, has_norms: bool) -> None:
-    """Heads are normed and rotated as by the modules, and keys and values are where the cache has them."""
+    """Heads are normed and rotated as by the modules, and keys and values are in their cache slots."""
     heads, kv_heads, dim = 4, 2, 16
     qkv, cos, sin = draw(rows, (heads + 2 * kv_heads) * dim), draw(rows, 8), draw(rows, 8, seed=1)
     weights = [draw(dim, seed=seed) for seed in (2, 3)]
@@ -146,7 +144,7 @@ def test_rope_equals_the_modules(threads: int, rows: int, has_norms: bool) -> No
 
 
 def test_angles_equal_the_modules(stages: Stages, size: str) -> None:
-    """Each frequency belongs to the axis that the family gives it, whichever way the two interleave them."""
+    """Each frequency belongs to the axis that the family assigns, for either kind of interleaving."""
     rotary = stages(size, "auto", "bfloat16").generator.module.rotary_emb  # type: ignore[attr-defined]
     positions = torch.randint(0, 30000, (4, 1, 50), generator=torch.Generator().manual_seed(0))
     cos, sin = rotary(torch.empty(0, dtype=torch.bfloat16), positions[1:])
@@ -158,7 +156,7 @@ def test_angles_equal_the_modules(stages: Stages, size: str) -> None:
 
 @pytest.mark.parametrize("chunk", [pytest.param(5, marks=pytest.mark.slow), 48, 1000])
 def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -> None:
-    """Decode rows, chunks and images, deepstack included: the same logits but for rounding, and the same choice."""
+    """Decode rows, chunks and images, including deepstack: same logits except for rounding, same choice."""
     exact, fused = (stages(size, kind, "bfloat16") for kind in ("exact", "auto"))
     assert isinstance(exact.generator._layers, ModuleLayers)  # type: ignore[attr-defined]
     assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
@@ -185,7 +183,7 @@ def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -
 def test_fused_layers_equal_the_modules_with_our_own_product(
     checkpoints: Callable[[str], Path], chosen: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights of larger models lie in whole panels; rows are padded no more. Images, too."""
+    """Weights of larger models are whole panels; rows are no longer padded. With images, too."""
     monkeypatch.setattr(products, "has_tiles", lambda: False)
     monkeypatch.setattr(products, "operand", lambda: chosen)
     use_operand(monkeypatch, chosen)
@@ -208,19 +206,20 @@ def _exact_and_fused(checkpoint: Path) -> list[Stage]:
 def test_fused_layers_equal_the_modules_on_two_ranks(
     checkpoints: Callable[[str], Path], ranks: Ranks, size: str
 ) -> None:
-    """Each rank merges its own heads' products, and what the ranks add up is the same on both."""
+    """Each rank merges the projections of its own heads, and the sum over ranks is the same on both."""
     first, second = ranks.run(run_twins, str(checkpoints(size)), mixed_questions())
     assert first == second
     assert len(first) > 40
 
 
 def test_fused_layers_weigh_what_the_modules_weigh(stages: Stages, size: str) -> None:
-    """Merging and packing keeps no second copy."""
+    """Merging and packing keep no second copy."""
     exact, fused = (stages(size, kind, "bfloat16").generator for kind in ("exact", "auto"))
     if packs(torch.bfloat16):
         assert exact.weights_bytes == fused.weights_bytes
     else:
-        # Panels are filled up, each weight has a line of ones, a tied head is packed, and biases are not counted.
+        # Panels are padded, each weight has a row of ones, a tied head is packed, and biases are
+        # not counted.
         model: Any = fused.module  # type: ignore[attr-defined]
         head = fused._head.shape  # type: ignore[attr-defined]
         packed = [each.packed.shape for each in model.modules() if isinstance(each, PackedLinear)]
@@ -240,7 +239,7 @@ def test_fused_layers_weigh_what_the_modules_weigh(stages: Stages, size: str) ->
 def test_fused_layers_multiply_with_few_numbers_of_rows(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the batch, oneDNN meets the numbers of rows that it met at start."""
+    """For any batch, oneDNN gets only numbers of rows that it had at start."""
     stage = stages("nano25", "auto", "bfloat16")
     seen: set[int] = set()
     model: Any = stage.generator.module  # type: ignore[attr-defined]
@@ -274,7 +273,7 @@ def test_filled_adds_blocks_and_a_rest() -> None:
 def test_last_layer_attends_for_rows_that_are_asked_for(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The middle of a prompt yields no token: the last layer keeps its keys and values and goes no further."""
+    """The middle of a prompt yields no token: the last layer writes its keys and values and computes nothing further."""
     stage = stages("nano25", "auto", "bfloat16")
     generator: Any = stage.generator
     attended: dict[int, list[int]] = {}
@@ -301,7 +300,7 @@ def test_last_layer_attends_for_rows_that_are_asked_for(
 
 
 def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: str) -> None:
-    """The last layer serves only rows that are asked for; a profiling run that leaves it out must not."""
+    """The last layer computes only wanted rows; a profiling run without that layer must compute all."""
     generator: Any = stages(size, "auto", "bfloat16").generator
     driver = Driver(stages(size, "auto", "bfloat16"), chunk=30)
     rows: list[int] = []
@@ -331,7 +330,7 @@ def test_exact_and_single_keep_the_modules(stages: Stages) -> None:
 
 @pytest.mark.parametrize("sizes", [[(90, 60)], [(200, 70), (31, 150), (140, 140)]])
 def test_fused_blocks_equal_the_modules(stages: Stages, sizes: list[tuple[int, int]]) -> None:
-    """Windows of several sizes, one or more images at once: the same rows but for rounding."""
+    """Windows of several sizes, one or more images at once: same rows except for rounding."""
     exact, fused = (stages("nano25", kind, "bfloat16") for kind in ("exact", "auto"))
     assert _fused_blocks(fused)
     _check_images(exact, fused, sizes)

@@ -1,4 +1,4 @@
-"""KV caches in 8 bits: kernels beside attention over what the cache has, and models beside themselves."""
+"""int8 KV caches: kernels against attention over the dequantized cache, and models against their unquantized cache."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ SHAPES = [(4, 2, 16), (3, 3, 8), (7, 1, 128), (9, 3, 64)]
 def test_decode_over_int8_equals_attention_written_out(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, threads: int
 ) -> None:
-    """By gather (0 threads) and by the kernel: over the dequantised cache, but for the order of sums."""
-    torch.manual_seed(0)  # one value of many draws is further apart in bfloat16
+    """By gather (0 threads) and by the kernel: over the dequantized cache, except for the order of sums."""
+    torch.manual_seed(0)  # in bfloat16 one of many random values deviates further
     _, step = filled_cache(torch.int8, kv_heads, head_dim, contexts=CONTEXTS, block_size=4)
     attend = NumbaDecode(dtype, torch.int8, threads) if threads else decode_by_gather
     query = torch.randn(len(CONTEXTS), heads, head_dim).to(dtype)
@@ -61,7 +61,7 @@ def test_decode_over_int8_equals_attention_written_out(
 def test_prefill_over_int8_equals_that_over_the_dequantised_cache(
     attend: Any, first: int, rows: int
 ) -> None:
-    """A chunk's own keys and values are given as the cache has them."""
+    """A chunk's own keys and values are passed as read back from the cache."""
     heads, kv_heads, head_dim = 4, 2, 16
     _, step = filled_cache(torch.int8, kv_heads, head_dim, contexts=CONTEXTS, block_size=4)
     plain = dequantized(step, torch.bfloat16)
@@ -90,7 +90,7 @@ def bits(tensor: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("dim", [16, 64, 80])
 def test_kernels_keep_heads_as_torch_does(dim: int) -> None:
-    """To the bit, of prefill and of decode rows; the room of prefill has what the cache has, rounded to bfloat16."""
+    """Same bits for prefill and decode rows; the prefill buffer has the cached values, rounded to bfloat16."""
     rows, heads, kv_heads = 37, 4, 2
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim) * 10.0 ** torch.randint(-3, 4, (rows, 1, 1))
     qkv[5] = 0.0
@@ -128,7 +128,7 @@ def load(path: Path, dtype: str = "float32", attention: str = "auto", **given: A
 def test_int8_answers_do_not_depend_on_how_prompts_are_cut(
     checkpoints: Callable[[str], Path], size: str, attention: str
 ) -> None:
-    """Chunks, crowds and preemptions: in float32 a row sees the same whoever wrote it, and when."""
+    """Chunks, large batches and preemptions: in float32 the context is independent of the writer and of the time."""
     stage = load(checkpoints(size), attention=attention, kv_dtype="int8")
     wanted = outputs(Driver(stage, chunk=1000).run(mixed_questions()))
     for chunk, more in ((5, {"arrivals": 2}), (48, {"preempts": 5})):
@@ -152,7 +152,7 @@ def test_int8_kernels_and_modules_agree(
 
 @pytest.mark.slow
 def test_int8_moves_logits_a_little(checkpoints: Callable[[str], Path], size: str) -> None:
-    """Not at all would be a cache that is not in 8 bits."""
+    """Equal logits would mean that the cache is not int8."""
     pair = [load(checkpoints(size), kv_dtype=kind) for kind in ("auto", "int8")]
     twins = Twins(*(each.generator for each in pair))
     Driver(dataclasses.replace(pair[0], generator=twins), chunk=30).run(mixed_questions())
@@ -166,7 +166,7 @@ def test_int8_moves_logits_a_little(checkpoints: Callable[[str], Path], size: st
     "name", ["llama", "gpt2", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next"]
 )
 def test_int8_models_of_any_architecture(tmp_path: Path, name: str) -> None:
-    """On the generic path too: values of another size than keys, windows, and states beside, which stay as they are."""
+    """Generic path too: values of other sizes than keys, sliding windows, and recurrent states, left unquantized."""
     source = tmp_path / name
     make_checkpoint(name, source)
     plain = load(source)
@@ -182,7 +182,7 @@ def test_int8_models_of_any_architecture(tmp_path: Path, name: str) -> None:
 def test_ranks_keep_int8_heads_as_one_rank_does(
     checkpoints: Callable[[str], Path], size: str, tmp_path: Path
 ) -> None:
-    """A scale is of a head, and a head of one rank."""
+    """A scale belongs to a head, and a head to a rank."""
     stage = load(checkpoints(size), kv_dtype="int8")
     wanted = outputs(Driver(stage, chunk=40, seed=40).run(mixed_questions()))
     ranks = Ranks(2, tmp_path)

@@ -1,4 +1,4 @@
-"""Products of rows in 8 bits and quantised weights, beside plain ones of the same whole numbers."""
+"""Products of int8 activations and quantized weights, against reference products of the same integers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ROWS = 3 * OWN_ROWS_MAX + 1
 
 
 def in_int8(rows: torch.Tensor) -> torch.Tensor:
-    """Return what rows in 8 bits stand for, in float64."""
+    """Return rows quantized to int8 and dequantized, in float64."""
     blocks: Any = functional.pad(rows.float(), (0, -rows.shape[1] % ROW_BLOCK)).unflatten(
         1, (-1, 32)
     )
@@ -64,7 +64,7 @@ def product_with(tag: Any, monkeypatch: pytest.MonkeyPatch, *given: Any) -> Quan
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_product_equals_a_plain_one_of_the_same_numbers(kind: str, shape: tuple[int, int]) -> None:
-    """One row, a pass, what threads round for themselves and more: a row has the same bits in all of them."""
+    """One row, a pass, rows for one thread and more: a row has the same bits in all of them."""
     weight, bias = weight_of(kind, *shape), drawn(shape[0], seed=3)
     product = QuantizedProduct(weight, bias, threads=1, int8_rows=True)
     rows = drawn(ROWS, shape[1])
@@ -81,7 +81,7 @@ def test_product_equals_a_plain_one_of_the_same_numbers(kind: str, shape: tuple[
 def test_all_instructions_have_the_same_sums(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, rows = weight_of(kind, PANEL + 2, 96), drawn(PASS_ROWS + 1, 96)
     wanted = product_with(PLAIN, monkeypatch, weight, None)(rows)
-    # Whoever has the best instructions has pairs, too; on some processors those are the best.
+    # A processor with the best instructions has `PAIRS` too; on some processors these are the best.
     for tag in [] if instructions() is PLAIN else [PAIRS, instructions()]:
         product = product_with(tag, monkeypatch, weight, None)
         assert torch.equal(product(rows), wanted)
@@ -92,7 +92,7 @@ def test_all_instructions_have_the_same_sums(kind: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_numbers_do_not_overflow(kind: str, sign: int) -> None:
-    """Also -128, which weights that are made here do not have but those of checkpoints may."""
+    """Includes -128, which does not occur in weights quantized here but may in those of checkpoints."""
     values = {"int8": torch.full((PANEL, 64), -128, dtype=torch.int8)}.get(
         kind, torch.full((PANEL, 32), 0xFF, dtype=torch.uint8)
     )
@@ -104,7 +104,7 @@ def test_the_largest_numbers_do_not_overflow(kind: str, sign: int) -> None:
 
 
 def test_products_of_whole_numbers_are_exact_on_all_threads() -> None:
-    """Scales of one and of powers of two: no sum is rounded, in bfloat16 neither but for the result."""
+    """Scales are one or powers of two: only the result is rounded, in bfloat16 as well."""
     weight = dataclasses.replace(weight_of("int4 32", 5 * PANEL, 128), dtype=torch.bfloat16)
     weight = dataclasses.replace(weight, scales=torch.full_like(weight.scales, 0.25))
     rows = torch.randint(-126, 127, (2, ROWS, 128), generator=torch.Generator().manual_seed(4))
@@ -132,7 +132,7 @@ def test_rows_stay_floats_where_groups_are_not_of_whole_blocks() -> None:
 
 
 def test_vnni_is_written_as_its_instruction() -> None:
-    """Compiled for a processor that has it, whether this one does or not."""
+    """Compiled for a processor with VNNI, whether or not this one has it."""
     target = binding.Target.from_triple("x86_64-unknown-linux-gnu")
     machine = target.create_target_machine(
         cpu="sierraforest", features="+avxvnni,+avx512vnni,+avx512vl"
@@ -177,7 +177,7 @@ def test_rows_stay_floats_by_themselves_without_instructions(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backend_makes_products_as_the_setting_says(*, deterministic: bool) -> None:
-    """Of weights that are quantised on loading, and of those that a checkpoint has quantised."""
+    """For weights quantized on loading, and for weights of a quantized checkpoint."""
     weight, rows = weight_of("int4 32", PANEL, 64), drawn(1, 64)
     found = []
     for activations in ("float", "int8"):

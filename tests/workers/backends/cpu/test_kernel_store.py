@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: found by every copy of the same sources, complete or not used, and never in the way."""
+"""Compiled kernels on disk: shared by all copies of the same sources, verified before use, failures are harmless."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print(len(compiled), sampling.__file__)
 
 
 def compiled_in(workers: Path, **environment: str) -> int:
-    """Return how many functions a process that has its kernels from a folder compiles for `argmax`."""
+    """Return the number of functions that a process compiles for `argmax`, given a folder of kernels."""
     path = os.pathsep.join([str(workers), *filter(None, sys.path)])
     told = subprocess.run(
         [sys.executable, "-c", COUNTS],
@@ -49,7 +49,7 @@ def compiled_in(workers: Path, **environment: str) -> int:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder in place of the user's."""
+    """Empty folder in place of the user's cache."""
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -60,7 +60,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_kernels_of_a_copy_of_the_sources_are_not_compiled_again(
     cache: Path, tmp_path: Path
 ) -> None:
-    """Another checkout, another environment, a wheel: what counts is what was compiled."""
+    """Another checkout, another environment, a wheel: only the content of the sources counts."""
     assert compiled_in(SOURCES.parent)
     copy = tmp_path / "copy"
     shutil.copytree(SOURCES, copy / SOURCES.name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -77,7 +77,7 @@ def test_kernels_of_a_copy_of_the_sources_are_not_compiled_again(
 
 @pytest.mark.slow
 def test_kernels_are_compiled_where_they_cannot_be_kept(tmp_path: Path) -> None:
-    """A disk that is full, or a folder that is none, is no reason not to serve."""
+    """A full disk or a missing folder must not prevent serving."""
     folder = kernel_folder()
     assert folder is not None
     (tmp_path / folder.name).symlink_to("/proc")
@@ -96,7 +96,7 @@ def test_folder_is_keyed_by_every_file(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cache")
 def test_a_file_that_was_moved_has_kernels_of_its_own() -> None:
-    """What is kept names its module, and could not be read where that is gone."""
+    """Stored code contains the name of its module, and could not be loaded without that module."""
 
     def function() -> int:
         return 1

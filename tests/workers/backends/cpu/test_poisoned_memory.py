@@ -1,4 +1,4 @@
-"""What was never written is never read: it is made NaN, and answers are the same to the bit."""
+"""Uninitialized memory is never read: it is filled with NaN, and results are the same to the bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ QUESTIONS = [
 
 
 class PoisonedDriver(Driver):
-    """Fills the free memory of the heap with NaN before every step: compiled kernels take their scratch from there."""
+    """Fills the free memory of the heap with NaN before every step: compiled kernels allocate their buffers there."""
 
     def step(self, active: Any) -> None:
         poison_heap()
@@ -45,7 +45,7 @@ class PoisonedDriver(Driver):
 
 
 def poison_heap() -> None:
-    """Fill pieces of many sizes with what is NaN as bfloat16, float32 and float64, and free them."""
+    """Fill blocks of many sizes with NaN in bfloat16, float32 and float64, and free them."""
     library = ctypes.CDLL(None)
     library.malloc.restype = ctypes.c_void_p
     library.malloc.argtypes = [ctypes.c_size_t]
@@ -60,7 +60,7 @@ def poison_heap() -> None:
 
 @contextmanager
 def poisoned_tensors() -> Iterator[None]:
-    """Fill what torch allocates with NaN; this also fixes the order of its sums, on a CPU the one that it has."""
+    """Fill torch's allocations with NaN; this also fixes the order of its sums, on a CPU without a change."""
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(3).isnan().all()
@@ -85,7 +85,7 @@ def test_answers_do_not_depend_on_what_was_never_written(
     deterministic: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not on KV blocks, nor on scratch, in chunks of any size, by the kernels of every path."""
+    """Neither KV blocks nor buffers, in chunks of any size, with the kernels of every path."""
     monkeypatch.setattr(driver, "BLOCK_SIZE", block_size)
     # Attention runs on all threads for any number of values.
     monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)

@@ -1,6 +1,6 @@
-"""Our own product: what oneDNN computes, for any number of rows, from the weight that oneDNN packed.
+"""Products in panels: same results as oneDNN, for any number of rows, from the weight that oneDNN packed.
 
-That in tiles is in `kernels/test_tiles.py`.
+For tiles see `kernels/test_tiles.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHAPES = [(64, 32), (192, 96), (320, 256)]
 
 @pytest.fixture(params=OPERANDS, autouse=True)
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operand:
-    """Multiply this, whatever is faster here, and as on a processor without AMX."""
+    """Operands to use, whichever are faster here, as on a processor without AMX."""
     found: Operand = request.param
     monkeypatch.setattr(products, "has_tiles", lambda: False)
     monkeypatch.setattr(products, "operand", lambda: found)
@@ -70,7 +70,7 @@ def _wanted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 def test_panel_product_is_the_product_for_any_number_of_rows(
     shape: tuple[int, int], threads: int
 ) -> None:
-    """Every number of rows up to the most, each pass and each share of what is fetched ahead among them."""
+    """All numbers of rows up to the maximum, including each pass and each share of prefetched lines."""
     torch.manual_seed(shape[0])
     outputs, inputs = shape
     for bias in (None, torch.randn(outputs).bfloat16()):
@@ -87,7 +87,7 @@ def test_panel_product_is_the_product_for_any_number_of_rows(
 
 
 def test_panel_product_gives_a_row_the_same_among_any_others() -> None:
-    """What a request is answered does not depend, to the bit, on how many decode beside it."""
+    """The response to a request does not depend, to the bit, on the number of requests in the batch."""
     torch.manual_seed(1)
     packed = _packed(torch.randn(128, 544).bfloat16(), torch.randn(128).bfloat16())
     assert packed.custom is not None
@@ -137,7 +137,7 @@ def test_weights_of_other_shapes_are_left_to_onednn(shape: tuple[int, int]) -> N
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(120, 32), (344, 34), (1015, 6)])
 def test_last_panel_is_filled_up(shape: tuple[int, int], threads: int) -> None:
-    """Few towers have layers of whole panels. What fills the last one up is neither written nor read."""
+    """Few towers have layers of whole panels. Padding of the last one is neither written nor read."""
     outputs, inputs = shape
     weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16()
     packed = _packed(weight, bias, threads)
@@ -163,7 +163,7 @@ def test_processors_without_the_instruction_are_left_to_onednn(
 def test_panels_of_our_own_are_multiplied_alike(
     threads: int, tag: Operand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever oneDNN packs for here."""
+    """For every type that oneDNN packs here."""
     monkeypatch.setattr(products, "operand", lambda: tag)
     torch.manual_seed(3)
     weight, bias = torch.randn(192, 96).bfloat16(), torch.randn(192).bfloat16()
@@ -178,7 +178,7 @@ def test_panels_of_our_own_are_multiplied_alike(
 def test_operand_is_what_takes_less_time(
     float32_s: float, wanted: Operand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The best of several rounds counts, and float32 must win by more than widening costs."""
+    """The best of several rounds counts, and float32 must win by more than the cost of widening."""
     taken = {BF16.dtype: iter([9.0, 1.0] * 8), FLOAT32.dtype: iter([float32_s, 9.0] * 8)}
     monkeypatch.setattr(operand_choice, "_seconds", lambda tag: next(taken[tag.dtype]))
     monkeypatch.setattr(operand_choice, "choice_file", lambda: None)

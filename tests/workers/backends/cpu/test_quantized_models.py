@@ -1,4 +1,4 @@
-"""Models whose weights are made into fewer bits on loading, beside the same models with the dequantised weights."""
+"""Models quantized on loading against the same models with dequantized weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = [("int8", 0), ("int8", 32), ("int4", 0), ("int4", 16)]
 def test_quantized_model_equals_its_dequantized_twin(
     checkpoints: Callable[[str], Path], tmp_path: Path, size: str, kind: str, group: int
 ) -> None:
-    """In float32, the tower included: logits differ by the order of sums."""
+    """In float32, including the tower: logits differ only by the order of sums."""
     source = checkpoints(size)
     twin = dequantized_twin(source, tmp_path / "twin", torch.float32, kind, group)
     settings = WorkerSettings(threads=1, weights=kind, weights_group=group)
@@ -68,7 +68,7 @@ def test_quantized_fused_layers_equal_their_dequantized_twin(
 
 
 def test_quantized_weights_weigh_less(checkpoints: Callable[[str], Path], size: str) -> None:
-    """The ledger is told what the bits weigh: of tied weights, one copy serves as embedding and as head."""
+    """The ledger counts quantized bytes: with tied weights, one copy serves as embedding and as head."""
     sizes: dict[str, list[int]] = {}
     for kind in ("auto", "int8", "int4"):
         settings = WorkerSettings(threads=1, weights=kind)
@@ -85,7 +85,7 @@ def test_quantized_weights_weigh_less(checkpoints: Callable[[str], Path], size: 
 def test_quantized_models_of_any_architecture_answer_as_their_twins(
     tmp_path: Path, name: str
 ) -> None:
-    """On the generic path and on that of the usual make; experts stay as they are."""
+    """On the generic path and for decoder-only models; experts stay unquantized."""
     source = tmp_path / name
     make_checkpoint(name, source)
     settings = WorkerSettings(threads=1, weights="int8", weights_group=32)

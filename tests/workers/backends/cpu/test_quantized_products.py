@@ -1,4 +1,4 @@
-"""The product by a weight that is widened as it is read, beside a plain one by the weight that it stands for."""
+"""Products with quantized weights against reference products with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ KINDS = ["int8", "int8 32", "int4 32", "int4 48", "int4 16+", "int8 16+", "fp8"]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, "int4 32~", "int8 32~"])
 def test_product_equals_that_by_the_dequantized_weight(kind: str, shape: tuple[int, int]) -> None:
-    """In float32; one row, a pass, and as many as are widened for at once, whose results have the same bits."""
+    """In float32; one row, a pass, and enough rows to widen weights once: a row has the same bits in all of them."""
     weight, bias = weight_of(kind, *shape), drawn(shape[0], seed=3)
     product = QuantizedProduct(weight, bias, threads=1)
     rows = drawn(ROWS, shape[1])
@@ -102,7 +102,7 @@ def test_product_by_a_plain_weight_in_float32() -> None:
 
 
 def test_bfloat16_is_widened_where_onednn_cannot_pack_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on processors without AVX-512: any number of rows is multiplied by a product of ours."""
+    """As on processors without AVX-512: this package's product is used for any number of rows."""
     monkeypatch.setattr(products, "packs", lambda _: False)
     weight, bias = drawn(PANEL + 8, 96, seed=1).bfloat16(), drawn(PANEL + 8).bfloat16()
     packed = PackedWeight(weight, bias, make_custom=lambda *given: panel_product(*given, threads=1))

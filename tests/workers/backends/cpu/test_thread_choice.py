@@ -1,4 +1,4 @@
-"""The choice of how many threads compute, on a simulated machine: its clock, its neighbours, its noise."""
+"""Choice of the number of threads, on a simulated machine with a clock, other programs and noise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vsched_workers.backends.cpu.thread_choice import (
 
 
 class Machine:
-    """Cores, of which other programs keep some busy, and a rank that runs steps."""
+    """Cores, some of them busy with other programs, and a rank that runs steps."""
 
     def __init__(self, cores: int, *, noise: float = 0.0) -> None:
         self.cores, self.neighbours = cores, 0
@@ -42,14 +42,14 @@ class Machine:
         return max(self.cores - self.choice.threads - self.neighbours, 0)
 
     def speed(self, threads: int) -> float:
-        """Return rows a second: a thread without a core of its own holds up all others."""
+        """Rows per second: a thread without its own core delays all others."""
         short = threads + self.neighbours - self.cores
         return 100.0 * (threads if short <= 0 else 0.3 * threads)
 
     def run(
         self, seconds: float, rows: Callable[[], int] = lambda: 4, kind: str = "generate"
     ) -> None:
-        """Run steps for so long."""
+        """Run steps for a number of seconds."""
         until_s = self.now_s + seconds
         while self.now_s < until_s:
             threads, count = self.choice.next_threads, rows()
@@ -87,13 +87,13 @@ def test_steps_of_any_size_are_compared_by_the_row() -> None:
 def test_noise_changes_nothing() -> None:
     machine = Machine(2, noise=0.3)
     for _ in range(100):
-        machine.waited_s += 1  # a trial is made as often as it may be
+        machine.waited_s += 1  # trials happen as often as allowed
         machine.run(0.5)
         assert machine.choice.threads == 2
 
 
 def test_trials_that_change_nothing_become_rare() -> None:
-    """A quota or other ranks keep cores idle that more threads cannot use."""
+    """Cores may be idle because of a quota or other ranks, so that more threads cannot use them."""
     machine = Machine(2)
     machine.neighbours = 1
     machine.run(2.0)
@@ -150,7 +150,7 @@ def test_steps_that_cannot_be_compared_change_nothing() -> None:
 
 
 def test_idle_cores_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other cores of a host may be idle as long as they like; a system without the file does not tell."""
+    """Other cores of a host do not count; a system without the file reports nothing."""
     found = IdleCores()()
     assert found >= 0
     monkeypatch.setattr("builtins.open", _nothing)

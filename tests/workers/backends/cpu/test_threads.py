@@ -1,4 +1,4 @@
-"""Answers of a model while the number of threads that compute them changes."""
+"""Responses of a model while the number of computing threads changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChangingDriver(Driver):
 def test_answers_have_the_same_bits_with_any_number_of_threads(
     checkpoints: Callable[[str], Path], deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens, their log probabilities and images, in chunks and in steps of one call."""
+    """Tokens, their log-probabilities and images, in chunks and in compiled steps."""
     monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
     monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
     settings = WorkerSettings(threads=3, deterministic=deterministic)

@@ -1,4 +1,4 @@
-"""Two ways to compute the same, batch by batch: transformers' modules and fused layers."""
+"""Twin models that compute the same batches: transformers' modules and fused layers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.workers.parallel.ranks import driver_of
 from vsched.worker.contract import Batch, Sampled, SequenceState, WorkerSettings
 
 WITHIN = 0.05
-"""Most that a logit may differ, as a share of the largest one: a few roundings to 8 bits."""
+"""Maximum difference of a logit, as a share of the maximum: a few roundings to 8 bits."""
 
 
 class Twins:
-    """Two generators that get the same batches, and their hidden states and logits; the first one's tokens count."""
+    """Two generators with the same batches, their hidden states and logits; the tokens of the first one are used."""
 
     def __init__(self, first: Any, second: Any) -> None:
         self._pair = (first, second)
@@ -44,12 +44,12 @@ class Twins:
 
     @property
     def apart(self) -> float:
-        """How far the logits are apart, as a share of their size, both as root mean squares."""
+        """Distance of the logits relative to their size, both as root mean squares."""
         one, other = (torch.cat(each).float() for each in self.logits)
         return float((one - other).square().mean().sqrt() / one.square().mean().sqrt())
 
     def check(self) -> None:
-        """Check that the logits are the same but for rounding, and so the choice wherever it is clear."""
+        """Check that logits are equal except for rounding, and tokens too unless the choice is close."""
         wanted, found = (torch.cat(each).float() for each in self.logits)
         assert wanted.shape == found.shape
         scale = wanted.abs().amax(-1)
@@ -83,7 +83,7 @@ def _watched(
 def run_twins(
     settings: WorkerSettings, path: str, questions: Sequence[Question]
 ) -> list[list[float]]:
-    """Run questions as one rank of a group, check, and return some of the hidden states of the fused layers."""
+    """Run questions as one rank of a group, check them, and return some hidden states of the fused layers."""
     stages = [
         Stage.load(
             path,

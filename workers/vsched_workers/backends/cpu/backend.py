@@ -106,8 +106,8 @@ class CpuBackend(ReferenceBackend):
             self._load_decode()
             if self._deterministic:
                 raise ConfigError(
-                    "model.deterministic: the layers of this model are of a kind without such kernels, as mixtures of "
-                    "experts are. Remedy: set it to false."
+                    "model.deterministic: no deterministic kernels support the layers of this model (such as mixtures "
+                    "of experts). Remedy: set it to false."
                 )
             return packed
         ruled = decoder.score_bound(model.config) or any(
@@ -115,8 +115,8 @@ class CpuBackend(ReferenceBackend):
         )
         if self._deterministic and ruled:
             raise ConfigError(
-                "model.deterministic: layers of this model have sliding windows, or bend scores, for which there is no "
-                "such kernel. Remedy: set it to false."
+                "model.deterministic: no deterministic kernel supports sliding-window attention or logit soft-capping, "
+                "which this model uses. Remedy: set it to false."
             )
         layers = FusedLanguage(
             model,
@@ -238,4 +238,4 @@ def _check_panels(cache: KvCache) -> None:
             f"model.deterministic: the heads of this model have {head_dim} values, not a multiple of {LANES}. "
             "Remedy: set it to false."
         )
-    assert not cache.keys[0].data_ptr() % LINE, "panels are read by whole lines"
+    assert not cache.keys[0].data_ptr() % LINE, "panels must be aligned to cache lines"

@@ -39,7 +39,7 @@ class Norm:
         if module is None:
             return cls(0, width, np.float32(0.0), norm_of(0, 0.0, once=False), None)
         weights: torch.Tensor = module.weight
-        assert weights.is_contiguous(), "its values are read one after the other"
+        assert weights.is_contiguous(), "weights must be contiguous"
         address = weights.data_ptr()
         if kind is not NormWeights.AFTER_ROUNDING:
             weights = weights.float() + float(kind is NormWeights.PLUS_ONE)

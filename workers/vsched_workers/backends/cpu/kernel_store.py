@@ -203,4 +203,8 @@ def _digest(data: bytes) -> bytes:
 
 @functools.cache
 def _tell_once(folder: str, why: str) -> None:
-    logger.warning("compiled kernels cannot be kept in %s, and are compiled anew: %s", folder, why)
+    logger.warning(
+        "compiled kernels cannot be stored in %s, and are compiled again at each start: %s",
+        folder,
+        why,
+    )

@@ -305,7 +305,7 @@ class FusedLanguage:
         self, hidden: torch.Tensor, positions: torch.Tensor, step: PagedStep
     ) -> torch.Tensor:
         """Run decode rows through all layers in one call."""
-        assert self._whole_step is not None, "`_is_whole` says so"
+        assert self._whole_step is not None, "checked by `_is_whole`"
         attention = self._layers[0].attention
         seen = int(step.contexts.sum()) * attention.heads * attention.head_dim
         many = self._threads > 1 and seen >= DECODE_VALUES_MIN

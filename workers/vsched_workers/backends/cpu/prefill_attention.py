@@ -126,9 +126,9 @@ def _attend(
         # Skipped rows must be defined numbers: tokens are sampled from the last row's logits.
         out.zero_()
     heads, sequences, rows, head_dim = query.shape
-    assert keys.stride() == values.stride(), "both are walked alike"
+    assert keys.stride() == values.stride(), "keys and values must have the same layout"
     query = query if query[0].is_contiguous() else query.contiguous()
-    assert out.is_contiguous(), "it is written as a whole"
+    assert out.is_contiguous(), "`out` must be contiguous"
     padded_keys = -(-len(slots) // PANEL) * PANEL
     attend, block, padded_dim = kernel.attend, kernel.BLOCK, head_dim
     tiles = tiles and has_tiles()

@@ -171,5 +171,5 @@ def _pack(weight: torch.Tensor, width: int = PANEL) -> tuple[torch.Tensor, int]:
     whole = padded.view(-1, width, inputs // 2, 2).transpose(1, 2)
     panels = room_for_weights(whole.shape, weight.dtype).copy_(whole)
     address = panels.data_ptr()
-    assert not address % LINE, "it begins at a line"
+    assert not address % LINE, "panels must be aligned to cache lines"
     return panels, address

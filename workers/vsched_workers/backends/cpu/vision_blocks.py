@@ -108,7 +108,7 @@ class FusedBlock(nn.Module):
         **_: object,
     ) -> torch.Tensor:
         """Run the block over patches [patches, hidden], which are overwritten."""
-        assert hidden.is_contiguous(), "its rows are read one after the other"
+        assert hidden.is_contiguous(), "`hidden` must be contiguous"
         if is_left_out((hidden.shape, len(cu_seqlens))):
             return hidden
         attended = self._attend(hidden, cu_seqlens, position_embeddings)

@@ -1,4 +1,4 @@
-"""What attention of many rows multiplies: any that the processor has, whatever is faster."""
+"""Operands of attention with many rows: all that the processor supports, whichever are faster."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ OPERANDS = [*TAGS, pytest.param(None, marks=needs_tiles, id="tiles")]
 
 
 def use_operand(patch: pytest.MonkeyPatch, operand: Operand) -> None:
-    """Have attention of many rows multiply this."""
+    """Use these operands for attention with many rows."""
     patch.setattr(prefill_attention, "operand", lambda: operand)
     patch.setattr(prefill_attention, "has_tiles", lambda: operand is None)
 
 
 def with_operand(operand: Operand, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel of attention that multiplies this."""
+    """Bind an attention kernel to these operands."""
 
     def call(*arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:

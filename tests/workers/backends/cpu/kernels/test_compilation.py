@@ -1,4 +1,4 @@
-"""What keys the code that is kept on disk."""
+"""Sources that key the kernel store."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vsched_workers.backends.cpu.kernels import compilation
 
 
 def test_kernels_lie_in_the_folder_that_keys_the_cache() -> None:
-    """A kernel of another folder would be stale after a change of what is compiled into it."""
+    """A kernel in another folder would be stale after a change of code compiled into it."""
     backend = Path(compilation.__file__).parent.parent
     outside = [file.name for file in backend.glob("*.py") if "@compiled" in file.read_text()]
     assert outside == []
 
 
 def test_files_of_kernels_elsewhere_key_what_was_compiled_ahead() -> None:
-    """Else ranks would find it old, and compile by themselves."""
+    """Otherwise ranks would consider it stale and compile it themselves."""
     backend = Path(compilation.__file__).parent.parent
     elsewhere = {
         file
@@ -34,7 +34,7 @@ def test_files_of_kernels_elsewhere_key_what_was_compiled_ahead() -> None:
 
 
 def test_kernels_take_constants_from_files_that_key_the_cache() -> None:
-    """A constant is compiled in: if it changed elsewhere, old code would be taken for new."""
+    """Constants are compiled in: if one changed elsewhere, stale code would be used."""
     kernels = Path(compilation.__file__).parent
     compiled = (file for file in kernels.parent.glob("*/*.py") if "@compiled" in file.read_text())
     files = {*kernels.glob("*.py"), *compiled}

@@ -1,4 +1,4 @@
-"""Decode attention for one row: the dot product of bfloat16 and the float32 kernel, against float64."""
+"""Decode attention of one row: the bfloat16 and the float32 kernel, against float64."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _bf16(tensor: torch.Tensor) -> Any:
 def test_row_attends_to_the_tokens_of_its_blocks(
     attend: Any, length: int, group: int, head_dim: int, block_size: int
 ) -> None:
-    """Blocks lie anywhere; what lies behind the last token is not read, whatever it is."""
+    """Blocks are scattered; memory after the last token is not read, whatever its content."""
     suits = score_tag(head_dim, block_size).dtype == np.uint16
     if attend is attend_bf16 and not suits:
         pytest.skip("such sizes are scored in float32")
@@ -91,7 +91,7 @@ NAN = float("nan")
 
 
 class Rows(NamedTuple):
-    """What `decode` is given of some rows; all of it is theirs, row by row."""
+    """Arguments of `decode` for some rows, row by row."""
 
     qkv: torch.Tensor
     cos: Any
@@ -102,7 +102,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def draw(cls, tables: Any, contexts: Any) -> Rows:
-        """Draw queries, keys, values and angles of rows with these block tables and contexts."""
+        """Return random queries, keys, values and angles of rows with these block tables and contexts."""
         count, last = len(contexts), contexts - 1
         blocks = tables[np.arange(count), last // BLOCK_SIZE].astype(np.int64)
         qkv = torch.randn(count, HEADS + 2 * KV_HEADS, HEAD_DIM).bfloat16()
@@ -111,7 +111,7 @@ class Rows(NamedTuple):
         return cls(qkv, cos, sin, blocks * BLOCK_SIZE + last % BLOCK_SIZE, tables, contexts)
 
     def part(self, some: slice) -> Rows:
-        """Return some of them."""
+        """Return a part of the rows."""
         return Rows(*(each[some] for each in self))
 
     def attend(
@@ -122,7 +122,7 @@ class Rows(NamedTuple):
         values: torch.Tensor,
         shares: int,
     ) -> torch.Tensor:
-        """Return what is attended; what is left out is no number."""
+        """Return the attention output; undefined values are NaN."""
         out = torch.full((len(self.qkv), HEADS, HEAD_DIM), NAN).bfloat16()
         decode(
             pool,
@@ -142,9 +142,9 @@ class Rows(NamedTuple):
 
 
 def _decode(pool: int, tag: Any, contexts: list[int], shares: int) -> list[torch.Tensor]:
-    """Decode a row of each of some sequences; return what is attended, and the keys and values that were written.
+    """Decode one row of each sequence; return the output, and the written keys and values.
 
-    All else in the cache and in the result is no number.
+    Everything else in the cache and the result is NaN.
     """
     torch.manual_seed(len(contexts))
     count = len(contexts)
@@ -178,7 +178,7 @@ def test_decode_writes_keys_and_attends_on_all_threads_as_on_one(
 
 @pytest.mark.parametrize("tag", TAGS)
 def test_rows_of_one_sequence_see_each_other_on_all_threads(tag: Any) -> None:
-    """Drafts: each row attends to those before it, which another thread may have, as if it came a step later."""
+    """Draft tokens: each row attends to earlier ones, which other threads may compute, as if it ran a step later."""
     torch.manual_seed(3)
     contexts = np.array([30, *range(393, 406), 7], dtype=np.int32)
     count, blocks = len(contexts), 26
@@ -195,7 +195,7 @@ def test_rows_of_one_sequence_see_each_other_on_all_threads(tag: Any) -> None:
 
     wanted = attend(0, [slice(row, row + 1) for row in range(count)], 1)
     assert all(each.isfinite().all() for each in wanted)
-    for _ in range(20):  # a race may be won
+    for _ in range(20):  # a race may go well by chance
         for shares in (1, 2):
             found = attend(pool_of(2), [slice(count)], shares)
             assert torch.equal(found[1], wanted[1])
@@ -204,7 +204,7 @@ def test_rows_of_one_sequence_see_each_other_on_all_threads(tag: Any) -> None:
 
 
 def test_sizes_that_fill_vectors_are_scored_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of whole vectors of keys, and heads of whole panels of columns; elsewhere keys are scored in float32."""
+    """Blocks of whole vectors of keys, and heads of whole panels of columns; otherwise scores are float32."""
     monkeypatch.setattr(decode_attention, "has_bf16_dot", lambda: True)
     assert score_tag(64, 16).dtype == np.uint16
     assert score_tag(128, 32).dtype == np.uint16
@@ -215,7 +215,7 @@ def test_sizes_that_fill_vectors_are_scored_in_bf16(monkeypatch: pytest.MonkeyPa
 
 
 def test_processor_is_asked_once_for_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To ask takes a third of a millisecond, and every step wants to know."""
+    """Reading the features takes a third of a millisecond, and every step needs them."""
     found = has_bf16_dot()
     absent: Any = None
     monkeypatch.setattr(simd, "binding", absent)

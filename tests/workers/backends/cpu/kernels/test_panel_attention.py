@@ -1,4 +1,4 @@
-"""Attention over a cache in panels: against float64, and the same bits for a row however rows come."""
+"""Attention over a cache in panels: against float64, and the same bits for a row in any batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bits(tensor: torch.Tensor) -> npt.NDArray[np.uint16]:
 
 
 class Layer:
-    """A cache full of what is no number, and two sequences of rows, drawn, whose blocks lie anywhere."""
+    """A cache full of NaN, and two sequences of random rows with scattered blocks."""
 
     def __init__(self, group: int, head_dim: int, block_size: int, lengths: Sequence[int]) -> None:
         torch.manual_seed(group + head_dim)
@@ -45,14 +45,14 @@ class Layer:
         self.tables = [each.numpy() for each in blocks.chunk(len(lengths))]
         self.record = heads_of(self.heads, 0, 0, 0.0, head_dim**-0.5)
         shape = (BLOCKS * block_size, KV_HEADS, head_dim)
-        # torch aligns to lines.
+        # torch aligns to cache lines.
         self.keys, self.values = (bits(torch.full(shape, torch.nan).bfloat16()) for _ in "kv")
         self.out = [torch.zeros(n, self.heads, head_dim).bfloat16() for n in lengths]
 
     def attend(
         self, *parts: tuple[int, int, int], parallel: bool = False, asked: Sequence[int] = ()
     ) -> None:
-        """Attend for the rows `first` to `stop` of each sequence, all at once, or only for those of some places."""
+        """Attend for the rows `first` to `stop` of each sequence, all at once, or only for some positions."""
         places = [(each, place) for each, first, stop in parts for place in range(first, stop)]
         qkv = torch.stack([self.qkv[each][place] for each, place in places])
         out = torch.zeros(len(places), self.heads, self.head_dim).bfloat16()
@@ -82,7 +82,7 @@ class Layer:
             self.out[each][place] = out[row]
 
     def wanted(self, each: int) -> torch.Tensor:
-        """Return what all rows of a sequence make of the tokens up to themselves, in float64."""
+        """Return the causal attention of all rows of a sequence, in float64."""
         count, half = self.lengths[each], self.head_dim // 2
         cos, sin = (
             part.bfloat16().double()[:, None]
@@ -118,7 +118,7 @@ SIZES = [
 def test_rows_attend_to_the_tokens_of_their_blocks(
     group: int, head_dim: int, block_size: int
 ) -> None:
-    """What lies behind the last token is not read, whatever it is."""
+    """Memory after the last token is not read, whatever its content."""
     layer = Layer(group, head_dim, block_size, [77, 1])
     layer.attend((0, 0, 77), (1, 0, 1))
     for each in range(2):
@@ -130,7 +130,7 @@ def test_rows_attend_to_the_tokens_of_their_blocks(
 
 @pytest.mark.parametrize(("group", "head_dim", "block_size"), SIZES)
 def test_a_row_is_the_same_however_rows_come(group: int, head_dim: int, block_size: int) -> None:
-    """Whole, row by row, and cut at any place, beside another sequence, with one thread."""
+    """All at once, row by row, and split at any position, together with another sequence, with one thread."""
     lengths = [100, 60]
     found = []
     run = max(RUN_QUERIES // group, 1)
@@ -171,7 +171,7 @@ def test_rows_that_nobody_asks_for_are_left_out() -> None:
 
 
 def test_neighbours_of_two_sequences_with_contexts_that_follow_each_other_are_no_run() -> None:
-    """The row of a sequence of n tokens, and behind it that of another of n + 1, whose blocks are others."""
+    """A row of a sequence of n tokens, followed by one of another sequence of n + 1 tokens with other blocks."""
     for length in (1, 15, 16, 17, 39):
         layer, other = (Layer(2, 64, 16, [length, length + 1]) for _ in range(2))
         if length > 16:  # they share a cached prefix

@@ -1,4 +1,4 @@
-"""Windows and bent scores in the kernels of attention, norms of all kinds, and activations, against torch."""
+"""Sliding windows and soft-capping in attention kernels, norms of all kinds, and activations, against torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def weights_of(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 def test_decode_reads_the_blocks_of_its_window_alone(
     tag: Any, window: int | None, softcap: float | None
 ) -> None:
-    """In all others there are no numbers, as if they had been given to somebody else."""
+    """All other slots are NaN, as if they belonged to other sequences."""
     contexts = [1, 16, 17, 36, 37, 38, 200]
     rows, width = len(contexts), 13
     shuffled = np.random.default_rng(1).permutation(rows * width)
@@ -148,7 +148,7 @@ def norm_written_out(rows: torch.Tensor, weight: torch.Tensor, kind: NormWeights
 
 
 def mostly_equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """The order of a sum may move a number over the edge between two."""
+    """Another order of sums may round a value to the neighbouring one."""
     assert (found == wanted).float().mean() > 0.97
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=1e-3)
 
@@ -228,12 +228,12 @@ def test_add_layer_norm_equals_the_modules(scaled: bool) -> None:
 def test_gelu_equals_the_modules(
     kernel: Any, function: Callable[[torch.Tensor], torch.Tensor], gated: bool
 ) -> None:
-    """Far from zero it is the value itself, or nothing."""
+    """Far from zero it is the identity, or zero."""
     rows, up = draw(7, 64) * 4, draw(7, 64, seed=1)
     rows[0, :6] = torch.tensor([0.0, -0.0, 300.0, -300.0, 17.0, -17.0])
     active = function(rows.float()).bfloat16()
     wanted = active * up if gated else active
     kernel(0, rows.data_ptr(), up.data_ptr() if gated else 0, 7, 64)
-    clear = wanted.abs() > 1e-3  # torch takes the difference of two numbers that are nearly equal
+    clear = wanted.abs() > 1e-3  # torch subtracts two nearly equal numbers
     assert (rows == wanted)[clear].float().mean() > 0.95
     torch.testing.assert_close(rows, wanted, rtol=0.01, atol=1e-6)

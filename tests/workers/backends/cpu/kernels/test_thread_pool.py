@@ -1,4 +1,4 @@
-"""The pool of threads: every piece is computed once, whoever comes late, calls beside, or changes the threads."""
+"""Thread pool: every piece is computed once, with late threads, concurrent calls and changing numbers of threads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _count(first: int, stop: int, counts_at: int) -> None:
 
 @numba.njit(nogil=True)
 def count(state: int, pieces: int, grain: int, counts_at: int, calls: int) -> None:
-    """Count how often each piece is computed in some calls, one after the other."""
+    """Count the computations of each piece over some consecutive calls."""
     for _ in range(calls):
         spread(state, pieces, grain, _count, (counts_at,))
 
@@ -60,7 +60,7 @@ def _meet(first: int, stop: int, met_at: int, wanted: int) -> None:
 
 @numba.njit(nogil=True)
 def meet(state: int, threads: int, met_at: int) -> None:
-    """Compute pieces that each wait for all others: every thread has to hold one at once."""
+    """Compute pieces that wait for each other: every thread has to hold one at the same time."""
     spread(state, threads, 1, _meet, (met_at, threads))
 
 
@@ -83,7 +83,7 @@ def cpu_ns(pool: ThreadPool) -> list[int]:
 
 
 def wait_until_asleep(pool: ThreadPool, first: int = 1) -> None:
-    """Wait until the threads from this number on take no time."""
+    """Wait until the threads from `first` on use no CPU time."""
 
     def sleep() -> bool:
         before = cpu_ns(pool)[first - 1 :]
@@ -115,7 +115,7 @@ def test_every_piece_is_computed_once(threads: int, pool: ThreadPool) -> None:
 def test_thousands_of_calls_in_a_row_compute_every_piece_once(
     threads: int, pool: ThreadPool
 ) -> None:
-    """Threads that come late find another call, and take nothing of it for the one that they were to join."""
+    """A late thread finds another call, and claims none of its pieces for the earlier one."""
     pool.use(threads)
     for pieces, grain in ((2, 1), (5, 1), (64, 3)):
         assert (counted(pool.state_at, pieces, grain=grain, calls=5000) == 5000).all()
@@ -156,7 +156,7 @@ def test_a_caller_that_finds_the_pool_busy_computes_alone(pool: ThreadPool) -> N
 
 
 def test_a_thread_that_never_comes_delays_nothing(pool: ThreadPool) -> None:
-    """Its pieces are taken by the others."""
+    """Other threads steal its pieces."""
     pool.use(2)
     layout.use(pool.state_at, 5)
     assert (counted(pool.state_at, 1000, calls=500) == 500).all()
@@ -183,7 +183,7 @@ def test_all_threads_take_part_when_they_are_used_again(before: int, pool: Threa
 def test_a_thread_that_is_used_again_is_woken_though_others_went_to_sleep_before_it(
     pool: ThreadPool,
 ) -> None:
-    pool._set(layout.SPIN_AT, PATIENCE_NS)  # threads in use do not sleep
+    pool._set(layout.SPIN_AT, PATIENCE_NS)  # active threads do not sleep
     pool.use(5)
     assert all_meet(pool, 5)
     for threads in (4, 3, 2, 1):
@@ -243,7 +243,7 @@ elif how == "error":
 
 @pytest.mark.parametrize(("how", "code"), [("end", 0), ("exit", 3), ("error", 1), ("calling", 0)])
 def test_a_process_with_a_pool_ends_as_any_other(how: str, code: int) -> None:
-    """Also while another thread calls kernels."""
+    """Even while another thread calls kernels."""
     left = subprocess.run(
         [sys.executable, "-c", LEAVES, how],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -1,4 +1,4 @@
-"""Products in tiles, on processors that have them: by weights in bfloat16, and by quantised ones that are widened."""
+"""Products in tiles, on processors with AMX: with bfloat16 weights, and with dequantized ones."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_any_number_of_rows_is_multiplied_and_each_has_the_same_bits(
 def test_rows_are_multiplied_part_by_part_of_many_inputs(
     kind: str, count: int, threads: int
 ) -> None:
-    """The last part is smaller, sums are kept of some halves at a time, and the last of all has an end."""
+    """The last part is smaller, accumulators of some half-panels are stored at a time, and the last one is padded."""
     outputs, inputs = 1592, {"bfloat16": 2090, "int4 32": 2080, "int8 48": 2064}[kind]
     halves = -(-outputs // HALF)
     parts = parts_of(count, inputs, halves, 1)
@@ -130,7 +130,7 @@ def test_a_last_part_may_have_no_whole_step() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("together", [1, 3, 20])
 def test_each_part_of_each_piece_has_its_turn(pieces: int, count: int, together: int) -> None:
-    """The parts of a piece come in order, and sums are kept of so many pieces at a time."""
+    """The parts of a piece come in order, and accumulators of `together` pieces are stored at a time."""
     parts = Parts(8 * count, 8, count, together, 0)
     turns = [turn_of(turn, pieces, parts) for turn in range(pieces * count)]
     every = [(piece, part) for piece in range(pieces) for part in range(count)]
@@ -144,7 +144,7 @@ def test_each_part_of_each_piece_has_its_turn(pieces: int, count: int, together:
 
 @pytest.mark.parametrize("rows", [17, 33, 48, 49, 64, 100, 112, 240, 345, 496, 1024])
 def test_weights_are_fetched_just_once(rows: int) -> None:
-    """By the rows that are multiplied by them, or by passes of the turn before, each a part."""
+    """By the rows that are multiplied by them, or by passes of the previous turn, a part each."""
     tiles = -(-rows // TILE_ROWS)
     assert fetches_itself(0, rows)
     for turn in range(4):
@@ -170,7 +170,7 @@ def test_rows_of_packed_weights_are_never_padded_nor_left_to_onednn() -> None:
 
 @pytest.mark.parametrize("count", [5, ROWS_MIN, 100])
 def test_nonsense_of_one_row_stays_in_that_row(count: int) -> None:
-    """Nor does what is behind the inputs, or behind the last row, get into any."""
+    """Nor does memory after the inputs, or after the last row, affect any row."""
     weight, bad = drawn(64, STEP_INPUTS + 6, seed=1).bfloat16(), count // 2
     rows = drawn(count, STEP_INPUTS + 6).bfloat16()
     for product in (
@@ -210,7 +210,7 @@ def test_many_rows_are_multiplied_by_what_a_weight_stands_for(
 def test_weights_are_widened_exactly_and_rounded_once(
     kind: str, threads: int, *, halves: bool
 ) -> None:
-    """Every value a weight can have, by rows of which each picks an input."""
+    """Every value of a weight, by rows that each select one input."""
     inputs, outputs = 256, 64
     values = torch.arange(-128, 128, dtype=torch.int8).repeat(outputs, 1)
     if kind == "int4":
@@ -262,7 +262,7 @@ def test_a_sparse_run_computes_some_outputs_and_leaves_zeros(threads: int) -> No
 
 
 def test_deterministic_models_have_no_tiles() -> None:
-    """Their few rows are multiplied as their many are."""
+    """Few and many rows use the same kernel."""
     weight = drawn(64, 64, seed=1).bfloat16()
     for deterministic in (False, True):
         settings = WorkerSettings(weights="int8", threads=1, deterministic=deterministic)

@@ -93,7 +93,7 @@ def _wait_for(lock: IO[str], progress: Progress) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         if not told:
-            progress("waiting for kernels that another process compiles", 0.0)
+            progress("waiting for another process that compiles kernels", 0.0)
             told = True
         time.sleep(_POLL_S)
 

@@ -92,7 +92,7 @@ class QuantizedProduct:
         multiple = ROW_BLOCK if fits else INPUTS
         self._inputs = -(-self._given // multiple) * multiple
         group = self._inputs if whole else weight.group
-        assert not group % INPUTS, "groups are of whole multiples"
+        assert not group % INPUTS, "groups must be multiples of INPUTS"
         self._panels = _in_panels(weight, self._inputs)
         factor = FP8_FACTOR if weight.kind == "fp8" else 1.0
         unscaled = weight.kind in {"bfloat16", "float32"}
@@ -163,7 +163,7 @@ class QuantizedProduct:
 
     def _in_tiles(self, pool: int, tags: Sequence[Any]) -> Kernel:
         """Return the kernel that dequantizes weights to bfloat16 and multiplies many rows in tiles."""
-        assert has_tiles(), "a process asks for them first"
+        assert has_tiles(), "the process must have permission for tiles"
         unit = ROW_BLOCK if self._group % ROW_BLOCK == self._inputs % ROW_BLOCK == 0 else INPUTS
         return self._by_blocks(multiply_widened, pool, tags, self._sizes(unit))
 
@@ -222,8 +222,8 @@ class QuantizedProduct:
 
     def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
         """Dequantize rows of the weight, as for an embedding; indices int64 [n], returns [n, in]."""
-        assert self._kind in FORMATS or self._kind == "fp8", "others have no scales"
-        assert self._order is None, "embeddings are quantised here, in order"
+        assert self._kind in FORMATS or self._kind == "fp8", "unquantized weights have no scales"
+        assert self._order is None, "embeddings must not be permuted"
         panel, place = indices // PANEL, indices % PANEL
         groups = torch.arange(self._given) // self._group
         together = 4 if self._kind in FORMATS else 1
