@@ -6,12 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
-
-from vsched.aio.hosts.remote import RemoteHost
 
 
 class HostProcess:
@@ -60,16 +57,3 @@ def running(*hosts: HostProcess) -> Iterator[None]:
     finally:
         for host in hosts:
             host.kill()
-
-
-@contextmanager
-def reached_at(addresses: Mapping[str, str]) -> Iterator[None]:
-    """Let hosts reach each other at addresses other than those that the engine uses."""
-    where = RemoteHost.where.fget  # type: ignore[attr-defined]
-
-    def moved(host: RemoteHost) -> tuple[str, bytes]:
-        address, key = where(host)
-        return addresses.get(address, address), key
-
-    with mock.patch.object(RemoteHost, "where", property(moved)):
-        yield

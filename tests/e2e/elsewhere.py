@@ -9,9 +9,7 @@ from pathlib import Path
 from tests.e2e.asking import Ask, drawn_image
 from tests.patience import PATIENCE_S
 from vsched import Config, Engine
-from vsched.aio.hosts.exchange import Exchange
 from vsched.aio.hosts.keys import write_key_file
-from vsched.aio.hosts.placement import PlacedLauncher
 
 ASKS = [
     Ask("What is in the image?", [drawn_image(1)]),
@@ -36,7 +34,6 @@ async def engine_on(
     near: str,
     far: str,
     *settings: str,
-    direct: bool,
 ) -> AsyncIterator[Engine]:
     """Yield an engine that encodes at one address, and generates at another."""
     config = configure(
@@ -47,19 +44,10 @@ async def engine_on(
         'cluster.generate=["far"]',
         f"cluster.connect_s={PATIENCE_S}",
         f"deadlines.rank_timeout_s={SILENCE_S}",
-        f"cluster.direct={direct}".lower(),
         *settings,
     )
     async with Engine(config) as engine:
         yield engine
-
-
-def exchange_of(engine: Engine) -> Exchange:
-    """Return the exchange, which knows the routes of rows."""
-    assert engine._running is not None
-    launcher = engine._running.launcher
-    assert isinstance(launcher, PlacedLauncher)
-    return launcher.exchange
 
 
 def losses(engine: Engine) -> dict[str, dict[str, int]]:

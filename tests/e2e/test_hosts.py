@@ -11,11 +11,11 @@ import pytest_asyncio
 
 from tests.cable import Cable
 from tests.e2e.asking import Ask, answers, drawn_image
-from tests.e2e.elsewhere import ASKS, engine_on, exchange_of, new_key
+from tests.e2e.elsewhere import ASKS, engine_on, new_key
 from tests.e2e.losing import check_stream_outlives_host
 from tests.host_process import HostProcess, running
 from tests.network import FAR, network, why_no_network
-from tests.patience import PATIENCE_S, until
+from tests.patience import PATIENCE_S
 from vsched import Config, Engine
 
 pytestmark = [
@@ -59,45 +59,26 @@ async def struck(
 
 
 @pytest.mark.parametrize(
-    ("struck", "direct", "encrypted"),
-    [
-        ("killed", False, True),
-        ("killed", True, True),
-        ("killed", True, False),
-        ("stands still", False, True),
-        ("cable pulled", False, True),
-        ("network cut", False, True),
-    ],
-    indirect=["struck"],
+    "struck", ["killed", "stands still", "cable pulled", "network cut"], indirect=True
 )
 async def test_hosts_answer_as_one_host_and_streams_outlive_a_loss(
     configure: Callable[..., Config],
     engine: Engine,
     key: Path,
     struck: tuple[str, Callable[[], object], Callable[[], object]],
-    direct: bool,
-    encrypted: bool,
 ) -> None:
     """The tokens of one host, with images; and those of a stream whose host is lost in the middle of it.
 
-    The host ends, which closes the connection, or is cut off in silence, which only the deadline detects. Rows go
-    through the engine, or from host to host, encrypted or not.
+    The host ends, which closes the connection, or is cut off in silence, which only the deadline detects.
     """
     here = [one.token_ids for one in await answers(engine, [*ASKS, LONG], at_once=4)]
     far, strike, mend = struck
     near = HostProcess("near", "127.0.0.1", key)
     with running(near):
-        encrypt = f"cluster.encrypt_rows={encrypted}".lower()
-        async with engine_on(configure, key, near.address, far, encrypt, direct=direct) as there:
-            exchange = exchange_of(there)
-            assert exchange.encrypted == encrypted
+        async with engine_on(configure, key, near.address, far) as there:
             found = [one.token_ids for one in await answers(there, ASKS, at_once=3)]
             assert found == here[:-1]
-            ways = exchange._ways
-            await until(lambda: bool(ways) == direct and all(way.reached for way in ways.values()))
-            before = exchange.bytes_direct
             asks = list(zip(ASKS, here, strict=False))
             await check_stream_outlives_host(
                 there, (LONG, here[-1]), asks, strike=strike, mend=mend
             )
-            assert (exchange.bytes_direct > before) == direct

@@ -46,10 +46,6 @@ def test_cluster_on_ray_needs_no_key(address: str) -> None:
             "cluster.encode: with placement = together",
         ),
         ([HOSTS, KEY, THERE, "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
-        (
-            [HOSTS, KEY, THERE, "cluster.encrypt_rows=false"],
-            "cluster.encrypt_rows: false, and rows",
-        ),
         (["cluster.ray=auto", "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
         (['cluster.hosts={ray = "tcp://h:1"}'], "cluster.hosts: 'ray' is Ray's"),
         (['cluster.encode=["ray"]'], "cluster.encode: there is no host 'ray'"),

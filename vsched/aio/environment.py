@@ -101,8 +101,6 @@ def placed_on(
         hosts,
         stages,
         patience,
-        direct=config.cluster.direct,
-        encrypted=config.cluster.encrypt_rows,
         close=close,
         window_bytes=window_bytes,
     )

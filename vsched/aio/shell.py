@@ -56,7 +56,6 @@ from vsched.kernel.events import (
     GroupReady,
     GroupRetired,
     Knocked,
-    RowsLost,
     Stepped,
     Submitted,
     TimerFired,
@@ -412,11 +411,6 @@ class Shell:
             group.down = True
         for name in names:
             self.handle(GroupLost(name, failure))
-
-    def on_rows_lost(self, pages: Sequence[int]) -> None:
-        """Rows are gone with the hosts that had them."""
-        if not self._stopping and not self.given_up:
-            self.handle(RowsLost([*pages]))
 
     def _on_back(self, supervisor: Supervisor) -> None:
         """The ranks of a lost worker group are up again; its requests go on where they were."""

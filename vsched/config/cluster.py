@@ -57,23 +57,6 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
             description="Time to wait for a host before the next one in the list is tried.",
         ),
     ] = 10.0
-    direct: Annotated[
-        bool,
-        Meta(
-            description="Send embedding rows directly from the encoder's host to the hosts that read them, instead of "
-            "through the engine, if no replica is on this host. Hosts must reach each other at the "
-            "addresses by which this host knows them; otherwise, rows go through the engine."
-        ),
-    ] = False
-    encrypt_rows: Annotated[
-        bool,
-        Meta(
-            description="Encrypt embedding rows sent directly between hosts (`direct`). Unencrypted rows are faster; "
-            "they use a port chosen by the encoder's host, and anyone who can listen on the network "
-            "between the hosts can read them and reconstruct images. All other traffic is always "
-            "encrypted."
-        ),
-    ] = True
     ray: Annotated[
         str,
         Meta(
@@ -198,11 +181,6 @@ def _check_use(cluster: ClusterConfig, *, together: bool, adapters: int) -> None
         raise ConfigError(
             "cluster.key_file: not set, and hosts need a key. Remedy: create one with "
             "`vsched host --make-key FILE`, and copy it to every host"
-        )
-    if not (cluster.encrypt_rows or cluster.direct):
-        raise ConfigError(
-            "cluster.encrypt_rows: false, and rows that go through the engine are always encrypted. Remedy: "
-            "cluster.direct = true, so that they go from host to host, or leave this out"
         )
     if together and cluster.encode:
         raise ConfigError(

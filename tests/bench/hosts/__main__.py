@@ -1,9 +1,9 @@
-"""`python -m tests.bench.hosts CHECKPOINT`: one host, two hosts, and embeddings sent directly between hosts.
+"""`python -m tests.bench.hosts CHECKPOINT`: one host, and two hosts over several links.
 
 Engine, encoder and generator stand for three machines. With *one host* they are one machine. With
 *two hosts* encoder and generator are on other machines than the engine, and all data goes through
-it; *direct* is the same with `cluster.direct`. Each round measures all setups and links in turns.
-Outputs are compared: every setup must give the same tokens.
+it. Each round measures both setups and all links in turns. Outputs are compared: every setup must
+give the same tokens.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.bench.hosts.links import MACHINES, Links
+from tests.bench.hosts.links import Links
 from tests.bench.hosts.load import Asked, Pictures
 from tests.bench.report.pairs import spread
-from tests.host_process import HostProcess, reached_at, running
+from tests.host_process import HostProcess, running
 from vsched import Config, Engine
 from vsched.aio.hosts.keys import write_key_file
 from vsched.config import load_config
 
-ONE, TWO, DIRECT = WAYS = ("one host", "two hosts", "direct")
+ONE, TWO = WAYS = ("one host", "two hosts")
 SETTINGS = (
     "placement=separate",
     "encode.threads=1",
@@ -107,14 +107,13 @@ def config_of(checkpoint: str, sets: Sequence[str], *more: str) -> Config:
     return load_config(None, sets=every, environ={}).config
 
 
-def placed(encoder: str, generator: str, key: Path, *, direct: bool) -> list[str]:
+def placed(encoder: str, generator: str, key: Path) -> list[str]:
     """Return the settings that place the stages on these hosts."""
     return [
         f'cluster.hosts={{encoder = "{encoder}", generator = "{generator}"}}',
         f"cluster.key_file={key}",
         'cluster.encode=["encoder"]',
         'cluster.generate=["generator"]',
-        f"cluster.direct={direct}".lower(),
     ]
 
 
@@ -147,15 +146,13 @@ class Bench:
                 continue
             encoder, generator = hosts(self._key)
             with running(encoder, generator):
-                direct = way == DIRECT
-                where = placed(encoder.address, generator.address, self._key, direct=direct)
+                where = placed(encoder.address, generator.address, self._key)
                 if NO_RATE in self._options.links:
                     async with Engine(self._config(*where)) as engine:
                         await self._measure(engine, way, NO_RATE, None)
-                network = Links(encoder.address, generator.address)
-                with network as links, reached_at(links.between):
-                    near, far = (links.addresses["engine", one] for one in MACHINES[1:])
-                    where = placed(near, far, self._key, direct=direct)
+                with Links(encoder.address, generator.address) as links:
+                    ends = links.addresses
+                    where = placed(ends["encoder"], ends["generator"], self._key)
                     async with Engine(self._config(*where)) as engine:
                         for rate in self._rates[1:]:
                             await self._measure(engine, way, rate, links)
@@ -203,8 +200,7 @@ def lines(cells: Cells, rates: Sequence[str]) -> Iterator[str]:
     one = cells[ONE, NO_RATE]
     yield _line(NO_RATE, ONE, one, one)
     for rate in rates:
-        for way in (TWO, DIRECT):
-            yield _line(rate, way, cells[way, rate], one)
+        yield _line(rate, TWO, cells[TWO, rate], one)
 
 
 def _line(rate: str, way: str, cell: Cell, one: Cell) -> str:

@@ -23,10 +23,10 @@ READY_S = 60.0
 
 
 class Links:
-    """The cables from the engine to both other machines, and between generator and encoder.
+    """The cables from the engine to both other machines.
 
     Attributes:
-        addresses: The near end of each cable, by the machines it connects.
+        addresses: The engine's end of each cable, by the machine it leads to.
     """
 
     def __init__(self, encoder: str, generator: str) -> None:
@@ -36,12 +36,7 @@ class Links:
         self._process = context.Process(target=_run, args=(there, encoder, generator), daemon=True)
         self._process.start()
         assert self._here.poll(READY_S), "the cable process did not start"
-        self.addresses: Mapping[tuple[Machine, Machine], str] = self._here.recv()
-
-    @property
-    def between(self) -> Mapping[str, str]:
-        """The address of the encoder's host for the generator's host, by its address for the engine."""
-        return {self.addresses["engine", "encoder"]: self.addresses["generator", "encoder"]}
+        self.addresses: Mapping[Machine, str] = self._here.recv()
 
     def shape(self, bytes_per_s: float, latency_s: float) -> None:
         """Set the rate of every link in each direction, 0 for unlimited, and the latency of every cable."""
@@ -73,19 +68,15 @@ def _run(asked: Connection, encoder: str, generator: str) -> None:
 async def _serve(asked: Connection, encoder: str, generator: str) -> None:
     """Run the cables until the other end of the pipe is closed."""
     up, down = ({machine: Wire() for machine in MACHINES} for _ in range(2))
-    ends: Mapping[tuple[Machine, Machine], str] = {
-        ("engine", "encoder"): encoder,
-        ("engine", "generator"): generator,
-        ("generator", "encoder"): encoder,
-    }
+    ends: Mapping[Machine, str] = {"encoder": encoder, "generator": generator}
     cables = {
-        (near, far): Cable(address, out=(up[near], down[far]), back=(up[far], down[near]))
-        for (near, far), address in ends.items()
+        far: Cable(address, out=(up["engine"], down[far]), back=(up[far], down["engine"]))
+        for far, address in ends.items()
     }
     async with AsyncExitStack() as stack:
         for cable in cables.values():
             await stack.enter_async_context(cable)
-        asked.send({joined: cable.address for joined, cable in cables.items()})
+        asked.send({far: cable.address for far, cable in cables.items()})
         said: asyncio.Queue[None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         loop.add_reader(asked.fileno(), said.put_nowait, None)

@@ -235,13 +235,9 @@ class Ranks:
         """No-op."""
 
     def place(
-        self,
-        groups: Sequence[str],
-        arena: Arena,
-        on_lost: Callable[[str], None],
-        on_rows_lost: Callable[[Sequence[int]], None],
+        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
     ) -> HostOfRanks:
-        self.lose_host, self.lose_rows = on_lost, on_rows_lost
+        self.lose_host = on_lost
         self.places += 1
         return HostOfRanks(self, groups, arena, self.places)
 

@@ -29,7 +29,9 @@ class RunningHost:
         self._context: Context = zmq.Context()
         self.launcher = LocalLauncher()
         self.link = HostSocket(self._context, address, curve_keys(shared, "host"), self._hear)
-        self.server = HostServer(self.launcher, self.link, name=name, cores=cores)
+        self.server = HostServer(
+            self.launcher, send=self.link.send, read=self.link.read, name=name, cores=cores
+        )
 
     def _hear(self, peer: bytes, frame: bytes) -> None:
         self.server.hear(peer, frame)
@@ -69,8 +71,6 @@ class Hosts:
         generate: Sequence[str] = (),
         patience: Patience = PATIENT,
         shared: bytes = b"",
-        direct: bool = True,
-        encrypted: bool = True,
     ) -> PlacedLauncher:
         """Have the worker groups of a place run on hosts."""
         keys = curve_keys(shared or self.shared, "engine")
@@ -79,9 +79,7 @@ class Hosts:
             for name, address in self._addresses.items()
         }
         stages = {"encode": encode, "generate": generate}
-        placed = place.launcher = PlacedLauncher(
-            place.launcher, hosts, stages, patience, direct=direct, encrypted=encrypted
-        )
+        placed = place.launcher = PlacedLauncher(place.launcher, hosts, stages, patience)
         return placed
 
     async def close(self) -> None:

@@ -50,7 +50,6 @@ class Heard:
             on_result=lambda group, result: self._add(self.results, (group, result)),
             on_lost=lambda groups, failure: self._add(self.lost, (list(groups), str(failure))),
             on_progress=lambda *said: self._add(self.progress, said),
-            on_rows_lost=lambda _pages: None,
         )
 
     def _add(self, where: list, what: object) -> None:  # type: ignore[type-arg]

@@ -1,8 +1,8 @@
-"""The keys of the links between hosts: CURVE, from one secret that both sides have, or made for one way between hosts.
+"""CURVE keys of the links between engine and hosts, derived from a shared secret.
 
-The secret is a file (`vsched host --make-key`), or is made for one start and handed over by whoever starts the host.
-Both sides' key pairs follow from it, so each knows the other's public key and takes nobody else; CURVE makes keys of
-its own for each connection, so who learns the secret later cannot read what was sent before.
+The secret is a file (`vsched host --make-key`), or is generated for one run and passed to the hosts that Ray starts.
+Both key pairs are derived from it, so each side knows the other's public key and accepts no other peer. CURVE makes
+session keys for each connection, so recorded traffic stays unreadable if the secret leaks later.
 """
 
 from __future__ import annotations
@@ -23,36 +23,18 @@ DOMAIN = b"vsched"
 
 
 class CurveKeys(NamedTuple):
-    """One side's pair of keys, and the other's public key, as ZeroMQ wants them."""
+    """One side's key pair and the other side's public key, in ZeroMQ's Z85 format."""
 
     public: bytes
     secret: bytes
     peer: bytes
 
 
-class PlainKeys(NamedTuple):
-    """A name and a password, sent as they are before anything else: nothing of that connection is encrypted.
-
-    They are a pair of keys, the public one and the secret one: a host that was told the name can tell the password.
-    """
-
-    public: bytes
-    secret: bytes
-
-    @property
-    def fit(self) -> bool:
-        """Whether this is the password of that name."""
-        try:
-            return zmq.curve_public(self.secret) == self.public
-        except (ValueError, zmq.ZMQError):
-            return False
-
-
 def curve_keys(shared: bytes, side: Literal["engine", "host"]) -> CurveKeys:
-    """Return the keys of a side of the link.
+    """Return the keys of one side of the link.
 
     Raises:
-        ConfigError: When this build of ZeroMQ has no CURVE.
+        ConfigError: When ZeroMQ was built without CURVE.
     """
     if not zmq.has("curve"):
         raise ConfigError(
@@ -74,10 +56,10 @@ def make_secret() -> bytes:
 
 
 def write_key_file(path: Path) -> None:
-    """Write a new secret, for nobody else to read.
+    """Write a new secret to a file that only its owner can read.
 
     Raises:
-        ConfigError: When there is such a file, or it cannot be written.
+        ConfigError: When the file exists or cannot be written.
     """
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -90,10 +72,10 @@ def write_key_file(path: Path) -> None:
 
 
 def read_key_file(path: str, *, key: str) -> bytes:
-    """Return the secret of a file that `key` names.
+    """Return the secret in the file at `path`; `key` is the configuration key for error messages.
 
     Raises:
-        ConfigError: When it cannot be read, is no key, or others may read it.
+        ConfigError: When the file cannot be read, contains no key, or is readable by others.
     """
     remedy = "Remedy: make one with `vsched host --make-key FILE`, and copy it to every host"
     try:

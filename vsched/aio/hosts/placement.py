@@ -1,4 +1,4 @@
-"""Which host a worker group starts on: by stage, in turn, and past a host that does not answer."""
+"""Choice of the host for each start of a worker group: per stage, round-robin, skipping hosts that do not answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import zmq
 
-from vsched.aio.hosts.exchange import Exchange
 from vsched.aio.hosts.keys import CurveKeys
 from vsched.aio.hosts.remote import Connect, EngineEnd, Patience, RemoteHost
 from vsched.aio.hosts.sockets import Context, EngineSocket
@@ -26,13 +25,12 @@ logger = logging.getLogger(__name__)
 class PlacedLauncher:
     """Starts the worker groups of each stage on the hosts that are listed for it.
 
-    Replica i takes the i-th host, and the next one when its host is lost or does not answer. The first start fails
-    where a host does not answer. After that the only host of a stage is waited for, as long as ranks may take to
-    be ready; and so is Ray, which may have to start nodes first.
+    Replica i uses the i-th host, and the next one when its host is lost or does not answer. The first start fails if a
+    host does not answer. Later, the only host of a stage is waited for until the deadline for readiness; so is Ray,
+    which may have to start nodes first.
 
     Attributes:
-        run_dir: The own host's.
-        exchange: Where rows are, and how they go from host to host.
+        run_dir: Of the engine's host.
     """
 
     def __init__(
@@ -42,15 +40,12 @@ class PlacedLauncher:
         stages: Mapping[str, Sequence[str]],
         patience: Patience,
         *,
-        direct: bool = True,
-        encrypted: bool = True,
         close: Callable[[], None] = lambda: None,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        """Prepare; `stages` have the names of hosts, `OWN_HOST` among them, or none for the own host alone.
+        """Create a launcher; `stages` lists host names by stage, empty for the engine's host.
 
-        Rows go from host to host where `direct` is set and no replica is on the own host, and are `encrypted` there.
-        `RAY_HOST` among them is the host that `ray_host` names in `hosts`.
+        Names may include `OWN_HOST`, and `RAY_HOST`, which stands for the replica's `ray_host` in `hosts`.
         """
         self.run_dir = own.run_dir
         self._own = own
@@ -59,25 +54,17 @@ class PlacedLauncher:
         self._patience = patience
         self._close = close
         self._window_bytes = window_bytes
-        elsewhere = all(OWN_HOST not in (names or [OWN_HOST]) for names in stages.values())
-        self.exchange = Exchange(direct=direct and elsewhere, encrypted=encrypted)
         self._engine = secrets.token_hex(8)
         self._lost: Counter[str] = Counter()
         self._served: set[str] = set()
 
-    def place(
-        self,
-        groups: Sequence[str],
-        arena: Arena,
-        on_lost: Callable[[str], None],
-        on_rows_lost: Callable[[Sequence[int]], None],
-    ) -> Host:
-        """Return the host whose turn it is."""
+    def place(self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]) -> Host:
+        """Return the next host for these groups."""
         group = groups[-1]
         names = self._stages.get(stage_of(group)) or (OWN_HOST,)
         name = names[(replica_of(group) + self._lost[group]) % len(names)]
         if name == OWN_HOST:
-            return self._own.place(groups, arena, on_lost, on_rows_lost)
+            return self._own.place(groups, arena, on_lost)
         on_ray = name == RAY_HOST
         if on_ray:
             name = ray_host(stage_of(group), replica_of(group))
@@ -101,23 +88,21 @@ class PlacedLauncher:
             on_open=lambda: self._served.add(group),
             on_lost=lost,
             window_bytes=self._window_bytes,
-            on_rows_lost=on_rows_lost,
-            exchange=self.exchange,
         )
 
     def close(self) -> None:
-        """Give everything back; every rank has ended."""
+        """Release everything; all ranks have ended."""
         self._close()
         self._own.close()
 
 
 def ray_host(stage: str, replica: int) -> str:
-    """Return what the host of a replica is called that Ray places; no other name of a host has a blank."""
+    """Return the host name of a replica that Ray places; it has a space, which no other host name has."""
     return f"{RAY_HOST} {stage}-{replica}"
 
 
 def connect_by(context: Context, address: str, keys: CurveKeys) -> Connect:
-    """Return what opens links to the host at an address."""
+    """Return a function that opens links to the host at an address."""
 
     def connect(on_frame: Callable[[bytes], None], on_cut: Callable[[str], None]) -> EngineEnd:
         return EngineSocket(context, address, keys, on_frame, on_cut)
@@ -128,7 +113,7 @@ def connect_by(context: Context, address: str, keys: CurveKeys) -> Connect:
 def hosts_at(
     addresses: Mapping[str, str], keys: CurveKeys
 ) -> tuple[dict[str, Connect], Callable[[], None]]:
-    """Return what opens links to hosts, by their names, and what gives back what they need."""
+    """Return functions that open links to hosts, by host name, and one that releases their sockets."""
     context: Context = zmq.Context()
     hosts = {name: connect_by(context, address, keys) for name, address in addresses.items()}
     return hosts, lambda: context.destroy()
@@ -137,7 +122,7 @@ def hosts_at(
 def hosts_sought(
     connects: Callable[[Callable[[str], Connect]], dict[str, Connect]], keys: CurveKeys
 ) -> tuple[dict[str, Connect], Callable[[], None]]:
-    """Return what opens links to hosts whose addresses `connects` asks for, and what gives back what they need."""
+    """Return functions that open links to hosts with looked-up addresses, and one that releases their sockets."""
     context: Context = zmq.Context()
     hosts = connects(lambda address: connect_by(context, address, keys))
     return hosts, lambda: context.destroy()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
-from vsched.aio.hosts.exchange import Delivery, Exchange
 from vsched.aio.hosts.messages import (
     VERSION,
-    Admitted,
     Bye,
     ByteRange,
     Exited,
@@ -25,42 +22,33 @@ from vsched.aio.hosts.messages import (
     Launched,
     Opened,
     OpenGroups,
-    Pull,
-    Reached,
     Refused,
     ToEngine,
     ToHost,
     ToRank,
-    Unreached,
     Unsent,
     Write,
 )
-from vsched.aio.hosts.rows import Due, Then
 from vsched.aio.hosts.stream import WINDOW_BYTES, Stream
-from vsched.aio.hosts.traffic import Traffic
+from vsched.aio.hosts.traffic import Traffic, written_by
 from vsched.aio.replicas.launcher import OnExit
 from vsched.kernel.decisions import EncodeDecision
 from vsched.transport.arena import Arena
-from vsched.transport.zmq_link import OnFrame, rank_identity
+from vsched.transport.zmq_link import OnFrame
 from vsched.types import ArenaLayout
-from vsched.wire import EncodeResult, LogEntry, undamaged_report
+from vsched.wire import LogEntry
 from vsched.worker.spec import RankSpec
 
 logger = logging.getLogger(__name__)
 KILL_S = 5.0
-"""How long a host may take to say that a rank was killed; one that does not is given up."""
-_FIRST = rank_identity(0)
+"""Time for a host to confirm that it killed a rank; after that it is given up."""
 LOST_CODE = 1
-"""What ranks of a lost host are said to have ended with; the host's loss is told before."""
+"""Exit code reported for ranks of a lost host; the loss of the host is reported first."""
 
 
 class EngineEnd(Protocol):
     """The engine's end of a link; see `vsched.aio.hosts.sockets.EngineSocket`."""
 
-    @property
-    def address(self) -> str: ...
-    @property
-    def host_key(self) -> bytes: ...
     @property
     def hung_up(self) -> int: ...
 
@@ -72,11 +60,11 @@ class EngineEnd(Protocol):
 
 
 Connect = Callable[[Callable[[bytes], None], Callable[[str], None]], EngineEnd]
-"""Opens a link to a host: told who gets its frames, and whom to tell when the connection breaks."""
+"""Opens a link to a host, given a callback for its frames and one for a broken connection."""
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the sides of a link wait for each other, in seconds; `open_s` is 0 where a host is waited for."""
+    """Timeouts of a link, in seconds; `open_s` is 0 to wait for a host without limit."""
 
     alive_s: float
     silence_s: float
@@ -84,12 +72,7 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteHost:
-    """Another host, for one start of a worker group.
-
-    Attributes:
-        groups: What is served there.
-        stream: What carries everything to it.
-    """
+    """Another host, for one start of a worker group."""
 
     def __init__(
         self,
@@ -100,30 +83,23 @@ class RemoteHost:
         groups: Sequence[str],
         arena: Arena,
         patience: Patience,
-        exchange: Exchange,
         on_open: Callable[[], object],
         on_lost: Callable[[str], None],
-        on_rows_lost: Callable[[Sequence[int]], None],
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        """Ask the host to serve these groups; what is launched waits for its answer."""
+        """Ask the host to serve these groups; launches are queued until it answers."""
         self.name = name
-        self.opened = False
-        self.groups = groups
         self.layout: ArenaLayout = arena.layout
         self._arena = arena
-        self._exchange = exchange
-        self._on_rows_lost = on_rows_lost
         self._patience = patience
         self._on_open = on_open
         self._on_lost = on_lost
         self._links: dict[str, RemoteLink] = {}
         self._ranks: dict[int, RemoteRank] = {}
-        self._due = Due()
-        self._number = 0
+        self._fetching: dict[tuple[str, int], Sequence[ByteRange]] = {}
         self._loop = asyncio.get_running_loop()
         self._end: EngineEnd | None = None
-        self.stream = self._stream = Stream(
+        self._stream = Stream(
             ToEngine,
             arena,
             send=self._send,
@@ -139,44 +115,24 @@ class RemoteHost:
         self._stream.put(OpenGroups(VERSION, engine, [*groups], arena.layout, alive_s, silence_s))
 
     def _miss(self) -> None:
-        """The host has not answered in time."""
+        """Give up a host that did not answer in time."""
         why = f"did not answer for {self._patience.open_s:g} s"
         if self._end is not None and self._end.hung_up:
             why += f" and hung up {self._end.hung_up} times. Remedy: see that it has the same key"
         self._stream.fail(why)
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that went there."""
-        return self._stream.bytes_sent
-
-    @property
-    def bytes_fetched(self) -> int:
-        """Arena bytes that came from there."""
-        return self._due.bytes_taken
-
-    @property
-    def hold_s(self) -> float:
-        """How long a result may wait for rows that go elsewhere: less than a rank may be silent."""
-        return self._patience.silence_s / 2
-
-    @property
-    def where(self) -> tuple[str, bytes]:
-        """The address of the host, empty while it is not known, and its public key."""
-        return ("", b"") if self._end is None else (self._end.address, self._end.host_key)
-
     def _send(self, frame: bytes) -> bool:
         return self._end is not None and self._end.send(frame)
 
     def open_link(self, group: str, on_frame: OnFrame) -> RemoteLink:
-        """Return what passes a leader's frames on."""
-        link = self._links[group] = RemoteLink(self, group, on_frame, self._exchange)
+        """Return the leader's end of a group."""
+        link = self._links[group] = RemoteLink(self, group, on_frame)
         return link
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RemoteRank:
         """Have a rank started."""
         rank = self._ranks[spec.rank] = RemoteRank(self, spec.rank, on_exit)
-        del threads  # the host says, where the configuration does not
+        del threads  # unless configured, the host chooses
         self._stream.put(Launch(spec))
         return rank
 
@@ -185,45 +141,28 @@ class RemoteHost:
         self._stream.put(Kill(rank))
 
     def give_up(self, why: str) -> None:
-        """Count the host as lost."""
+        """Treat the host as lost."""
         self._stream.fail(why)
 
-    @property
-    def lost(self) -> bool:
-        """Whether nothing comes from there any more."""
-        return self._stream.broken
-
     def read(self) -> None:
-        """Take everything that has come."""
+        """Handle all frames that have arrived."""
         if self._end is not None:
             self._end.read()
 
-    def say(self, message: ToHost) -> bool:
-        """Put a message into the stream."""
+    def put(self, message: ToHost) -> bool:
+        """Put a message into the stream; False if it cannot be sent."""
         return self._stream.put(message)
 
-    def fetch(
-        self, ranges: Sequence[ByteRange], then: Then, *, group: str = "", step: int = 0
-    ) -> None:
-        """Have bytes sent here, before the result of a step or at once."""
-        number = self._expect(ranges, then)
-        self.say(Fetch(number, group, step, [*ranges]))
+    def put_range(self, where: ByteRange) -> None:
+        """Put arena bytes into the stream."""
+        self._stream.put_range(where)
 
-    def pull(
-        self, ranges: Sequence[ByteRange], then: Then, *, key: bytes, group: str, step: int
-    ) -> None:
-        """Have the host fetch bytes from another one, which it has reached with a key."""
-        number = self._expect((), then)
-        self.say(Pull(number, key, group, step, [*ranges]))
+    def fetch(self, group: str, step: int, ranges: list[ByteRange]) -> None:
+        """Have arena bytes sent here before the result of a step."""
+        self._fetching[group, step] = ranges
+        self._stream.put(Fetch(group, step, ranges))
 
-    def _expect(self, ranges: Sequence[ByteRange], then: Then) -> int:
-        self._number += 1
-        self._due.expect(self._number, ranges, then)
-        if self.lost:
-            self._due.fail()
-        return self._number
-
-    # --- hearing ---
+    # --- receiving ---
 
     def _take(self, message: ToEngine) -> None:
         match message:
@@ -235,14 +174,8 @@ class RemoteHost:
                 self._ranks[rank].pid = pid
             case FromRank(group, identity, frame) if group in self._links:
                 self._links[group].hear(identity, frame)
-            case Fetched() if self._due.settle(message):
-                pass
-            case Admitted(key, port):
-                self._exchange.admitted(key, port)
-            case Reached(key):
-                self._exchange.reached(key)
-            case Unreached(key, why):
-                self._exchange.unreached(key, why)
+            case Fetched(group, step) if (group, step) in self._fetching:
+                del self._fetching[group, step]
             case Unsent(group, rank) if group in self._links:
                 self._links[group].gone.add(rank)
             case Exited(rank, code) if rank in self._ranks:
@@ -251,19 +184,24 @@ class RemoteHost:
                 self._stream.fail(f"sent {type(message).__name__} of what is not there")
 
     def _open(self) -> None:
-        self.opened = True
         if self._opening is not None:
             self._opening.cancel()
         logger.info("host %s: connected", self.name)
         self._on_open()
-        self._exchange.join(self)
         self._stream.watch(
             alive_s=self._patience.alive_s, silence_s=self._patience.silence_s, look=self.read
         )
 
     def _write(self, message: Write) -> None:
-        """Take rows, where some are due: a host writes nowhere else."""
-        if not self._due.write(message, self._arena):
+        """Take embedding rows; a host may write only bytes that were requested from it."""
+        start, stop = message.offset, message.offset + len(message.data)
+        if any(
+            where.offset <= start and stop <= where.offset + where.size
+            for ranges in self._fetching.values()
+            for where in ranges
+        ):
+            self._arena.put(start, message.data)
+        else:
             self._stream.fail("sent bytes that nobody asked for")
 
     def _lose(self, why: str) -> None:
@@ -275,28 +213,19 @@ class RemoteHost:
         self._on_lost(why)
         for rank in self._ranks.values():
             rank.ended(LOST_CODE)
-        self._leave()
-
-    def _leave(self) -> None:
-        """What was in its arena is gone."""
-        gone = self._exchange.leave(self)
-        self._due.fail()
-        if gone:
-            self._on_rows_lost(gone)
 
     def close(self) -> None:
-        """Say good-bye: what still runs there is killed."""
+        """Send `Bye` and close the link; the host kills ranks that still run."""
         if self._opening is not None:
             self._opening.cancel()
         self._stream.put(Bye())
         self._stream.close()
         if self._end is not None:
             self._end.close()
-        self._leave()
 
 
 class RemoteRank:
-    """A rank on another host; `pid` is its number there, 0 while it is not told."""
+    """A rank on another host; `pid` is its process id there, 0 until it is reported."""
 
     def __init__(self, host: RemoteHost, rank: int, on_exit: OnExit) -> None:
         self.pid = 0
@@ -306,15 +235,15 @@ class RemoteRank:
         self._exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def ended(self, code: int) -> None:
-        """It has, or its host is lost."""
+        """Report that the rank has ended, or that its host is lost."""
         if not self._exited.done():
             self._exited.set_result(code)
             self._on_exit(code)
 
     async def end(self, *, grace_s: float) -> None:
-        """Wait for it to end; have it killed when it has not after the grace.
+        """Wait for the rank to end; kill it after the grace period.
 
-        Blocks: at most the grace and `KILL_S`; then its host is given up.
+        Blocks: at most the grace period and `KILL_S`; then its host is given up.
         """
         if await self._wait(grace_s):
             return
@@ -331,73 +260,41 @@ class RemoteLink:
     """The leader's end of a group whose ranks are on another host.
 
     Attributes:
-        gone: Ranks that an entry did not get through to.
+        gone: Ranks that could not be sent an entry.
     """
 
-    def __init__(self, host: RemoteHost, group: str, on_frame: OnFrame, exchange: Exchange) -> None:
+    def __init__(self, host: RemoteHost, group: str, on_frame: OnFrame) -> None:
         self.gone: set[int] = set()
         self._host = host
         self._group = group
         self._on_frame = on_frame
-        self._exchange = exchange
         self._traffic = Traffic(host.layout)
-        self._deliveries: deque[Delivery] = deque()
-        self._held: deque[bytes] = deque()
         self._closed = False
 
     def carry(self, entry: LogEntry) -> None:
-        """Send ahead what ranks read when they carry this entry out, and see to what they write."""
-        for rows in self._traffic.read_by(entry):
-            self._exchange.bring(self._host, rows)
+        """Send the bytes that ranks read for this entry, and request those that they write."""
+        for where in self._traffic.read_by(entry):
+            self._host.put_range(where)
         if isinstance(entry, EncodeDecision):
-            for where in self._traffic.pixels_of(entry):
-                self._host.stream.put_range(where)
-            self._deliveries.append(self._exchange.begin(self._host, self._group, entry))
+            self._host.fetch(self._group, entry.step, written_by(self._host.layout, entry.tasks))
 
     def send(self, rank: int, frame: bytes) -> bool:
-        """Queue a frame for a rank, never waiting; return False when it is gone or backlogged."""
+        """Queue a frame for a rank, without waiting; return False if it is gone or backlogged."""
         return (
             not self._closed
             and rank not in self.gone
-            and self._host.say(ToRank(self._group, rank, frame))
+            and self._host.put(ToRank(self._group, rank, frame))
         )
 
     def read(self) -> None:
-        """Take everything that has come."""
+        """Handle all frames that have arrived."""
         self._host.read()
 
     def hear(self, identity: bytes, frame: bytes) -> None:
-        """Hand a report to the leader; the result of a batch, and what follows it, when its rows are where they go."""
-        if identity == _FIRST and (self._held or self._deliveries):
-            self._held.append(frame)
-            self._release()
-        elif not self._closed:
+        """Pass a report to the leader."""
+        if not self._closed:
             self._on_frame(identity, frame)
 
-    def _release(self) -> None:
-        """Hand on what was held, as far as rows have come."""
-        while self._held and not self._closed:
-            frame = self._held[0]
-            report = undamaged_report(frame) if self._deliveries else None
-            if isinstance(report, EncodeResult):
-                delivery = self._deliveries[0]
-                if delivery.missing and report.failure is None:
-                    self._wait(delivery)
-                    return
-                self._deliveries.popleft()
-                delivery.then = None
-                if report.failure is None:
-                    self._exchange.finish(self._host, delivery)
-            self._held.popleft()
-            self._on_frame(_FIRST, frame)
-
-    def _wait(self, delivery: Delivery) -> None:
-        if delivery.then is None:
-            loop = asyncio.get_running_loop()
-            give_up = self._exchange.give_up
-            loop.call_later(self._host.hold_s, give_up, self._host, delivery)
-            delivery.then = self._release
-
     def close(self) -> None:
-        """Hear nothing more."""
+        """Stop receiving."""
         self._closed = True

@@ -1,10 +1,11 @@
-"""A host's end: `vsched host`, which starts ranks for engines and passes on what they and their leaders say.
+"""`vsched host`: starts ranks for engines, and forwards frames between the ranks and their leaders.
 
-Ranks find here what they find beside an engine: a folder with the sockets of leaders, and an arena. The first are links
-of `vsched.transport.zmq_link` whose frames go on to the engine, the second is filled with what decisions read before
-they are passed on. Each start of a worker group has an arena of its own, of which only what is written takes memory.
+Ranks find the same environment as on the engine's host: a folder with the sockets of leaders, and an arena. The sockets
+are links of `vsched.transport.zmq_link` whose frames are forwarded to the engine. The arena is filled with the bytes
+that a decision reads before the decision is forwarded. Each start of a worker group has its own arena; only the parts
+that are written use memory.
 
-Whoever has the key may run code here: a specification names a plug-in to import.
+Anyone with the key can run code here: a specification names a plug-in to import.
 """
 
 from __future__ import annotations
@@ -14,39 +15,31 @@ import logging
 import socket
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import NoReturn, Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 import zmq
 
-from vsched.aio.hosts.keys import CurveKeys, PlainKeys, curve_keys
+from vsched.aio.hosts.keys import curve_keys
 from vsched.aio.hosts.messages import (
     VERSION,
-    Admit,
-    Admitted,
     Bye,
-    CutWay,
+    ByteRange,
     Exited,
     Fetch,
     Fetched,
     FromRank,
-    Held,
     Kill,
     Launch,
     Launched,
     Opened,
     OpenGroups,
-    Pull,
-    Reach,
-    Reached,
     Refused,
     ToHost,
     ToRank,
-    Unreached,
     Unsent,
     Write,
 )
-from vsched.aio.hosts.rows import Owed, RowSource, RowTaker, SourceEnd
 from vsched.aio.hosts.sockets import Context, HostSocket
 from vsched.aio.hosts.stream import WINDOW_BYTES, Stream
 from vsched.aio.leader.link import LeaderEnd
@@ -72,101 +65,52 @@ from vsched.worker.shares import shared_out, threads_of, usable_cores
 
 logger = logging.getLogger(__name__)
 STARTS_MAX = 64
-"""Starts of worker groups that a host serves at a time."""
+"""Starts of worker groups that a host serves at once."""
 _FIRST = rank_identity(0)
 Measured = TypeVar("Measured", RankMemory, Reservation)
 
 
-class EntranceEnd(Protocol):
-    """A port of a host; see `vsched.aio.hosts.sockets.Entrance`."""
-
-    @property
-    def port(self) -> int: ...
-
-    def send(self, identity: bytes, frame: bytes) -> bool: ...
-
-    def read(self) -> None: ...
-
-    def admit(self, key: bytes, on_frame: Callable[[bytes, bytes], None]) -> None: ...
-
-    def dismiss(self, key: bytes) -> None: ...
-
-
-class HostEnd(EntranceEnd, Protocol):
-    """The host's end of all links; see `vsched.aio.hosts.sockets.HostSocket`."""
-
-    def plain(self) -> EntranceEnd: ...
-
-    def reach(
-        self,
-        address: str,
-        keys: CurveKeys | PlainKeys,
-        on_frame: Callable[[bytes], None],
-        on_cut: Callable[[str], None],
-    ) -> SourceEnd: ...
-
-
-class NearEnd:
-    """The end of a host that no other host reaches."""
-
-    port = 0
-
-    def __init__(self, send: Callable[[bytes, bytes], bool], read: Callable[[], None]) -> None:
-        self.send, self.read = send, read
-
-    def admit(self, key: bytes, on_frame: Callable[[bytes, bytes], None]) -> None:
-        """Nobody comes."""
-
-    def dismiss(self, key: bytes) -> None:
-        """Nobody was there."""
-
-    def plain(self) -> NoReturn:
-        """There is no second port."""
-        raise AssertionError("an engine knows no address of a host without a way to others")
-
-    def reach(self, *_: object) -> NoReturn:
-        """There is no way to another host."""
-        raise AssertionError("an engine knows no address of a host without a way to others")
-
-
 class HostServer:
-    """Serves every start of a worker group that engines ask for, by the identity of their peer."""
+    """Serves all starts of worker groups that engines request; each is one peer of the socket."""
 
     def __init__(
         self,
         launcher: Launcher,
-        link: HostEnd,
         *,
+        send: Callable[[bytes, bytes], bool],
+        read: Callable[[], None],
         name: str = "",
         cores: int | None = None,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        """Prepare; `link` has `hear` called.
+        """Create a server whose `hear` is called with each frame.
 
-        `cores` are those that ranks share; all that this process may run on, where it is None.
+        `send` queues a frame for a peer and returns whether it could; `read` handles all frames that have arrived.
+        `cores` is the number of cores that ranks share, by default all that this process may use.
         """
         self.name = name or socket.gethostname()
         self._cores = cores
         self._window_bytes = window_bytes
         self._launcher = launcher
-        self._link = link
+        self._send = send
+        self._read = read
         self._starts: dict[bytes, HostedStart] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._closing = False
 
     def hear(self, peer: bytes, frame: bytes) -> None:
-        """Take a frame of a peer, which may be a new one."""
+        """Handle a frame of a peer; an unknown peer begins a new start."""
         start = self._starts.get(peer)
         if start is None:
             if self._closing:
-                return  # an engine that lost its ranks here is back at once; its connection ends in a moment
+                return  # an engine that lost its ranks here reconnects at once; its connection ends soon
             if len(self._starts) >= STARTS_MAX:
                 logger.warning("more than %d starts at a time: one was not heard", STARTS_MAX)
                 return
             start = HostedStart(
                 self._launcher,
-                self._link,
-                peer,
+                partial(self._send, peer),
+                self._read,
                 name=self.name,
                 cores=self._cores,
                 window_bytes=self._window_bytes,
@@ -178,7 +122,7 @@ class HostServer:
         start.hear(frame)
 
     def _replace(self, opened: HostedStart) -> None:
-        """End what an engine started before for the same groups: it has given that up, though this may not know yet."""
+        """End an engine's earlier start of the same groups: the engine has given it up, even if its link stands."""
         for start in [*self._starts.values()]:
             if start is not opened and start.whose == opened.whose:
                 start.end("was replaced by a new start")
@@ -189,9 +133,9 @@ class HostServer:
         return [pid for start in self._starts.values() for pid in start.pids]
 
     async def close(self) -> None:
-        """End every rank, and start none any more.
+        """End all ranks and accept no new starts.
 
-        Blocks: for the moment that the system takes to kill.
+        Blocks: until the ranks are killed.
         """
         self._closing = True
         for start in [*self._starts.values()]:
@@ -203,15 +147,15 @@ class HostedStart:
     """One start of a worker group, on this host.
 
     Attributes:
-        on_end: Called when it is over.
-        whose: The engine and its groups; None before they are known.
+        on_end: Called when it has ended.
+        whose: The engine and its groups; None until they are known.
     """
 
     def __init__(
         self,
         launcher: Launcher,
-        link: HostEnd,
-        peer: bytes,
+        send: Callable[[bytes], bool],
+        read: Callable[[], None],
         *,
         name: str,
         cores: int | None,
@@ -219,14 +163,12 @@ class HostedStart:
         on_open: Callable[[HostedStart], None],
         ending: set[asyncio.Task[None]],
     ) -> None:
-        """Prepare; `ending` gets what has to be waited for until nothing of this runs."""
+        """Create a start; tasks that must finish before all its ranks have ended are added to `ending`."""
         self.on_end: Callable[[], object] = lambda: None
         self.whose: tuple[str, tuple[str, ...]] | None = None
         self._launcher = launcher
-        self._link = link
-        self._owed = Owed()
-        self._takers: dict[bytes, RowTaker] = {}
-        self._sources: dict[bytes, RowSource] = {}
+        self._read = read
+        self._fetches: dict[tuple[str, int], list[ByteRange]] = {}
         self._name = name
         self._cores = cores
         self._on_open = on_open
@@ -244,7 +186,7 @@ class HostedStart:
         self._stream = Stream(
             ToHost,
             None,
-            send=partial(link.send, peer),
+            send=send,
             take=self._take,
             write=self._write,
             on_broken=lambda why: self.end(f"the engine {why}"),
@@ -254,10 +196,10 @@ class HostedStart:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of its ranks, as far as they run."""
+        """Process ids of its running ranks."""
         return [self._ranks[rank].pid for rank in self._running if self._ranks[rank].pid]
 
-    # --- what the engine says ---
+    # --- messages of the engine ---
 
     def _take(self, message: ToHost) -> None:
         if isinstance(message, OpenGroups):
@@ -279,22 +221,19 @@ class HostedStart:
         except VschedError as error:
             self.refuse(f"has no room: {error}")
             return
-        self._asked = asked
         self.whose = (asked.engine, tuple(asked.groups))
         self._alive_s = asked.alive_s
         self._on_open(self)
         # Nothing here is lost without its engine.
-        self._place = self._launcher.place(
-            asked.groups, self._arena, lambda _why: None, lambda _pages: None
-        )
+        self._place = self._launcher.place(asked.groups, self._arena, lambda _why: None)
         for group in asked.groups:
             self._links[group] = self._place.open_link(group, partial(self._report, group))
         logger.info("serves %s", " and ".join(asked.groups))
         self._stream.put(Opened(self._name))
-        self._stream.watch(alive_s=asked.alive_s, silence_s=asked.silence_s, look=self._link.read)
+        self._stream.watch(alive_s=asked.alive_s, silence_s=asked.silence_s, look=self._read)
 
     def refuse(self, why: str) -> None:
-        """Tell the engine why it ends, and end it."""
+        """Tell the engine the reason, and end this start."""
         self._stream.put(Refused(why))
         self.end(f"it {why}")
 
@@ -304,14 +243,10 @@ class HostedStart:
                 self._launch(message, place)
             case ToRank(group, rank, frame) if group in self._links:
                 if not self._links[group].send(rank, frame):
-                    self._links[group].read()  # its last word tells more
+                    self._links[group].read()  # its last report may say why
                     self._stream.put(Unsent(group, rank))
-            case Fetch():
-                self._owed.ask(self._stream, message)
-            case Held():
-                self._encourage()
-            case Admit() | Reach() | Pull() | CutWay():
-                self._exchange(message)
+            case Fetch(group, step, ranges):
+                self._fetches[group, step] = ranges
             case Kill(rank) if rank in self._ranks:
                 self._keep(self._ranks[rank].end(grace_s=0))
             case Bye():
@@ -342,7 +277,7 @@ class HostedStart:
         self._encourage()
 
     def _encourage(self) -> None:
-        """Have ranks know that the engine lives: bytes may take longer than their patience, be it to the engine."""
+        """Tell ranks that the engine is alive: sending bytes may take longer than their timeout."""
         now_s = self._loop.time()
         if now_s - self._encouraged_s < self._alive_s:
             return
@@ -352,72 +287,7 @@ class HostedStart:
                 if (group, rank_identity(rank)) in self._ready:
                     link.send(rank, ON_THE_WAY)
 
-    # --- other hosts ---
-
-    def _exchange(self, message: Admit | Reach | Pull | CutWay) -> None:
-        """Have rows go to other hosts, and come from them."""
-        match message:
-            case Admit(key, encrypted):
-                self._admit(key, encrypted=encrypted)
-            case Reach():
-                self._reach(message)
-            case Pull(number, key):
-                source = self._sources.get(key)
-                if source is None:
-                    self._stream.put(Fetched(number, False))
-                else:
-                    source.pull(message, lambda came: self._stream.put(Fetched(number, came)))
-            case CutWay(key):
-                self._cut(key)
-
-    def _admit(self, key: bytes, *, encrypted: bool) -> None:
-        assert self._arena is not None, "a start that is open has one"
-        try:
-            entrance = self._link if encrypted else self._link.plain()
-        except zmq.ZMQError as error:
-            self._stream.put(Unreached(key, f"cannot listen on another port: {error}"))
-            return
-        taker = self._takers[key] = RowTaker(
-            self._owed,
-            self._arena,
-            self._asked,
-            send=entrance.send,
-            read=entrance.read,
-            on_broken=partial(self._cut, key),
-        )
-        entrance.admit(key, taker.hear)
-        self._stream.put(Admitted(key, entrance.port))
-
-    def _reach(self, asked: Reach) -> None:
-        assert self._arena is not None, "a start that is open has one"
-        key = asked.public
-
-        def broken(why: str) -> None:
-            self._sources.pop(key, None)
-            self._stream.put(Unreached(key, why))
-
-        source = self._sources[key] = RowSource(
-            self._arena,
-            self._asked,
-            on_reached=lambda: self._stream.put(Reached(key)),
-            on_broken=broken,
-        )
-        keys = (
-            CurveKeys(asked.public, asked.secret, asked.host_key)
-            if asked.encrypted
-            else PlainKeys(asked.public, asked.secret)
-        )
-        source.begin(self._link.reach(asked.address, keys, source.hear, source.fail))
-
-    def _cut(self, key: bytes) -> None:
-        self._link.dismiss(key)
-        taker, source = self._takers.pop(key, None), self._sources.pop(key, None)
-        if taker is not None:
-            taker.close()
-        if source is not None:
-            source.close()
-
-    # --- what ranks say ---
+    # --- reports of ranks ---
 
     def _report(self, group: str, identity: bytes, frame: bytes) -> None:
         if self._over:
@@ -427,19 +297,22 @@ class HostedStart:
             self._stream.put_ahead(FromRank(group, identity, frame))
             return
         if (group, _FIRST) in self._ready and identity == _FIRST and stage_of(group) == "encode":
-            self._note_result(group, frame)
+            self._send_rows(group, frame)
         elif (group, identity) not in self._ready:
             frame = self._name_pools(group, identity, frame)
         self._stream.put(FromRank(group, identity, frame))
 
-    def _note_result(self, group: str, frame: bytes) -> None:
-        """Send the rows of a step before its result; a damaged report goes on as it is, for the engine to find."""
+    def _send_rows(self, group: str, frame: bytes) -> None:
+        """Send the rows of a step ahead of its result; a damaged report is forwarded for the engine to detect."""
         report = undamaged_report(frame)
         if isinstance(report, EncodeResult):
-            self._owed.done(group, report.step, succeeded=report.failure is None)
+            ranges = self._fetches.pop((group, report.step), ())
+            for where in ranges if report.failure is None else ():
+                self._stream.put_range(where)
+            self._stream.put(Fetched(group, report.step))
 
     def _name_pools(self, group: str, identity: bytes, frame: bytes) -> bytes:
-        """Return a report of a rank that starts: what it says of memory is said of this host's."""
+        """Return a report of a starting rank with this host's name in its memory pools."""
         report = undamaged_report(frame)
         if report is None:
             return frame
@@ -465,13 +338,11 @@ class HostedStart:
     # --- the end ---
 
     def end(self, why: str) -> None:
-        """Kill its ranks, and forget it."""
+        """Kill its ranks and forget it."""
         if self._over:
             return
         self._over = True
         self._stream.close()
-        for key in [*self._takers, *self._sources]:
-            self._cut(key)
         if self.whose is not None:
             logger.info("serves %s no more: %s", " and ".join(self.whose[1]), why)
         self._keep(self._end())
@@ -493,7 +364,7 @@ class HostedStart:
 
 
 def _with_pools_of(report: RankReport, host: str) -> RankReport:
-    """Return a report with this host's name behind the memories that it speaks of: no two hosts share one."""
+    """Return a report whose memory pools carry this host's name: no two hosts share memory."""
 
     def named(one: Measured) -> Measured:
         return msgspec.structs.replace(one, pool=f"{one.pool} of {host}")
@@ -514,10 +385,10 @@ async def serve_host(
     on_ready: Callable[[str], None],
     cores: int | None = None,
 ) -> None:
-    """Serve engines until this is cancelled; `on_ready` is told where, and `cores` are those that ranks share.
+    """Serve engines until cancelled; `on_ready` gets the address, and ranks share `cores` cores.
 
     Raises:
-        ConfigError: When the address cannot be listened on.
+        ConfigError: When the address cannot be bound.
     """
     launcher = LocalLauncher()
     context: Context = zmq.Context()
@@ -532,7 +403,7 @@ async def serve_host(
                 f"--listen: cannot listen on {address}: {error}. Remedy: name an address of this host, such as "
                 "tcp://0.0.0.0:7700"
             ) from error
-        server = HostServer(launcher, link, name=name, cores=cores)
+        server = HostServer(launcher, send=link.send, read=link.read, name=name, cores=cores)
         heard.append(server.hear)
         on_ready(link.address)
         try:

@@ -1,8 +1,8 @@
-"""A link to a host whose address has to be asked for, and may become another one before the host has answered.
+"""A link to a host whose address is looked up, and may change until the host has answered.
 
-Whoever starts hosts may start a lost one again somewhere else, and its old address may be told for a while. So the
-address is asked for again until the host has spoken, and everything said so far is said again at a new one: little, for
-a stream lets no more than its window go without an answer. Once the host has spoken, its address stays.
+Ray may restart a lost host elsewhere and report the old address for a while. So the address is looked up again until
+the host answers, and all frames sent so far are repeated at a new address. These are few: a stream sends at most its
+window without an acknowledgement. Once the host has answered, its address does not change.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from vsched.errors import VschedError
 
 logger = logging.getLogger(__name__)
 ASK_AGAIN_S = 1.0
-"""How long a host may be silent at an address until the address is asked for again."""
+"""Interval of address look-ups while the host has not answered."""
 Find = Callable[[], Awaitable[str]]
-"""Returns where a host is, as soon as it is anywhere; raises a `VschedError` when it will never be."""
+"""Returns a host's address once it has one; raises a `VschedError` if it never will."""
 
 
 class SoughtEnd:
-    """The engine's end of a link; frames wait until the host is found."""
+    """The engine's end of a link; frames are queued until the host is found."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class SoughtEnd:
         *,
         ask_again_s: float = ASK_AGAIN_S,
     ) -> None:
-        """Begin to look; `connect_to` returns what opens a link to an address."""
+        """Start looking up the address; `connect_to` returns a function that connects to an address."""
         self._find = find
         self._connect_to = connect_to
         self._on_frame = on_frame
@@ -46,18 +46,8 @@ class SoughtEnd:
         self._seeking = asyncio.get_running_loop().create_task(self._seek())
 
     @property
-    def address(self) -> str:
-        """Where the host is; empty while that is not known."""
-        return self._address
-
-    @property
-    def host_key(self) -> bytes:
-        """The public key that the host has; empty while it is not found."""
-        return b"" if self._end is None else self._end.host_key
-
-    @property
     def hung_up(self) -> int:
-        """How often the host hung up where it was looked for last."""
+        """Number of connections that the host closed during the handshake, at the latest address."""
         return 0 if self._end is None else self._end.hung_up
 
     async def _seek(self) -> None:
@@ -75,7 +65,7 @@ class SoughtEnd:
             await asyncio.sleep(self._ask_again_s)
 
     def _move(self, connect: Connect) -> bool:
-        """Go to another address, and say there what was said."""
+        """Connect to another address, and repeat all frames there."""
         if self._end is not None:
             self._end.close()
         logger.info("looking for a host at %s", self._address)
@@ -90,25 +80,25 @@ class SoughtEnd:
         self._on_frame(frame)
 
     def send(self, frame: bytes) -> bool:
-        """Queue a frame, never waiting."""
+        """Queue a frame, without waiting; return False if that fails."""
         if not self._heard:
             self._said.append(frame)
         return self._end is None or self._end.send(frame)
 
     def read(self) -> None:
-        """Take everything that has come."""
+        """Handle all frames that have arrived."""
         if self._end is not None:
             self._end.read()
 
     def close(self) -> None:
-        """Look no further, and close."""
+        """Stop looking up the address, and close."""
         self._seeking.cancel()
         if self._end is not None:
             self._end.close()
 
 
 def connect_by_search(find: Find, connect_to: Callable[[str], Connect]) -> Connect:
-    """Return what opens links to a host that `find` finds."""
+    """Return a function that opens links to the host whose address `find` returns."""
 
     def connect(on_frame: Callable[[bytes], None], on_cut: Callable[[str], None]) -> SoughtEnd:
         return SoughtEnd(find, connect_to, on_frame, on_cut)

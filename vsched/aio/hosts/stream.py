@@ -1,11 +1,11 @@
 """An ordered stream of messages and arena bytes to another host, with bounded memory on both sides.
 
-Each frame has a number, so a gap ends the stream instead of leaving a hole, and says how many bytes were taken of the
-other direction. Not more than a window of bytes is ever under way; what else is to be sent waits here, messages as they
-are, arena bytes as a range that is read when its turn comes. So a slow link costs no memory, and the bytes of a step
-are read while it is in flight: as long as nobody else may write there.
+Each frame has a number, so that a lost frame ends the stream, and acknowledges the bytes received in the other
+direction. At most a window of bytes is in flight. The rest waits here: messages encoded, arena bytes as ranges that are
+read when they are sent. So a slow link needs no memory. The bytes of a step are read while it is in flight, when
+nothing may overwrite them.
 
-Nothing here knows of sockets: whoever has one hands frames in and out.
+Independent of sockets: the owner passes frames in and out.
 """
 
 from __future__ import annotations
@@ -13,46 +13,34 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from vsched.aio.hosts.messages import Alive, ByteRange, Held, Write
+from vsched.aio.hosts.messages import Alive, ByteRange, Write
 from vsched.transport.arena import Arena
 
 _HEADER = struct.Struct("<QQ")
 WINDOW_BYTES = 4 << 20
-"""Bytes that may be under way in one direction; at 10 ms there and back it allows 400 MB a second."""
+"""Maximum bytes in flight in one direction; allows 400 MB/s at a round-trip time of 10 ms."""
 PIECE_BYTES = 256 << 10
-"""Arena bytes travel in pieces of this size, or half a window, so that what is urgent can go between the bytes of two
-streams."""
+"""Arena bytes are sent in pieces of this size, or of half a window, so that urgent frames can go in between."""
 WAITING_MAX = 10_000
-"""Messages that wait for the window; each is a decision, or a piece of one's bytes, so more is a side that is stuck."""
+"""Maximum number of queued messages and ranges; a peer that is further behind is stuck."""
 _encoder = msgspec.msgpack.Encoder()
-
-
-class Barrier:
-    """A place in what waits to be sent that nothing passes until it is lifted; `ranges` go in its stead then.
-
-    While it is the first that waits, signs of life are `Held`.
-    """
-
-    def __init__(self) -> None:
-        self.lifted = False
-        self.ranges: Sequence[ByteRange] = ()
 
 
 class Stream:
     """One side of the stream.
 
-    `send` hands a frame to a socket, without waiting, and returns whether it could; `take` gets each message that the
-    other side put in, but for `Alive` and those that `write` gets: arena bytes. `on_broken` is called once, when the
-    stream cannot go on, with why in words that go on after the other's name.
+    `send` passes a frame to a socket, without waiting, and returns whether it could. `write` gets arena bytes, `take`
+    all other messages except `Alive`. `on_broken` is called once when the stream fails, with a reason that completes a
+    sentence after the name of the peer.
 
     Attributes:
-        broken: Whether it has ended, by itself or by `close`.
-        bytes_sent: Of all frames so far.
+        broken: Whether it has failed or was closed.
+        bytes_sent: Total size of all message bodies so far.
     """
 
     def __init__(
@@ -66,7 +54,7 @@ class Stream:
         on_broken: Callable[[str], None],
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        """Prepare; `messages` is the type of what is heard, and `arena` what ranges are read from."""
+        """Create one side; `messages` is the type of received messages, and ranges are read from `arena`."""
         self.arena = arena
         self.broken = False
         self.bytes_sent = 0
@@ -77,7 +65,7 @@ class Stream:
         self._on_broken = on_broken
         self._window_bytes = window_bytes
         self._piece_bytes = min(PIECE_BYTES, window_bytes // 2)
-        self._waiting: deque[bytes | ByteRange | Barrier] = deque()
+        self._waiting: deque[bytes | ByteRange] = deque()
         self._sent = self._heard = 0
         self._bytes_taken = self._bytes_told = self._bytes_acknowledged = 0
         self._loop = asyncio.get_running_loop()
@@ -87,7 +75,7 @@ class Stream:
     # --- sending ---
 
     def put(self, message: Any) -> bool:
-        """Send a message after all that was put in before; return False when too much waits, or it is broken."""
+        """Send a message after everything queued before; return False if the queue is full or the stream has failed."""
         if self.broken or len(self._waiting) >= WAITING_MAX:
             return False
         self._waiting.append(_encoder.encode(message))
@@ -95,36 +83,19 @@ class Stream:
         return not self.broken
 
     def put_ahead(self, message: Any) -> None:
-        """Send a message before all that waits: it says that somebody lives, and must not wait for bytes."""
+        """Send a message ahead of the queue: a sign of life must not wait for bytes."""
         if not self.broken:
             self._frame(_encoder.encode(message))
 
     def put_range(self, where: ByteRange) -> None:
-        """Send arena bytes, to the same place of the other's arena."""
+        """Queue arena bytes, to be written at the same offset of the peer's arena."""
         if where.size and not self.broken:
             self._waiting.append(where)
 
-    def put_barrier(self) -> Barrier:
-        """Let nothing that is put in after this go before it is lifted; signs of life go on."""
-        barrier = Barrier()
-        self._waiting.append(barrier)
-        return barrier
-
-    def lift(self, barrier: Barrier, ranges: Sequence[ByteRange]) -> None:
-        """Send these arena bytes, and then what waits behind the barrier."""
-        barrier.lifted, barrier.ranges = True, ranges
-        self._pump()
-
     def _pump(self) -> None:
-        """Send what the window has room for."""
+        """Send as much as the window allows."""
         while self._waiting and not self.broken:
             first = self._waiting[0]
-            if isinstance(first, Barrier):
-                if not first.lifted:
-                    return
-                self._waiting.popleft()
-                self._waiting.extendleft(reversed(first.ranges))
-                continue
             size = (
                 min(first.size, self._piece_bytes) if isinstance(first, ByteRange) else len(first)
             )
@@ -139,7 +110,7 @@ class Stream:
             self._frame(body)
 
     def _piece(self, where: ByteRange, size: int) -> bytes:
-        assert self.arena is not None, "nobody sends bytes without an arena"
+        assert self.arena is not None, "only a side with an arena sends bytes"
         rest = where.size - size
         if rest:
             self._waiting[0] = ByteRange(where.offset + size, rest)
@@ -155,10 +126,10 @@ class Stream:
         if not self._send(_HEADER.pack(self._sent, self._bytes_taken) + body):
             self.fail("cannot be reached any more")
 
-    # --- hearing ---
+    # --- receiving ---
 
     def hear(self, frame: bytes) -> None:
-        """Take a frame that has come."""
+        """Handle a received frame."""
         if self.broken:
             return
         self._heard_s = self._loop.time()
@@ -182,15 +153,15 @@ class Stream:
             self._take(message)
         self._bytes_taken += len(body)
         if self._bytes_taken - self._bytes_told >= self._window_bytes // 4:
-            self._say_alive()
+            self.put_ahead(Alive())
         self._pump()
 
-    # --- life ---
+    # --- liveness ---
 
     def watch(self, *, alive_s: float, silence_s: float, look: Callable[[], None]) -> None:
-        """Say something every `alive_s` from now on, and break when nothing is heard for `silence_s`.
+        """From now on send something every `alive_s`, and fail when nothing is received for `silence_s`.
 
-        `look` hands in what has come and was not heard yet: this process may have stood still itself.
+        `look` reads frames that have arrived already: this process may have been suspended itself.
         """
         self._heard_s = self._loop.time()
 
@@ -204,23 +175,19 @@ class Stream:
                 self.fail(f"was silent for {silent_s:.1f} s")
                 return
             if self._loop.time() - self._sent_s >= alive_s / 2:
-                self._say_alive()
+                self.put_ahead(Alive())
             self._timer = self._loop.call_later(alive_s / 2, tick)
 
         tick()
 
-    def _say_alive(self) -> None:
-        first = self._waiting[0] if self._waiting else None
-        self.put_ahead(Held() if isinstance(first, Barrier) else Alive())
-
     def fail(self, why: str) -> None:
-        """End it, and tell."""
+        """End the stream and report why."""
         if not self.broken:
             self.close()
             self._on_broken(why)
 
     def close(self) -> None:
-        """Say and hear nothing more."""
+        """Stop sending and receiving."""
         self.broken = True
         self._waiting.clear()
         if self._timer is not None:

@@ -76,18 +76,10 @@ class Launcher(Protocol):
     @property
     def run_dir(self) -> str: ...
 
-    def place(
-        self,
-        groups: Sequence[str],
-        arena: Arena,
-        on_lost: Callable[[str], None],
-        on_rows_lost: Callable[[Sequence[int]], None],
-    ) -> Host:
-        """Return a host for the ranks of a worker group, for one start.
+    def place(self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]) -> Host:
+        """Return a host for one start of a worker group, whose ranks use `arena`.
 
-        `arena` is what they read and write. `on_lost` is called, on the event loop and at most once, when the host is
-        lost with all ranks: with what happened, in words. `on_rows_lost` is called with pages of the arena whose rows
-        only this host had, once it has them no more.
+        `on_lost` is called on the event loop, at most once, when the host is lost with all ranks, with a description.
         """
         ...
 
@@ -126,14 +118,10 @@ class LocalLauncher:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def place(
-        self,
-        groups: Sequence[str],
-        arena: Arena,
-        on_lost: Callable[[str], None],
-        on_rows_lost: Callable[[Sequence[int]], None],
+        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
     ) -> LocalHost:
         """Return this host, which is never lost."""
-        del on_lost, on_rows_lost
+        del on_lost
         self._starts.update(groups)
         return LocalHost(self, groups, arena, self._starts[groups[0]])
 

@@ -35,15 +35,11 @@ STARTING = "starting processes and importing libraries"
 
 
 class WorkerGroupEvents(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom a worker group tells: results by group, the loss of all its groups, progress of loading by group.
-
-    `on_rows_lost` is told the pages whose embedding rows are gone with the host that it had.
-    """
+    """Callbacks of a worker group: results by group, the loss of all its groups, loading progress by group."""
 
     on_result: Callable[[str, GenerateResult | EncodeResult], None]
     on_lost: Callable[[Sequence[str], GroupFailure], None]
     on_progress: Callable[[str, str, float], None]
-    on_rows_lost: Callable[[Sequence[int]], None]
 
 
 class WorkerGroup:
@@ -104,9 +100,7 @@ class WorkerGroup:
         secret = secrets.token_hex(16)
         liveness = ProcessLiveness()
         self._close_host()
-        host = self._host = self._launcher.place(
-            self.groups, self._arena, self._lose_host, self._events.on_rows_lost
-        )
+        host = self._host = self._launcher.place(self.groups, self._arena, self._lose_host)
         self._threads_in_use = RankThreads(self.groups)
         self._leaders = {name: self._lead(host, name, secret, liveness) for name in self.groups}
         self._processes = []

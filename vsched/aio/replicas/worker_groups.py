@@ -27,10 +27,6 @@ class WorkerGroupListener(Protocol):
         """The groups of a worker group are gone."""
         ...
 
-    def on_rows_lost(self, pages: Sequence[int]) -> None:
-        """Nobody has the embedding rows of these pages any more."""
-        ...
-
 
 class WorkerGroups:
     """The worker groups, in order.
@@ -48,10 +44,7 @@ class WorkerGroups:
         self._lost = asyncio.Event()
         self._failure: GroupFailure | None = None
         events = WorkerGroupEvents(
-            on_result=self._on_result,
-            on_lost=self._on_lost,
-            on_progress=on_progress,
-            on_rows_lost=self._on_rows_lost,
+            on_result=self._on_result, on_lost=self._on_lost, on_progress=on_progress
         )
         self._all = list(make(events))
 
@@ -72,10 +65,6 @@ class WorkerGroups:
         else:
             self._failure = failure
             self._lost.set()
-
-    def _on_rows_lost(self, pages: Sequence[int]) -> None:
-        if self._listener is not None:
-            self._listener.on_rows_lost(pages)
 
     async def start(self) -> Reports:
         """Start all worker groups in parallel, wait until they are ready, and return the reports of ranks by group.

@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from vsched.aio.environment import placed_on
-from vsched.aio.hosts.server import HostServer, NearEnd
+from vsched.aio.hosts.server import HostServer
 from vsched.aio.replicas.launcher import Host, Launcher
 from vsched.config import Config
 from vsched.errors import ConfigError
@@ -56,7 +56,6 @@ class Connection:
         on_frame: Callable[[bytes], None],
         on_cut: Callable[[str], None],
     ) -> None:
-        self.address, self.host_key = "", b""  # hosts do not connect to each other
         self.hung_up = 0
         self.identity = identity
         self.boot: Boot | None = None
@@ -175,7 +174,8 @@ class Boot:
         launcher = SimulatedLauncher(machine.world, run_dir, machine.ranks)
         self._server = HostServer(
             launcher,
-            NearEnd(self._send, self._read),
+            send=self._send,
+            read=self._read,
             name=machine.name,
             cores=1,
             window_bytes=machine.profile.window_bytes,
@@ -314,16 +314,10 @@ class SimulatedCluster:
             hosts = {name: machine.connect for name, machine in self.machines.items()}
             self._launcher = placed_on(config, own, hosts, window_bytes=profile.window_bytes)
 
-    def place(
-        self,
-        groups: Sequence[str],
-        arena: Arena,
-        on_lost: Callable[[str], None],
-        on_rows_lost: Callable[[Sequence[int]], None],
-    ) -> Host:
+    def place(self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]) -> Host:
         """Return the next host for these groups."""
         self._world.launches.update(groups)
-        host = self._launcher.place(groups, arena, on_lost, on_rows_lost)
+        host = self._launcher.place(groups, arena, on_lost)
         if host.name:
             made = [*self.machines[host.name].connections.values()][-1]
             made.groups = tuple(groups)

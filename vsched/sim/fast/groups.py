@@ -143,8 +143,6 @@ class SimulatedGroup:
         self.incarnation += 1
         self.losses += 1
         self._left_ns = 0.0
-        if self.link is not None:
-            self.link.lose()
         self.log.clear()
         device = self.device
         if device.running is self:

@@ -3,7 +3,6 @@
 All traffic to a host shares its link: bytes leave one after another at the rate of the link, and
 arrive in order after the latency. Pixels are sent ahead of an encode batch, and the embeddings
 covered by its chunks ahead of a generate step; the embeddings from a batch come before its result.
-With `cluster.direct` they go from host to host, and the result is reported after they arrive.
 Decisions and results themselves count as zero bytes. With Ray each replica has its own link,
 because the replicas that will share a node are not known in advance.
 """
@@ -54,89 +53,36 @@ class LinkWay:
         return self._latest_ns
 
 
-class Rows:
-    """Locations of embeddings in the arena's pages, for transfers from host to host.
-
-    Keyed by the first page of an embedding: `home` is the group that encoded it, and `there` are
-    groups that fetched it.
-    """
-
-    def __init__(self) -> None:
-        self.home: dict[int, GroupLink] = {}
-        self.there: dict[int, set[GroupLink]] = {}
-
-    def forget(self, link: GroupLink) -> None:
-        """Forget the copies held by a lost group."""
-        for groups in self.there.values():
-            groups.discard(link)
-
-
 class GroupLink:
     """The link of a group on another host; groups on one host share the directions `there` and `back`."""
 
-    def __init__(
-        self, host: str, *, there: LinkWay, back: LinkWay, row_bytes: int, rows: Rows | None
-    ) -> None:
-        """Create a link; `rows` is set if embeddings go from host to host."""
-        self.host = host
-        self.readers: Sequence[GroupLink] = ()
+    def __init__(self, *, there: LinkWay, back: LinkWay, row_bytes: int) -> None:
         self.there = there
         self.back = back
         self._row_bytes = row_bytes
-        self._rows = rows
 
     def decision_ns(self, decision: Decision, now_ns: int) -> int:
         """Return when a decision and all its inputs have arrived."""
         if isinstance(decision, EncodeDecision):
             size = sum(task.extent.size for task in decision.tasks)
-            return self.there.arrival_ns(size, now_ns)
-        size = 0
-        for chunk in decision.chunks:
-            for page, rows in _covered(chunk):
-                now_ns = self._fetched_ns(page, rows, now_ns)
-                if self._rows is None or self not in self._rows.there.get(page, ()):
-                    size += rows * self._row_bytes
+        else:
+            size = sum(map(_covered_rows, decision.chunks)) * self._row_bytes
         return self.there.arrival_ns(size, now_ns)
-
-    def _fetched_ns(self, page: int, rows: int, now_ns: int) -> int:
-        """Return when the engine has embedding rows that it must fetch from an encoder's host."""
-        if self._rows is None or self in self._rows.there.get(page, ()):
-            return now_ns
-        home = self._rows.home.get(page)
-        if home is None:
-            return now_ns
-        asked_ns = home.there.arrival_ns(0, now_ns)
-        return home.back.arrival_ns(rows * self._row_bytes, asked_ns)
 
     def result_ns(self, decision: Decision, now_ns: int) -> int:
         """Return when the engine receives the result of a step that ended now."""
-        if not isinstance(decision, EncodeDecision):
-            return self.back.arrival_ns(0, now_ns)
-        if self._rows is None:
+        size = 0
+        if isinstance(decision, EncodeDecision):
             size = sum(task.tokens for task in decision.tasks) * self._row_bytes
-            return self.back.arrival_ns(size, now_ns)
-        there_ns = now_ns
-        for task in decision.tasks:
-            page = task.pages[0]
-            readers = {self.readers[replica] for replica in task.readers}
-            self._rows.home[page], self._rows.there[page] = self, readers
-            away = sum(reader.host != self.host for reader in readers)
-            there_ns = self.back.arrival_ns(away * task.tokens * self._row_bytes, now_ns)
-        return self.back.arrival_ns(0, there_ns)
-
-    def lose(self) -> None:
-        """Drop the state of a lost group."""
-        if self._rows is not None:
-            self._rows.forget(self)
+        return self.back.arrival_ns(size, now_ns)
 
 
-def _covered(chunk: ChunkPlan) -> list[tuple[int, int]]:
-    """Return the first page of each embedding in a chunk, with the number of covered rows."""
-    covered = []
-    for item in chunk.items:
-        rows = min(chunk.stop, item.offset + item.tokens) - max(chunk.start, item.offset)
-        covered.append((item.pages[0], max(rows, 0)))
-    return covered
+def _covered_rows(chunk: ChunkPlan) -> int:
+    """Return the number of embedding rows in a chunk."""
+    return sum(
+        max(min(chunk.stop, item.offset + item.tokens) - max(chunk.start, item.offset), 0)
+        for item in chunk.items
+    )
 
 
 class Links:
@@ -164,24 +110,16 @@ class Links:
         }
         self._ways = [way for both in ways.values() for way in both]
         together = config.placement == "together"
-        direct = config.cluster.direct and OWN_HOST not in hosts.values() and not together
-        rows = Rows() if direct else None
         self.groups = {
             group: GroupLink(
-                host,
                 there=ways[host][0],
                 back=ways[host][1],
-                row_bytes=0
-                if together
-                else info.embedding_row_bytes,  # otherwise they stay in one process
-                rows=rows,
+                # With both stages in one process, rows stay there.
+                row_bytes=0 if together else info.embedding_row_bytes,
             )
             for group, host in hosts.items()
             if host != OWN_HOST
         }
-        if direct:
-            for link in self.groups.values():
-                link.readers = [self.groups[name] for name in generators]
 
     @property
     def bytes(self) -> int:

@@ -446,14 +446,10 @@ class SimulatedLauncher:
         self._collectives: dict[str, Collective] = {}
 
     def place(
-        self,
-        groups: Sequence[str],
-        arena: Arena,
-        on_lost: Callable[[str], None],
-        on_rows_lost: Callable[[Sequence[int]], None],
+        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
     ) -> SimulatedHost:
         """Return this host, which is never lost by itself."""
-        del on_lost, on_rows_lost
+        del on_lost
         self._starts.update(groups)
         start = self._starts[groups[0]]
         return SimulatedHost(self._world, self.run_dir, self.start, groups, arena, start)

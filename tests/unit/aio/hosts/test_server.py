@@ -22,9 +22,10 @@ from vsched.aio.hosts.messages import (
     ToRank,
     Write,
 )
-from vsched.aio.hosts.server import HostServer, NearEnd
+from vsched.aio.hosts.server import HostServer
 from vsched.aio.hosts.stream import PIECE_BYTES, WINDOW_BYTES, Stream
 from vsched.aio.replicas.launcher import OnExit
+from vsched.failures import EncodeErrorKind
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
 from vsched.types import ArenaLayout
@@ -108,7 +109,7 @@ class Wire:
         self.there: deque[bytes] = deque()
         self.back: deque[bytes] = deque()
         self.heard: list[object] = []
-        self.server = HostServer(self.home, NearEnd(self._answer, lambda: None), name="far")
+        self.server = HostServer(self.home, send=self._answer, read=lambda: None, name="far")
         self.engine = Stream(
             ToEngine,
             Arena.create(LAYOUT),
@@ -159,24 +160,11 @@ async def test_server_tells_ranks_that_what_they_wait_for_is_on_the_way(wire: Wi
     assert wire.home.link.heard == [b"order", *[ON_THE_WAY] * 3, b"entry"]
 
 
-async def test_server_tells_ranks_to_wait_for_what_is_held(wire: Wire) -> None:
-    """Embedding rows go through the engine first, so neither bytes nor heartbeats arrive here meanwhile."""
-    wire.home.link.report(FIRST, encode_report(Ready(1, {})))
-    barrier = wire.engine.put_barrier()
-    wire.engine.put(ToRank("encode", 0, b"entry"))
-    wire.engine.watch(alive_s=0.0, silence_s=60.0, look=lambda: None)
-    wire.deliver()
-    assert wire.home.link.heard == [ON_THE_WAY]
-    wire.engine.lift(barrier, [])
-    wire.deliver()
-    assert wire.home.link.heard == [ON_THE_WAY, b"entry"]
-
-
 async def test_server_lets_pulses_go_ahead_of_rows(wire: Wire) -> None:
     """Rows fill the window and wait; the engine still learns that the rank is alive."""
     report = wire.home.link.report
     report(FIRST, encode_report(Ready(1, {})))
-    wire.engine.put(Fetch(1, "encode", 1, [ByteRange(0, 2 * WINDOW_BYTES)]))
+    wire.engine.put(Fetch("encode", 1, [ByteRange(0, 2 * WINDOW_BYTES)]))
     while wire.there:
         wire.server.hear(b"peer", wire.there.popleft())
     wire.heard.clear()
@@ -189,6 +177,29 @@ async def test_server_lets_pulses_go_ahead_of_rows(wire: Wire) -> None:
     behind = kinds[wire.heard.index(pulse) :].count(Write)
     assert behind * PIECE_BYTES >= WINDOW_BYTES
     assert kinds[-2:] == [Fetched, FromRank], "its result comes after its rows"
+
+
+@pytest.mark.parametrize(("failure", "rows"), [(None, 1), (EncodeErrorKind.OUT_OF_MEMORY, 0)])
+async def test_server_sends_the_rows_of_a_step_that_succeeded(
+    wire: Wire, failure: EncodeErrorKind | None, rows: int
+) -> None:
+    """Each step's rows precede its result; a failed step has none."""
+    report = wire.home.link.report
+    report(FIRST, encode_report(Ready(1, {})))
+    for step in (1, 2):
+        wire.engine.put(Fetch("encode", step, [ByteRange(100 * step, 8)]))
+    wire.deliver()
+    wire.heard.clear()
+    for step in (1, 2):
+        report(FIRST, encode_report(EncodeResult(step, failure, 0)))
+        wire.deliver()
+        *written, fetched, result = wire.heard
+        assert [(one.offset, len(one.data)) for one in written if isinstance(one, Write)] == (
+            [(100 * step, 8)] * rows
+        )
+        assert fetched == Fetched("encode", step)
+        assert isinstance(result, FromRank)
+        wire.heard.clear()
 
 
 async def test_server_that_closes_serves_nobody_new(wire: Wire) -> None:

@@ -12,14 +12,7 @@ import zmq
 
 from tests.cable import Cable
 from tests.patience import until
-from vsched.aio.hosts.keys import (
-    CurveKeys,
-    PlainKeys,
-    curve_keys,
-    make_secret,
-    read_key_file,
-    write_key_file,
-)
+from vsched.aio.hosts.keys import curve_keys, make_secret, read_key_file, write_key_file
 from vsched.aio.hosts.sockets import Context, EngineSocket, HostSocket
 from vsched.errors import ConfigError
 
@@ -101,94 +94,19 @@ async def test_sockets_let_nobody_in_without_the_key(host: Heard, context: Conte
     plain.close(linger=0)
 
 
-async def test_plain_entrance_lets_in_who_has_the_password(host: Heard, context: Context) -> None:
-    """Another password, name or key, no engine secret, or no credentials."""
-    plain = host.link.plain()
-    assert plain is host.link.plain()
+async def test_wire_shows_nothing_of_what_is_sent(host: Heard, context: Context) -> None:
     heard: list[bytes] = []
     cut: list[str] = []
-    name, password = zmq.curve_keypair()
-    curved, secret = zmq.curve_keypair()
-    taken: list[bytes] = []
-
-    def take(peer: bytes, frame: bytes) -> None:
-        taken.append(frame)
-        plain.send(peer, frame)
-
-    plain.admit(name, take)
-    host.link.admit(curved, lambda _peer, frame: taken.append(frame))
-    engine = curve_keys(SHARED, "engine")
-    strangers = [
-        EngineSocket(context, plain.address, keys, heard.append, cut.append)
-        for keys in (
-            PlainKeys(name, secret),
-            PlainKeys(name, b"no key"),
-            PlainKeys(name, b" "),
-            PlainKeys(name, name),
-            PlainKeys(curved, secret),
-            PlainKeys(*zmq.curve_keypair()),
-            PlainKeys(engine.public, engine.secret),
-            engine,
-            CurveKeys(name, password, engine.peer),
-        )
-    ]
-    elsewhere = EngineSocket(
-        context, host.link.address, PlainKeys(name, password), heard.append, cut.append
-    )
-    wordless = context.socket(zmq.DEALER)
-    wordless.connect(plain.address)
-    wordless.send(b"let me in", zmq.DONTWAIT)
-    for stranger in (*strangers, elsewhere):
-        stranger.send(b"let me in")
-    encrypting = strangers[-2:]
-    await until(lambda: taken or (len(cut) >= 7 and all(one.hung_up for one in encrypting)))
-    assert not taken
-    friend = EngineSocket(
-        context, plain.address, PlainKeys(name, password), heard.append, cut.append
-    )
-    friend.send(b"me")
-    await until(lambda: heard)
-    await asyncio.sleep(0)
-    assert taken == heard == [b"me"]
-    assert host.frames == []
-    host.link.dismiss(name)
-    friend.send(b"still me")
-    late = EngineSocket(context, plain.address, PlainKeys(name, password), heard.append, cut.append)
-    late.send(b"and me")
-    before = len(cut)
-    await until(lambda: len(cut) > before)
-    assert taken == [b"me"]
-    for socket in (*strangers, elsewhere, friend, late):
-        socket.close()
-    wordless.close(linger=0)
-
-
-@pytest.mark.parametrize("encrypted", [True, False])
-async def test_wire_shows_what_is_said_without_encryption_alone(
-    host: Heard, context: Context, encrypted: bool
-) -> None:
-    """Only traffic of the plain entrance can be read on the wire."""
-    heard: list[bytes] = []
-    public, secret = zmq.curve_keypair()
-    entrance = host.link if encrypted else host.link.plain()
-
-    def answer(peer: bytes, _frame: bytes) -> None:
-        entrance.send(peer, b"rows " * 20)
-
-    entrance.admit(public, answer)
-    keys = (
-        CurveKeys(public, secret, curve_keys(SHARED, "engine").peer)
-        if encrypted
-        else PlainKeys(public, secret)
-    )
-    async with Cable(entrance.address) as cable:
+    async with Cable(host.link.address) as cable:
         cable.read = bytearray()
-        peer = EngineSocket(context, cable.address, keys, heard.append, heard.append)  # type: ignore[arg-type]
-        peer.send(b"what is in the picture?")
+        keys = curve_keys(SHARED, "engine")
+        engine = EngineSocket(context, cable.address, keys, heard.append, cut.append)
+        engine.send(b"what is in the picture? " * 4)
         await until(lambda: heard)
-        peer.close()
-    assert heard == [b"rows " * 20]
-    assert (b"what is in the picture?" in cable.read) == (heard[0] in cable.read) != encrypted
+        engine.close()
+    assert heard == host.frames == [b"what is in the picture? " * 4]
+    assert cable.read
+    assert b"picture" not in cable.read
 
 
 def test_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ class End:
         self.address, self.say, self.cut = address, say, cut
         self.frames: list[bytes] = []
         self.hung_up = 3
-        self.host_key = b"key"
         self.reads = 0
         self.closed = False
 

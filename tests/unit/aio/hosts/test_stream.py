@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vsched.aio.hosts.messages import Bye, ByteRange, Held, Kill, ToHost, Write
+from vsched.aio.hosts.messages import Bye, ByteRange, Kill, ToHost, Write
 from vsched.aio.hosts.stream import PIECE_BYTES, Stream
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout
@@ -135,34 +135,3 @@ async def test_stream_ends_when_the_other_is_gone() -> None:
     engine.reachable = False
     assert not engine.stream.put(Kill(1))
     assert engine.broken == ["cannot be reached any more"]
-
-
-async def test_stream_lets_nothing_pass_a_barrier_until_it_is_lifted() -> None:
-    """The replacement sent when a barrier is lifted precedes everything queued behind it."""
-    engine, host = Side(), Side()
-    engine.stream.put(Kill(1))
-    barrier = engine.stream.put_barrier()
-    engine.stream.put(Kill(2))
-    deliver(engine, host)
-    assert host.heard == [Kill(1)]
-    engine.arena.put(0, b"rows")
-    engine.stream.lift(barrier, [ByteRange(0, 4)])
-    host.stream.hear(engine.frames.popleft())
-    assert (host.written[0].data, host.heard) == (b"rows", [Kill(1)])
-    deliver(engine, host)
-    assert host.heard == [Kill(1), Kill(2)]
-
-
-async def test_stream_says_that_a_barrier_holds_what_comes_next() -> None:
-    """It is sent in place of heartbeats, and stops when the barrier is lifted."""
-    engine, host = Side(), Side()
-    barrier = engine.stream.put_barrier()
-    engine.stream.put(Kill(1))
-    engine.stream.watch(alive_s=0.0, silence_s=60.0, look=lambda: None)
-    deliver(engine, host)
-    assert host.heard == [Held()]
-    engine.stream.lift(barrier, [])
-    engine.stream.watch(alive_s=0.0, silence_s=60.0, look=lambda: None)
-    deliver(engine, host)
-    assert host.heard == [Held(), Kill(1)]
-    engine.stream.close()

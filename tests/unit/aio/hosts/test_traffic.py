@@ -22,10 +22,6 @@ BASE = LAYOUT.embedding_offset
 PAGE = 64
 
 
-def read(traffic: Traffic, decision: GenerateDecision) -> list[ByteRange]:
-    return [where for rows in traffic.read_by(decision) for where in rows.read]
-
-
 def joined(number: int, slot: int, items: list[ItemPlace] | None) -> Join:
     data = None
     if items is not None:
@@ -37,8 +33,7 @@ def test_traffic_of_a_batch_is_its_pixels_there_and_its_rows_back() -> None:
     task = EncodeTask(b"key", 6, Extent(10, 30), [5, 2])
     batch = EncodeDecision(1, [task])
     traffic = Traffic(LAYOUT)
-    assert traffic.pixels_of(batch) == [ByteRange(10, 30)]
-    assert traffic.read_by(batch) == []
+    assert traffic.read_by(batch) == [ByteRange(10, 30)]
     assert written_by(LAYOUT, batch.tasks) == [
         ByteRange(BASE + 5 * PAGE, PAGE),
         ByteRange(BASE + 2 * PAGE, 2 * 16),
@@ -50,7 +45,7 @@ def test_traffic_of_a_chunk_is_the_rows_that_it_covers() -> None:
     traffic = Traffic(LAYOUT)
     chunk = ChunkPlan(3, 12, 17, [ChunkItem(10, 8, [6, 1])])
     decision = GenerateDecision(1, joined=[joined(7, 3, [ItemPlace(10, 8)])], chunks=[chunk])
-    assert read(traffic, decision) == [
+    assert traffic.read_by(decision) == [
         ByteRange(BASE + 6 * PAGE + 2 * 16, 2 * 16),
         ByteRange(BASE + 1 * PAGE, 3 * 16),
     ]
@@ -63,7 +58,7 @@ def test_traffic_of_spans_leaves_out_what_is_no_placeholder() -> None:
     place = ItemPlace(10, 4, b"", ((10, 12), (13, 15)))
     chunk = ChunkPlan(0, 12, 14, [ChunkItem(10, 4, [3])])
     decision = GenerateDecision(1, joined=[joined(1, 0, [place])], chunks=[chunk])
-    assert read(traffic, decision) == [ByteRange(BASE + 3 * PAGE + 2 * 16, 16)]
+    assert traffic.read_by(decision) == [ByteRange(BASE + 3 * PAGE + 2 * 16, 16)]
 
 
 def test_traffic_knows_who_came_back_and_forgets_who_is_gone() -> None:
@@ -73,7 +68,7 @@ def test_traffic_knows_who_came_back_and_forgets_who_is_gone() -> None:
     traffic.read_by(GenerateDecision(1, joined=[joined(5, 1, here)]))
     traffic.read_by(GenerateDecision(2, left=[Leave(5, 1, keep=True)]))
     back = GenerateDecision(3, joined=[joined(5, 1, None)], chunks=[chunk])
-    assert read(traffic, back) == [ByteRange(BASE, PAGE)]
+    assert traffic.read_by(back) == [ByteRange(BASE, PAGE)]
     # It finishes, which no decision says, and another request takes its slot.
     traffic.read_by(GenerateDecision(4, joined=[joined(6, 1, here)]))
     assert set(traffic._items) == {6}
