@@ -21,9 +21,11 @@ if TYPE_CHECKING:
         RequestRefused,
         VschedError,
     )
+    from vsched.offline import LLM
     from vsched.types import MediaItem, Request, SamplingParams
 
 __all__ = [
+    "LLM",
     "Config",
     "ConfigError",
     "DeviceOutOfMemory",
@@ -40,6 +42,7 @@ __all__ = [
 _MODULES = {
     "Config": "config",
     "Engine": "engine",
+    "LLM": "offline",
     "MediaItem": "types",
     "Request": "types",
     "SamplingParams": "types",

@@ -1,0 +1,89 @@
+"""`LLM`: batches over a real engine, without asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vsched import LLM, Config, RequestRefused, SamplingParams, VschedError
+from vsched.errors import CheckpointError
+
+GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(configure: Callable[..., Config]) -> Iterator[LLM]:
+    with LLM(config=configure("nano25")) as opened:
+        yield opened
+
+
+def picture(part: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": [part, {"type": "text", "text": "Which?"}]}]
+
+
+def test_offline_completions_are_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [f"{number} and" for number in range(40)]
+    done = llm.generate(prompts, GREEDY)
+    assert all((len(one.token_ids), one.finish_reason) == (5, "length") for one in done)
+    alone = llm.generate(prompts[7], GREEDY)
+    assert [one.token_ids for one in alone] == [done[7].token_ids]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_offline_prompts_may_be_tokens_or_have_images(llm: LLM) -> None:
+    (text,) = llm.generate("Hello there", GREEDY)
+    token_ids = asyncio.run(_tokens(llm, "Hello there"))
+    (tokens,) = llm.generate([token_ids], GREEDY)
+    assert (tokens.text, tokens.prompt_tokens) == (text.text, len(token_ids))
+    with pytest.raises(RequestRefused, match="pass prompt, and images"):
+        llm.generate({"prompt": "x", "pictures": []})
+
+
+async def _tokens(llm: LLM, text: str) -> list[int]:
+    return llm.engine.preprocessor.tokenize(text)
+
+
+def test_offline_chat_takes_one_conversation_or_many_with_images(llm: LLM) -> None:
+    image = Image.new("RGB", (56, 56), "red")
+    red = picture({"type": "image_pil", "image_pil": image})
+    text = [{"role": "user", "content": "Hello"}]
+    first, second = llm.chat([red, text], GREEDY)
+    assert first.prompt_tokens > second.prompt_tokens
+    (again,) = llm.chat(red, GREEDY)
+    assert again.token_ids == first.token_ids
+    assert again.cached_tokens > 0
+
+
+def test_offline_error_is_raised_or_kept(llm: LLM) -> None:
+    prompts = ["short", "long " * 5000, "short"]
+    with pytest.raises(RequestRefused, match="context"):
+        llm.generate(prompts, GREEDY)
+    done = llm.generate(prompts, GREEDY, on_error="keep")
+    assert [one.finish_reason for one in done] == ["length", "error", "length"]
+    assert "context" in done[1].error
+    with pytest.raises(RequestRefused, match="messages"):
+        llm.chat([{"role": "emperor", "content": "Hello"}])
+
+
+def test_offline_start_that_fails_leaves_no_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(CheckpointError):
+        LLM(tmp_path, settings=["generate.slots=2"])
+    assert threading.active_count() == before
+
+
+async def test_offline_works_where_a_loop_runs_and_closes_twice(
+    configure: Callable[..., Config],
+) -> None:
+    """A notebook's thread has a running loop."""
+    llm = LLM(config=configure("nano25"), progress=False)
+    assert len(llm.generate("Hello", GREEDY)) == 1
+    llm.close()
+    llm.close()
+    with pytest.raises(VschedError, match="closed"):
+        llm.generate("Hello")
