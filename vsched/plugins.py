@@ -179,6 +179,23 @@ def list_policies() -> list[RegisteredPolicy]:
     return listed
 
 
+def describe_policy(target: str) -> RegisteredPolicy:
+    """Return the facts about a class named as `package.module:Class`; `kind` lists its decisions.
+
+    Raises:
+        ConfigError: If it cannot be imported.
+        PolicyError: If the class does not meet its contract.
+    """
+    cls = load_policy_class(SEVERAL, target, path=target)
+    return RegisteredPolicy(
+        kind=", ".join(decisions_of(cls)),
+        name=cls.__qualname__,
+        target=target,
+        fields=tuple(policy_fields(cls)),
+        summary=(inspect.getdoc(cls) or "").partition("\n")[0],
+    )
+
+
 def policy_fields(cls: type[Policy]) -> list[PolicyField]:
     """Return the configuration fields of a policy class, in order of declaration."""
     return [

@@ -92,6 +92,19 @@ def test_cli_policies_show_tells_of_one_and_its_effect() -> None:
     assert "compare with vsched simulate" in run("policies", "show", "forced-tokens")
 
 
+def test_cli_policies_show_describes_a_class_that_is_not_registered() -> None:
+    output = run("policies", "show", "tests.unit.test_several_decisions:Counting")
+    for expected in (
+        "Counts arrivals in one method",
+        "admission: admit(), configured in encode.admission or generate.admission",
+        "front_door: arrive(), configured in front_door",
+        "all with one state",
+        "State: Counts",
+        "most = 8  (int, 1 or more)",
+    ):
+        assert expected in output
+
+
 def test_cli_refusal_is_one_line_and_exit_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

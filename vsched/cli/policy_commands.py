@@ -14,10 +14,12 @@ from vsched.errors import ConfigError
 from vsched.plugins import (
     PolicyField,
     RegisteredPolicy,
+    describe_policy,
     did_you_mean,
     list_policies,
     load_policy_class,
 )
+from vsched.policy import DECISIONS, POLICY_TABLES, SEVERAL
 from vsched.terminal.options import PlotOption
 
 if TYPE_CHECKING:
@@ -52,10 +54,22 @@ def policies(context: typer.Context) -> None:
 
 @policies_app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="Name of a policy, as `vsched policies` lists it.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="Name of a policy, as `vsched policies` lists it, or module:Class."),
+    ],
     plot: PlotOption = None,
 ) -> None:
-    """Describe a policy and its fields, and show its effect on a small workload in the simulator."""
+    """Describe a policy and its fields, and show its effect on a small workload in the simulator.
+
+    A class that is not registered, named as module:Class, is described with all its decisions.
+    """
+    if ":" in name:
+        if plot is not None:
+            raise ConfigError(f"--plot {plot}: Remedy: vsched policies try {name} --html FILE")
+        for line in _about_class(describe_policy(name)):
+            typer.echo(line)
+        return
     found = [policy for policy in list_policies() if policy.name == name]
     if not found:
         idea = did_you_mean(name, [policy.name for policy in list_policies()])
@@ -129,6 +143,23 @@ def _about(policy: RegisteredPolicy) -> list[str]:
     lines = [f"{policy.kind}: {policy.name} ({policy.target})", "", inspect.getdoc(cls) or "", ""]
     lines += [f"  {field.name} = {_default(field)}  ({field.type})" for field in policy.fields]
     return [*lines, ""] if policy.fields else lines
+
+
+def _about_class(policy: RegisteredPolicy) -> list[str]:
+    """Return the description of a class that is not registered, as lines."""
+    made = policy.kind.split(", ")
+    cls = load_policy_class(SEVERAL, policy.target)
+    lines = [policy.target, "", inspect.getdoc(cls) or "(no docstring)", "", "Decisions:"]
+    for kind in made:
+        tables = [table for table, decision in POLICY_TABLES.items() if decision == kind]
+        lines.append(f"  {kind}: {DECISIONS[kind].method}(), configured in {' or '.join(tables)}")
+    if len(made) > 1:
+        lines.append(f"  all with one state: configured in the table {SEVERAL}")
+    if cls.state_type is not None:
+        lines.append(f"State: {cls.state_type.__qualname__}")
+    lines.append("Fields:" if policy.fields else "Fields: none")
+    lines += [f"  {field.name} = {_default(field)}  ({field.type})" for field in policy.fields]
+    return [*lines, "", f"Its effect: vsched policies try {policy.target}"]
 
 
 def _fields(policy: RegisteredPolicy) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vsched.testing.defaults import default_policies
     from vsched.testing.model_ranks.cluster import ModelCluster
     from vsched.testing.policy_check import check_policy
+    from vsched.testing.policy_run import PolicyRun, RequestAt, run_policy
     from vsched.testing.schedules.random_runs import run_random
     from vsched.testing.schedules.requests import make_request, random_limits, random_request
     from vsched.testing.schedules.strategies import fault_plans, faults
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ContractBroken",
     "ModelCluster",
+    "PolicyRun",
+    "RequestAt",
     "check_policy",
     "check_transport",
     "check_worker",
@@ -32,11 +35,15 @@ __all__ = [
     "make_request",
     "random_limits",
     "random_request",
+    "run_policy",
     "run_random",
 ]
 _MODULES = {
     "ContractBroken": "vsched.testing.contracts.base",
     "ModelCluster": "vsched.testing.model_ranks.cluster",
+    "PolicyRun": "vsched.testing.policy_run",
+    "RequestAt": "vsched.testing.policy_run",
+    "run_policy": "vsched.testing.policy_run",
     "check_policy": "vsched.testing.policy_check",
     "check_transport": "vsched.testing.contracts.transport",
     "check_worker": "vsched.testing.contracts.worker",

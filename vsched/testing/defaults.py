@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any
 
 from vsched.kernel import KernelPolicies
-from vsched.plugins import resolve_policy
-from vsched.policy import Policy
+from vsched.plugins import check_contract, resolve_policy
+from vsched.policy import SEATS, SEVERAL, Policy, decisions_of
 
 DEFAULTS = {
     "encode_admission": ("admission", "token-budget"),
@@ -27,11 +27,25 @@ DEFAULTS = {
 """Kind and registered name of each policy that the kernel calls."""
 
 
-def default_policies(**changes: Policy) -> KernelPolicies:
-    """Return the default policies of a server, with replacements by field name."""
+def default_policies(policy: Policy | None = None, /, **changes: Policy) -> KernelPolicies:
+    """Return the default policies of a server, with replacements by field name.
+
+    A positional `policy` makes all decisions that it has methods for, with one state if there are several.
+
+    Raises:
+        PolicyError: When the policy does not meet its contract.
+    """
     policies: dict[str, Any] = {
         place: _resolve(kind, name) for place, (kind, name) in DEFAULTS.items()
     }
+    if policy is not None:
+        check_contract(type(policy), SEVERAL)
+        made = decisions_of(type(policy))
+        changes = {
+            seat.field: policy for seat in SEATS if seat.field and seat.decision in made
+        } | changes
+        if len(made) > 1:
+            policies["several"] = policy
     return KernelPolicies(**{**policies, **changes})
 
 
