@@ -343,12 +343,12 @@ class Engine:
             hold = parts.adapters.hold(adapter) if adapter else None
             if hold is not None:
                 given.callback(hold.release)
-            coming = parts.come_in(
+            coming = parts.admit_and_prepare(
                 asked, partial(prepare, parts), images=images, answers=len(request_ids)
             )
-            prepared, knock = await parts.shell.preparations.run(request_ids[0], coming)
+            prepared, arrival_id = await parts.shell.preparations.run(request_ids[0], coming)
             given.callback(prepared.lease.release)
-            given.callback(parts.shell.door.leave, knock)
+            given.callback(parts.shell.arrivals.leave, arrival_id)
             # Accepted before a drain, it is served: the engine's state is not checked again.
             return submit_answers(
                 parts.shell,
@@ -356,7 +356,7 @@ class Engine:
                     asked, prompt_token_ids=prepared.token_ids, items=prepared.items
                 ),
                 request_ids,
-                knock=knock,
+                arrival_id=arrival_id,
                 info=self.info,
                 prompt_logprobs_max=self.config.server.prompt_logprobs_max,
                 make_answer=make_answer,

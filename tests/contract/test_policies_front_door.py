@@ -9,11 +9,11 @@ import pytest
 
 from vsched.config import Config, load_config
 from vsched.policy import (
+    Admit,
     ArrivalView,
     FrontDoorAnswer,
     FrontDoorView,
     Hold,
-    LetIn,
     Redirect,
     RequestPolicy,
     Shed,
@@ -37,26 +37,26 @@ def ask(policy: TokenBucket, state: Buckets, at_ms: int, tenant: str = "a") -> F
 
 def test_token_bucket_lets_a_burst_in_and_then_a_rate() -> None:
     policy, state = TokenBucket(rate=10, burst=3), Buckets()
-    assert [type(ask(policy, state, 1000)) for _ in range(5)] == [LetIn, LetIn, LetIn, Shed, Shed]
-    assert ask(policy, state, 1000, "b") == LetIn()
+    assert [type(ask(policy, state, 1000)) for _ in range(5)] == [Admit, Admit, Admit, Shed, Shed]
+    assert ask(policy, state, 1000, "b") == Admit()
     assert type(ask(policy, state, 1099)) is Shed
-    assert type(ask(policy, state, 1100)) is LetIn
+    assert type(ask(policy, state, 1100)) is Admit
     assert type(ask(policy, state, 1101)) is Shed
-    assert [type(ask(policy, state, 9000)) for _ in range(4)] == [LetIn, LetIn, LetIn, Shed]
+    assert [type(ask(policy, state, 9000)) for _ in range(4)] == [Admit, Admit, Admit, Shed]
 
 
 def test_token_bucket_holds_in_order_and_tells_when_to_come_back() -> None:
     policy, state = TokenBucket(rate=1, burst=1, wait_s=2, rates={"b": 1000}), Buckets()
     answers = [ask(policy, state, 0) for _ in range(5)]
-    assert answers[:3] == [LetIn(), Hold(SECOND_NS), Hold(2 * SECOND_NS)]
+    assert answers[:3] == [Admit(), Hold(SECOND_NS), Hold(2 * SECOND_NS)]
     shed = answers[3]
     assert isinstance(shed, Shed)
     assert (shed.retry_after_s, shed.status) == (1, 429)
     assert "tenant a sends too fast: value over 1 requests at once, limit 1 a second" in shed.reason
-    assert ask(policy, state, 5, "b") == LetIn()
+    assert ask(policy, state, 5, "b") == Admit()
     again = ArrivalView(tenant="a", arrived_ns=0, asks=1)
     view = FrontDoorView(now_ns=SECOND_NS, request=again, state=state)
-    assert policy.arrive(view) == LetIn()
+    assert policy.arrive(view) == Admit()
 
 
 def test_token_bucket_remembers_few_tenants() -> None:
@@ -84,13 +84,13 @@ def late(policy: DeadlineShed, *, waiting: int, target_ms: int | None = None) ->
 
 def test_deadline_shed_looks_at_those_ahead() -> None:
     policy = DeadlineShed(ttft_target_ms=2000, wait_share=0.5)
-    assert late(policy, waiting=10) == LetIn()
+    assert late(policy, waiting=10) == Admit()
     shed = late(policy, waiting=31)
     assert isinstance(shed, Shed)
     assert (shed.status, shed.retry_after_s) == (503, 3)
     assert "value a wait of 3100 ms behind 31 requests, limit 1000 ms" in shed.reason
-    assert late(policy, waiting=31, target_ms=6200) == LetIn()
-    assert late(DeadlineShed(ttft_target_ms=None), waiting=999) == LetIn()
+    assert late(policy, waiting=31, target_ms=6200) == Admit()
+    assert late(DeadlineShed(ttft_target_ms=None), waiting=999) == Admit()
     away = DeadlineShed(ttft_target_ms=2000, wait_share=0.5, redirect_to="http://b")
     assert late(away, waiting=31) == Redirect("http://b")
 
@@ -121,19 +121,19 @@ def test_deadline_shed_by_priority_counts_those_that_are_served_before() -> None
             )
         )
 
-    assert answer(5, 10, firsts) == LetIn()
+    assert answer(5, 10, firsts) == Admit()
     assert isinstance(answer(5, 11, firsts), Shed)
-    assert answer(0, 2, firsts) == LetIn()
+    assert answer(0, 2, firsts) == Admit()
     assert isinstance(answer(0, 3, firsts), Shed), "a first token in 500 ms is left for it"
     urgent = [one for one in firsts if one.priority]
     assert isinstance(answer(0, 1, urgent), Shed), "none is left for it"
-    assert answer(0, 1, []) == LetIn()
+    assert answer(0, 1, []) == Admit()
 
 
 def test_deadline_shed_lets_everybody_in_before_anything_was_measured() -> None:
     request = ArrivalView(arrived_ns=0)
     view = FrontDoorView(now_ns=0, request=request, waiting=1000)
-    assert DeadlineShed().arrive(view) == LetIn()
+    assert DeadlineShed().arrive(view) == Admit()
 
 
 def overloaded(policy: RequestPolicy | None) -> SimulationOutcome:

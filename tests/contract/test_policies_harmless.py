@@ -56,8 +56,8 @@ def serve(**policies: Policy) -> _Recorded:
     cluster = _Recorded(policies)
     for index in range(8):
         image = (b"image%d" % (index % 3), 10)
-        cluster.knock(image_request(f"image{index}", image, max_tokens=30))
-        cluster.knock(make_request(f"text{index}", words(30, start=20 * index), max_tokens=60))
+        cluster.arrive(image_request(f"image{index}", image, max_tokens=30))
+        cluster.arrive(make_request(f"text{index}", words(30, start=20 * index), max_tokens=60))
     late = image_request("late", (b"old", 8), (b"large", 24), max_tokens=4)
     cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
     cluster.submit(late)

@@ -16,9 +16,9 @@ from vsched.plugins import check_contract
 from vsched.policy import (
     Admission,
     AdmissionView,
+    Admit,
     FrontDoorAnswer,
     FrontDoorView,
-    LetIn,
     PositiveCount,
     RequestPolicy,
     StepShares,
@@ -41,7 +41,7 @@ class Counting(RequestPolicy, frozen=True, kw_only=True):
 
     def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
         view.state.arrived += 1
-        return LetIn()
+        return Admit()
 
     def admit(self, view: AdmissionView) -> Admission:
         count = min(len(view.waiting), max(view.entries_free, 1))

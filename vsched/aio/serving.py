@@ -26,7 +26,7 @@ from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.sink import Answering, AnswerSink, interrupt_all
 from vsched.aio.streams.stream import StopScope, TokenStream
 from vsched.aio.streams.timing import RequestTimeline, timeline_of
-from vsched.kernel.events import Knocked
+from vsched.kernel.events import Arrived
 from vsched.media import ImageReference, Prompt
 from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.record.left import Begun
@@ -72,7 +72,7 @@ class RunningParts:
         await self.grammars.check(sampling)
         return await self.media.prepare(prompt, images, cache_salt)
 
-    async def come_in(
+    async def admit_and_prepare(
         self,
         asked: Request,
         prepare: Callable[[], Awaitable[PreparedRequest]],
@@ -80,15 +80,15 @@ class RunningParts:
         images: int,
         answers: int,
     ) -> tuple[PreparedRequest, int]:
-        """Ask at the front door, then prepare; return what comes of it, and the number at the door.
+        """Wait until the request is admitted, then prepare it; return the prepared request and its arrival id.
 
         `asked` is the request without prompt and images.
 
         Raises:
-            RequestRefused: When the request is turned away, or cannot be accepted.
+            RequestRefused: If the request is rejected, or cannot be prepared.
         """
         sampling = asked.sampling
-        arrival = Knocked(
+        arrival = Arrived(
             0,
             asked.tenant,
             asked.priority,
@@ -97,11 +97,11 @@ class RunningParts:
             answers=answers,
             outputs_max=sampling.max_tokens,
         )
-        knock = await self.shell.door.enter(arrival)
+        arrival_id = await self.shell.arrivals.enter(arrival)
         try:
-            return await prepare(), knock
+            return await prepare(), arrival_id
         except BaseException:
-            self.shell.door.leave(knock)
+            self.shell.arrivals.leave(arrival_id)
             raise
 
     async def stop(self, *, grace_s: float) -> None:
@@ -128,7 +128,7 @@ def submit_answers(
     request: Request,
     request_ids: Sequence[str],
     *,
-    knock: int,
+    arrival_id: int,
     info: ModelInfo,
     prompt_logprobs_max: int,
     make_answer: Callable[[Answering], Sink],
@@ -138,13 +138,13 @@ def submit_answers(
     preprocess_ms: float,
     begun: Begun | None = None,
 ) -> list[Sink]:
-    """Submit a request for as many answers as there are ids, and return the stream of each.
+    """Submit a request with a choice for each id, and return the stream of each choice.
 
-    `knock` is its number at the front door. When an answer ends, `on_timeline` gets its timeline. After the last one,
-    `give_back` gives back what they held. The first answer goes on where it was `begun`; its stream tells all of it.
+    `arrival_id` is from its admission. When a choice ends, `on_timeline` gets its timeline. After the last one,
+    `give_back` frees their resources. The first choice continues one that was `begun`; its stream has all of it.
 
     Raises:
-        RequestRefused: When one of its numbers is out of bounds, or it is not what was begun.
+        RequestRefused: If one of its numbers is out of bounds, or its prompt is not the one that was begun.
     """
     emitted = () if begun is None else begun.continued(request)
     prompt_token_ids, sampling = request.prompt_token_ids, request.sampling
@@ -184,7 +184,12 @@ def submit_answers(
     further = further_answers(request_ids, sampling.seed)
     with_streams = dict(zip(further, generations[1:], strict=True))
     shell.submit(
-        request, stop_token_ids, generations[0], with_streams, knock=knock, emitted=emitted
+        request,
+        stop_token_ids,
+        generations[0],
+        with_streams,
+        arrival_id=arrival_id,
+        emitted=emitted,
     )
     for token_id in emitted:  # once it is accepted: they may hold a stop string, which ends it
         generations[0].push(token_id, None)

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from vsched.aio.adapters.orders import AdapterOrders
-from vsched.aio.front_door import Doorway
+from vsched.aio.pending_arrivals import PendingArrivals
 from vsched.aio.policy_times import PolicyTimes
 from vsched.aio.preparations import Preparations
 from vsched.aio.refusals import refusal_error
@@ -32,21 +32,22 @@ from vsched.failures import GroupFailure
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import (
     Accept,
+    AdmitArrival,
     Command,
     Decide,
     Drained,
     EmitTokens,
-    Enter,
     Finish,
     Notice,
     RefusalCode,
     Refuse,
+    RejectArrival,
     RestartGroup,
     SetTimer,
-    TurnAway,
 )
 from vsched.kernel.events import (
     Aborted,
+    Arrived,
     Cleared,
     Encoded,
     EncodeFailed,
@@ -55,7 +56,6 @@ from vsched.kernel.events import (
     GroupLost,
     GroupReady,
     GroupRetired,
-    Knocked,
     Stepped,
     Submitted,
     TimerFired,
@@ -137,7 +137,7 @@ class Shell:
     Attributes:
         administration: What an operator does with one group.
         adapters: What all ranks of a stage have of adapters.
-        door: Where requests ask to come in.
+        arrivals: Requests that wait for admission.
         preparations: Requests that were accepted and will be submitted once they are prepared.
         given_up: Why nothing is served any more; empty while it is.
     """
@@ -166,7 +166,7 @@ class Shell:
         self._handling = False
         self._failures_logged = 0
         self._streams = StreamTable(lambda request_id: self.end(request_id, FinishReason.ERROR))
-        self.door = Doorway(self._knock)
+        self.arrivals = PendingArrivals(self._take_arrival)
         self.preparations = Preparations()
         self._arriving: dict[str, AnswerSink] = {}
         self._refused: Refuse | None = None
@@ -220,12 +220,12 @@ class Shell:
         generation: AnswerSink,
         further: Mapping[FurtherAnswer, AnswerSink] = MappingProxyType({}),
         *,
-        knock: int = 0,
+        arrival_id: int = 0,
         emitted: tuple[int, ...] = (),
     ) -> None:
         """Hand a request to the kernel; its tokens and its end go to `generation`, those of more answers to `further`.
 
-        `knock` is its number at the front door, 0 for one that was not there. `emitted` are tokens that it has already.
+        `arrival_id` is from its admission, 0 without one. `emitted` are tokens that it has already.
 
         Raises:
             RequestRefused: When the kernel refuses it, or no group is left to serve it.
@@ -236,8 +236,8 @@ class Shell:
         self._arriving = {request.request_id: generation}
         self._arriving.update((each.request_id, stream) for each, stream in further.items())
         self._refused = None
-        self.door.submitted(knock)
-        self.handle(Submitted(request, stop_token_ids, tuple(further), knock, emitted))
+        self.arrivals.submitted(arrival_id)
+        self.handle(Submitted(request, stop_token_ids, tuple(further), arrival_id, emitted))
         self._arriving = {}
         if self.given_up:
             raise self._unavailable()
@@ -245,8 +245,8 @@ class Shell:
         if refused is not None:
             raise refusal_error(refused)
 
-    def _knock(self, event: Event) -> None:
-        if self.given_up and isinstance(event, Knocked):
+    def _take_arrival(self, event: Event) -> None:
+        if self.given_up and isinstance(event, Arrived):
             raise self._unavailable()
         self.handle(event)
 
@@ -335,8 +335,8 @@ class Shell:
                     self._streams.finish(command)
                 case Accept(request_id, number):
                     self._streams.add(number, self._arriving[request_id])
-                case Enter() | TurnAway():
-                    self.door.answer(command)
+                case AdmitArrival() | RejectArrival():
+                    self.arrivals.answer(command)
                 case Refuse():
                     self._refused = command
                 case SetTimer(deadline_ns):

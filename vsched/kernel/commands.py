@@ -9,6 +9,9 @@ import msgspec
 from vsched.kernel.decisions import Decision
 from vsched.types import FinishReason
 
+_ARRIVAL_ID: int = msgspec.field(name="knock")
+"""Encoded by an earlier name, so that digests of simulations can be compared across versions."""
+
 
 class Decide(msgspec.Struct, frozen=True):
     """Append a decision to a group's log."""
@@ -17,23 +20,23 @@ class Decide(msgspec.Struct, frozen=True):
     decision: Decision
 
 
-class Enter(msgspec.Struct, frozen=True):
-    """A request at the front door comes in: prepare and submit it."""
+class AdmitArrival(msgspec.Struct, frozen=True):
+    """Prepare an arrived request, and submit it."""
 
-    knock: int
+    arrival_id: int = _ARRIVAL_ID
 
 
-class TurnAway(msgspec.Struct, frozen=True):
-    """A request at the front door does not come in.
+class RejectArrival(msgspec.Struct, frozen=True):
+    """Reject an arrived request.
 
     Attributes:
-        reason: Why, in a clause; empty where it is sent elsewhere.
+        reason: A clause for the client; empty for a redirect.
         status: 429 or 503.
-        retry_after_s: When it may try again.
-        base_url: Where the client is to go; empty for nowhere.
+        retry_after_s: Seconds after which the client may retry.
+        base_url: The server to redirect to; empty for none.
     """
 
-    knock: int
+    arrival_id: int = _ARRIVAL_ID
     reason: str = ""
     status: int = 429
     retry_after_s: int = 1
@@ -148,8 +151,8 @@ class Notice(msgspec.Struct, frozen=True):
 
 Command = (
     Decide
-    | Enter
-    | TurnAway
+    | AdmitArrival
+    | RejectArrival
     | Accept
     | Refuse
     | EmitTokens

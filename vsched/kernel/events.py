@@ -17,13 +17,13 @@ class FurtherAnswer(msgspec.Struct, frozen=True, array_like=True):
     seed: int
 
 
-class Knocked(msgspec.Struct, frozen=True):
-    """A request is at the front door; `Enter` or `TurnAway` answers it, at once or later.
+class Arrived(msgspec.Struct, frozen=True):
+    """A request has arrived, with the fields that are known before its preparation.
 
-    `knock` is its number there: each has one of its own. The rest is what is known of it before its preparation.
+    `AdmitArrival` or `RejectArrival` answers it, at once or later; `arrival_id` is unique.
     """
 
-    knock: int
+    arrival_id: int
     tenant: str = ""
     priority: int = 0
     ttft_target_ms: int | None = None
@@ -33,22 +33,22 @@ class Knocked(msgspec.Struct, frozen=True):
 
 
 class Withdrawn(msgspec.Struct, frozen=True):
-    """A request that knocked will not be submitted: its client left, or it could not be prepared."""
+    """An arrived request will not be submitted: its client disconnected, or its preparation failed."""
 
-    knock: int
+    arrival_id: int
 
 
 class Submitted(msgspec.Struct, frozen=True):
     """A request is prepared; all its choices are accepted, or none. They share the prompt.
 
-    `knock` is its number at the front door, 0 if it never was there. `emitted` are tokens of the first choice from an
-    earlier engine, which is continued.
+    `arrival_id` is from `Arrived`, 0 without that event. `emitted` are tokens of the first choice from an earlier
+    engine, which is continued.
     """
 
     request: Request
     stop_token_ids: tuple[int, ...] = ()
     further: tuple[FurtherAnswer, ...] = ()
-    knock: int = 0
+    arrival_id: int = 0
     emitted: tuple[int, ...] = ()
 
 
@@ -172,7 +172,7 @@ class Cleared(msgspec.Struct, frozen=True):
 
 
 Event = (
-    Knocked
+    Arrived
     | Withdrawn
     | Submitted
     | Aborted

@@ -21,6 +21,7 @@ from vsched.policy import (
     DRAFT_TOKENS_MAX,
     Admission,
     AdmissionView,
+    Admit,
     CachePolicy,
     Dispatch,
     DispatchView,
@@ -34,7 +35,6 @@ from vsched.policy import (
     Hold,
     ImagePolicy,
     InsertionView,
-    LetIn,
     Manner,
     Preemption,
     PreemptionView,
@@ -235,8 +235,8 @@ def ask_front_door(seat: PolicySeat[RequestPolicy], view: FrontDoorView) -> Fron
 
     def read(answer: object) -> FrontDoorAnswer:
         match answer:
-            case LetIn():
-                return LetIn()
+            case Admit():
+                return Admit()
             case Hold(until_ns):
                 return Hold(_hold(until_ns, now_ns, arrived_ns))
             case Shed(reason, retry_after_s, status):
@@ -249,9 +249,9 @@ def ask_front_door(seat: PolicySeat[RequestPolicy], view: FrontDoorView) -> Fron
                 if not url.startswith(("http://", "https://")) or not url.isprintable():
                     raise ValueError(f"{url!r} is no base URL")
                 return Redirect(url)
-        raise TypeError(f"{answer!r} is no LetIn, Hold, Shed or Redirect")
+        raise TypeError(f"{answer!r} is no Admit, Hold, Shed or Redirect")
 
-    return _decide(seat, view, read, LetIn)
+    return _decide(seat, view, read, Admit)
 
 
 def _text(answer: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from traceback import TracebackException
 from typing import Any
 
-from vsched.kernel.arrival.front_door import FrontDoor
+from vsched.kernel.arrivals import ArrivalGate
 from vsched.kernel.commands import (
     Command,
     Decide,
@@ -26,6 +26,7 @@ from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.encode.stage import EncodeGroup, EncodeStage
 from vsched.kernel.events import (
     Aborted,
+    Arrived,
     Cleared,
     Drain,
     Encoded,
@@ -34,7 +35,6 @@ from vsched.kernel.events import (
     GroupLost,
     GroupReady,
     GroupRetired,
-    Knocked,
     PolicyReplaced,
     Resume,
     RowsLost,
@@ -75,7 +75,7 @@ class Scheduler(SnapshotRoot):
     _table: Saved[RequestTable]
     _groups: Saved[dict[str, Group]]
     _moves: Saved[RequestMoves]
-    _door: Saved[FrontDoor]
+    _gate: Saved[ArrivalGate]
     _seats: Saved[PolicySeats]
     _draining: SavedKeys[dict[str, Group]]
     _timer_ns: Saved[int | None] = None
@@ -110,7 +110,7 @@ class Scheduler(SnapshotRoot):
         self._moves = RequestMoves(
             limits, policies, self._table, self.embeddings, self.generators, seats, measured, loads
         )
-        self._door = FrontDoor(
+        self._gate = ArrivalGate(
             seats.place("front_door", policies.front_door),
             limits,
             self._table,
@@ -140,10 +140,10 @@ class Scheduler(SnapshotRoot):
             case Stepped():
                 commands = self._on_stepped(event, now_ns)
             case Submitted():
-                self._door.leave(event.knock)
+                self._gate.leave(event.arrival_id)
                 commands = self._moves.submit(event, now_ns)
-            case Knocked() | Withdrawn():
-                commands = self._door.hear(event, now_ns)
+            case Arrived() | Withdrawn():
+                commands = self._gate.hear(event, now_ns)
             case Encoded() | EncodeFailed():
                 commands = self._on_encoded(event, now_ns)
             case Aborted():
@@ -158,7 +158,7 @@ class Scheduler(SnapshotRoot):
                 commands = self._on_drain(event.group, now_ns)
             case TimerFired():
                 self._timer_ns = None
-                commands = self._door.ask_again(now_ns)
+                commands = self._gate.ask_again(now_ns)
             case Cleared() | PolicyReplaced() | RowsLost():
                 commands = self._on_order(event, now_ns)
         self._plan(commands, now_ns)
@@ -432,9 +432,9 @@ class Scheduler(SnapshotRoot):
     def _set_timer(self, commands: list[Command], now_ns: int) -> None:
         expiries = self._table.expiries
         due_ns = expiries[0][0] if expiries else None
-        door_ns = self._door.due_ns
-        if door_ns is not None and (due_ns is None or door_ns < due_ns):
-            due_ns = door_ns
+        gate_ns = self._gate.due_ns
+        if gate_ns is not None and (due_ns is None or gate_ns < due_ns):
+            due_ns = gate_ns
         until_ns = self._holds.first_end()
         if until_ns is not None and (due_ns is None or until_ns < due_ns):
             due_ns = until_ns
@@ -493,7 +493,7 @@ class Scheduler(SnapshotRoot):
             "live_bytes": self._table.live_bytes,
             "finished": dict(self._table.finished),
             "refused": dict(self._table.refused),
-            "front_door": self._door.statistics(),
+            "front_door": self._gate.statistics(),
             "policy_faults": dict(self._faults.counts),
             "policy_replaced": self._seats.replaced(),
             "policy_state_bytes": {name: len(data) for name, data in self._seats.states().items()},
@@ -510,7 +510,7 @@ class Scheduler(SnapshotRoot):
         """Assert that nothing is lost or owned twice, and that no request is stuck."""
         live = self._table.live
         self._moves.check()
-        self._door.check()
+        self._gate.check()
         self.embeddings.check(live, self.encode.orphaned)
         self.encode.check()
         assert self._table.live_bytes == sum(state.host_bytes for state in live.values())

@@ -14,16 +14,16 @@ from vsched.policy.measured import NOTHING_MEASURED, Measured
 
 
 class ArrivalView(msgspec.Struct, frozen=True, kw_only=True):
-    """A request at the front door.
+    """An arrived request.
 
     Attributes:
-        tenant: Whose it is; empty where nobody says.
-        arrived_ns: When it came to the door.
-        target_ns: When its first token is due; None without a target.
-        images: Images that it shows.
-        answers: Answers that it asks for.
-        outputs_max: Tokens that each may have; 0 for as many as the context leaves.
-        asks: How often the policy was asked about it before: 0, or as often as it was held.
+        tenant: Its tenant; empty for none.
+        arrived_ns: Time of its arrival.
+        target_ns: Deadline of its first token; None without a target.
+        images: Number of its images.
+        answers: Number of its choices.
+        outputs_max: Maximum tokens of each choice; 0 for the rest of the context.
+        asks: Number of times that it was held.
     """
 
     tenant: str = ""
@@ -37,21 +37,22 @@ class ArrivalView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontDoorView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front-door policy sees.
+    """Input of a front-door policy.
 
     Attributes:
-        request: The one that it is asked about, which is in none of the numbers below.
-        held: Requests that are held at the door.
-        preparing: Requests that were let in, and whose prompt and images are being prepared.
-        waiting: Requests that wait for their first step.
-        as_urgent: Those of the held, the prepared and the waiting whose priority is that of the request or higher.
-        running: Requests that hold a slot.
-        waiting_max: Most requests that may wait; further ones are refused after their preparation
+        request: The arrived request, which the numbers below do not include.
+        held: Number of held requests.
+        preparing: Number of admitted requests whose prompt and images are being prepared.
+        waiting: Number of requests that wait for their first step.
+        as_urgent: Number of held, prepared and waiting requests with the priority of the request or a higher one.
+        running: Number of requests with a slot.
+        waiting_max: Maximum number of waiting requests; more are refused after their preparation
             (`generate.max_waiting`).
-        tenant_requests: Requests of the same tenant, wherever they are: held, in preparation, waiting or running.
-        load_tokens: Prompt and output tokens of all that wait or run; `load_limit_tokens` is what can run at a time.
+        tenant_requests: Number of requests of the same tenant: held, in preparation, waiting or running.
+        load_tokens: Prompt and output tokens of all waiting and running requests.
+        load_limit_tokens: Tokens that can run at a time.
         measured: Times of all replicas.
-        state: What the policy remembers, to be changed in place.
+        state: The state of the policy, to be changed in place.
     """
 
     now_ns: int
@@ -69,12 +70,12 @@ class FrontDoorView(msgspec.Struct, frozen=True, kw_only=True):
     state: Any = None
 
 
-class LetIn(msgspec.Struct, frozen=True):
+class Admit(msgspec.Struct, frozen=True):
     """Prepare the request, and hand it to the scheduler."""
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Keep the request at the door, and ask again at a time: within a minute after its arrival."""
+    """Hold the request, and call the policy again at this time, up to a minute after its arrival."""
 
     until_ns: int
 
@@ -83,9 +84,9 @@ class Shed(msgspec.Struct, frozen=True):
     """Refuse the request.
 
     Attributes:
-        reason: Why, for the client: a clause without a full stop, with the value and the limit if there are any.
-        retry_after_s: When it may try again.
-        status: 429 where it is the client that asks for too much, 503 where it is all of them.
+        reason: A clause for the client, without a full stop, with the value and the limit if there are any.
+        retry_after_s: Seconds after which the client may retry.
+        status: 429 if this client exceeds a limit, 503 if the server is overloaded.
     """
 
     reason: str
@@ -94,12 +95,12 @@ class Shed(msgspec.Struct, frozen=True):
 
 
 class Redirect(msgspec.Struct, frozen=True):
-    """Send the client elsewhere: to the same path of another server, which `base_url` names without a path."""
+    """Redirect the client to the same path of another server; `base_url` has no path."""
 
     base_url: str
 
 
-FrontDoorAnswer = LetIn | Hold | Shed | Redirect
+FrontDoorAnswer = Admit | Hold | Shed | Redirect
 
 
 # --- admission --------------------------------------------------------------------------------------------------------
@@ -284,11 +285,11 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
     """
 
     def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
-        """Return `LetIn`, `Hold`, `Shed` or `Redirect` for a request of which nothing has been prepared.
+        """Return `Admit`, `Hold`, `Shed` or `Redirect` for a request of which nothing has been prepared.
 
         Called again at the end of each hold.
         """
-        return LetIn()
+        return Admit()
 
     def admit(self, view: AdmissionView) -> Admission:
         """Return the waiting entries that join the next step, as indices into `view.waiting`.

@@ -78,18 +78,26 @@ class _PackedType:
         return PackedArray
 
 
+_NAMES = {"Arrived": "Knocked", "AdmitArrival": "Enter", "RejectArrival": "TurnAway"}
+"""Names in records of renamed classes, so that older records stay readable."""
+
+
+def _name(cls: type) -> str:
+    return _NAMES.get(cls.__name__, cls.__name__)
+
+
 def _mirrors(union: Any, module: Any) -> dict[str, tuple[type[msgspec.Struct], Any]]:
-    """Return by name the class of each member of a union, and a tagged struct with the same fields."""
+    """Return by recorded name the class of each member of a union, and a tagged struct with the same fields."""
     found: dict[str, tuple[type[msgspec.Struct], Any]] = {}
     for cls in typing.get_args(union):
         hints = typing.get_type_hints(cls, {**vars(module), "array": _PackedType()})
         mirror = msgspec.defstruct(
-            cls.__name__,
+            _name(cls),
             [(name, hints[name]) for name in cls.__struct_fields__],
-            tag=cls.__name__,
+            tag=_name(cls),
             array_like=True,
         )
-        found[cls.__name__] = (cls, mirror)
+        found[_name(cls)] = (cls, mirror)
     return found
 
 
@@ -154,7 +162,7 @@ def decode_header(body: bytes) -> SegmentHeader:
 def encode_entry(number: int, now_ns: int, event: Event, commands: Sequence[Command]) -> bytes:
     """Return the bytes of an entry."""
     rows, digest = _rows(commands)
-    return _encoder.encode((number, now_ns, (type(event).__name__, *_astuple(event)), rows, digest))
+    return _encoder.encode((number, now_ns, (_name(type(event)), *_astuple(event)), rows, digest))
 
 
 def encode_commands(commands: Sequence[Command]) -> tuple[list[bytes], bytes]:
@@ -176,7 +184,7 @@ def _rows(commands: Sequence[Command]) -> tuple[list[tuple[Any, ...]], bytes]:
                 decision = msgspec.structs.replace(decision, joined=joined)
             rows.append(("Decide", command.group, decision))
         else:
-            rows.append((type(command).__name__, *_astuple(command)))
+            rows.append((_name(type(command)), *_astuple(command)))
     return rows, data.digest() if data is not None else b""
 
 

@@ -16,11 +16,11 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Decide, Finish, Refuse, SetTimer
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join
 from vsched.kernel.events import (
+    Arrived,
     Encoded,
     EncodeFailed,
     Event,
     GroupLost,
-    Knocked,
     Stepped,
     Submitted,
 )
@@ -31,7 +31,7 @@ from vsched.types import MediaItem, group_names, stage_of
 
 BLOCKS_AN_EVENT = 64
 """Average number of blocks and pages per event that full-state checks may scan."""
-ROUTINE = (Stepped, Knocked, Submitted, Encoded)
+ROUTINE = (Stepped, Arrived, Submitted, Encoded)
 WAITING_MAX_NS = 24 * 3600 * 1_000_000_000
 """Maximum waiting time if the configuration sets no limit: one day."""
 

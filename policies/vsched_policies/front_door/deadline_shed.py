@@ -8,10 +8,10 @@ from math import ceil
 
 from vsched.errors import limit_message
 from vsched.policy import (
+    Admit,
     Fraction,
     FrontDoorAnswer,
     FrontDoorView,
-    LetIn,
     PositiveCount,
     Redirect,
     RequestPolicy,
@@ -53,7 +53,7 @@ class DeadlineShed(RequestPolicy, frozen=True, kw_only=True):
         if target_ns is None and self.ttft_target_ms is not None:
             target_ns = view.request.arrived_ns + self.ttft_target_ms * 1_000_000
         if target_ns is None:
-            return LetIn()
+            return Admit()
         ahead, firsts = view.held + view.preparing + view.waiting, view.measured.first_tokens
         gap_ns = busy_gap_ns(firsts)
         if self.by_priority:
@@ -62,7 +62,7 @@ class DeadlineShed(RequestPolicy, frozen=True, kw_only=True):
         wait_ns = ahead * gap_ns
         late_ns = wait_ns - self.wait_share * (target_ns - view.now_ns)
         if late_ns <= 0:
-            return LetIn()
+            return Admit()
         if self.redirect_to:
             return Redirect(self.redirect_to)
         retry_s = min(max(ceil(late_ns / 1e9), 1), 3600)

@@ -10,10 +10,10 @@ from msgspec import Meta
 
 from vsched.errors import limit_message
 from vsched.policy import (
+    Admit,
     FrontDoorAnswer,
     FrontDoorView,
     Hold,
-    LetIn,
     PositiveCount,
     RequestPolicy,
     Seconds,
@@ -52,7 +52,7 @@ class TokenBucket(RequestPolicy, frozen=True, kw_only=True):
     def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
         """Return whether the tenant has a token, or how long until it has one."""
         if view.request.asks:
-            return LetIn()  # it took its token on arrival
+            return Admit()  # it took its token on arrival
         buckets: Buckets = view.state
         now_ns, tenant = view.now_ns, view.request.tenant
         rate = self.rates.get(tenant, self.rate)
@@ -71,7 +71,7 @@ class TokenBucket(RequestPolicy, frozen=True, kw_only=True):
             return Shed(text.removesuffix("."), retry_s)
         buckets.full_ns[tenant] = full_ns
         self._forget(buckets, now_ns)
-        return Hold(now_ns + wait_ns) if wait_ns > 0 else LetIn()
+        return Hold(now_ns + wait_ns) if wait_ns > 0 else Admit()
 
     def _forget(self, buckets: Buckets, now_ns: int) -> None:
         """Drop full buckets, which are equivalent to none."""

@@ -24,11 +24,11 @@ from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import Decide
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import (
+    Arrived,
     Encoded,
     Event,
     Finished,
     GroupReady,
-    Knocked,
     Stepped,
     Submitted,
 )
@@ -113,8 +113,8 @@ class Fleet:
         """Run a one-image request from the front door through encoding and prefill to its first token."""
         number = self._visits = self._visits + 1
         request = one_request(number, self._rng, images=1, tokens=VISIT_TOKENS, max_tokens=1)
-        knocked = Knocked(
-            knock=number,
+        arrived = Arrived(
+            arrival_id=number,
             tenant="",
             priority=0,
             images=1,
@@ -123,8 +123,8 @@ class Fleet:
             ttft_target_ms=None,
         )
         began_ns = time.thread_time_ns()
-        self.tell(knocked)
-        self.tell(Submitted(request, knock=number))
+        self.tell(arrived)
+        self.tell(Submitted(request, arrival_id=number))
         arrival_ns = time.thread_time_ns() - began_ns
         while self.encodes:
             name, decision = self.encodes.pop()

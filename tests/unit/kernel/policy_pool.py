@@ -18,6 +18,7 @@ from vsched.kernel import KernelPolicies
 from vsched.policy import (
     Admission,
     AdmissionView,
+    Admit,
     CachePolicy,
     Dispatch,
     DispatchView,
@@ -31,7 +32,6 @@ from vsched.policy import (
     Hold,
     ImagePolicy,
     InsertionView,
-    LetIn,
     Preemption,
     PreemptionView,
     ReclaimView,
@@ -402,7 +402,7 @@ class AnyDoor(RequestPolicy, frozen=True, kw_only=True):
             return rng.choice(wrong)
         hold = Hold(view.now_ns + rng.choice([1, 10_000, 10_000_000]))
         late = view.now_ns > view.request.arrived_ns + 10_000_000_000
-        answers: list[FrontDoorAnswer] = [LetIn(), LetIn(), Shed("no"), LetIn() if late else hold]
+        answers: list[FrontDoorAnswer] = [Admit(), Admit(), Shed("no"), Admit() if late else hold]
         return rng.choice(answers)
 
 
@@ -418,7 +418,7 @@ class TalliedDoor(RequestPolicy, frozen=True, kw_only=True):
         number = state.count("door", inside + view.load_tokens + digest(view.measured))
         state.fail_at(self.fails)
         if view.request.asks > 3 or number % 3 == 0:
-            return LetIn()
+            return Admit()
         return Shed("no", 1 + number % 9) if number % 7 == 0 else Hold(view.now_ns + number)
 
 

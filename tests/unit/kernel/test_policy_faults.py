@@ -336,7 +336,7 @@ def test_guard_eviction_takes_out_the_keys_that_were_added() -> None:
     assert not faults.counts
 
 
-KNOCKED = SimpleNamespace(now_ns=7, request=SimpleNamespace(arrived_ns=5))
+ARRIVED = SimpleNamespace(now_ns=7, request=SimpleNamespace(arrived_ns=5))
 
 
 class Manner(str):
@@ -370,11 +370,11 @@ class Reason(str):
         ),
         (
             ask_front_door,
-            KNOCKED,
+            ARRIVED,
             Hold(np.int64(9)),  # type: ignore[arg-type]
         ),
-        (ask_front_door, KNOCKED, Shed(Reason("full"), np.int64(3), np.int64(503))),  # type: ignore[arg-type]
-        (ask_front_door, KNOCKED, Redirect(Reason("http://other:8000"))),
+        (ask_front_door, ARRIVED, Shed(Reason("full"), np.int64(3), np.int64(503))),  # type: ignore[arg-type]
+        (ask_front_door, ARRIVED, Redirect(Reason("http://other:8000"))),
         (
             partial(ask_dispatch, free={}, encoding=1),
             SimpleNamespace(waiting=[0]),

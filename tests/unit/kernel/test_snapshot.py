@@ -62,7 +62,7 @@ def test_snapshot_holds_all_that_decides(seed: int) -> None:
 
 CACHES = {
     *("DirtyGroups", "Loads", "Holds", "RoutingContext"),
-    *("FrontDoor._due", "EncodeStage._all_at_work", "PolicyFaults.first"),
+    *("ArrivalGate._due", "EncodeStage._all_at_work", "PolicyFaults.first"),
 }
 """Fields and whole classes that may differ in a restored scheduler; no decision depends on them."""
 

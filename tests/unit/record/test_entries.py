@@ -10,10 +10,18 @@ import pytest
 
 from vsched.errors import RecordError
 from vsched.failures import EncodeErrorKind, LostTooOften, ProcessExited
-from vsched.kernel.commands import Accept, Decide, EmitTokens, Notice
+from vsched.kernel.commands import (
+    Accept,
+    AdmitArrival,
+    Decide,
+    EmitTokens,
+    Notice,
+    RejectArrival,
+)
 from vsched.kernel.decisions import GenerateDecision, Join, RequestData
 from vsched.kernel.events import (
     Aborted,
+    Arrived,
     Cleared,
     Drain,
     Encoded,
@@ -23,7 +31,6 @@ from vsched.kernel.events import (
     GroupLost,
     GroupReady,
     GroupRetired,
-    Knocked,
     PolicyReplaced,
     Resume,
     RowsLost,
@@ -61,9 +68,9 @@ REQUEST = Request(
     cache_salt="tenant",
 )
 EVENTS: list[Event] = [
-    Knocked(7, "tenant", -1, 100, images=2, answers=3, outputs_max=5),
+    Arrived(7, "tenant", -1, 100, images=2, answers=3, outputs_max=5),
     Withdrawn(7),
-    Submitted(REQUEST, (1, 2), knock=8),
+    Submitted(REQUEST, (1, 2), arrival_id=8),
     Aborted("a", FinishReason.STOP),
     Stepped(
         3, array("i", [7, -1, 255, -1]), [Finished(0, 1, FinishReason.LENGTH)], 5, "generate-1"
@@ -154,3 +161,12 @@ def test_entries_know_a_notice() -> None:
 def test_entries_refuse_what_is_none(body: bytes) -> None:
     with pytest.raises(RecordError):
         decode_entry(body)
+
+
+def test_renamed_classes_keep_their_names_in_records() -> None:
+    body = encode_entry(3, 5, Arrived(1), [AdmitArrival(1), RejectArrival(2)])
+    _, _, event, commands, _ = msgspec.msgpack.decode(body)
+    assert [row[0] for row in (event, *commands)] == ["Knocked", "Enter", "TurnAway"]
+    entry = decode_entry(body)
+    assert entry.event == Arrived(1)
+    assert [*map(decode_command, entry.commands)] == [AdmitArrival(1), RejectArrival(2)]

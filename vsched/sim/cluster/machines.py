@@ -25,7 +25,7 @@ from vsched.sim.ranks.rank_process import RUN_DIR, SimulatedLauncher, SimulatedR
 from vsched.sim.world import World
 from vsched.transport.arena import Arena
 
-KNOCK_NS = 100_000_000
+CONNECT_RETRY_NS = 100_000_000
 """Retry interval of a refused connection; ZeroMQ's default."""
 GREETING_BYTES = 500
 """Approximate size of a CURVE handshake, per direction."""
@@ -73,7 +73,7 @@ class Connection:
         self._under_way: dict[Lane, deque[Callable[[], object]]] = {
             lane: deque() for lane in self._last_ns
         }
-        self._knock()
+        self._connect()
 
     def _after(self, lane: Lane, size: int, callback: Callable[..., object], *args: object) -> None:
         """Schedule a call at the other end, after everything already sent in this direction."""
@@ -87,14 +87,14 @@ class Connection:
 
     # --- the engine's end ---
 
-    def _knock(self) -> None:
+    def _connect(self) -> None:
         if not self.closed:
             self._after(self._machine.there, GREETING_BYTES, self._answer)
 
     def _answer(self) -> None:
         if self._machine.boot is None:
-            due_ns = self._loop.now_ns() + KNOCK_NS
-            self._loop.call_at_ns(due_ns, self._knock, context=self._engine.copy())
+            due_ns = self._loop.now_ns() + CONNECT_RETRY_NS
+            self._loop.call_at_ns(due_ns, self._connect, context=self._engine.copy())
             return
         self.boot = self._machine.boot
         self._after(self._machine.back, GREETING_BYTES, self._greet)

@@ -19,7 +19,7 @@ class IncomingRequest(NamedTuple):
     """A request in preparation: its arrival number, when it was sent and admitted, and its pixel bytes by image."""
 
     arrival: Arrival
-    knock: int
+    arrival_id: int
     sent_ns: int
     entered_ns: int
     pixels: Mapping[str, int]
@@ -74,13 +74,13 @@ class Ingress:
         self._on_ready = on_ready
         self._on_refused = on_refused
 
-    def take(self, arrival: Arrival, now_ns: int, *, knock: int, sent_ns: int) -> None:
+    def take(self, arrival: Arrival, now_ns: int, *, arrival_id: int, sent_ns: int) -> None:
         """Start to prepare an admitted request, sent at an earlier time."""
         images = arrival.images
         bytes_of = self._maker.pixel_bytes
         prepared = IncomingRequest(
             arrival,
-            knock,
+            arrival_id,
             sent_ns,
             now_ns,
             {arrival.key_of(image): bytes_of(image) for image in images},

@@ -18,21 +18,21 @@ from vsched.failures import LostTooOften, Simulated
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import (
     Accept,
+    AdmitArrival,
     Command,
     Decide,
     EmitTokens,
-    Enter,
     Finish,
     Refuse,
+    RejectArrival,
     SetTimer,
-    TurnAway,
 )
 from vsched.kernel.events import (
+    Arrived,
     Event,
     GroupLost,
     GroupReady,
     GroupRetired,
-    Knocked,
     Submitted,
     TimerFired,
     Withdrawn,
@@ -112,8 +112,8 @@ class Simulation:
         self._arrivals: Iterator[Arrival] = iter(())
         self._talking: dict[str, deque[Arrival]] = {}
         self._entering: LiveRequest | None = None
-        self._knocks = itertools.count(1)
-        self._at_door: dict[int, tuple[Arrival, int]] = {}
+        self._arrival_ids = itertools.count(1)
+        self._at_gate: dict[int, tuple[Arrival, int]] = {}
         self._maker = RequestMaker(
             setup.info,
             bytes_per_token=cost.bytes_per_token,
@@ -200,7 +200,7 @@ class Simulation:
         self._next_arrival()
         try:
             self._loop(progress)
-            if self.live_requests or self._talking or self._ingress.preparing or self._at_door:
+            if self.live_requests or self._talking or self._ingress.preparing or self._at_gate:
                 names = [live.arrival.request_id for live in self.live_requests.values()][:5]
                 raise AssertionError(
                     f"{len(self.live_requests)} requests never ended, such as {', '.join(names) or 'none'}"
@@ -299,9 +299,9 @@ class Simulation:
                     waiting.append(subject)
                     return None
                 self._talking[subject.conversation] = deque()
-            return self._knock(subject, now_ns)
+            return self._arrive(subject, now_ns)
         if kind == TURN:
-            return self._knock(subject, now_ns)
+            return self._arrive(subject, now_ns)
         if kind == LEAVE:
             return Withdrawn(subject)
         if kind == TOLD:
@@ -323,16 +323,16 @@ class Simulation:
                 prompt_tokens=len(request.prompt_token_ids),
                 pixels=subject.pixels,
             )
-            return Submitted(request, knock=subject.knock)
+            return Submitted(request, arrival_id=subject.arrival_id)
         if kind == TIMER:
             return TimerFired()
         return self._change(subject, now_ns)
 
-    def _knock(self, arrival: Arrival, now_ns: int) -> Knocked:
-        knock = next(self._knocks)
-        self._at_door[knock] = arrival, now_ns
-        return Knocked(
-            knock,
+    def _arrive(self, arrival: Arrival, now_ns: int) -> Arrived:
+        arrival_id = next(self._arrival_ids)
+        self._at_gate[arrival_id] = arrival, now_ns
+        return Arrived(
+            arrival_id,
             arrival.tenant,
             arrival.priority,
             arrival.ttft_target_ms,
@@ -374,11 +374,11 @@ class Simulation:
         match command:
             case SetTimer(deadline_ns):
                 self._push(deadline_ns, TIMER, None)
-            case Enter(knock):
-                arrival, sent_ns = self._at_door.pop(knock)
-                self._ingress.take(arrival, now_ns, knock=knock, sent_ns=sent_ns)
-            case TurnAway(knock):
-                arrival, _ = self._at_door.pop(knock)
+            case AdmitArrival(arrival_id):
+                arrival, sent_ns = self._at_gate.pop(arrival_id)
+                self._ingress.take(arrival, now_ns, arrival_id=arrival_id, sent_ns=sent_ns)
+            case RejectArrival(arrival_id):
+                arrival, _ = self._at_gate.pop(arrival_id)
                 code = "redirected" if command.base_url else "shed"
                 self.collector.fail(code, arrival.tenant, command.reason)
                 self._ended(arrival, {}, now_ns)
@@ -404,7 +404,7 @@ class Simulation:
     def _refused(self, prepared: IncomingRequest, code: str, now_ns: int) -> None:
         """Record a request refused at intake."""
         self.collector.fail(code, prepared.arrival.tenant)
-        self._push(now_ns, LEAVE, prepared.knock)
+        self._push(now_ns, LEAVE, prepared.arrival_id)
         self._ended(prepared.arrival, {}, now_ns)
 
     def _ended(self, arrival: Arrival, pixels: Mapping[str, int], now_ns: int) -> None:

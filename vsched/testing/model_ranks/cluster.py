@@ -17,21 +17,22 @@ from vsched.failures import EncodeErrorKind, LostTooOften, Simulated
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import (
     Accept,
+    AdmitArrival,
     Command,
     Decide,
     Drained,
     EmitTokens,
-    Enter,
     Finish,
     Notice,
     Refuse,
+    RejectArrival,
     RestartGroup,
     SetTimer,
-    TurnAway,
 )
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import (
     Aborted,
+    Arrived,
     Encoded,
     EncodeFailed,
     Event,
@@ -39,7 +40,6 @@ from vsched.kernel.events import (
     GroupLost,
     GroupReady,
     GroupRetired,
-    Knocked,
     RowsLost,
     Submitted,
     TimerFired,
@@ -73,8 +73,8 @@ class ModelCluster:
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, Finish] = {}
         self.refused: dict[str, Refuse] = {}
-        self.at_door: dict[int, Submitted] = {}
-        self.turned_away: list[TurnAway] = []
+        self.at_gate: dict[int, Submitted] = {}
+        self.rejected: list[RejectArrival] = []
         self.encoded: list[list[bytes]] = []
         self.decisions: list[GenerateDecision] = []
         self.restarts: list[str] = []
@@ -83,7 +83,7 @@ class ModelCluster:
         self.retired: set[str] = set()
         self.drained: list[str] = []
         self.faults = 0
-        self._knocks = 0
+        self._arrivals = 0
         self._entering: deque[Submitted] = deque()
         self.encode_logs: dict[str, deque[EncodeDecision]] = {
             name: deque() for name in group_names("encode", limits.encoders)
@@ -129,13 +129,13 @@ class ModelCluster:
                 del self.requests[one.request_id]
         return commands
 
-    def knock(self, request: Request, *, answers: int = 1) -> int:
+    def arrive(self, request: Request, *, answers: int = 1) -> int:
         """Announce a request to the front-door policy, and submit it once it is admitted; return its arrival number."""
-        self._knocks += 1
-        self.at_door[self._knocks] = _submission(request, answers, knock=self._knocks)
+        self._arrivals += 1
+        self.at_gate[self._arrivals] = _submission(request, answers, arrival_id=self._arrivals)
         self.send(
-            Knocked(
-                self._knocks,
+            Arrived(
+                self._arrivals,
                 request.tenant,
                 request.priority,
                 request.ttft_target_ms,
@@ -144,12 +144,12 @@ class ModelCluster:
                 outputs_max=request.sampling.max_tokens,
             )
         )
-        return self._knocks
+        return self._arrivals
 
-    def withdraw(self, knock: int) -> None:
+    def withdraw(self, arrival_id: int) -> None:
         """Withdraw a request at the front door or in preparation, as a leaving client does."""
-        self.at_door.pop(knock, None)
-        self.send(Withdrawn(knock))
+        self.at_gate.pop(arrival_id, None)
+        self.send(Withdrawn(arrival_id))
 
     def abort(self, name: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Abort a request."""
@@ -189,8 +189,8 @@ class ModelCluster:
                 else:
                     self.generators[group].log.append(decision)
                     self.decisions.append(decision)
-            case Enter() | TurnAway():
-                self._answer_door(command)
+            case AdmitArrival() | RejectArrival():
+                self._answer_arrival(command)
             case Accept(request_id, number):
                 self.names[number] = request_id
                 self.outputs[request_id] = []
@@ -212,12 +212,12 @@ class ModelCluster:
             case EmitTokens():
                 pass  # the outputs are recorded when they are sampled
 
-    def _answer_door(self, command: Enter | TurnAway) -> None:
-        event = self.at_door.pop(command.knock)
-        if isinstance(command, Enter):
+    def _answer_arrival(self, command: AdmitArrival | RejectArrival) -> None:
+        event = self.at_gate.pop(command.arrival_id)
+        if isinstance(command, AdmitArrival):
             self._entering.append(event)
         else:
-            self.turned_away.append(command)
+            self.rejected.append(command)
 
     # --- groups ---
 
@@ -331,7 +331,7 @@ class ModelCluster:
 
     def check_settled(self) -> None:
         """Assert that every request was served correctly or refused, and that nothing is held."""
-        assert not self.at_door, f"neither admitted nor rejected: {list(self.at_door)}"
+        assert not self.at_gate, f"neither admitted nor rejected: {list(self.at_gate)}"
         assert not self.unserved(), f"no terminal reply: {self.unserved()}"
         for name, request in self.requests.items():
             finish = self.ended.get(name)
@@ -356,7 +356,7 @@ class ModelCluster:
             assert not entry.pins, "an embedding is pinned by no step"
 
 
-def _submission(request: Request, answers: int, *, knock: int = 0) -> Submitted:
+def _submission(request: Request, answers: int, *, arrival_id: int = 0) -> Submitted:
     name = request.request_id
     further = tuple(FurtherAnswer(f"{name}#{one}", one) for one in range(1, answers))
-    return Submitted(request, further=further, knock=knock)
+    return Submitted(request, further=further, arrival_id=arrival_id)

@@ -17,7 +17,7 @@ from vsched.types import FinishReason
 _ANSWERS = (1, 1, 2, 1, 1, 1, 5, 1, 3)
 _TELLING = 4
 """One in this many requests asks for prompt log-probabilities."""
-_KNOCKING = 2
+_GATED = 2
 """One in this many requests passes the front door; one in `_LEAVING` of these withdraws if it is held."""
 _LEAVING = 8
 
@@ -96,12 +96,12 @@ def _act(action: str, index: int, cluster: ModelCluster, rng: random.Random) -> 
                 told = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
                 request = msgspec.structs.replace(request, sampling=told)
             answers = _ANSWERS[index % len(_ANSWERS)]
-            if index % _KNOCKING:
+            if index % _GATED:
                 cluster.submit(request, answers=answers)
             else:
-                knock = cluster.knock(request, answers=answers)
-                if index % (_KNOCKING * _LEAVING) == 0:
-                    cluster.withdraw(knock)
+                arrival_id = cluster.arrive(request, answers=answers)
+                if index % (_GATED * _LEAVING) == 0:
+                    cluster.withdraw(arrival_id)
         case "encode" if cluster.busy("encode"):
             cluster.run_encode(rng.choice(cluster.busy("encode")))
         case "generate" if cluster.busy("generate"):
@@ -113,8 +113,8 @@ def _act(action: str, index: int, cluster: ModelCluster, rng: random.Random) -> 
             name = rng.choice(sorted(cluster.requests))
             cluster.abort(name, rng.choice([FinishReason.ABORT, FinishReason.STOP]))
         case "clear":
-            for knock in list(cluster.at_door):
-                cluster.withdraw(knock)  # as the shell interrupts them
+            for arrival_id in list(cluster.at_gate):
+                cluster.withdraw(arrival_id)  # as the shell interrupts them
             cluster.send(Cleared())
             waiting = cluster.kernel.statistics()["waiting"]
             assert waiting == 0, f"{waiting} requests wait after everything was cleared"

@@ -15,8 +15,8 @@ from tests.unit.api.processes.harness import PREPARING_MAX, Joined
 from vsched.aio.streams.stream import StopScope
 from vsched.api.processes.messages import Ask, GiveUp, Submit
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.kernel.events import Aborted, Cleared, Event, Knocked, Submitted, Withdrawn
-from vsched.policy import FrontDoorAnswer, FrontDoorView, LetIn, RequestPolicy, Shed
+from vsched.kernel.events import Aborted, Arrived, Cleared, Event, Submitted, Withdrawn
+from vsched.policy import Admit, FrontDoorAnswer, FrontDoorView, RequestPolicy, Shed
 from vsched.record.left import Begun, prompt_digest
 from vsched.types import FinishReason, Request, SamplingParams
 
@@ -42,7 +42,7 @@ def events(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """The kernel's events about requests."""
     heard: list[Event] = []
     handle = joined.played.shell._kernel.handle
-    kinds = (Knocked, Submitted, Withdrawn, Aborted, Cleared)
+    kinds = (Arrived, Submitted, Withdrawn, Aborted, Cleared)
 
     def note(event: Event, now_ns: int) -> Any:
         if isinstance(event, kinds):
@@ -124,9 +124,9 @@ async def test_remote_prompt_is_prepared_only_once_it_may_come_in(
 
     class Full(RequestPolicy, frozen=True, kw_only=True):
         def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
-            return Shed("full", 7) if view.request.tenant == "t" else LetIn()
+            return Shed("full", 7) if view.request.tenant == "t" else Admit()
 
-    joined.played.shell._kernel._door._seat.ask = Full().receive
+    joined.played.shell._kernel._gate._seat.ask = Full().arrive
     rendered: list[str] = []
 
     def render() -> str:
@@ -190,7 +190,7 @@ async def test_remote_client_that_leaves_early_leaves_nothing(
     await joined.turns()
     assert joined.numbers == (0, 0, 0)
     ends = [one for one in events if isinstance(one, Aborted | Withdrawn)]
-    assert len(ends) == sum(isinstance(one, Knocked) for one in events)
+    assert len(ends) == sum(isinstance(one, Arrived) for one in events)
 
 
 async def test_remote_client_that_leaves_ends_its_answer(

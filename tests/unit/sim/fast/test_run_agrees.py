@@ -19,13 +19,13 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Decide
 from vsched.kernel.decisions import GenerateDecision
 from vsched.kernel.events import (
+    Arrived,
     Drafted,
     Encoded,
     EncodeFailed,
     Event,
     GroupLost,
     GroupReady,
-    Knocked,
     Stepped,
     Submitted,
 )
@@ -64,7 +64,7 @@ class Shadow:
     def send(self, event: Event) -> list[Command]:
         cluster = self.cluster
         match event:
-            case Knocked():
+            case Arrived():
                 cluster.now_ns += TICK_NS
                 return cluster.kernel.handle(event, cluster.now_ns)
             case Submitted():

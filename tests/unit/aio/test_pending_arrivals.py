@@ -13,10 +13,10 @@ from tests.unit.aio.test_preparations import SlowMedia, begin, engine_with
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.events import TimerFired
 from vsched.policy import (
+    Admit,
     FrontDoorAnswer,
     FrontDoorView,
     Hold,
-    LetIn,
     Redirect,
     RequestPolicy,
     Shed,
@@ -36,7 +36,7 @@ class Told(RequestPolicy, frozen=True, kw_only=True):
             case "held" if not view.request.asks:
                 return Hold(view.now_ns + 50_000_000_000)
             case _:
-                return LetIn()
+                return Admit()
 
 
 def ask(engine: Any, tenant: str) -> Any:
@@ -53,7 +53,7 @@ def media() -> SlowMedia:
 
 @pytest.fixture
 def engine(played: ShellHarness, media: SlowMedia) -> Any:
-    played.shell._kernel._door._seat.ask = Told().arrive
+    played.shell._kernel._gate._seat.ask = Told().arrive
     return engine_with(played, media)
 
 
@@ -84,8 +84,8 @@ async def test_who_is_held_waits_and_is_served(
     assert media.begun.empty()
     assert played.shell.statistics()["waiting"] == 1
     assert "front door" in engine.explain("held")
-    played.shell._kernel._door._due[0] = (0, 1)
-    played.shell._kernel._door.due_ns = 0
+    played.shell._kernel._gate._due[0] = (0, 1)
+    played.shell._kernel._gate.due_ns = 0
     played.shell.handle(TimerFired())
     async with patience():
         await media.begun.get()

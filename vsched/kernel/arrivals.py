@@ -1,8 +1,7 @@
-"""The front door: requests that have been read and for which nothing has been done yet.
+"""Admission of arriving requests, before any work is done for them.
 
-Preparing a request takes processor time and memory, so whether it is worth that is decided before. The kernel is told
-of a request twice: when it knocks, and when it is submitted, with its tokens. In between it is in preparation, which is
-the shell's, and here only counted.
+Preparing a request takes processor time and memory, so the front-door policy decides before. The kernel gets two events
+for a request: `Arrived`, and `Submitted` with its tokens. In between, the shell prepares it, which is counted here.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from heapq import heapify, heappop, heappush
 import msgspec
 
 from vsched.errors import limit_message
-from vsched.kernel.commands import Command, Enter, TurnAway
-from vsched.kernel.events import Knocked, Withdrawn
+from vsched.kernel.commands import AdmitArrival, Command, RejectArrival
+from vsched.kernel.events import Arrived, Withdrawn
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
@@ -22,31 +21,31 @@ from vsched.kernel.policy_calls import ask_front_door
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request_table import RequestTable, add_to, at_least
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.policy import ArrivalView, FrontDoorView, Hold, LetIn, Redirect, RequestPolicy
+from vsched.policy import Admit, ArrivalView, FrontDoorView, Hold, Redirect, RequestPolicy
 from vsched.policy.measured import Measured
 
-OUTCOMES = ("let_in", "held", "shed", "redirected")
+OUTCOMES = ("admitted", "held", "shed", "redirected")
 
 
 class HeldRequest(msgspec.Struct):
-    """A request that is held, until when, and how often the policy was asked about it."""
+    """A held request, the end of the hold, and the number of answers so far."""
 
-    knocked: Knocked
+    arrived: Arrived
     arrived_ns: int
     asks: int = 0
     until_ns: int = 0
 
 
-class FrontDoor(Restorable):
-    """Asks the policy about requests that knock, and again about those that it holds.
+class ArrivalGate(Restorable):
+    """Calls the front-door policy for each arriving request, and again at the end of a hold.
 
     Attributes:
-        due_ns: When the next request that is held must be asked about again; None where none is held.
-        counts: How often each answer was given.
+        due_ns: The end of the next hold; None without held requests.
+        counts: Number of answers of each kind.
     """
 
     _held: Saved[dict[int, HeldRequest]]
-    _preparing: Saved[dict[int, Knocked]]
+    _preparing: Saved[dict[int, Arrived]]
     counts: Saved[dict[str, int]]
 
     def __init__(
@@ -72,37 +71,37 @@ class FrontDoor(Restorable):
         self.due_ns: int | None = None
         self.counts = dict.fromkeys(OUTCOMES, 0)
 
-    def hear(self, event: Knocked | Withdrawn, now_ns: int) -> list[Command]:
-        """Ask about a request that has come, or forget one that has left."""
-        if isinstance(event, Knocked):
+    def hear(self, event: Arrived | Withdrawn, now_ns: int) -> list[Command]:
+        """Decide about an arriving request, or remove a withdrawn one."""
+        if isinstance(event, Arrived):
             return self._ask(HeldRequest(event, now_ns), now_ns)
-        self.leave(event.knock)
+        self.leave(event.arrival_id)
         return []
 
     def ask_again(self, now_ns: int) -> list[Command]:
-        """Ask about the requests whose hold is over, those first that were to wait least long."""
+        """Decide about the requests whose hold is over, earliest first."""
         commands: list[Command] = []
         while self.due_ns is not None and self.due_ns <= now_ns:
-            _, knock = heappop(self._due)
-            request = self._held.pop(knock)
-            self._count(request.knocked, -1)
+            _, arrival_id = heappop(self._due)
+            request = self._held.pop(arrival_id)
+            self._count(request.arrived, -1)
             commands += self._ask(request, now_ns)
             self._look_ahead()
         return commands
 
-    def leave(self, knock: int) -> None:
-        """Forget a request: it is submitted, or its client has left."""
-        knocked = self._preparing.pop(knock, None)
-        held = self._held.pop(knock, None)
+    def leave(self, arrival_id: int) -> None:
+        """Remove a request that is submitted, or whose client has disconnected."""
+        arrived = self._preparing.pop(arrival_id, None)
+        held = self._held.pop(arrival_id, None)
         if held is not None:
-            knocked = held.knocked
+            arrived = held.arrived
             self._look_ahead()
-        if knocked is not None:
-            self._count(knocked, -1)
+        if arrived is not None:
+            self._count(arrived, -1)
 
-    def _count(self, knocked: Knocked, change: int) -> None:
-        add_to(self._tenants, knocked.tenant, change)
-        add_to(self._priorities, knocked.priority, change)
+    def _count(self, arrived: Arrived, change: int) -> None:
+        add_to(self._tenants, arrived.tenant, change)
+        add_to(self._priorities, arrived.priority, change)
 
     def _look_ahead(self) -> None:
         while self._due and self._due[0][1] not in self._held:
@@ -110,63 +109,63 @@ class FrontDoor(Restorable):
         self.due_ns = self._due[0][0] if self._due else None
 
     def _ask(self, request: HeldRequest, now_ns: int) -> list[Command]:
-        knock = request.knocked.knock
+        arrival_id = request.arrived.arrival_id
         answer = ask_front_door(self._seat, self._view(request, now_ns))
         match answer:
-            case LetIn():
-                return [self._let_in(request)]
+            case Admit():
+                return [self._admit(request)]
             case Redirect(base_url):
                 self.counts["redirected"] += 1
-                return [TurnAway(knock, base_url=base_url)]
+                return [RejectArrival(arrival_id, base_url=base_url)]
             case Hold(until_ns):
                 if len(self._held) >= self._limits.waiting:
-                    return [self._turn_away_full(knock)]
+                    return [self._reject_full(arrival_id)]
                 self.counts["held"] += not request.asks
                 request.asks += 1
                 request.until_ns = until_ns
-                self._held[knock] = request
-                self._count(request.knocked, 1)
-                heappush(self._due, (until_ns, knock))
+                self._held[arrival_id] = request
+                self._count(request.arrived, 1)
+                heappush(self._due, (until_ns, arrival_id))
                 self._look_ahead()
                 return []
         self.counts["shed"] += 1
-        return [TurnAway(knock, answer.reason, answer.status, answer.retry_after_s)]
+        return [RejectArrival(arrival_id, answer.reason, answer.status, answer.retry_after_s)]
 
-    def _let_in(self, request: HeldRequest) -> Enter:
-        self.counts["let_in"] += 1
-        self._preparing[request.knocked.knock] = request.knocked
-        self._count(request.knocked, 1)
-        return Enter(request.knocked.knock)
+    def _admit(self, request: HeldRequest) -> AdmitArrival:
+        self.counts["admitted"] += 1
+        self._preparing[request.arrived.arrival_id] = request.arrived
+        self._count(request.arrived, 1)
+        return AdmitArrival(request.arrived.arrival_id)
 
-    def _turn_away_full(self, knock: int) -> TurnAway:
+    def _reject_full(self, arrival_id: int) -> RejectArrival:
         self.counts["shed"] += 1
         limit = self._limits.waiting
         remedy = "try again later, or raise generate.max_waiting"
         what = "too many requests are held at the front door"
         text = limit_message(what, value=limit + 1, limit=limit, remedy=remedy)
-        return TurnAway(knock, text.removesuffix("."))
+        return RejectArrival(arrival_id, text.removesuffix("."))
 
     def _view(self, request: HeldRequest, now_ns: int) -> FrontDoorView:
-        knocked, table, groups = request.knocked, self._table, self._groups
-        tenant, target_ms = knocked.tenant, knocked.ttft_target_ms
+        arrived, table, groups = request.arrived, self._table, self._groups
+        tenant, target_ms = arrived.tenant, arrived.ttft_target_ms
         loads = self._loads.refresh()
         running = loads.slots_total
         return FrontDoorView(
             now_ns=now_ns,
             request=ArrivalView(
                 tenant=tenant,
-                priority=knocked.priority,
+                priority=arrived.priority,
                 arrived_ns=request.arrived_ns,
                 target_ns=None if target_ms is None else request.arrived_ns + target_ms * 1_000_000,
-                images=knocked.images,
-                answers=knocked.answers,
-                outputs_max=knocked.outputs_max,
+                images=arrived.images,
+                answers=arrived.answers,
+                outputs_max=arrived.outputs_max,
                 asks=request.asks,
             ),
             held=len(self._held),
             preparing=len(self._preparing),
             waiting=len(table.live) - running,
-            as_urgent=self._as_urgent(knocked.priority, running),
+            as_urgent=self._as_urgent(arrived.priority, running),
             running=running,
             waiting_max=self._limits.waiting,
             tenant_requests=table.tenants.get(tenant, 0) + self._tenants.get(tenant, 0),
@@ -177,16 +176,16 @@ class FrontDoor(Restorable):
         )
 
     def _as_urgent(self, priority: int, running: int) -> int:
-        """Return how many that hold no slot yet have this priority or a higher one; `running` hold one."""
+        """Return the number of requests without a slot of this priority or higher; `running` have a slot."""
         live = self._table.priorities
-        if len(live) > 1:  # else all that run are alike
+        if len(live) > 1:  # else all running ones have the same
             running = sum(group.slots_held_from(priority) for group in self._groups)
         elif max(live, default=priority) < priority:
             running = 0
         return at_least(live, priority) - running + at_least(self._priorities, priority)
 
     def statistics(self) -> dict[str, int]:
-        """Return how often each answer was given, and how many requests are held and prepared now."""
+        """Return the number of answers of each kind, and of held and prepared requests."""
         return {
             **self.counts,
             "held_now": len(self._held),
@@ -194,22 +193,22 @@ class FrontDoor(Restorable):
         }
 
     def check(self) -> None:
-        """Assert that every request that is held will be asked about."""
-        timed = {knock for _, knock in self._due}
-        assert timed >= self._held.keys(), "a request is held, and has no time"
+        """Assert that all holds will end, and that requests are counted."""
+        timed = {arrival_id for _, arrival_id in self._due}
+        assert timed >= self._held.keys(), "a hold has no end"
         assert not self._held or self.due_ns is not None, "requests are held, and none is due"
-        assert not self._held.keys() & self._preparing.keys(), "a request is held and let in"
+        assert not self._held.keys() & self._preparing.keys(), "a request is held and admitted"
         inside = len(self._held) + len(self._preparing)
-        assert sum(self._tenants.values()) == inside, "requests of tenants are counted wrongly"
-        assert sum(self._priorities.values()) == inside, "priorities are counted wrongly"
+        assert sum(self._tenants.values()) == inside, "requests of tenants are miscounted"
+        assert sum(self._priorities.values()) == inside, "priorities are miscounted"
         assert self._as_urgent(-(2**62), sum(group.slots_held for group in self._groups)) == (
             inside + len(self._table.live) - sum(group.slots_held for group in self._groups)
         ), "those of any priority are not all"
 
     def rebuild(self) -> None:
-        held = [one.knocked for one in self._held.values()]
-        for knocked in (*self._preparing.values(), *held):
-            self._count(knocked, 1)
-        self._due = [(one.until_ns, knock) for knock, one in self._held.items()]
+        held = [one.arrived for one in self._held.values()]
+        for arrived in (*self._preparing.values(), *held):
+            self._count(arrived, 1)
+        self._due = [(one.until_ns, arrival_id) for arrival_id, one in self._held.items()]
         heapify(self._due)
         self._look_ahead()

@@ -11,14 +11,14 @@ import pytest
 from tests.unit.kernel.policy_pool import TalliedDoor
 from tests.unit.record.recorded import record_run
 from vsched.kernel import Scheduler, SchedulerLimits
-from vsched.kernel.commands import Enter, TurnAway
-from vsched.kernel.events import Knocked, Withdrawn
+from vsched.kernel.commands import AdmitArrival, RejectArrival
+from vsched.kernel.events import Arrived, Withdrawn
 from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.policy import (
+    Admit,
     FrontDoorAnswer,
     FrontDoorView,
     Hold,
-    LetIn,
     Redirect,
     RequestPolicy,
     Shed,
@@ -48,21 +48,21 @@ class Told(RequestPolicy, frozen=True, kw_only=True):
             case "broken":
                 return Shed("a status that is none", status=418)
             case _:
-                return LetIn()
+                return Admit()
 
 
 def cluster(policy: RequestPolicy | None = None) -> ModelCluster:
     return ModelCluster(LIMITS, default_policies(front_door=policy or Told()))
 
 
-def knock(one: ModelCluster, name: str, tenant: str = "") -> int:
+def arrive(one: ModelCluster, name: str, tenant: str = "") -> int:
     request = msgspec.structs.replace(make_request(name, [1, 2, 3]), tenant=tenant)
-    return one.knock(request)
+    return one.arrive(request)
 
 
 def test_who_is_let_in_is_submitted_and_served() -> None:
     one = cluster(Open())
-    knock(one, "a")
+    arrive(one, "a")
     assert one.kernel.statistics()["front_door"]["preparing_now"] == 0
     one.drain()
     one.check_settled()
@@ -75,7 +75,7 @@ class Urgent(RequestPolicy, frozen=True, kw_only=True):
     def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
         if view.request.tenant == "asks":
             return Shed(f"{view.as_urgent} of {view.held + view.preparing + view.waiting}")
-        return LetIn() if view.request.tenant else Hold(view.now_ns + SECOND_NS)
+        return Admit() if view.request.tenant else Hold(view.now_ns + SECOND_NS)
 
 
 def test_policy_sees_how_many_before_the_slots_are_as_urgent() -> None:
@@ -90,27 +90,27 @@ def test_policy_sees_how_many_before_the_slots_are_as_urgent() -> None:
         ("held-1", "", 1),
     ):
         request = make_request(name, [1, 2, 3], max_tokens=50)
-        one.knock(msgspec.structs.replace(request, tenant=tenant, priority=priority))
+        one.arrive(msgspec.structs.replace(request, tenant=tenant, priority=priority))
         one.run_generate()
     assert one.kernel.statistics()["running"] == 2
     told = []
     for priority in (9, 6, 5, 1, 0):
         request = make_request(f"asks-{priority}", [1])
-        one.knock(msgspec.structs.replace(request, tenant="asks", priority=priority))
-        told.append(one.turned_away[-1].reason)
+        one.arrive(msgspec.structs.replace(request, tenant="asks", priority=priority))
+        told.append(one.rejected[-1].reason)
     assert told == ["0 of 4", "1 of 4", "2 of 4", "3 of 4", "4 of 4"]
     one.kernel.check_invariants()
 
 
 def test_who_is_shed_or_redirected_is_told_why() -> None:
     one = cluster()
-    shed, away = knock(one, "a", "shed"), knock(one, "b", "elsewhere")
-    assert one.turned_away == [
-        TurnAway(shed, "0 wait, 0 of yours", 503, 7),
-        TurnAway(away, base_url="http://other:8000/"),
+    shed, away = arrive(one, "a", "shed"), arrive(one, "b", "elsewhere")
+    assert one.rejected == [
+        RejectArrival(shed, "0 wait, 0 of yours", 503, 7),
+        RejectArrival(away, base_url="http://other:8000/"),
     ]
     assert one.kernel.statistics()["front_door"] == {
-        "let_in": 0,
+        "admitted": 0,
         "held": 0,
         "shed": 1,
         "redirected": 1,
@@ -121,7 +121,7 @@ def test_who_is_shed_or_redirected_is_told_why() -> None:
 
 def test_a_hold_ends_by_the_timer_and_another_answer() -> None:
     one = cluster()
-    knock(one, "a", "held")
+    arrive(one, "a", "held")
     one.wait(SECOND_NS)
     assert one.kernel.statistics()["front_door"]["held_now"] == 1
     one.wait(2 * SECOND_NS)
@@ -132,7 +132,7 @@ def test_a_hold_ends_by_the_timer_and_another_answer() -> None:
 
 def test_nobody_is_held_for_over_a_minute() -> None:
     one = cluster()
-    knock(one, "a", "for-ever")
+    arrive(one, "a", "for-ever")
     one.drain()
     assert one.ended.keys() == {"a"}
     assert "held for over 60 s" in one.notices[0]
@@ -140,25 +140,25 @@ def test_nobody_is_held_for_over_a_minute() -> None:
 
 def test_who_leaves_while_held_is_not_asked_about() -> None:
     one = cluster()
-    one.withdraw(knock(one, "a", "held"))
+    one.withdraw(arrive(one, "a", "held"))
     one.drain()
     one.check_settled()
     assert not one.ended
-    assert one.kernel.statistics()["front_door"]["let_in"] == 0
+    assert one.kernel.statistics()["front_door"]["admitted"] == 0
 
 
 def test_as_many_are_held_as_may_wait() -> None:
     one = cluster()
     for index in range(LIMITS.waiting + 1):
-        knock(one, f"r{index}", "held")
-    (away,) = one.turned_away
+        arrive(one, f"r{index}", "held")
+    (away,) = one.rejected
     assert "value 5, limit 4" in away.reason
     assert away.status == 429
 
 
 def test_a_bad_answer_lets_in() -> None:
     one = cluster()
-    knock(one, "a", "broken")
+    arrive(one, "a", "broken")
     one.drain()
     assert one.ended.keys() == {"a"}
     assert one.kernel.statistics()["policy_faults"] == {"Told": 1}
@@ -166,7 +166,7 @@ def test_a_bad_answer_lets_in() -> None:
 
 def test_requests_of_a_tenant_are_counted_wherever_they_are() -> None:
     one = cluster()
-    one.kernel.handle(Knocked(90, "shed-not"), 1)  # admitted, and in preparation
+    one.kernel.handle(Arrived(90, "shed-not"), 1)  # admitted, and in preparation
     for index in range(3):  # two run, one waits
         request = make_request(f"r{index}", [1, 2, 3])
         one.submit(msgspec.structs.replace(request, tenant="t"))
@@ -179,13 +179,13 @@ def test_requests_of_a_tenant_are_counted_wherever_they_are() -> None:
 
 def test_a_snapshot_has_who_is_held() -> None:
     one = cluster()
-    held = knock(one, "a", "held")
+    held = arrive(one, "a", "held")
     policies = default_policies(front_door=Told())
     again = restore_snapshot(Scheduler(LIMITS, policies), encode_snapshot(one.kernel))
     assert encode_snapshot(again) == encode_snapshot(one.kernel)
     now_ns = one.now_ns + 3 * SECOND_NS
-    again._door.ask_again(now_ns)
-    assert again._door.ask_again(now_ns + SECOND_NS) == [Enter(held)]
+    again._gate.ask_again(now_ns)
+    assert again._gate.ask_again(now_ns + SECOND_NS) == [AdmitArrival(held)]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_door_that_remembers_elsewhere_is_found() -> None:
     class Forgetful(RequestPolicy, frozen=True, kw_only=True):
         def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
             seen.append(view.now_ns)
-            return LetIn() if random.Random(len(seen)).random() < 0.5 else Shed("no")
+            return Admit() if random.Random(len(seen)).random() < 0.5 else Shed("no")
 
     with pytest.raises(PolicyError, match="asked again"):
         check_policy(Forgetful, seeds=range(6))

@@ -1,1 +1,0 @@
-"""Requests that arrive: the front door."""
