@@ -48,7 +48,7 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         joined: Requests in the order in which they got a slot; a preempted one is listed again when it returns.
         times: Times of each request that ended, in order of their ends; `first_token_ns`, for example.
-        turned_away: Reasons for rejections by `arrive`; empty for a redirect.
+        rejected: Reasons for rejections by `arrive`; empty for a redirect.
         refused: Requests that the kernel did not accept.
         states: The policy's state at the end, at each seat, such as `generate.admission`.
         statistics: The kernel's counters, as in `/admin/statistics`.
@@ -56,7 +56,7 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
 
     joined: list[str]
     times: dict[str, RequestTimes]
-    turned_away: dict[str, str]
+    rejected: dict[str, str]
     refused: list[str]
     states: dict[str, Any]
     statistics: dict[str, Any]
@@ -94,7 +94,7 @@ def run_policy(
     return PolicyRun(
         joined=[cluster.names[one.number] for step in cluster.decisions for one in step.joined],
         times={name: finish.times for name, finish in cluster.ended.items()},
-        turned_away={arrived[one.knock - 1]: one.reason for one in cluster.turned_away},
+        rejected={arrived[one.arrival_id - 1]: one.reason for one in cluster.rejected},
         refused=list(cluster.refused),
         states=_states(policy, cluster),
         statistics=cluster.kernel.statistics(),
@@ -128,7 +128,7 @@ def _serve(
             at_ns, request = due.popleft()
             cluster.wait(max(at_ns - cluster.now_ns, 0))
             arrived.append(request.request_id)
-            cluster.knock(request)
+            cluster.arrive(request)
 
     while True:
         busy = [*cluster.busy("encode"), *cluster.busy("generate")]

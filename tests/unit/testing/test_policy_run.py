@@ -9,9 +9,9 @@ from vsched.errors import PolicyError
 from vsched.policy import (
     Admission,
     AdmissionView,
+    Admit,
     FrontDoorAnswer,
     FrontDoorView,
-    LetIn,
     MemoryPolicy,
     Preemption,
     PreemptionView,
@@ -34,7 +34,7 @@ class LastFirst(RequestPolicy, frozen=True, kw_only=True):
 
     def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
         view.state.arrived += 1
-        return Shed("not today") if view.request.tenant == self.unwanted else LetIn()
+        return Shed("not today") if view.request.tenant == self.unwanted else Admit()
 
     def admit(self, view: AdmissionView) -> Admission:
         newest = range(len(view.waiting) - 1, -1, -1)[: view.entries_free]
@@ -58,7 +58,7 @@ def test_run_policy_shows_order_times_states_and_rejections() -> None:
     assert run.times["1"].first_token_ns == pytest.approx(10e6, abs=1e6)
     assert run.times["1"].finished_ns == pytest.approx(1e9, abs=2e7)
     assert run.times["late"].encoded_items == 1
-    assert run.turned_away == {"4": "not today"}
+    assert run.rejected == {"4": "not today"}
     assert run.states["generate.admission"] == Seen(arrived=4, joined=3)
     assert run.statistics["finished"]["length"] == 3
 
