@@ -236,7 +236,9 @@ def unknown_words(words: list[str]) -> Iterator[str]:
     """Yield the subcommands and options of a `vsched` command line that do not exist."""
     command = command_line()
     rest = [word for word in words if word != "--help"]
-    while rest and (subcommands := getattr(command, "commands", None)):
+    while (
+        rest and not rest[0].startswith("-") and (subcommands := getattr(command, "commands", None))
+    ):
         name = rest.pop(0)
         if name not in subcommands:
             yield f"{name!r} is no command of {command.name}"

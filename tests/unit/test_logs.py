@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
 import subprocess
 import sys
+from datetime import datetime
 
+import pytest
+
+from vsched import logs
 from vsched.logs import configure_logging
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
@@ -40,3 +46,58 @@ def test_logs_leave_a_programs_own_handlers_alone() -> None:
     assert before, "a test runner has handlers"
     configure_logging("engine")
     assert logging.root.handlers == before
+
+
+def run_program(**environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **environment},
+    )
+    return done.stderr.splitlines()
+
+
+def test_logs_are_json_objects_with_time_level_process_and_logger() -> None:
+    first, *_, last = map(json.loads, run_program(VSCHED_LOG_FORMAT="json"))
+    assert datetime.fromisoformat(first.pop("time")).tzinfo is not None
+    assert first == {
+        "level": "INFO",
+        "process": "generate-0 rank 1",
+        "logger": "vsched.aio",
+        "message": "a {brace}",
+    }
+    assert last["logger"] == "py.warnings"
+
+
+def test_logs_below_the_level_are_left_out() -> None:
+    assert not run_program(VSCHED_LOG_LEVEL="error")
+    lines = run_program(VSCHED_LOG_LEVEL="nonsense")
+    assert any("vsched.aio" in line for line in lines)
+
+
+def test_logs_of_an_exception_are_one_json_object() -> None:
+    try:
+        raise ValueError("wrong\nline")
+    except ValueError:
+        record = logging.getLogger("vsched").makeRecord(
+            "vsched", logging.ERROR, __file__, 1, "stops", (), sys.exc_info()
+        )
+    line = logs._formatter("engine", "json").format(record)
+    assert "\n" not in line
+    assert "ValueError: wrong\nline" in json.loads(line)["exception"]
+
+
+def test_logs_change_level_and_format_of_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (logs.LEVEL_VARIABLE, logs.FORMAT_VARIABLE):
+        monkeypatch.setenv(variable, "")
+    before = logging.getLogger("vsched").level
+    try:
+        logs.change_logging(level="warning", form="json")
+        assert os.environ[logs.LEVEL_VARIABLE] == "warning"
+        assert os.environ[logs.FORMAT_VARIABLE] == "json"
+        assert logging.getLogger("vsched").level == logging.WARNING
+    finally:
+        for package in logs.OWN_PACKAGES:
+            logging.getLogger(package).setLevel(before)

@@ -33,6 +33,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tenant_header: Name of the header with the tenant, in lower case; empty for none.
         tenants_max: Number of tenants with their own metrics; the others are counted together.
         metrics_without_key: `/metrics` needs no key.
+        access_log: Log each request.
         allowed_hosts: Names allowed in `Host`, besides addresses and `localhost`; None for any, `*.` for all
             subdomains.
         cors_origins: Origins of web pages that may call the server, `*` for any.
@@ -64,6 +65,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tenant_header: str = ""
     tenants_max: _Positive = 64
     metrics_without_key: bool = False
+    access_log: bool = False
     allowed_hosts: tuple[str, ...] | None = ()
     cors_origins: tuple[str, ...] = ()
     body_bytes_max: _Positive = 32 * 1024 * 1024

@@ -199,6 +199,7 @@ def api_settings(config: Config, address: str) -> ApiSettings:
         tenant_header=server.tenant_header.lower(),
         tenants_max=server.tenants_max,
         metrics_without_key=server.metrics_without_key,
+        access_log=server.access_log,
         allowed_hosts=_allowed_hosts(config, address),
         cors_origins=server.cors_origins,
         body_bytes_max=server.body_bytes_max,

@@ -12,7 +12,6 @@ app = typer.Typer(
     name="vsched",
     help="Serve vision-language models with a scheduler whose every choice is a policy.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

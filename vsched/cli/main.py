@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -42,8 +43,16 @@ def main() -> None:
     """Run the command line."""
     configure_logging("host" if sys.argv[1:2] == ["host"] else "engine")
     sys.path.insert(0, "")  # a policy "my_policies:Mine" may be in the current folder
-    import_commands(sys.argv[1:])
+    import_commands(_completed_words() or sys.argv[1:])
     run(app)
+
+
+def _completed_words() -> list[str]:
+    """Words of the command line that a shell wants to complete; empty otherwise."""
+    if "_VSCHED_COMPLETE" not in os.environ:
+        return []
+    line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
+    return line.split()[1:]
 
 
 def run(commands: typer.Typer) -> None:

@@ -8,13 +8,14 @@ import gc
 import logging
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from vsched.cli import app
-from vsched.cli.vllm.translate import ServeCommand
+from vsched.cli.vllm.translate import NOTES, ServeCommand
 from vsched.errors import VschedError
+from vsched.logs import change_logging
 from vsched.terminal.options import ConfigOption, SetOption, load
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ logger = logging.getLogger("vsched.serve")
 
 @app.command(cls=ServeCommand)
 def serve(
+    context: typer.Context,
     path: Annotated[
         str, typer.Argument(help="Folder of the checkpoint; model.path.", show_default=False)
     ] = "",
@@ -59,6 +61,20 @@ def serve(
             help="Place replicas with Ray: HOST:PORT, or auto; cluster.ray.", show_default=False
         ),
     ] = "",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"] | None,
+        typer.Option(
+            case_sensitive=False,
+            help="Level of vsched's log lines; VSCHED_LOG_LEVEL, info by default.",
+            show_default=False,
+        ),
+    ] = None,
+    log_format: Annotated[
+        Literal["text", "json"] | None,
+        typer.Option(
+            help="Format of log lines; VSCHED_LOG_FORMAT, text by default.", show_default=False
+        ),
+    ] = None,
     assignments: SetOption = None,
 ) -> None:
     """Serve a checkpoint over an OpenAI-compatible HTTP API. Ctrl-C drains; a second one stops at once.
@@ -67,6 +83,9 @@ def serve(
     """
     from vsched.aio.replicas.fork_server import idle_fork_server
 
+    change_logging(level=log_level or "", form=log_format or "")
+    for note in context.meta[NOTES]:
+        logger.info("%s", note)
     overrides = [*(assignments or ())]
     if path:
         overrides.append(f"model.path={path}")

@@ -137,6 +137,13 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     metrics_without_key: Annotated[bool, Meta(description="Serve `/metrics` without a key.")] = (
         False
     )
+    access_log: Annotated[
+        bool,
+        Meta(
+            description="Log method, path, status, duration and id of each request, except successful probes. "
+            "Queries and contents are never logged."
+        ),
+    ] = False
     allowed_hosts: Annotated[
         tuple[str, ...],
         Meta(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -131,3 +132,29 @@ def test_vsched_tells_its_version() -> None:
     )
     assert done.stdout.startswith("vsched 0.")
     assert done.stderr == ""
+
+
+def test_serve_sets_level_and_format_of_the_log(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found: list[dict[str, str]] = []
+    monkeypatch.setattr(serve_command, "change_logging", lambda **given: found.append(given))
+    serve(
+        "checkpoint", "--port", "0", "--log-level", "DEBUG", "--log-format", "json", "--seed", "1"
+    )
+    assert found == [{"level": "debug", "form": "json"}]
+    assert caplog.messages[0].startswith("--seed of vLLM has no effect")
+
+
+def test_vsched_completes_commands_and_options() -> None:
+    def complete(line: str) -> str:
+        environment = {"_VSCHED_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": line}
+        program = "import sys; sys.argv = ['vsched']; from vsched.cli.main import main; main()"
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, env={**os.environ, **environment}
+        )
+        return done.stdout
+
+    assert "simulate" in complete("vsched sim")
+    assert "--log-level" in complete("vsched serve --log")

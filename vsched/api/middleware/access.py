@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vsched.api.contract import ApiSettings
 from vsched.api.http_exchange import HttpExchange
+from vsched.api.middleware.access_log import LogAccess
 from vsched.api.middleware.request_id import TagResponses
 from vsched.api.middleware.tenants import TENANT, ReadTenant
 from vsched.errors import RequestRefused, limit_message
@@ -53,6 +54,7 @@ def access_middleware(settings: ApiSettings) -> tuple[list[Middleware], list[Mid
     )
     tenant = Middleware(ReadTenant, header=settings.tenant_header)
     before_all = [
+        *([Middleware(LogAccess)] if settings.access_log else []),
         Middleware(NormalizePath, prefix=settings.root_path),
         Middleware(TagResponses),
         Middleware(CheckHost, settings=settings),

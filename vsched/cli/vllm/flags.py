@@ -427,13 +427,13 @@ FLAGS: tuple[Flag, ...] = (
         "/docs and /openapi.json are the same on every server and are always served",
         values=0,
     ),
+    _switch("--enable-log-requests", "server.access_log", off="false", note="without contents"),
+    _switch("--disable-uvicorn-access-log --disable-log-requests", "server.access_log", "false"),
     _ignored(
-        "--disable-log-stats --disable-log-requests --disable-uvicorn-access-log "
-        "--enable-log-requests --enable-log-outputs --aggregate-engine-logging",
-        _NO_LOG,
-        values=0,
+        "--disable-log-stats --enable-log-outputs --aggregate-engine-logging", _NO_LOG, values=0
     ),
-    _ignored("--max-log-len --uvicorn-log-level --kv-cache-metrics-sample", _NO_LOG),
+    _ignored("--max-log-len --kv-cache-metrics-sample", _NO_LOG),
+    _ignored("--uvicorn-log-level", "--log-level is for all of vsched"),
     _ignored(
         "--structured-outputs-config --guided-decoding-backend",
         "llguidance checks and applies all grammars",

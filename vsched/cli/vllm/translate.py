@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +14,8 @@ from vsched.cli.vllm.flags import FLAGS, SEVERAL, Flag
 from vsched.cli.vllm.values import ADAPTERS, API_KEY_VARIABLE, Assignments
 from vsched.errors import ConfigError, ConfigProblems
 
-logger = logging.getLogger("vsched.serve")
+NOTES = "vsched.vllm.notes"
+"""Key of the notes in the `meta` of the command's context."""
 BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
 
 
@@ -138,9 +138,10 @@ class ServeCommand(TyperCommand):
     """`vsched serve`: flags of vLLM are translated before the command line is parsed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Translate, log the notes, and parse."""
+        """Translate and parse; the notes are for the command to log."""
+        if ctx.resilient_parsing:  # shell completion
+            return super().parse_args(ctx, args)
         done = translate(args)
         os.environ.update(done.environment)
-        for note in done.notes:
-            logger.info("%s", note)
+        ctx.meta[NOTES] = done.notes
         return super().parse_args(ctx, done.words)
