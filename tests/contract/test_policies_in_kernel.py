@@ -59,7 +59,7 @@ def test_admission_returns_the_rest_when_permits_run_out(registered: RegisteredP
     for name in ("a", "b", "c"):
         cluster.submit(image_request(name, (name.encode(), 8)))
     cluster.wait(1_000_000_000)
-    cluster.restore("encode")
+    cluster.restore_group("encode")
     cluster.drain()
     assert cluster.encoded == [[b"a", b"b"], [b"c"]]
     assert_served(cluster, "a", "b", "c")
@@ -242,7 +242,7 @@ def test_priority_and_deadline_come_from_the_request(stage: str) -> None:
         cluster.submit(make_request("d", [8, 9], [item], priority=9, ttft_target_ms=1))
         while cluster.encode_log:
             cluster.run_encode()
-        cluster.restore(group)
+        cluster.restore_group(group)
         cluster.drain()
         assert_served(cluster, *cluster.requests)
         if stage == "encode_admission":

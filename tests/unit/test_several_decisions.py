@@ -118,7 +118,7 @@ def test_policy_that_makes_several_decisions_has_one_state_for_all() -> None:
     policy = Counting()
     seats = PolicySeats(policy)
     door, first, second = (
-        seats.place(name, policy)
+        seats.add_seat(name, policy)
         for name in ("front_door", "generate-0.admission", "generate-1.admission")
     )
     door.state.arrived += 1
@@ -133,7 +133,10 @@ def test_policy_that_makes_several_decisions_has_one_state_for_all() -> None:
 def test_policy_in_two_tables_has_a_state_for_each() -> None:
     policy = Counting()
     seats = PolicySeats()
-    door, admission = seats.place("front_door", policy), seats.place("generate.admission", policy)
+    door, admission = (
+        seats.add_seat("front_door", policy),
+        seats.add_seat("generate.admission", policy),
+    )
     door.state.arrived += 1
     door.accept()
     assert admission.state == Counts()

@@ -418,7 +418,7 @@ class Shell:
         for group in groups:
             group.back()
         for group in groups:
-            self.adapters.restore(group)
+            self.adapters.restore_adapters(group)
         for group in groups:
             if not group.down:  # else it was lost again within this loop
                 self.handle(GroupReady(group.name))

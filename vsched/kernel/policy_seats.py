@@ -267,7 +267,7 @@ class PolicySeats(Restorable):
         self._several = several
         self._memory = None if several is None else PolicyMemory(several)
 
-    def place(self, name: str, policy: AnyPolicy) -> PolicySeat[AnyPolicy]:
+    def add_seat(self, name: str, policy: AnyPolicy) -> PolicySeat[AnyPolicy]:
         """Create a seat for the decision that its name ends with."""
         assert name not in self._seats, f"two policies are asked as {name}"
         method = DECISIONS[name.rpartition(".")[2]].method

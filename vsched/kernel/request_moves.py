@@ -55,13 +55,13 @@ class RequestMoves(Restorable):
         loads: Loads,
     ) -> None:
         self._limits = limits
-        self._encoding = seats.place("encode.encoding", policies.encoding)
+        self._encoding = seats.add_seat("encode.encoding", policies.encoding)
         self._table = table
         self._cache = cache
         self._groups = groups
         self._loads = loads
         self._router = Router(
-            seats.place("routing", policies.routing), limits, groups, measured, loads
+            seats.add_seat("routing", policies.routing), limits, groups, measured, loads
         )
         self.ended_answers: list[RequestState] = []
 

@@ -86,12 +86,12 @@ class Scheduler(SnapshotRoot):
         self._seats = seats = PolicySeats(policies.several)
         self._faults = seats.faults
         self._table = RequestTable(limits.waiting_ns)
-        reclaim = seats.place("encode.reclaim", policies.reclaim)
+        reclaim = seats.add_seat("encode.reclaim", policies.reclaim)
         self.embeddings = EmbeddingCache(limits, policies.embedding_eviction, reclaim, seats.faults)
         self.encode = EncodeStage(
             limits,
-            seats.place("encode.admission", policies.encode_admission),
-            seats.place("encode.dispatch", policies.dispatch),
+            seats.add_seat("encode.admission", policies.encode_admission),
+            seats.add_seat("encode.dispatch", policies.dispatch),
             self.embeddings,
         )
         self._dirty = dirty = DirtyGroups(limits.generators)
@@ -111,7 +111,7 @@ class Scheduler(SnapshotRoot):
             limits, policies, self._table, self.embeddings, self.generators, seats, measured, loads
         )
         self._gate = ArrivalGate(
-            seats.place("front_door", policies.front_door),
+            seats.add_seat("front_door", policies.front_door),
             limits,
             self._table,
             self.generators,
@@ -124,7 +124,7 @@ class Scheduler(SnapshotRoot):
             zip(self.encode.groups, self.generators, strict=True) if limits.encode_pauses else ()
         )
         self._hosts = {encoder.name: generator for encoder, generator in shared}
-        self.encode.place(self._hosts)
+        self.encode.set_hosts(self._hosts)
         self._queues: tuple[OrderedQueue[Any], ...] = (
             *(group.queue for group in self.generators),
             self.embeddings.queue,

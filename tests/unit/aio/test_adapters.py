@@ -100,7 +100,7 @@ async def test_orders_take_away_from_all_what_one_rank_cannot_add() -> None:
     with pytest.raises(RequestRefused, match="generate-1: shapes differ"):
         await orders.add(1, "path", ONE)
     assert who_has(groups, 1) == []
-    orders.restore(served(groups.all[1]))
+    orders.restore_adapters(served(groups.all[1]))
     assert who_has(groups, 1) == [], "it is not stored"
 
 
@@ -130,7 +130,7 @@ async def test_orders_tell_a_group_that_was_lost_meanwhile_when_it_is_back() -> 
     await adding
     assert who_has(groups, 1) == ["generate-1"]
     lost.down = False
-    orders.restore(served(lost))
+    orders.restore_adapters(served(lost))
     assert who_has(groups, 1) == ["generate-0", "generate-1"]
 
 
@@ -164,7 +164,7 @@ async def test_orders_give_up_a_group_that_does_not_get_its_adapters_back() -> N
     await orders.add(1, "path", ONE)
     groups.all[1].leader = FakeLeader()
     groups.all[1].leader.errors = ["no memory"]
-    orders.restore(served(groups.all[1]))
+    orders.restore_adapters(served(groups.all[1]))
     await until(lambda: bool(groups.all[1].leader.refused), "the group is refused")
     assert groups.all[1].leader.refused == ["could not add an adapter again: no memory"]
 

@@ -141,7 +141,7 @@ def test_answers_survive_the_loss_of_their_group(steps: int) -> None:
     for _ in range(steps):
         cluster.run_generate()
     cluster.lose("generate-0")
-    cluster.restore("generate-0")
+    cluster.restore_group("generate-0")
     cluster.drain()
     cluster.check_settled()
     assert_served(cluster, *NAMES)
@@ -168,7 +168,7 @@ def test_poison_takes_the_other_answers_with_it() -> None:
                 break
         cluster.lose("generate")
         losses += 1
-        cluster.restore("generate")
+        cluster.restore_group("generate")
         assert losses < 6
     assert {cluster.ended[name].code for name in NAMES} == {"group_lost"}
     cluster.drain()
@@ -209,7 +209,7 @@ def test_a_prompt_that_was_told_of_is_cached_when_its_request_comes_again() -> N
         cluster.run_generate()
     cluster.submit(make_request("keeper", words(42)))
     cluster.lose("generate")
-    cluster.restore("generate")
+    cluster.restore_group("generate")
     cluster.drain()
     assert_served(cluster, "a", "keeper")
     joins = [(one.number, one.computed) for step in cluster.decisions for one in step.joined]

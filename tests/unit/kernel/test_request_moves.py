@@ -154,7 +154,7 @@ def test_policy_is_told_once_that_a_request_is_new_and_not_asked_once_its_images
     cluster.run_encode()
     cluster.run_generate()
     cluster.lose("generate")
-    cluster.restore("generate")
+    cluster.restore_group("generate")
     cluster.drain()
     assert [view.arriving for view in Watching.views].count(True) == 1
     assert Watching.views[0].arriving
@@ -205,7 +205,7 @@ def test_times_of_a_request_are_those_of_the_first_time() -> None:
     cluster.wait(SECOND_NS)
     cluster.lose("generate")
     cluster.wait(SECOND_NS)
-    cluster.restore("generate")
+    cluster.restore_group("generate")
     cluster.drain()
     times = cluster.ended["r"].times
     assert (times.items_ready_ns, times.admitted_ns) == (ready_ns, ready_ns)
@@ -227,7 +227,7 @@ def test_load_of_a_group_counts_the_tokens_of_what_left_its_slot(how: str) -> No
         cluster.lose("generate")
         outputs = sum(len(cluster.outputs[name]) for name in names if name not in cluster.ended)
         assert group.load_tokens == 6 * 4 + outputs
-        cluster.restore("generate")
+        cluster.restore_group("generate")
     else:
         cluster.run_generate()
         cluster.run_generate()
@@ -326,7 +326,7 @@ def test_policy_decides_who_joins_first_after_a_restart() -> None:
     for index in range(3):
         cluster.submit(make_request(f"r{index}", words(5, start=50 * index)))
     with observed() as reached:
-        cluster.restore("generate")
+        cluster.restore_group("generate")
         cluster.drain()
     assert joined(cluster) == ["r2", "r1", "r0"]
     assert not reached["kernel.stall_favoured"]
@@ -342,7 +342,7 @@ def test_group_that_lost_its_poison_lets_the_others_join_as_the_policy_says() ->
         for _ in range(2):
             cluster.run_generate()
             cluster.lose("generate")
-            cluster.restore("generate")
+            cluster.restore_group("generate")
         assert cluster.ended["poison"].code == "group_lost"
         cluster.drain()
     assert not reached["kernel.stall_favoured"]
@@ -360,7 +360,7 @@ def test_drain_of_a_lost_group_changes_nothing() -> None:
     groups = cluster.kernel.statistics()["generate"]["groups"]
     assert groups["generate-0"]["state"] == "down"
     assert cluster.drained == []
-    cluster.restore("generate-0")
+    cluster.restore_group("generate-0")
     cluster.submit(make_request("r", words(5)))
     assert cluster.busy("generate") == ["generate-0"]
     cluster.drain()
@@ -373,7 +373,7 @@ def test_group_that_was_lost_while_it_drained_tells_once_that_it_is_drained_agai
     cluster.run_generate()
     cluster.send(Drain("generate"))
     cluster.lose("generate")
-    cluster.restore("generate")
+    cluster.restore_group("generate")
     cluster.send(Drain("generate"))
     cluster.drain()
     assert cluster.drained == ["generate"]
@@ -391,10 +391,10 @@ def test_draining_group_waits_for_the_image_of_what_ran_when_it_was_lost() -> No
         cluster.run_generate()
     cluster.lose("encode")
     cluster.lose("generate-0")
-    cluster.restore("generate-0")
+    cluster.restore_group("generate-0")
     cluster.send(Drain("generate-0"))
     assert cluster.drained == []
-    cluster.restore("encode")
+    cluster.restore_group("encode")
     cluster.drain()
     assert cluster.drained == ["generate-0"]
     assert_served(cluster, "r")
@@ -449,6 +449,6 @@ def test_suspect_comes_back_after_a_restart_that_an_operator_asked_for() -> None
         cluster.run_generate()
         cluster.run_generate()
         cluster.lose("generate", planned=planned)
-        cluster.restore("generate")
+        cluster.restore_group("generate")
     cluster.drain()
     assert_served(cluster, "r0", "r1")

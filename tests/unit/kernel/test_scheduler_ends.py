@@ -122,7 +122,7 @@ def test_scheduler_abort_frees_everything_in_every_phase(
     assert_holds_nothing(cluster)
     # The ranks forget it too: their next decision says so.
     for group in sorted(cluster.down):
-        cluster.restore(group)
+        cluster.restore_group(group)
     cluster.submit(make_request("next", words(5)))
     cluster.drain()
     held = cluster.generators["generate"].sequences
@@ -215,7 +215,7 @@ def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache:
     before = len(joined(cluster))
     while cluster.encode_log:  # a request whose image is not ready would be overtaken anyway
         cluster.run_encode()
-    cluster.restore("generate")
+    cluster.restore_group("generate")
     cluster.drain()
     again = [name for name in joined(cluster)[before:] if not cluster.ended[name].message]
     assert sorted(again) == again == alive
@@ -230,7 +230,7 @@ def test_scheduler_data_is_sent_again_after_a_loss() -> None:
     for _ in range(4):
         cluster.run_generate()
     cluster.lose("generate")
-    cluster.restore("generate")
+    cluster.restore_group("generate")
     (join,) = cluster.decisions[-2].joined
     assert join.data is not None
     assert (join.length, join.data.prompt_length) == (6 + 4, 6)
@@ -246,7 +246,7 @@ def test_scheduler_request_that_is_always_there_when_the_group_goes_is_ended() -
     for _ in range(2):
         cluster.run_generate()
         cluster.lose("generate")
-        cluster.restore("generate")
+        cluster.restore_group("generate")
     finish = cluster.ended["poison"]
     assert (finish.reason, finish.code) == (FinishReason.ERROR, "group_lost")
     cluster.drain()
@@ -262,10 +262,10 @@ def test_scheduler_resumes_after_a_lost_encode_group(losses: int) -> None:
         cluster.submit(image_request(name, (name.encode(), 8)))
     cluster.run_encode()
     cluster.lose("encode")
-    cluster.restore("encode")
+    cluster.restore_group("encode")
     if losses == 2:
         cluster.lose("encode")
-        cluster.restore("encode")
+        cluster.restore_group("encode")
     cluster.drain()
     assert cluster.encoded[1] == [b"r1", b"r2"]
     assert all(len(batch) == 1 for batch in cluster.encoded[2:])

@@ -63,8 +63,8 @@ def test_encoders_share_one_line() -> None:
     cluster.lose("encode-1")
     images = [(b"%d" % number, 4) for number in range(10)]
     cluster.submit(image_request("r", *images))
-    cluster.restore("encode-0")
-    cluster.restore("encode-1")
+    cluster.restore_group("encode-0")
+    cluster.restore_group("encode-1")
     sent = {name: [task.key for task in log[0].tasks] for name, log in cluster.encode_logs.items()}
     assert sent == {"encode-0": [b"0", b"1", b"2", b"3"], "encode-1": [b"4", b"5", b"6", b"7"]}
     cluster.run_encode("encode-1")
@@ -168,7 +168,7 @@ def test_lost_generator_keeps_what_ran_and_gives_away_what_waited() -> None:
         cluster.run_generate()
     assert_served(cluster, "waited")
     assert "waiting for its group" in cluster.kernel.explain("ran")
-    cluster.restore("generate-0")
+    cluster.restore_group("generate-0")
     cluster.drain()
     assert_served(cluster, "ran")
     assert_holds_nothing(cluster)
@@ -186,7 +186,7 @@ def test_lost_generator_does_not_keep_embeddings_from_others() -> None:
     while cluster.busy("encode") or cluster.busy("generate"):
         cluster.run_encode() if cluster.busy("encode") else cluster.run_generate()
     assert_served(cluster, "younger")
-    cluster.restore("generate-0")
+    cluster.restore_group("generate-0")
     cluster.drain()
     assert_served(cluster, "older")
 
@@ -232,9 +232,9 @@ def test_planned_loss_blames_nobody_and_gives_everything_away() -> None:
     )
     cluster.submit(image_request("r", (b"a", 8), max_tokens=40))
     cluster.lose("encode", planned=True)
-    cluster.restore("encode")
+    cluster.restore_group("encode")
     cluster.lose("encode", planned=True)
-    cluster.restore("encode")
+    cluster.restore_group("encode")
     cluster.run_encode()
     for _ in range(4):
         for group in ("generate-0", "generate-1"):
@@ -243,7 +243,7 @@ def test_planned_loss_blames_nobody_and_gives_everything_away() -> None:
             cluster.run_generate()
             cluster.lose(group, planned=True)
             assert cluster.busy("generate"), "it runs in the other group at once"
-            cluster.restore(group)
+            cluster.restore_group(group)
     cluster.drain()
     assert_served(cluster, "r")
 
@@ -253,7 +253,7 @@ def pages_out(cluster: ModelCluster, group: str) -> set[int]:
     return {page for task in cluster.encode_logs[group][0].tasks for page in task.pages}
 
 
-@pytest.mark.parametrize("end", [ModelCluster.restore, ModelCluster.retire])
+@pytest.mark.parametrize("end", [ModelCluster.restore_group, ModelCluster.retire])
 def test_pages_that_a_lost_encoder_may_write_to_are_kept_from_others(
     end: Callable[[ModelCluster, str], None],
 ) -> None:
@@ -307,7 +307,7 @@ def test_draining_the_only_generator_holds_requests_until_it_is_back() -> None:
     assert "generate is draining" in cluster.kernel.explain("waits")
     cluster.lose("generate")  # it is restarted
     assert cluster.ended["runs"].reason is FinishReason.LENGTH
-    cluster.restore("generate")
+    cluster.restore_group("generate")
     cluster.drain()
     assert_served(cluster, "waits")
 
@@ -319,7 +319,7 @@ def test_what_waits_for_a_draining_generator_goes_to_the_first_that_comes_up() -
     cluster.submit(text("waits", start=60))
     cluster.send(Drain("generate-0"))
     assert "generate-0 is draining" in cluster.kernel.explain("waits")
-    cluster.restore("generate-1")
+    cluster.restore_group("generate-1")
     assert cluster.generators["generate-1"].log[0].joined
     cluster.drain()
     assert_served(cluster, "runs", "waits")

@@ -87,7 +87,7 @@ def test_kernel_lets_the_front_pass_when_nothing_else_moves(policy: RequestPolic
         text = words(9, start=50 * number)
         item = (8, 4, b"small%d" % number)
         cluster.submit(make_request(f"younger{number}", text, [item], priority=number))
-    cluster.restore("generate")
+    cluster.restore_group("generate")
     cluster.drain(steps_max=2000)
     assert_served(cluster, *cluster.requests)
     cluster.check_settled()
@@ -190,7 +190,7 @@ class KernelMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.cluster.down)
     @rule()
     def restore(self) -> None:
-        self.cluster.restore(min(self.cluster.down))
+        self.cluster.restore_group(min(self.cluster.down))
 
     @rule()
     def clear(self) -> None:
@@ -200,7 +200,7 @@ class KernelMachine(RuleBasedStateMachine):
         if not hasattr(self, "cluster"):
             return
         for group in sorted(self.cluster.down):
-            self.cluster.restore(group)
+            self.cluster.restore_group(group)
         for group in self.up():
             self.cluster.send(Resume(group))
         self.cluster.drain()

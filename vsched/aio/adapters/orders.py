@@ -93,8 +93,8 @@ class AdapterOrders:
         ]
         await asyncio.gather(*changes, return_exceptions=True)
 
-    def restore(self, group: ServedGroup) -> None:
-        """Tell a group that has come back of all that there are; it takes no step before it has them."""
+    def restore_adapters(self, group: ServedGroup) -> None:
+        """Send all adapters to a restarted group; it runs no step before it has them."""
         for entry, stages in self._kept.values():
             if group.stage in stages:
                 probe("adapters.restored")

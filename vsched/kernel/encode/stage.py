@@ -202,13 +202,13 @@ class EncodeStage(Restorable):
         self.groups = [
             EncodeGroup(name, self._mark_dirty) for name in group_names("encode", limits.encoders)
         ]
-        self.place({})
+        self.set_hosts({})
         self.encodes = deque(maxlen=WINDOW)
         self.measured: Measured = NOTHING_MEASURED
 
     # --- batches ---
 
-    def place(self, hosts: Mapping[str, Host]) -> None:
+    def set_hosts(self, hosts: Mapping[str, Host]) -> None:
         """Set the generate group in the processes of each encode group, by name."""
         self._hosts = hosts
         self._views = [DispatchedGroup(one, hosts.get(one.name)) for one in self.groups]

@@ -97,11 +97,11 @@ class GenerateGroup(Group):
         super().__init__(name)
         self._limits = limits
         self._prefix_eviction = policies.prefix_eviction
-        self._admission = seats.place(f"{name}.admission", policies.generate_admission)
-        self._preemption = seats.place(f"{name}.preemption", policies.preemption)
-        self._drafting = seats.place(f"{name}.drafting", policies.drafting)
-        self._insertion = seats.place(f"{name}.insertion", policies.insertion)
-        self._step = seats.place(f"{name}.step", policies.step)
+        self._admission = seats.add_seat(f"{name}.admission", policies.generate_admission)
+        self._preemption = seats.add_seat(f"{name}.preemption", policies.preemption)
+        self._drafting = seats.add_seat(f"{name}.drafting", policies.drafting)
+        self._insertion = seats.add_seat(f"{name}.insertion", policies.insertion)
+        self._step = seats.add_seat(f"{name}.step", policies.step)
         self._cache = cache
         self._requests = requests
         self._faults = seats.faults

@@ -282,7 +282,7 @@ class ModelCluster:
             self.pages.pop(page, None)
         self.send(RowsLost([*pages]))
 
-    def restore(self, group: str) -> None:
+    def restore_group(self, group: str) -> None:
         """Bring a lost group back."""
         self.down.discard(group)
         self.send(GroupReady(group))

@@ -77,7 +77,7 @@ def run_random(
     for index in range(events):
         _act(rng.choices(names, list(weights.values()))[0], index, cluster, rng)
     for group in sorted(cluster.down):
-        cluster.restore(group)
+        cluster.restore_group(group)
     for group in cluster.groups:
         if group not in cluster.retired:
             cluster.send(Resume(group))
@@ -141,4 +141,4 @@ def _happen(action: str, cluster: ModelCluster, rng: random.Random) -> None:
         case "resume" if up:
             cluster.send(Resume(group))
         case "restore" if cluster.down:
-            cluster.restore(min(cluster.down))
+            cluster.restore_group(min(cluster.down))

@@ -22,7 +22,7 @@ def test_rows_that_a_request_waits_to_read_are_encoded_again() -> None:
     cluster.run_encode()
     cluster.lose_rows(range(500))
     assert cluster.encoded == [[b"a"], [b"a"]]
-    cluster.restore("generate")
+    cluster.restore_group("generate")
     cluster.drain()
     assert_served(cluster, "r")
     assert_holds_nothing(cluster)

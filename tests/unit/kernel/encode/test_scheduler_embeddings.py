@@ -209,7 +209,7 @@ def test_embedding_text_requests_run_while_the_encoder_is_down() -> None:
     cluster.drain()
     assert_served(cluster, "text")
     assert "image" not in cluster.ended
-    cluster.restore("encode")
+    cluster.restore_group("encode")
     cluster.drain()
     assert_served(cluster, "image")
 

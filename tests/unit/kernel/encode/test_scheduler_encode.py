@@ -143,7 +143,7 @@ def test_encode_default_budget_is_that_of_a_generate_step() -> None:
         cluster.lose("encode")
         for name in ("a", "b", "c"):
             cluster.submit(image_request(name, (name.encode(), 10)))
-        cluster.restore("encode")
+        cluster.restore_group("encode")
         cluster.drain()
         assert cluster.encoded == batches
 

@@ -156,7 +156,7 @@ def test_a_lost_group_loses_no_accepted_draft() -> None:
     known = len(cluster.outputs["a"])
     assert known > 6
     cluster.lose("generate")
-    cluster.restore("generate")
+    cluster.restore_group("generate")
     cluster.drain()
     (again,) = cluster.decisions[-1:]
     assert again.step > 6

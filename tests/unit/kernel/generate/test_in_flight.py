@@ -41,7 +41,7 @@ def test_group_lost_while_a_preempted_request_settles_loses_no_request() -> None
     with observed() as reached:
         cluster.lose("generate")
     assert reached["generate.lost_while_settling"]
-    cluster.restore("generate")
+    cluster.restore_group("generate")
     cluster.drain()
     assert_served(cluster, *NAMES)
     assert_holds_nothing(cluster)
@@ -75,7 +75,7 @@ def test_request_that_waits_for_its_lost_group_claims_no_embedding() -> None:
     cluster.lose(group)
     assert "come back" in cluster.kernel.explain("r")
     assert not any(entry.claims for entry in cluster.kernel.embeddings)
-    cluster.restore(group)
+    cluster.restore_group(group)
     cluster.drain()
     assert_served(cluster, "r")
 

@@ -33,7 +33,7 @@ def lose_while_running(cluster: ModelCluster, poison: str, group: str = "generat
         if number in sequences and sequences[number].computed:
             losses += 1
             cluster.lose(group)
-            cluster.restore(group)
+            cluster.restore_group(group)
         elif cluster.busy("generate"):
             cluster.run_generate()
     raise AssertionError("the poison was never found")
@@ -75,7 +75,7 @@ def test_suspects_of_two_losses_from_outside_are_cleared() -> None:
         for _ in range(3):
             cluster.run_generate()
         cluster.lose("generate")
-        cluster.restore("generate")
+        cluster.restore_group("generate")
     cluster.drain()
     assert_served(cluster, *names)
 
@@ -89,11 +89,11 @@ def test_cleared_suspect_is_not_ended_for_one_more_loss() -> None:
         for _ in range(5):
             cluster.run_generate()
         cluster.lose("generate")
-        cluster.restore("generate")
+        cluster.restore_group("generate")
     while "short" not in cluster.ended:
         cluster.run_generate()
     cluster.lose("generate")
-    cluster.restore("generate")
+    cluster.restore_group("generate")
     cluster.drain()
     assert_served(cluster, "long", "short")
 
@@ -106,7 +106,7 @@ def lose_repeatedly(cluster: ModelCluster, group: str, *, times: int) -> set[int
             cluster.run_generate(group)
         running |= cluster.generators[group].sequences.keys()
         cluster.lose(group)
-        cluster.restore(group)
+        cluster.restore_group(group)
     return running
 
 
@@ -147,7 +147,7 @@ def test_draining_group_finds_the_poison_among_those_that_waited_for_it() -> Non
         cluster.run_generate("generate-0")
     (poison,) = (cluster.names[number] for number in own - {first})
     cluster.lose("generate-0")
-    cluster.restore("generate-0")
+    cluster.restore_group("generate-0")
     cluster.drain()
     assert cluster.ended[poison].code == "group_lost"
     assert_served(cluster, *(name for name in names if name != poison))

@@ -94,7 +94,7 @@ def test_lost_group_has_no_snapshots() -> None:
     cluster = cluster_of(4)
     serve(cluster, "before", words(13))
     cluster.lose("generate")
-    cluster.restore("generate")
+    cluster.restore_group("generate")
     assert serve(cluster, "after", words(13)) == 0
 
 

@@ -191,7 +191,7 @@ def test_swapped_request_that_ends_or_moves_holds_nothing(what: str) -> None:
     if what != "drain":
         assert group.statistics()["swapped"] == 0
     for name in sorted(cluster.down):
-        cluster.restore(name)
+        cluster.restore_group(name)
     cluster.drain()
     cluster.check_settled()
     assert_holds_nothing(cluster)
