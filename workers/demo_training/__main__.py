@@ -30,7 +30,9 @@ QUICK_SEED = 7
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; return the exit status: 0 when the run is complete, 3 when the time limit was reached first."""
     parser = argparse.ArgumentParser(prog="python -m demo_training", description=__doc__)
-    parser.add_argument("out", type=Path, help="folder of the checkpoint; a stopped run goes on")
+    parser.add_argument(
+        "out", type=Path, help="folder of the checkpoint; an interrupted run continues"
+    )
     parser.add_argument(
         "--minutes", type=float, default=60.0, help="stop after this long; a later run resumes"
     )

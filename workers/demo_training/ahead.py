@@ -63,7 +63,7 @@ class DrawnAhead:
 
     def _receive(self) -> bytes:
         if not self._pipe.poll(DEADLINE_S):
-            raise VschedError(f"the process that draws has drawn nothing for {DEADLINE_S:g} s")
+            raise VschedError(f"no sample was drawn for {DEADLINE_S:g} s")
         return self._pipe.recv_bytes()
 
     def __enter__(self) -> Self:

@@ -522,7 +522,7 @@ def _load_any(
     paged_attention.register()
     if scheme_of(read_json(checkpoint_directory(info.path), "config.json")) is not None:
         raise ConfigError(
-            f"generate.tensor_parallel: {settings.ranks} ranks cannot share the quantised weights of this checkpoint. "
+            f"generate.tensor_parallel: {settings.ranks} ranks cannot share the quantized weights of this checkpoint. "
             "Remedy: set it to 1."
         )
     ranks, share = PlannedRanks(ranks=settings.ranks, rank=settings.rank), None
@@ -586,7 +586,7 @@ def _generic_backend(
         ConfigError: When the generic path does not support the configuration.
     """
     what, or_one_rank = (
-        f"model_type {info.family!r} has no path of its own, and the generic one",
+        f"model_type {info.family!r} is served by the generic path, which",
         "",
     )
     if language_family(info.family, info.path) is not None:
@@ -599,8 +599,8 @@ def _generic_backend(
         )
     if settings.quantizes and settings.ranks > 1:
         raise ConfigError(
-            f"generate.weights: {what} makes {settings.weights} of whole layers only, not of {settings.ranks} ranks' "
-            f"shares. Remedy: set generate.tensor_parallel to 1, or generate.weights to auto."
+            f"generate.weights: {what} quantizes to {settings.weights} on one rank only, not on {settings.ranks}. "
+            f"Remedy: set generate.tensor_parallel to 1, or generate.weights to auto."
         )
     if settings.deterministic:
         raise ConfigError(

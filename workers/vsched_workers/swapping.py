@@ -26,7 +26,7 @@ class SwappingWorker:
             DeviceOutOfMemory: When the host has too little memory.
         """
         assert self._cache is not None, "build_kv comes before"
-        setting = typed_out_of_memory("setting host memory aside", remedy=SWAP_REMEDY)
+        setting = typed_out_of_memory("allocating host memory for blocks", remedy=SWAP_REMEDY)
         with self._group.watched(), setting:
             self._swap_area = self._backend.swap_area(self._cache, blocks)
 

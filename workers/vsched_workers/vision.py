@@ -312,7 +312,7 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
     backend = choose_backend(settings, dtype)
     if not isinstance(backend, ReferenceBackend):
         raise ConfigError(
-            f"encode.device: model_type {info.family!r} has no path of its own, and the one for any architecture runs "
+            f"encode.device: model_type {info.family!r} is served by the generic path, which runs "
             f"on cpu alone so far, not on {settings.device}. Remedy: set encode.device to cpu."
         )
     backend.compile_tower(None, progress)

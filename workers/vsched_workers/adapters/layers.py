@@ -235,8 +235,8 @@ class AdaptedModule:
             except AttributeError:
                 continue
             return CheckpointError(
-                f"the adapter changes {module}, a {type(found).__name__} here; only linear layers that see each row "
-                "of a step are served. Remedy: use an adapter without it, or merge this one into its base model."
+                f"the adapter changes {module}, a {type(found).__name__} here; only linear layers of all tokens of a "
+                "step are supported. Remedy: use an adapter without it, or merge this one into its base model."
             )
         return CheckpointError(
             f"the adapter changes {module}, which the model lacks. "

@@ -84,7 +84,7 @@ class AdapterRoom:
             size = math.prod(shape) * dtype.itemsize
             taken = self._memory[start : start + size].view(dtype).view(shape)
             start += _lines(size)
-            assert start <= stop, "an adapter of no higher rank fits"
+            assert start <= stop, "an adapter of at most the maximum rank fits"
             return taken
 
         return take

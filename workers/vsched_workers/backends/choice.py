@@ -114,7 +114,7 @@ def _check_int8_rows(settings: WorkerSettings, dtype: torch.dtype) -> None:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(
             f"generate.activations, encode.activations: int8 is not possible on {settings.device} with {name} and "
-            f"attention {settings.attention!r}, but on cpu with bfloat16 or float32 and `auto`. "
+            f"attention {settings.attention!r}, only on cpu with bfloat16 or float32 and `auto`. "
             "Remedy: use these, or set it to auto."
         )
 
@@ -152,9 +152,9 @@ def check_quantized(settings: WorkerSettings, dtype: torch.dtype, *, what: str) 
     if not has_types or exact or not has_library:
         raise ConfigError(
             f"{what} is not possible on {settings.device} with {name}, "
-            f"attention {settings.attention!r} and {'' if has_library else 'without '}{library}, but on cuda with "
+            f"attention {settings.attention!r} and {'' if has_library else 'without '}{library}, only on cuda with "
             "Triton, and on cpu with bfloat16 or float32, `auto` and numba. "
-            "Remedy: use these, or weights that are not quantised."
+            "Remedy: use these, or weights that are not quantized."
         )
 
 
@@ -168,7 +168,7 @@ def _deterministic_backend(settings: WorkerSettings, dtype: torch.dtype) -> Back
     if settings.device != "cpu" or dtype != torch.bfloat16 or settings.attention == "exact":
         raise ConfigError(
             f"model.deterministic: not possible on {settings.device} with {name} and attention "
-            f"{settings.attention!r}, but on cpu with bfloat16 and `auto`. Remedy: use these, or set it to false."
+            f"{settings.attention!r}, only on cpu with bfloat16 and `auto`. Remedy: use these, or set it to false."
         )
     try:
         from vsched_workers.backends.cpu.backend import CpuBackend
@@ -181,12 +181,12 @@ def _deterministic_backend(settings: WorkerSettings, dtype: torch.dtype) -> Back
         ) from error
     if not has_bf16_dot():
         raise ConfigError(
-            "model.deterministic: its kernels need a processor with avx512_bf16, which this one has not. "
+            "model.deterministic: its kernels need a processor with avx512_bf16, which this one lacks. "
             "Remedy: use another host, or set it to false."
         )
     if choice_file() is None:
         raise ConfigError(
-            "model.deterministic: there is no folder to keep the choice of kernels in for a restart. "
+            "model.deterministic: no writable folder to keep the choice of kernels for a restart. "
             "Remedy: set NUMBA_CACHE_DIR to a folder that can be written, or set it to false."
         )
     return CpuBackend(settings, dtype)

@@ -123,7 +123,7 @@ def inspect_checkpoint(path: str, *, dtype: str, item_tokens_max: int) -> ModelI
         return _inspect(directory, config, family_of(config), dtype, item_tokens_max)
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         raise CheckpointError(
-            "config.json or the processor settings hold a value of the wrong kind "
+            "config.json or the processor settings hold a value of the wrong type "
             f"({type(error).__name__}). Remedy: download the checkpoint again."
         ) from error
 
@@ -175,7 +175,7 @@ def _inspect_any(
     text = text_config(directory, family) if vision is None else vision.text
     _check_files(directory, config)
     if scheme_of(config) is not None and language_family(family, str(directory)) is None:
-        raise refusal(family, "quantised weights, which the generic path does not read")
+        raise refusal(family, "quantized weights, which the generic path does not read")
     chosen = choose_dtype(config, dtype)
     itemsize = 4 if chosen == "float32" else 2
     states, kept = state_bytes(text, itemsize), kept_values(text)

@@ -123,7 +123,7 @@ def _mend_split(backend: Any, source: Path) -> None:
     elif name not in _GPT2_SPLITS:
         raise CheckpointError(
             f"{source.name!r} splits words by the rule {name!r}, which transformers does not know: "
-            "its tokens would not be those that the model has learned. "
+            "its tokens would differ from those in training. "
             "Remedy: get the model as safetensors, with its tokenizer.json."
         )
 

@@ -157,7 +157,7 @@ SIZES: dict[str, Size] = {
     ),
     "tiny25": Size(
         family="qwen2_5_vl",
-        summary="Qwen2.5-VL of 5 million parameters; shows what the framework costs",
+        summary="Qwen2.5-VL of 5 million parameters; measures the overhead of the framework",
         vocab=4096,
         text=_text(256, 704, 4, 4, 2, [8, 12, 12]),
         vision=_vision(4, 128, 344, 4, 256, **_windows([3])),
@@ -180,7 +180,7 @@ SIZES: dict[str, Size] = {
     ),
     "wide25": Size(
         family="qwen2_5_vl",
-        summary="tiny25 with Qwen2.5-VL's own vocabulary of 152,064; shows what sampling costs",
+        summary="tiny25 with Qwen2.5-VL's own vocabulary of 152,064; measures the cost of sampling",
         vocab=152_064,
         text=_text(256, 704, 4, 4, 2, [8, 12, 12]),
         vision=_vision(4, 128, 344, 4, 256, **_windows([3])),
@@ -188,21 +188,21 @@ SIZES: dict[str, Size] = {
     ),
     "small25": Size(
         family="qwen2_5_vl",
-        summary="Qwen2.5-VL of 50 million parameters; as mid25, where that takes too long",
+        summary="Qwen2.5-VL of 50 million parameters; a faster mid25",
         vocab=8192,
         text=_text(512, 2048, 10, 8, 2, [8, 12, 12]),
         vision=_vision(8, 320, 864, 4, 512, **_windows([3, 7])),
     ),
     "mid25": Size(
         family="qwen2_5_vl",
-        summary="Qwen2.5-VL of 400 million parameters; shows what the computation costs",
+        summary="Qwen2.5-VL of 400 million parameters; measures the cost of computation",
         vocab=8192,
         text=_text(1024, 4096, 20, 8, 2, [16, 24, 24]),
         vision=_vision(16, 640, 1728, 8, 1024, **_windows([3, 7, 11, 15])),
     ),
     "3b25": Size(
         family="qwen2_5_vl",
-        summary="Qwen2.5-VL of its own 3B shape, 7.5 GB; for a GPU",
+        summary="Qwen2.5-VL of the published 3B sizes, 7.5 GB; for a GPU",
         vocab=151_936,
         text=_text(2048, 11008, 36, 16, 2, [16, 24, 24]),
         vision=_vision(32, 1280, 3420, 16, 2048, **_windows([7, 15, 23, 31])),

@@ -137,7 +137,7 @@ class TextTokenizer:
                 "a part of the prompt has no blank or newline after a letter or digit",
                 value=f"{size} bytes",
                 limit=f"{self._stretch_bytes_max} bytes",
-                remedy="shorten it or divide it by blanks",
+                remedy="shorten it, or insert spaces",
             )
             raise RequestRefused(message, code="text_undivided")
 

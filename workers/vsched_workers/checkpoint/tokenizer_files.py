@@ -166,7 +166,7 @@ def load_tokenizer(directory: Path, *, vocab_size: int, chat_template: str) -> A
     if largest >= vocab_size:
         raise CheckpointError(
             limit_message(
-                f"{source} has token ids that the model has not",
+                f"{source} has token ids that the model lacks",
                 value=largest,
                 limit=vocab_size - 1,
                 remedy="use the tokenizer that belongs to this checkpoint",

@@ -61,7 +61,7 @@ def build_without_tower(path: str, family: str, dtype: torch.dtype) -> Any:
 
     whole = _vision_language_class(path, family)
     if "mm_encoder_outputs" not in inspect.signature(type(whole).forward).parameters:
-        raise refusal(family, "no way to give it the features of images")
+        raise refusal(family, "no input for image features")
     logging.set_verbosity_error()  # it warns about the missing part
     whole.config.dtype = dtype
     with torch.device("meta"):
@@ -78,7 +78,9 @@ def _vision_language_class(path: str, family: str) -> Any:
         with torch.device("meta"):
             whole = AutoModelForImageTextToText.from_config(facts.config)
     except ImportError as error:
-        raise refusal(family, f"parts of a package that is not installed ({error.name})") from error
+        raise refusal(
+            family, f"modules of a package that is not installed ({error.name})"
+        ) from error
     if not hasattr(whole, "get_image_features") and not hasattr(
         getattr(whole, "model", None), "get_image_features"
     ):

@@ -157,21 +157,21 @@ class Decoder:
         if self.experts:
             return "mixtures of experts"
         if getattr(config, "is_heterogeneous", False):
-            return "layers of several sizes"
+            return "layers of different sizes"
         if self.windows is not Windows.NAMED and SLIDING in _kinds(config):
-            return "windows that only some layers have"
+            return "sliding windows in some layers only"
         if getattr(config, self.entries.activation, None) not in ACTIVATIONS:
             return "other activations"
         if getattr(config, "use_bidirectional_attention", None):
-            return "positions that see later ones"
+            return "bidirectional attention"
         rope = getattr(config, "rope_parameters", None) or {}
         several = [each for each in rope.values() if isinstance(each, Mapping)]
         if several and not self.frequencies_by_kind:
             return "several rotary embeddings"
         if any(each.get("partial_rotary_factor", 1.0) != 1.0 for each in (rope, *several)):
-            return "heads that are rotated in part"
+            return "partial rotary embeddings"
         if head_dim(config) % 2:
-            return "heads of an odd size"
+            return "odd head sizes"
         return ""
 
     def activation(self, config: Any) -> Activation:

@@ -34,8 +34,8 @@ def read_config(directory: Path, family: str) -> Any:
 
     if family not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
-            f"config.json: model_type {family!r} is not supported: transformers {transformers.__version__} has none "
-            "such, and code of a checkpoint is not run. Remedy: serve a checkpoint of a supported family; "
+            f"config.json: model_type {family!r} is not supported: transformers {transformers.__version__} lacks it, "
+            "and code of a checkpoint is not run. Remedy: serve a checkpoint of a supported family; "
             "docs/models.md lists them."
         )
     try:
@@ -45,7 +45,7 @@ def read_config(directory: Path, family: str) -> Any:
     except Exception as error:
         # Whatever exception transformers' class raises, the configuration cannot be read.
         raise CheckpointError(
-            f"config.json cannot be read as one of {family!r} ({type(error).__name__}). "
+            f"config.json cannot be read as a configuration of {family!r} ({type(error).__name__}). "
             "Remedy: download the checkpoint again."
         ) from error
 

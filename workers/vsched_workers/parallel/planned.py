@@ -120,7 +120,7 @@ def _share_linear(
     module: nn.Module, name: str, entry: PlanEntry, family: str, ranks: PlannedRanks
 ) -> None:
     if not isinstance(module, nn.Linear):
-        raise unshared(family, f"{name} is no linear layer, as transformers' plan has it")
+        raise unshared(family, f"{name} is not a linear layer, unlike in transformers' plan")
     bias = module.bias
     _cut(module, "weight", module.weight, entry, family, ranks, name=f"{name}.weight")
     if entry in _INPUTS:
@@ -150,7 +150,7 @@ def _cut(
     if entry is PlanEntry.WHOLE:
         return
     if entry is PlanEntry.SUMMED:
-        raise unshared(family, f"{name or attribute} is no module, as transformers' plan has it")
+        raise unshared(family, f"{name or attribute} is not a module, unlike in transformers' plan")
     parts = GATE_AND_UP if entry is PlanEntry.PACKED else 1
     dimension = parameter.dim() - 1 if entry in _INPUTS else max(parameter.dim() - 2, 0)
     size = parameter.shape[dimension]

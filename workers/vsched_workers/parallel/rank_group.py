@@ -312,7 +312,7 @@ class RankGroup:
                         "another rank of the group does not answer (seconds)",
                         value=f"over {self._timeout_s:g}",
                         limit=f"{self._timeout_s:g}",
-                        remedy="see what the other ranks say",
+                        remedy="see the logs of the other ranks",
                     )
                 )
             logger.warning("a collective was interrupted: %s", words)

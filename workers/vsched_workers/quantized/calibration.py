@@ -133,7 +133,7 @@ def read_calibration(file: str, directory: Path, part: Part) -> Squares:
         wrong = values[~(np.isfinite(values) & (values >= 0))]
         if len(wrong):
             said = f"has {wrong[0]} among the mean squares of {name}"
-            raise _wrong(part, file, said, "finite numbers from 0 on")
+            raise _wrong(part, file, said, "finite numbers >= 0")
     return found
 
 
@@ -178,6 +178,6 @@ def _ends(name: str) -> Iterator[str]:
 def _wrong(part: Part, file: str, found: str, expected: str) -> CheckpointError:
     stage = _STAGES[part]
     return CheckpointError(
-        f"{stage}.calibration: {file} {found}; expected: {expected}. Remedy: write it anew with `vsched calibrate` "
+        f"{stage}.calibration: {file} {found}; expected: {expected}. Remedy: write it again with `vsched calibrate` "
         f"for this checkpoint, or leave {stage}.calibration empty."
     )

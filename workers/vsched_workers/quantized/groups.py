@@ -33,5 +33,5 @@ def check_groups(cuts: Mapping[str, Cut], settings: WorkerSettings, *, stage: st
         smaller = f"set {stage}.weights_group to {fitting[0]}, or " if fitting else "set "
         raise ConfigError(
             f"{stage}.weights_group: a rank's inputs begin or end at {cut_through[0]}, within a group of {group}, and "
-            f"ranks would round otherwise than one alone. Remedy: {smaller}{stage}.tensor_parallel to 1."
+            f"results would differ from those of one rank. Remedy: {smaller}{stage}.tensor_parallel to 1."
         )

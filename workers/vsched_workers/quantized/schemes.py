@@ -156,5 +156,5 @@ def _group(size: Any) -> int:
 def _refused(what: str) -> CheckpointError:
     return CheckpointError(
         f"config.json: quantization_config asks for {what}, which is not supported. Supported: {SUPPORTED}. "
-        "Remedy: serve the checkpoint without quantisation, with generate.weights."
+        "Remedy: serve the checkpoint without quantization, with generate.weights."
     )

@@ -107,8 +107,8 @@ class QuantizedWeight:
             return self._replaced(*(cut.read(each) for each in self._tensors()))
         if self.order is not None:
             raise CheckpointError(
-                f"a rank's share of the {self.inputs} inputs of a weight would have some of each group: groups are of "
-                "inputs in another order (desc_act). Remedy: set generate.tensor_parallel to 1."
+                f"a rank's share of the {self.inputs} inputs of a weight would have some of each group: its "
+                "inputs are grouped in another order (desc_act). Remedy: set generate.tensor_parallel to 1."
             )
         group, whole = self.group, self.group >= self.inputs
         borders = [place for span in cut.spans for place in span if place != self.inputs]

@@ -65,7 +65,7 @@ def load_decode(settings: WorkerSettings) -> DecodeKernel:
             f"generate.attention: {settings.attention!r} is not installed. "
             "Remedy: install it, or use `auto`."
         ) from error
-    assert settings.attention == "exact", f"{settings.attention} is to be tried"
+    assert settings.attention == "exact", f"{settings.attention} must be tried out first"
     return decode_by_gather
 
 
@@ -108,7 +108,7 @@ def _loaded(loaders: Sequence[Callable[[], Kernel]]) -> list[Kernel]:
         try:
             found.append(load())
         except KernelMissing as error:
-            logger.info("an attention kernel is not to be had: %s", error)
+            logger.info("attention kernel not available: %s", error)
     return found
 
 

@@ -229,18 +229,18 @@ def usable_kernels(dtype: torch.dtype, device: str) -> LayerKernels | None:
     """
     kernels = load_kernels()
     if kernels is None:
-        logger.info("layers are transformers' modules: Triton is not installed")
+        logger.info("no fused layer kernels: Triton is not installed")
         return None
     try:
-        with typed_out_of_memory("trying the kernels of layers"):
+        with typed_out_of_memory("trying fused layer kernels"):
             apart = _tried(kernels, dtype, device)
     except DeviceOutOfMemory:
         raise
     except Exception as error:  # noqa: BLE001  # a compiler may raise anything
-        logger.warning("layers are transformers' modules, which is slower: %s", error)
+        logger.warning("no fused layer kernels, which is slower: %s", error)
         return None
     if apart > _WITHIN[dtype]:
-        logger.warning("layers are transformers' modules: the kernels are wrong by %.2g", apart)
+        logger.warning("no fused layer kernels: the kernels are wrong by %.2g", apart)
         return None
     return kernels
 

@@ -66,7 +66,7 @@ class ImageInputs:
                 self._by_place(name)
                 break
         else:
-            raise refusal(config.model_type, "ways of its own to find the places of images")
+            raise refusal(config.model_type, "its own code to find image placeholders")
 
     def try_out(self, model: Any) -> None:
         """Find out the format of rows that the model accepts, and whether positions have a fourth axis for the text.
@@ -86,7 +86,7 @@ class ImageInputs:
             except (TypeError, AttributeError, ValueError):
                 continue
             return
-        raise refusal(model.config.model_type, "features of images that cannot be given to it")
+        raise refusal(model.config.model_type, "an unknown format of image features")
 
     def only_places_rows(self, model: Any) -> bool:
         """Return whether the model does nothing but put rows in their places, besides running its decoder and its head.

@@ -121,7 +121,7 @@ class PackedWeight:
         self.custom = make_custom(weight, bias) if make_custom is not None else None
         if self.custom is None:
             assert isinstance(weight, torch.Tensor), (
-                "a quantised one is refused where it has no product"
+                "quantized weights without a kernel are refused before"
             )
             self._packed = operations._reorder_linear_weight(weight)  # noqa: SLF001
             self.custom_rows_max, self.size_bytes = 0, weight.nbytes

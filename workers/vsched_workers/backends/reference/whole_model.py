@@ -243,7 +243,7 @@ def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) ->
         if attention_mask is not None:
             strange.append("masks of its own")
         if not (looks_ahead or getattr(module, "is_causal", True)):
-            strange.append("layers that see later tokens")
+            strange.append("layers that attend to later tokens")
         shapes[layer] = KvShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -252,7 +252,7 @@ def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) ->
     layers = _decoder_layers(model, count)
     states = RecurrentStates(model)
     if model._is_stateful and not states.modules:  # noqa: SLF001 # transformers' own check
-        raise refusal(family, "a recurrent state of a kind of its own")
+        raise refusal(family, "an unknown kind of recurrent state")
     model.set_attn_implementation(FIRST_RUN)
     try:
         with states.noting(), layers.noting() if layers is not None else nullcontext():
@@ -333,7 +333,7 @@ def first_run_of_share(model: Any, info: ModelInfo) -> FirstRun:
     try:
         return first_run(model, info)
     except UNRUNNABLE as error:
-        why = "its modules do not run as transformers' plan shares them"
+        why = "its modules do not run when split by transformers' plan"
         raise unshared(info.family, why) from error
 
 

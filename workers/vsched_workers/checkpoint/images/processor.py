@@ -225,9 +225,7 @@ def load_image_processor(
     name = _processor_name(directory, family)
     placeholder = tokenizer.backend_tokenizer.id_to_token(image_token_id)
     if placeholder is None:
-        raise refusal(
-            family, f"a placeholder of images, {image_token_id}, that its tokenizer has not"
-        )
+        raise refusal(family, f"an image placeholder, {image_token_id}, that its tokenizer lacks")
     processor_class = _processor_class(name, family)
     pillow = on_pillow(directory)
     if not pillow and not has_torchvision():

@@ -389,7 +389,7 @@ def _in_its_form(grammar: str) -> str:
         raise _unusable(str(error)) from None
     except Exception as error:  # the converter raises plain exceptions, and msgspec its own
         raise _refused(str(error)) from error
-    raise _refused(f"{kind} is no kind of grammar")
+    raise _refused(f"{kind} is not a type of grammar")
 
 
 def _behind_thought(end: str, answer: str) -> str:

@@ -199,7 +199,7 @@ def too_many_tokens(width: int, height: int, tokens: int, limit: int) -> Request
             f"an image of {width} x {height} pixels has too many tokens",
             value=tokens,
             limit=limit,
-            remedy="send an image that is less thin, or raise the token budget of one image",
+            remedy="send an image with a lower aspect ratio, or raise the token budget of one image",
         ),
         code="image_tokens_exceeded",
     )
