@@ -7,6 +7,7 @@ the start of each segment, and its statistics must agree with the kernel before:
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,38 +93,6 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     unfinished: list[Unfinished] = []
 
 
-class _Counts:
-    def __init__(self) -> None:
-        self.events = self.commands = self.decisions = self.requests = self.segments = 0
-        self.first_ns = self.last_ns = 0
-        self.first_event = 0
-        self.dropped_bytes = 0
-
-    def add(self, entry: RecordedEvent, commands: Sequence[Command]) -> None:
-        if not self.events:
-            self.first_ns = entry.now_ns
-        self.last_ns = entry.now_ns
-        self.events += 1
-        self.commands += len(commands)
-        for command in commands:
-            self.decisions += isinstance(command, Decide)
-            self.requests += isinstance(command, Accept)
-
-    def report(self, version: str, difference: Difference | None) -> ReplayReport:
-        return ReplayReport(
-            recorded_with=version,
-            segments=self.segments,
-            first_event=self.first_event,
-            events=self.events,
-            commands=self.commands,
-            decisions=self.decisions,
-            requests=self.requests,
-            span_s=(self.last_ns - self.first_ns) / 1e9,
-            dropped_bytes=self.dropped_bytes,
-            difference=difference,
-        )
-
-
 def replay(
     path: str | os.PathLike[str],
     *,
@@ -144,7 +113,9 @@ class Replay:
     def __init__(self, on_progress: Progress | None, observer: ReplayObserver | None) -> None:
         self._on_progress = on_progress
         self._observer = observer
-        self._counts = _Counts()
+        names = ("events", "commands", "decisions", "requests", "segments", "dropped_bytes")
+        self._counts = Counter(dict.fromkeys((*names, "first_event"), 0))
+        self._first_ns = self._last_ns = 0
         self.kernel: Scheduler | None = None
         self._run: bytes | None = None
         self._number = 0
@@ -167,7 +138,7 @@ class Replay:
                 difference = self._step(entry, segment.name)
                 if difference is not None:
                     break
-            self._counts.dropped_bytes += reader.dropped_bytes
+            self._counts["dropped_bytes"] += reader.dropped_bytes
             if difference is not None:
                 break
             before += segment.stat().st_size
@@ -175,8 +146,24 @@ class Replay:
             raise RecordError(
                 f"{segments[-1]}: nothing was recorded yet: its first entry is not complete"
             )
-        report = self._counts.report(self._version, difference)
-        return msgspec.structs.replace(report, unfinished=_unfinished(self.kernel))
+        return ReplayReport(
+            recorded_with=self._version,
+            span_s=(self._last_ns - self._first_ns) / 1e9,
+            difference=difference,
+            unfinished=_unfinished(self.kernel),
+            **self._counts,
+        )
+
+    def _count(self, entry: RecordedEvent, commands: Sequence[Command]) -> None:
+        if not self._counts["events"]:
+            self._first_ns = entry.now_ns
+        self._last_ns = entry.now_ns
+        self._counts.update(
+            events=1,
+            commands=len(commands),
+            decisions=sum(isinstance(command, Decide) for command in commands),
+            requests=sum(isinstance(command, Accept) for command in commands),
+        )
 
     def _entries(self, reader: FrameReader) -> Iterator[tuple[int, RecordedEvent]]:
         """Restore the snapshot of a segment, then yield its entries."""
@@ -219,10 +206,10 @@ class Replay:
         self.kernel = kernel
         if is_first:
             self._run, self._number, self._version = header.run, header.number, header.version
-            self._counts.first_event = header.number
+            self._counts["first_event"] = header.number
             if self._observer is not None:
                 self._observer.begin(header, config)
-        self._counts.segments += 1
+        self._counts["segments"] += 1
 
     def _check_joint(self, header: SegmentHeader, kernel: Scheduler) -> None:
         """Check that a segment begins with the state that the segment before led to."""
@@ -251,10 +238,10 @@ class Replay:
         try:
             commands = self.kernel.handle(entry.event, entry.now_ns)
         except Exception as error:  # noqa: BLE001 - any error is a difference
-            self._counts.add(entry, ())
+            self._count(entry, ())
             got = f"the kernel failed: {type(error).__name__}: {error}"
             return self._difference(entry, segment, "", _shown_all(entry.commands), got)
-        self._counts.add(entry, commands)
+        self._count(entry, commands)
         found = _compare(entry, commands)
         if found is not None:
             return self._difference(entry, segment, *found)
@@ -267,7 +254,7 @@ class Replay:
     ) -> Difference:
         return Difference(
             number=entry.number,
-            at_s=(entry.now_ns - self._counts.first_ns) / 1e9,
+            at_s=(entry.now_ns - self._first_ns) / 1e9,
             segment=segment,
             group=group,
             event=_short(entry.event),

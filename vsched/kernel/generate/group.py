@@ -34,7 +34,7 @@ from vsched.kernel.generate.measures import Measures
 from vsched.kernel.generate.quarantine import Quarantine
 from vsched.kernel.generate.request_queue import RequestQueue
 from vsched.kernel.generate.running import RunningSet, order_of
-from vsched.kernel.generate.snapshots import StateSnapshots
+from vsched.kernel.generate.state_snapshots import StateSnapshots
 from vsched.kernel.generate.step_budget import (
     NOTHING_PLANNED,
     PlannedStep,
