@@ -12,7 +12,7 @@ import msgspec
 from vsched.aio.adapters.orders import AdapterOrders
 from vsched.aio.adapters.table import AdapterSettings, AdapterTable
 from vsched.aio.draft_checks import inspect_draft
-from vsched.aio.kv_sizing import Sizing, SizingLimits
+from vsched.aio.kv_sizing import Sizing
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents, rank_device
@@ -26,6 +26,7 @@ from vsched.kernel import SchedulerLimits
 from vsched.media.pipeline import MediaStatistics
 from vsched.media.settings import MediaSettings
 from vsched.memory import LedgerLine
+from vsched.policy import MemoryView
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, ModelInfo, SamplingDefaults, group_names, replica_of, stage_of
 from vsched.worker.capabilities import SwapsKv, TakesAdapters
@@ -530,7 +531,7 @@ def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> 
     beside = encoders if config.placement == "together" else [""] * len(generators)
     return Sizing(
         policies.memory,
-        SizingLimits(
+        MemoryView(
             bytes_per_token=cached_bytes_per_token(config, info),
             block_size=config.generate.block_size,
             context_tokens=context_tokens(config, info),

@@ -255,8 +255,11 @@ def _check_method(cls: type[Policy], kind: str, name: str) -> None:
             f"{label}: a {type(method).__name__}, not a method; define `{called}{wanted}`"
         )
     found = inspect.signature(method)
-    if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
-        raise PolicyError(f"{label}: must return a plain value, not a coroutine or a generator")
+    if inspect.isgeneratorfunction(method) != DECISIONS[kind].yields or (
+        inspect.iscoroutinefunction(method)
+    ):
+        result = "be a generator function" if DECISIONS[kind].yields else "return a plain value"
+        raise PolicyError(f"{label}: must {result}, not a coroutine or a generator")
     try:
         # Called by position, so a class may choose its own parameter names.
         found.bind(*wanted.parameters)

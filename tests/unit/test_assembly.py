@@ -166,7 +166,7 @@ def test_leaders_are_told_when_periodic_work_is_due(set_: str, hooks_s: float | 
 def test_ranks_without_heads_of_their_own_keep_the_whole_kv_cache() -> None:
     config, info = config_of(*TWO_BY_TWO), msgspec.structs.replace(INFO, shares_kv=False)
     sizing = kv_sizing(config, info, resolve_policies(config))
-    assert sizing._limits.bytes_per_token == INFO.kv_bytes_per_token
+    assert sizing._view.bytes_per_token == INFO.kv_bytes_per_token
 
 
 def test_rank_is_told_its_share_of_the_kv_cache() -> None:
@@ -182,7 +182,7 @@ def test_rank_is_told_its_share_of_the_kv_cache() -> None:
     finally:
         arena.close()
     assert {spec.info.kv_bytes_per_token for spec in specs} == {INFO.kv_bytes_per_token // 2}
-    assert kv_sizing(config, INFO, policies)._limits.bytes_per_token == INFO.kv_bytes_per_token // 2
+    assert kv_sizing(config, INFO, policies)._view.bytes_per_token == INFO.kv_bytes_per_token // 2
     statistics = {
         "encode": {"pages_total": 0, "pages_free": 0, "pages_evictable": 0},
         "generate": {"blocks_held": 3},
@@ -217,13 +217,13 @@ def test_model_with_a_state_has_a_prefix_cache_where_there_are_snapshots(
     plan = worker_group_plans(config, info, policies)[-1]
     assert plan.generate is not None
     assert plan.generate.settings.state_snapshots == plan.generate.limits.state_snapshots == places
-    assert kv_sizing(config, info, policies)._limits.state_bytes == (8 + places) * 9
+    assert kv_sizing(config, info, policies)._view.state_bytes == (8 + places) * 9
 
 
 def test_model_with_a_state_has_room_for_all_slots() -> None:
     config, info = config_of("generate.slots=8"), msgspec.structs.replace(INFO, state_bytes=1 << 20)
     policies = resolve_policies(config)
-    assert kv_sizing(config, info, policies)._limits.state_bytes == 16 << 20
+    assert kv_sizing(config, info, policies)._view.state_bytes == 16 << 20
     plan = worker_group_plans(config, info, policies)[-1]
     assert plan.generate is not None
     assert plan.generate.settings.slots == 8

@@ -1,12 +1,8 @@
 """The memory of devices: its ledger, and the negotiation of the size of the KV cache. Pure: no I/O, no clock."""
 
-from vsched.memory.ledger import Ledger, LedgerLine, group_ledger
-from vsched.memory.negotiation import Accepted, KvNegotiation, Order, SizedReport
-from vsched.memory.phases import SizingPhase
-from vsched.memory.pools import Pool, group_pools, size_text
-from vsched.memory.rebuild import Rebuild
-from vsched.memory.reservations import Reservations
-from vsched.memory.shares import HostShares, on_host
+from vsched.memory.ledger import Ledger, LedgerLine, SizingPhase, group_ledger
+from vsched.memory.negotiation import Accepted, KvNegotiation, Order, Rebuild, SizedReport
+from vsched.memory.pools import HostShares, Pool, group_pools, on_host, size_text
 
 __all__ = [
     "Accepted",
@@ -17,7 +13,6 @@ __all__ = [
     "Order",
     "Pool",
     "Rebuild",
-    "Reservations",
     "SizedReport",
     "SizingPhase",
     "group_ledger",

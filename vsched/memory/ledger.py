@@ -1,15 +1,19 @@
-"""Where every byte of a memory goes: one table for start-up, errors, statistics and the profile command."""
+"""The owner of every byte of a memory, and the phases in which it was sized.
+
+One table for start-up, errors, statistics and the profile command.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Literal
 
 import msgspec
 
-from vsched.memory.phases import SizingPhase, render_phases, sizing_phases
-from vsched.memory.pools import Pool, group_pools, size_text, table_text
-from vsched.policy import Attempt, MemoryView, RankMemory, Reservation
+from vsched.memory.pools import Pool, group_pools, size_text
+from vsched.policy import Attempt, AttemptOutcome, MemoryView, RankMemory
 
 LineName = Literal[
     "weights",
@@ -37,6 +41,30 @@ class LedgerLine(msgspec.Struct, frozen=True):
     owner: str
     line: LineName
     bytes: int
+
+
+class SizingPhase(msgspec.Struct, frozen=True, kw_only=True):
+    """One reservation of an encode rank, or one attempt of a generate group.
+
+    Attributes:
+        owner: The encode rank or the generate group.
+        tokens: Size of the KV cache; 0 for a reservation.
+        retry: Number of earlier attempts of the same kind that failed.
+        headroom_bytes: Memory held during the attempt.
+        profile: Whether the largest batch or steps ran; otherwise the size was only taken.
+        message: Errors of the ranks on which it did not fit.
+        ranks: Measurements of each rank; empty if an encode rank did not measure.
+    """
+
+    owner: str
+    action: Literal["reserve", "probe", "build"]
+    outcome: AttemptOutcome
+    tokens: int = 0
+    retry: int = 0
+    headroom_bytes: int = 0
+    profile: bool = True
+    message: str = ""
+    ranks: tuple[RankMemory, ...] = ()
 
 
 class Ledger(msgspec.Struct, frozen=True):
@@ -105,11 +133,31 @@ class Ledger(msgspec.Struct, frozen=True):
                 )
                 for line in self.of_pool(pool)
             ]
-        return table_text(rows, "<<>>")
+        return _table_text(rows, "<<>>")
 
     def render_phases(self) -> str:
-        """Draw the table of the phases; empty without any."""
-        return render_phases(self.phases)
+        """Draw the phases as a table, followed by the errors of those that did not fit; empty without phases."""
+        if not self.phases:
+            return ""
+        rows = [("phase", "outcome", "KV tokens", "headroom", "peak", "limit")]
+        errors = []
+        for phase in self.phases:
+            name = f"{phase.owner}: {phase.action}{f', retry {phase.retry}' if phase.retry else ''}"
+            outcome = phase.outcome.replace("_", " ")
+            rank = max(phase.ranks, key=lambda one: one.peak_bytes - one.total_bytes, default=None)
+            rows.append(
+                (
+                    name,
+                    outcome if phase.profile else f"{outcome}, not measured",
+                    f"{phase.tokens:,}" if phase.tokens else "",
+                    size_text(phase.headroom_bytes) if phase.headroom_bytes else "",
+                    size_text(rank.peak_bytes) if rank else "",
+                    size_text(rank.total_bytes) if rank else "",
+                )
+            )
+            if phase.message:
+                errors.append(f"{name}: {phase.message}")
+        return "\n".join([_table_text(rows, "<<>>>>"), *errors])
 
     def summary(self) -> str:
         """Say it in one line, for an error message; without lines of 0 bytes, except reservations."""
@@ -143,29 +191,34 @@ class Ledger(msgspec.Struct, frozen=True):
 
 def group_ledger(
     view: MemoryView,
-    attempt: Attempt | None = None,
+    attempts: Sequence[Attempt] = (),
     *,
     encoders: Sequence[RankMemory] = (),
     together: bool = False,
-    more: Iterable[LedgerLine] = (),
+    more: Sequence[LedgerLine] = (),
     owner: str = "generate",
-    encoder_names: Sequence[str] = (),
 ) -> Ledger:
-    """Make the ledger of a generate group at the peak of an attempt, or as it stood after loading.
+    """Make the ledger of a generate group at the peak of its last attempt, or after loading if there is none.
 
     Args:
-        view: What was measured after loading, and what encode ranks reserve.
-        attempt: Whose measurements count.
-        encoders: What encode ranks measured after loading; without it their weights are among the peers.
-        together: The encode ranks live in the processes of the generate ranks, which then count their weights too.
+        view: Measurements after loading, and the reservations of encode ranks.
+        attempts: All attempts so far, oldest first.
+        encoders: Measurements of encode ranks after loading, in the order of the reservations. Without them, their
+            weights are among the peers.
+        together: Whether the encode ranks are in the processes of the generate ranks, which count their weights too.
         more: Lines of the host or of others, such as the arena. What they name must not be among the peers.
-        owner: The name of the generate group, for ranks without a name of their own.
-        encoder_names: What the encode ranks are called, in the order of the reservations and of `encoders`.
+        owner: Name of the generate group, for ranks without a name of their own.
     """
-    ranks = view.ranks if attempt is None else attempt.ranks
-    headroom_bytes = 0 if attempt is None else attempt.headroom_bytes
+    last = attempts[-1] if attempts else None
+    ranks = view.ranks if last is None else last.ranks
+    headroom_bytes = 0 if last is None else last.headroom_bytes
     apart = [] if together else list(encoders)
-    totals = {rank.pool: rank.total_bytes for rank in [*apart, *ranks]}
+    named = [encoder.owner for encoder in encoders]
+    numbers = [one.rank for one in view.reservations or encoders]
+    names = [
+        name or f"encode rank {number}"
+        for name, number in zip_longest(named, numbers, fillvalue="")
+    ]
     lines: list[LedgerLine] = []
     for pool in group_pools(ranks, view.reservations):
         held_bytes = sum(
@@ -179,21 +232,46 @@ def group_ledger(
         lines += _pool_lines(pool, owner, headroom_bytes, held_bytes if together else 0)
         peers_bytes = pool.peers_bytes - known_bytes - (0 if together else held_bytes)
         lines.append(LedgerLine(pool.name, "others", "peers", max(peers_bytes, 0)))
-    for name, rank in zip(_names(encoder_names, apart), apart, strict=False):
+    for name, rank in zip(names, apart, strict=False):
         lines.append(LedgerLine(rank.pool, name, "weights", rank.weights_bytes))
         lines += _adapter_line(rank, name)
     lines += [
-        LedgerLine(each.pool, name, "encoder activations", each.growth_bytes)
-        for name, each in zip(
-            _names(encoder_names, view.reservations), view.reservations, strict=True
-        )
+        LedgerLine(one.pool, name, "encoder activations", one.growth_bytes)
+        for name, one in zip(names, view.reservations, strict=False)
     ]
-    phases = sizing_phases(view, encoders, encoder_names, owner)
+    totals = {rank.pool: rank.total_bytes for rank in [*apart, *ranks]}
+    phases = [*_reserved(view, encoders, names), *_attempted(attempts, owner)]
     return Ledger.balanced(totals, [*lines, *more], phases)
 
 
-def _names(given: Sequence[str], ranks: Sequence[RankMemory | Reservation]) -> Sequence[str]:
-    return given or [f"encode rank {one.rank}" for one in ranks]
+def _reserved(
+    view: MemoryView, encoders: Sequence[RankMemory], names: Sequence[str]
+) -> Iterator[SizingPhase]:
+    for index, (name, one) in enumerate(zip(names, view.reservations, strict=False)):
+        ranks = tuple(
+            msgspec.structs.replace(rank, peak_bytes=rank.reserved_bytes + one.growth_bytes)
+            for rank in encoders[index : index + 1]
+        )
+        yield SizingPhase(
+            owner=name, action="reserve", outcome="fits", profile=one.measured, ranks=ranks
+        )
+
+
+def _attempted(attempts: Sequence[Attempt], group: str) -> Iterator[SizingPhase]:
+    failed: Counter[str] = Counter()
+    for attempt in attempts:
+        yield SizingPhase(
+            owner=group,
+            action=attempt.action,
+            outcome=attempt.outcome,
+            tokens=attempt.tokens,
+            retry=failed[attempt.action],
+            headroom_bytes=attempt.headroom_bytes,
+            profile=attempt.profile,
+            message=attempt.message,
+            ranks=tuple(attempt.ranks),
+        )
+        failed[attempt.action] += attempt.outcome != "fits"
 
 
 def _pool_lines(
@@ -224,3 +302,14 @@ def _adapter_line(rank: RankMemory, owner: str) -> list[LedgerLine]:
 
 def _share(size: int, total: int) -> str:
     return f"{100 * size / total:.1f} %" if total > 0 else ""
+
+
+def _table_text(rows: Sequence[Sequence[str]], align: str) -> str:
+    """Format rows as a table of plain text; `align` has `<` or `>` for each column."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    )

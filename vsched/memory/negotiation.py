@@ -1,14 +1,15 @@
-"""The way to the size of the KV cache: a state machine between a memory policy and the ranks that generate.
+"""The size of the KV cache, negotiated between a memory policy and the ranks that generate.
 
-The policy proposes, the ranks carry out and vote, and here every proposal is checked. No rank decides anything: what
-does not fit in one of them fits in none, so that they never part ways between two collectives.
+The policy asks for a probe or a build, all ranks carry it out and vote, and the policy gets the result. Every request
+is checked here. No rank decides anything: what does not fit in one of them fits in none, so that they never part ways
+between two collectives.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import NoReturn, Protocol, TypeAlias
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -20,13 +21,13 @@ from vsched.errors import (
     reraise_interrupt,
     safe_text,
 )
-from vsched.memory.ledger import Ledger, LedgerLine, group_ledger
+from vsched.memory.ledger import Ledger, group_ledger
+from vsched.memory.pools import group_pools, size_text
 from vsched.policy import (
-    AcceptBuild,
     Attempt,
     AttemptOutcome,
     Build,
-    Fail,
+    MemoryPlan,
     MemoryPolicy,
     MemoryView,
     Probe,
@@ -34,11 +35,11 @@ from vsched.policy import (
 )
 
 ATTEMPTS_MAX = 16
-"""A policy that has not come to an end by then never will."""
+"""Maximum number of attempts of a policy."""
 
 
 class SizedReport(Protocol):
-    """What a rank says when it has carried out an order."""
+    """A rank's report on an order."""
 
     @property
     def outcome(self) -> AttemptOutcome: ...
@@ -49,7 +50,7 @@ class SizedReport(Protocol):
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """The KV cache that stands in every rank is the one to serve with."""
+    """Serve with the KV cache that stands in every rank."""
 
     tokens: int
     blocks: int
@@ -58,12 +59,35 @@ class Accepted(msgspec.Struct, frozen=True):
 Order: TypeAlias = Probe | Build | Accepted
 
 
-class KvNegotiation:
-    """Asks the policy, hands out orders, and takes the reports of all ranks after each.
+class Rebuild(MemoryPolicy, frozen=True, kw_only=True):
+    """Builds a KV cache of a size that was accepted before, in a restarted group; nothing is measured again."""
 
-    The ranks may be those of several groups, which then get the same. The orders are in whole blocks. Once `Accepted`
-    is returned or an error is raised, it is over. What follows the view is for the ledger, see `group_ledger`; `note`
-    goes into errors.
+    tokens: int
+
+    def plan(self, view: MemoryView) -> MemoryPlan:
+        """Build the one size."""
+        build = yield Build(self.tokens, profile=False)
+        if not build.fits:
+            raise DeviceOutOfMemory(
+                limit_message(
+                    "the generate group cannot build the KV cache that it had before it was lost "
+                    f"({build.reason})",
+                    value=f"{self.tokens} tokens",
+                    limit="what is free on the device now",
+                    remedy="see what else takes the device's memory, or restart the server",
+                )
+            )
+
+
+class KvNegotiation:
+    """Runs a memory policy: hands out its orders, and sends it the combined reports of all ranks.
+
+    The ranks may be those of several groups, which then get the same. Orders are in whole blocks. `Accepted` or an
+    error ends it. `ledger` makes the ledger that errors quote, and `note` is added to them.
+
+    Attributes:
+        view: The policy's view.
+        attempts: All attempts so far, oldest first.
     """
 
     def __init__(
@@ -71,45 +95,51 @@ class KvNegotiation:
         policy: MemoryPolicy,
         view: MemoryView,
         *,
-        encoders: Sequence[RankMemory] = (),
-        together: bool = False,
-        more: Sequence[LedgerLine] = (),
-        owner: str = "generate",
-        encoder_names: Sequence[str] = (),
+        ledger: Callable[[MemoryView, Sequence[Attempt]], Ledger] = group_ledger,
         note: str = "",
     ) -> None:
         assert view.ranks, "a group has a rank"
-        assert not view.attempts, "a negotiation starts without attempts"
-        self._policy = policy
-        # Tuples: the view is kept between the calls of the policy, which cannot change it.
+        # Tuples: the policy keeps the view, and cannot change it.
         self.view = msgspec.structs.replace(
-            view, ranks=tuple(view.ranks), reservations=tuple(view.reservations), attempts=()
+            view, ranks=tuple(view.ranks), reservations=tuple(view.reservations)
         )
-        self.failure: Fail | None = None
+        self.attempts: tuple[Attempt, ...] = ()
+        self._policy = policy
+        self._plan: MemoryPlan | None = None
         self._order: Order | None = None
-        self._encoders, self._together, self._more = encoders, together, more
-        self._owner, self._encoder_names = owner, encoder_names
-        self._note = note
+        self._ledger, self._note = ledger, note
+        self._name = f"generate.memory: {type(policy).__name__}.plan"
 
     def start(self) -> Order:
         """Return the first order.
 
         Raises:
-            DeviceOutOfMemory: When the policy gives up; the message quotes the ledger.
-            PolicyError: When the policy raises or answers nonsense; no default could know the device better.
+            DeviceOutOfMemory: If the policy gives up; the message quotes the ledger.
+            PolicyError: If the policy raises anything else or yields an invalid value; there is no default that knows
+                the device better.
         """
-        assert self._order is None, "started twice"
-        return self._ask()
+        assert self._plan is None, "started twice"
+        try:
+            plan = self._policy.plan(self.view)
+        except BaseException as error:
+            raise self._failure(error) from error
+        if not isinstance(plan, Generator):
+            raise PolicyError(
+                f"{self._name} returned {safe_text(plan)}, which is not a generator. Remedy: yield Probe and Build, "
+                "and return once the last Build fits."
+            )
+        self._plan = plan
+        return self._advance(None)
 
     def take(self, reports: Sequence[SizedReport]) -> Order:
         """Take the reports of all ranks on the last order, and return the next.
 
         Raises:
-            DeviceOutOfMemory: When the policy gives up; the message quotes the ledger.
-            MemoryLeak: When memory of an earlier attempt did not come back.
-            PolicyError: When the policy raises or answers nonsense.
+            DeviceOutOfMemory: If the policy gives up; the message quotes the ledger.
+            MemoryLeak: If memory of an earlier attempt was not released: a smaller KV cache would leak too.
+            PolicyError: If the policy raises anything else or yields an invalid value.
         """
-        order = self._order
+        order, self._order = self._order, None
         assert isinstance(order, Probe | Build), "no order is out"
         ranks = tuple(sorted((one.memory for one in reports), key=lambda memory: memory.rank))
         wanted = sorted(memory.rank for memory in self.view.ranks)
@@ -119,119 +149,157 @@ class KvNegotiation:
             action="probe" if isinstance(order, Probe) else "build",
             tokens=order.tokens,
             outcome=outcome,
-            message=_reason(reports, outcome),
+            message=_message(reports, outcome),
             ranks=ranks,
             headroom_bytes=order.headroom_bytes if isinstance(order, Build) else 0,
             profile=order.profile if isinstance(order, Build) else True,
         )
-        attempts = (*self.view.attempts, attempt)
-        self.view = msgspec.structs.replace(self.view, attempts=attempts)
-        return self._ask()
+        short = self._no_room(attempt)
+        if short:
+            attempt = msgspec.structs.replace(attempt, outcome="out_of_memory", message=short)
+        before, self.attempts = self.attempts, (*self.attempts, attempt)
+        if outcome == "leak":
+            self._stop()
+            message = _leak_message(attempt, before[-1].ranks if before else ())
+            raise MemoryLeak(self._with_ledger(message))
+        return self._advance(attempt)
 
     def ledger(self) -> Ledger:
         """Return the ledger at the peak of the last attempt, or after loading before there is one."""
-        attempt = self.view.attempts[-1] if self.view.attempts else None
-        return group_ledger(
-            self.view,
-            attempt,
-            encoders=self._encoders,
-            together=self._together,
-            more=self._more,
-            owner=self._owner,
-            encoder_names=self._encoder_names,
-        )
+        return self._ledger(self.view, self.attempts)
 
-    def _ask(self) -> Order:
+    def _advance(self, attempt: Attempt | None) -> Order:
+        """Resume the policy until it yields or ends."""
+        assert self._plan is not None
         try:
-            answer = self._policy.plan(self.view)
-        except BaseException as error:
-            reraise_interrupt(error)
-            raise PolicyError(f"{self._name()} failed: {safe_text(error)}") from error
-        match answer:
-            case Fail():
-                self._fail(answer)
-            case _ if self._last_outcome() == "leak":
-                self._fail(Fail(_gone_on(self.view.attempts[-1]), leak=True))
-            case Probe() | Build():
-                self._order = self._checked(answer)
-            case AcceptBuild():
-                self._order = self._accepted()
-            case _:
+            # A generator that has not started takes nothing but None.
+            answer = next(self._plan) if attempt is None else self._plan.send(attempt)
+        except StopIteration as end:
+            if end.value is not None:
                 raise PolicyError(
-                    f"{self._name()} returned {safe_text(answer)}, which is none of Probe, Build, AcceptBuild and Fail"
-                )
+                    f"{self._name} returned {safe_text(end.value)}. Remedy: yield Probe and Build, and return nothing "
+                    "once the last Build fits."
+                ) from None
+            self._order = self._accepted()
+        except BaseException as error:
+            raise self._failure(error) from error
+        else:
+            try:
+                self._order = self._checked(answer)
+            except PolicyError:
+                self._stop()
+                raise
         return self._order
 
-    def _checked(self, answer: Probe | Build) -> Probe | Build:
-        """Return the order in whole blocks, or refuse what cannot be meant."""
-        view = self.view
+    def _checked(self, answer: object) -> Probe | Build:
+        """Return the order in whole blocks, or refuse an invalid one."""
+        if not isinstance(answer, Probe | Build):
+            raise PolicyError(
+                f"{self._name} yielded {safe_text(answer)}, which is neither Probe nor Build"
+            )
+        view, text = self.view, safe_text(answer)
         headroom_bytes = answer.headroom_bytes if isinstance(answer, Build) else 0
         try:
             tokens, headroom_bytes = operator.index(answer.tokens), operator.index(headroom_bytes)
-        except TypeError as error:
-            raise PolicyError(f"{self._name()} returned {answer!r}: {error}") from error
-        tokens_min = max(view.tokens_min, view.block_size)
-        total_bytes = min(rank.total_bytes for rank in view.ranks)
+        except BaseException as error:
+            reraise_interrupt(error)
+            raise PolicyError(f"{self._name} yielded {text}: {safe_text(error, str)}") from error
+        tokens_min, total_bytes = view.tokens_min, min(rank.total_bytes for rank in view.ranks)
         kv_bytes = tokens * view.bytes_per_token
         faults = {
-            "it comes to no end": (
-                len(view.attempts) >= ATTEMPTS_MAX,
-                f"{len(view.attempts)} attempts behind it",
+            "it does not end": (
+                len(self.attempts) >= ATTEMPTS_MAX,
+                f"{len(self.attempts)} attempts behind it",
                 f"{ATTEMPTS_MAX} attempts",
-                "return AcceptBuild or Fail, judging by view.attempts",
+                "return once a Build fits, or raise DeviceOutOfMemory",
             ),
-            "its headroom is below nothing": (
+            "its headroom is negative": (
                 headroom_bytes < 0,
                 f"{headroom_bytes} bytes",
                 "0 bytes or more",
-                "return headroom of 0 bytes for none",
+                "yield headroom of 0 bytes for none",
             ),
             "a KV cache needs more tokens": (
                 tokens < tokens_min,
                 f"{tokens} tokens",
                 f"at least {tokens_min} tokens",
-                "return Fail where there is no room for a block",
+                "raise DeviceOutOfMemory if there is no room for a block",
             ),
             "it does not fit on an empty device": (
                 kv_bytes + headroom_bytes > total_bytes,
                 f"{kv_bytes} bytes of KV and {headroom_bytes} of headroom",
                 f"{total_bytes} bytes",
-                "propose what the ranks in the view have room for",
+                "ask for a size that the ranks in the view have room for",
             ),
         }
         for fault, (is_so, value, limit, remedy) in faults.items():
             if is_so:
-                what = f"{self._name()} returned {answer!r}, but {fault}"
+                what = f"{self._name} yielded {text}, but {fault}"
                 raise PolicyError(limit_message(what, value=value, limit=limit, remedy=remedy))
-        return msgspec.structs.replace(answer, tokens=tokens // view.block_size * view.block_size)
+        tokens = tokens // view.block_size * view.block_size
+        if isinstance(answer, Probe):
+            return Probe(tokens)
+        return Build(tokens, profile=answer.profile is not False, headroom_bytes=headroom_bytes)
 
     def _accepted(self) -> Accepted:
-        attempts = self.view.attempts
-        if not attempts or attempts[-1].action != "build" or attempts[-1].outcome != "fits":
-            last = f"{attempts[-1].action}: {attempts[-1].outcome}" if attempts else "none"
+        """Accept the build that stands, when the policy has ended."""
+        last = self.attempts[-1] if self.attempts else None
+        if last is None or last.action != "build":
             raise PolicyError(
                 limit_message(
-                    f"{self._name()} accepts what does not stand",
-                    value=f"last attempt {last}",
+                    f"{self._name} ended without a build",
+                    value="no attempt" if last is None else f"last attempt a {last.action}",
                     limit="a build that fits",
-                    remedy="return AcceptBuild only when view.attempts ends so",
+                    remedy="yield a Build last",
                 )
             )
-        tokens = attempts[-1].tokens
-        return Accepted(tokens, tokens // self.view.block_size)
+        if not last.fits:
+            peak, view = last.tightest, self.view
+            message = limit_message(
+                f"generate.memory: memory ran out on {peak.pool} ({last.reason})",
+                value=f"{last.tokens} tokens ({size_text(last.tokens * view.bytes_per_token)})",
+                limit=f"total {size_text(peak.total_bytes)}",
+                remedy=f"lower generate.memory.mem_fraction (now {self._policy.mem_fraction:g}), "
+                'or set generate.memory.use = "auto-profile", which measures',
+            )
+            raise DeviceOutOfMemory(self._with_ledger(message))
+        return Accepted(last.tokens, last.tokens // self.view.block_size)
 
-    def _fail(self, failure: Fail) -> NoReturn:
-        self.failure = failure
-        message = f"{failure.message}{self._note} Memory of {self.ledger().summary()}."
-        if failure.leak or self._last_outcome() == "leak":
-            raise MemoryLeak(message)
-        raise DeviceOutOfMemory(message)
+    def _no_room(self, build: Attempt) -> str:
+        """Explain why a build that fits leaves too little for the encoders; empty if it leaves enough.
 
-    def _last_outcome(self) -> AttemptOutcome | None:
-        return self.view.attempts[-1].outcome if self.view.attempts else None
+        Steps were run while the encoders held nothing of it. A size that was accepted before is not checked again.
+        """
+        if build.action != "build" or not build.fits or isinstance(self._policy, Rebuild):
+            return ""
+        for pool in group_pools(build.ranks, self.view.reservations):
+            peaks = [max(rank.peak_bytes, rank.reserved_bytes) for rank in pool.ranks]
+            own_bytes = sum(peaks) - build.headroom_bytes * len(peaks)
+            left_bytes = pool.total_bytes - pool.peers_bytes - own_bytes
+            if pool.unheld_bytes > max(left_bytes, 0):
+                return (
+                    f"{pool.name}: {size_text(max(left_bytes, 0))} are left, and encode ranks need "
+                    f"{size_text(pool.unheld_bytes)}"
+                )
+        return ""
 
-    def _name(self) -> str:
-        return f"generate.memory: {type(self._policy).__name__}.plan"
+    def _failure(self, error: BaseException) -> DeviceOutOfMemory | PolicyError:
+        """Return the error to raise for one that the policy raised."""
+        reraise_interrupt(error)
+        if isinstance(error, DeviceOutOfMemory):
+            return DeviceOutOfMemory(self._with_ledger(safe_text(error, str)))
+        return PolicyError(f"{self._name} failed: {safe_text(error)}")
+
+    def _stop(self) -> None:
+        """Close the policy's generator, which may object."""
+        try:
+            if self._plan is not None:
+                self._plan.close()
+        except BaseException as error:  # noqa: BLE001 - there is a fault to report already
+            reraise_interrupt(error)
+
+    def _with_ledger(self, message: str) -> str:
+        return f"{message}{self._note} Memory of {self.ledger().summary()}."
 
 
 def vote(outcomes: Sequence[AttemptOutcome]) -> AttemptOutcome:
@@ -241,8 +309,8 @@ def vote(outcomes: Sequence[AttemptOutcome]) -> AttemptOutcome:
     return "out_of_memory" if "out_of_memory" in outcomes else "fits"
 
 
-def _reason(reports: Sequence[SizedReport], outcome: AttemptOutcome) -> str:
-    """Quote the first rank that voted so, without its remedy: the policy knows the better one."""
+def _message(reports: Sequence[SizedReport], outcome: AttemptOutcome) -> str:
+    """Quote the first rank with this outcome, without its remedy: the policy has a better one."""
     voices = sorted(
         (report.memory.rank, report.memory.name, report.message)
         for report in reports
@@ -255,11 +323,15 @@ def _reason(reports: Sequence[SizedReport], outcome: AttemptOutcome) -> str:
     return f"{name}{others}: {message.partition(' Remedy: ')[0]}"
 
 
-def _gone_on(attempt: Attempt) -> str:
+def _leak_message(attempt: Attempt, before: Sequence[RankMemory]) -> str:
+    stood = {rank.rank: rank.kv_bytes for rank in before}
+    rank = min(attempt.ranks, key=lambda rank: rank.released_bytes - stood.get(rank.rank, 0))
     return limit_message(
-        f"generate.memory: memory leaked before the {attempt.action} of {attempt.tokens} tokens "
-        f"({attempt.message}), and the policy would have gone on",
-        value="a leak",
-        limit="none",
-        remedy="find out what still refers to the KV cache; a smaller one would leak too",
+        f"generate.memory: memory leaked: the teardown before the {attempt.action} of {attempt.tokens} tokens did not "
+        f"release the KV cache ({attempt.reason})",
+        value=f"{rank.released_bytes} bytes released by {rank.name}",
+        limit=f"at least the {stood.get(rank.rank, 0)} bytes allocated before",
+        remedy="report it as a fault of the worker plug-in, which still refers to the cache: a smaller one would "
+        'leak too. Until it is mended, give the size with generate.memory = {use = "pinned", tokens = ...}, '
+        "which needs no teardown",
     )

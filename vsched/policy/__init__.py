@@ -34,11 +34,10 @@ from vsched.policy.images import ReadyEmbedding as ReadyEmbedding
 from vsched.policy.images import ReclaimView as ReclaimView
 from vsched.policy.measured import NOTHING_MEASURED as NOTHING_MEASURED
 from vsched.policy.measured import Measured as Measured
-from vsched.policy.memory import AcceptBuild as AcceptBuild
 from vsched.policy.memory import Attempt as Attempt
 from vsched.policy.memory import AttemptOutcome as AttemptOutcome
 from vsched.policy.memory import Build as Build
-from vsched.policy.memory import Fail as Fail
+from vsched.policy.memory import MemoryPlan as MemoryPlan
 from vsched.policy.memory import MemoryPolicy as MemoryPolicy
 from vsched.policy.memory import MemoryView as MemoryView
 from vsched.policy.memory import Probe as Probe

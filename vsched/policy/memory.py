@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Generator, Sequence
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -72,9 +72,10 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """A probe or build that all ranks in the view carried out.
 
-    `outcome` combines the votes: a leak on any rank is a leak, out of memory on any rank is out of memory. `ranks` has
-    the measurements of each rank during the attempt, and `message` the errors of the ranks that ran out of memory.
-    `headroom_bytes` were held during the attempt; without `profile`, no step was run.
+    `outcome` combines the votes: out of memory on any rank is out of memory, and so is a build that leaves too little
+    for the reservations of encode ranks. `ranks` has the measurements of each rank during the attempt, and `message`
+    the errors of the ranks that ran out of memory. `headroom_bytes` were held during the attempt; without `profile`,
+    no step was run. A policy never sees a leak: it ends the sizing.
     """
 
     action: Literal["probe", "build"]
@@ -85,6 +86,21 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     headroom_bytes: int = 0
     profile: bool = True
 
+    @property
+    def fits(self) -> bool:
+        """Whether it fits on all ranks."""
+        return self.outcome == "fits"
+
+    @property
+    def reason(self) -> str:
+        """The message, for an error message."""
+        return self.message or "no rank gave details"
+
+    @property
+    def tightest(self) -> RankMemory:
+        """The rank whose peak came nearest to its total."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes - rank.total_bytes)
+
 
 class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured in generate groups before their KV caches stand, which get one size.
@@ -92,9 +108,7 @@ class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         ranks: Of all groups, measured after loading the weights; the measurements of an attempt are in the attempt.
         reservations: Of every encode rank, on whatever memory.
-        attempts: Everything tried so far, oldest first.
         bytes_per_token: KV bytes of one token on one rank.
-        tokens_min: The least that can be built: one block.
         context_tokens: The longest prompt and output together.
         batch_tokens: Most tokens of a step.
         slots: Most requests that run at a time.
@@ -102,16 +116,19 @@ class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
             that they stand beside; 0 for a model without.
     """
 
-    ranks: Sequence[RankMemory]
-    reservations: Sequence[Reservation]
-    attempts: Sequence[Attempt]
+    ranks: Sequence[RankMemory] = ()
+    reservations: Sequence[Reservation] = ()
     bytes_per_token: int
     block_size: int
-    tokens_min: int
     context_tokens: int
     batch_tokens: int
     slots: int
     state_bytes: int = 0
+
+    @property
+    def tokens_min(self) -> int:
+        """Minimum size of a KV cache: one block."""
+        return self.block_size
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -128,15 +145,8 @@ class Build(msgspec.Struct, frozen=True):
     headroom_bytes: int = 0
 
 
-class AcceptBuild(msgspec.Struct, frozen=True):
-    """Serve with what the last attempt built."""
-
-
-class Fail(msgspec.Struct, frozen=True):
-    """Refuse to start; the message gives value, limit and remedy. `leak` says that memory did not come back."""
-
-    message: str
-    leak: bool = False
+MemoryPlan: TypeAlias = Generator[Probe | Build, Attempt, None]
+"""A generator that yields each order and gets the attempt."""
 
 
 class MemoryPolicy(Policy, frozen=True, kw_only=True):
@@ -145,6 +155,11 @@ class MemoryPolicy(Policy, frozen=True, kw_only=True):
     mem_fraction: Fraction = 0.95
     """Share of the measured budget to use, in (0, 1]: the one safety margin."""
 
-    def plan(self, view: MemoryView) -> Probe | Build | AcceptBuild | Fail:
-        """Return what to try next, or how it ends; asked again with each attempt added, 16 times at most."""
+    def plan(self, view: MemoryView) -> MemoryPlan:
+        """Yield probes and builds, 16 at most, and return to serve with the last build.
+
+        `attempt = yield Build(tokens)` carries out the build on all ranks. If nothing fits, raise `DeviceOutOfMemory`,
+        whose message gives value, limit and remedy; returning after a build that does not fit raises one. If memory
+        is not released, the start fails without the policy.
+        """
         raise NotImplementedError

@@ -23,19 +23,21 @@ class Decision(msgspec.Struct, frozen=True):
 
     Attributes:
         base: The class that declares the method.
-        remembers: False if the method gets no state: a memory view has every attempt, an eviction order is an object.
+        remembers: False if the method gets no state: a memory policy is a generator, an eviction order is an object.
+        yields: Whether the method is a generator.
     """
 
     base: type[Policy]
     method: str
     remembers: bool = True
+    yields: bool = False
 
 
 DECISIONS = {
     "admission": Decision(RequestPolicy, "admit"),
     "encoding": Decision(ImagePolicy, "select"),
     "eviction": Decision(CachePolicy, "build_order", remembers=False),
-    "memory": Decision(MemoryPolicy, "plan", remembers=False),
+    "memory": Decision(MemoryPolicy, "plan", remembers=False, yields=True),
     "routing": Decision(RoutingPolicy, "choose"),
     "preemption": Decision(RequestPolicy, "victim"),
     "drafting": Decision(DraftingPolicy, "grant"),

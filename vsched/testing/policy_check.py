@@ -10,25 +10,22 @@ from typing import Any, cast
 
 import msgspec
 
-from vsched.errors import DeviceOutOfMemory, MemoryLeak, PolicyError, VschedError
+from vsched.errors import PolicyError
 from vsched.kernel import KernelPolicies, SchedulerLimits
 from vsched.kernel.commands import Command
-from vsched.memory import KvNegotiation
 from vsched.plugins import check_contract
 from vsched.policy import (
     SEATS,
     SEVERAL,
-    MemoryPolicy,
     Policy,
     ReplicaView,
-    Reservation,
     RoutingPolicy,
     RoutingView,
     decisions_of,
 )
 from vsched.testing.defaults import default_policies
+from vsched.testing.memory_check import check_memory_policy
 from vsched.testing.model_ranks.cluster import ModelCluster
-from vsched.testing.model_ranks.kv_sizing import load_view, negotiate, random_group
 from vsched.testing.policy_purity import asked_twice, check_growth
 from vsched.testing.schedules.random_runs import run_random
 
@@ -52,7 +49,8 @@ def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(
     must be equal. A state must not grow without limit while requests arrive.
 
     A memory policy sizes KV caches on simulated devices, some with failures, leaks and new
-    processes. A routing policy also gets random views, each twice and in different orders: with
+    processes. It must end with a build that was profiled if there is room, and leave encoders what
+    they reserve. A routing policy also gets random views, each twice and in different orders: with
     replicas that are down, idle or alone, and any known prefixes and images.
 
     Args:
@@ -133,53 +131,6 @@ def _ask_alone(policy: Policy, kind: str, seed: int) -> object:
     return ask(policy, rng)
 
 
-def _ask_memory(policy: MemoryPolicy, rng: random.Random) -> object:
-    """Run a negotiation over simulated ranks, with failing allocations, new processes, and leaks."""
-    ranks = random_group(rng)
-    try:
-        view = load_view(ranks, context_tokens=rng.choice([16, 1024, 32768]))
-    except DeviceOutOfMemory:
-        return "the weights do not fit"
-    growth = [rng.choice([0, rng.randrange(1 << 24)]) for _ in ranks]
-    view = msgspec.structs.replace(
-        view,
-        reservations=[
-            Reservation(rank=rank.rank, pool=rank.memory.pool, growth_bytes=size, held=False)
-            for rank, size in zip(ranks, growth, strict=True)
-        ],
-        block_size=rng.choice([1, 16]),
-        batch_tokens=rng.choice([64, 2048, 16384]),
-    )
-    unlucky = rng.choice(ranks)
-    unlucky.leaks = rng.random() < 0.1
-    for _ in range(rng.choice([0, 0, 1, 3])):
-        unlucky.memory.fail_at(rng.randint(1, 60))
-    newcomer_bytes = rng.choice([0, rng.randrange(unlucky.memory.total() // 4)])
-
-    def between(_: int) -> None:
-        unlucky.memory.set_peers_bytes(newcomer_bytes)
-
-    negotiation = KvNegotiation(policy, view)
-    try:
-        accepted = negotiate(negotiation, ranks, between=between)
-    except (DeviceOutOfMemory, MemoryLeak) as error:
-        return _check_failure(negotiation, error)
-    for rank in ranks:
-        rank.memory.check_invariants()
-    return accepted
-
-
-def _check_failure(negotiation: KvNegotiation, error: VschedError) -> str:
-    assert negotiation.failure is not None, "an error without a reason"
-    message = negotiation.failure.message
-    assert all(word in message for word in ("value ", "limit ", "Remedy: ")), (
-        f"the message must give value, limit and remedy: {message!r}"
-    )
-    leak = any(attempt.outcome == "leak" for attempt in negotiation.view.attempts)
-    assert negotiation.failure.leak == leak, f"a leak, or not: {negotiation.failure}"
-    return str(error)
-
-
 def _ask_routing(policy: RoutingPolicy, rng: random.Random) -> list[int]:
     """Call the policy for several views, then again in another order: the result must depend on the view alone."""
     views = [_routing_view(rng) for _ in range(ROUTED)]
@@ -234,4 +185,4 @@ def _route(policy: RoutingPolicy, view: RoutingView) -> int:
     return chosen
 
 
-ASKED_ALONE = {"memory": _ask_memory, "routing": _ask_routing}
+ASKED_ALONE = {"memory": check_memory_policy, "routing": _ask_routing}

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from vsched.errors import limit_message
+from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.memory import group_pools, size_text
-from vsched.policy import (
-    AcceptBuild,
-    Attempt,
-    Build,
-    Count,
-    Fail,
-    MemoryPolicy,
-    MemoryView,
-    PositiveCount,
-)
-from vsched_policies.memory.failures import highest_peak, leaked, lower_activations
+from vsched.policy import Build, Count, MemoryPlan, MemoryPolicy, MemoryView, PositiveCount
+from vsched_policies.memory.auto_profile import lower_activations
 
 
 class Pinned(MemoryPolicy, frozen=True, kw_only=True):
@@ -43,26 +34,38 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
             )
             raise ValueError(message)
 
-    def plan(self, view: MemoryView) -> Build | AcceptBuild | Fail:
-        """Return the size once, unless it is too small or cannot fit; then accept it, or report why it failed."""
-        if not view.attempts:
-            return self._build(view)
-        last = view.attempts[-1]
-        if last.outcome == "leak":
-            return leaked(view)
-        return AcceptBuild() if last.outcome == "fits" else self._ran_out(view, last)
+    def plan(self, view: MemoryView) -> MemoryPlan:
+        """Build the one size, unless it is too small or cannot fit."""
+        build = yield Build(self._tokens(view), headroom_bytes=self.headroom_bytes)
+        if not build.fits:
+            peak = build.tightest
+            raise DeviceOutOfMemory(
+                limit_message(
+                    f"generate.memory: memory ran out on {peak.pool} with a KV cache of the given size "
+                    f"({build.reason})",
+                    value=f"{build.tokens} tokens ({size_text(build.tokens * view.bytes_per_token)}), "
+                    f"peak {size_text(peak.peak_bytes)}, headroom {size_text(self.headroom_bytes)}",
+                    limit=f"total {size_text(peak.total_bytes)}",
+                    remedy=f'in this order: lower {self._key} (use = "auto-profile" finds the largest that fits), '
+                    f"{lower_activations(view)}",
+                )
+            )
 
-    def _build(self, view: MemoryView) -> Build | Fail:
+    def _tokens(self, view: MemoryView) -> int:
+        """Return the size in tokens.
+
+        Raises:
+            DeviceOutOfMemory: If it is less than a block, or more than what is free.
+        """
         tokens = self.tokens if self.bytes is None else self.bytes // view.bytes_per_token
         assert tokens is not None, "checked by __post_init__"
         if tokens < view.tokens_min:
-            least = f"{self._knob()} to {self._amount(view, view.tokens_min)} or more"
-            return Fail(
+            raise DeviceOutOfMemory(
                 limit_message(
                     "generate.memory: the KV cache holds too few tokens for one block",
                     value=f"{tokens} tokens",
                     limit=f"at least {view.tokens_min} tokens",
-                    remedy=f"raise {least}",
+                    remedy=f"raise {self._key} to {self._amount(view, view.tokens_min)} or more",
                 )
             )
         kv_bytes = tokens * view.bytes_per_token
@@ -74,34 +77,21 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
             room_bytes = int(self.mem_fraction * free_bytes) // len(pool.ranks)
             if kv_bytes > room_bytes:
                 tokens_max = room_bytes // view.bytes_per_token
-                return Fail(
+                raise DeviceOutOfMemory(
                     limit_message(
                         f"generate.memory: the KV cache does not fit on {pool.name}",
                         value=f"{tokens} tokens x {view.bytes_per_token} bytes = {kv_bytes} bytes",
                         limit=f"{room_bytes} bytes ({tokens_max} tokens), which is mem_fraction {self.mem_fraction} "
                         f"of the {free_bytes} bytes that are free of {pool.total_bytes}",
-                        remedy=f"lower {self._knob()} to {self._amount(view, tokens_max)} or less, "
+                        remedy=f"lower {self._key} to {self._amount(view, tokens_max)} or less, "
                         "raise generate.memory.mem_fraction (1.0 at most), raise generate.memory_limit where that "
                         "is the limit, or free the device",
                     )
                 )
-        return Build(tokens, profile=True, headroom_bytes=self.headroom_bytes)
+        return tokens
 
-    def _ran_out(self, view: MemoryView, last: Attempt) -> Fail:
-        peak = highest_peak([last])
-        return Fail(
-            limit_message(
-                f"generate.memory: memory ran out on {peak.pool} with a KV cache of the given size "
-                f"({last.message or 'no rank gave details'})",
-                value=f"{last.tokens} tokens ({size_text(last.tokens * view.bytes_per_token)}), "
-                f"peak {size_text(peak.peak_bytes)}, headroom {size_text(self.headroom_bytes)}",
-                limit=f"total {size_text(peak.total_bytes)}",
-                remedy=f'in this order: lower {self._knob()} (use = "auto-profile" finds the largest that fits), '
-                f"{lower_activations(view)}",
-            )
-        )
-
-    def _knob(self) -> str:
+    @property
+    def _key(self) -> str:
         return "generate.memory.tokens" if self.bytes is None else "generate.memory.bytes"
 
     def _amount(self, view: MemoryView, tokens: int) -> int:

@@ -151,6 +151,20 @@ async def test_sizing_proves_steps_beside_a_batch_that_waits(*, pausing: bool) -
     ]
 
 
+async def test_sizing_refuses_a_size_beside_which_the_encoder_does_not_fit() -> None:
+    """Ranks ran no batch beside the KV cache; a policy that takes too much fails, however its steps went."""
+    for growth_mib, fits in ((80, True), (90, False)):
+        sizing = kv_sizing([["encode", "generate"]], policy=Pinned(tokens=MIB))
+        await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
+        generate = Group(lambda order: [measured(order, activations_bytes=MIB)])
+        if fits:
+            await sizing.lead("generate", generate)  # type: ignore[arg-type]
+            assert generate.accepted == [MIB // LOAD.block_size]
+            continue
+        with pytest.raises(DeviceOutOfMemory, match="batch of images does not fit beside the KV"):
+            await sizing.lead("generate", generate)  # type: ignore[arg-type]
+
+
 async def test_sizing_of_processes_apart_on_one_memory_counts_both() -> None:
     """An encoder in a process of its own will need at the same time what it does not hold now."""
     tokens = []
@@ -199,7 +213,8 @@ async def test_sizing_waits_for_the_encoders_of_all_groups() -> None:
     await sizing.publish("encode-1", Group())  # type: ignore[arg-type]
     await turns()
     told = sizing.waited_for(["generate-0"])
-    assert "encode-0 rank 0 did not: value 1 of 2 reservations" in told
+    assert "encode-0 rank 0 did not: value 1 of 2 reservations, limit all of them, within" in told
+    assert "deadlines.ready_s. Remedy: look for the reason in the log of the encode group" in told
     assert not any(group.orders for group in generators.values())
     await sizing.publish("encode-0", Group())  # type: ignore[arg-type]
     await asyncio.gather(*leading)

@@ -10,10 +10,10 @@ import pytest
 
 from tests.unit.aio.test_sizing import Roll, turns
 from tests.unit.worker.device_fakes import KV_BYTES, LOAD, MIB, MeasuredGenerator, model_info
-from vsched.aio.kv_sizing import Sizing, SizingLimits
+from vsched.aio.kv_sizing import Sizing
 from vsched.errors import DeviceOutOfMemory, MemoryLeak
 from vsched.memory import LedgerLine
-from vsched.policy import MemoryPolicy
+from vsched.policy import MemoryPolicy, MemoryView
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.wire import Sized, SizeKv
 from vsched.worker.kv_sizing import KvSizing
@@ -75,10 +75,10 @@ class Group:
 def sizing_of(
     names: Sequence[str] = NAMES, policy: MemoryPolicy = AUTO, **changes: object
 ) -> Sizing:
-    limits = SizingLimits(
+    view = MemoryView(
         bytes_per_token=KV_BYTES, block_size=16, context_tokens=128, batch_tokens=40, slots=4
     )
-    return Sizing(policy, limits, encode={}, generate=dict.fromkeys(names, ""), **changes)  # type: ignore[arg-type]
+    return Sizing(policy, view, encode={}, generate=dict.fromkeys(names, ""), **changes)  # type: ignore[arg-type]
 
 
 async def lead_all(sizing: Sizing, groups: dict[str, Group], order: Sequence[str] = NAMES) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -21,8 +20,7 @@ def test_profile_tells_the_threads_of_each_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads in use once everything is loaded, which are fewer on a busy machine."""
-    view = msgspec.structs.replace(memory_view(), attempts=[attempted("build", 1_000)])
-    ledger = group_ledger(view, view.attempts[-1])
+    ledger = group_ledger(memory_view(), [attempted("build", 1_000)])
     threads = {"generate": {"0": {"active": 1, "total": 2}}}
 
     async def size(*_: object) -> profile_command._SizedMemory:
@@ -39,8 +37,7 @@ def test_profile_tells_the_threads_of_each_rank(
 def failed_ledger() -> Ledger:
     """A probe that fits, and a build that does not."""
     attempts = [attempted("probe", 1_000), attempted("build", 60_000, "out_of_memory")]
-    view = msgspec.structs.replace(memory_view(), attempts=attempts)
-    return group_ledger(view, attempts[-1])
+    return group_ledger(memory_view(), attempts)
 
 
 @pytest.mark.parametrize("ledger", [failed_ledger(), None])

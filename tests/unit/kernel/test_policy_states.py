@@ -295,7 +295,7 @@ class Plan(MemoryPolicy, frozen=True, kw_only=True):
     state_type = Tally
 
     def plan(self, view: Any) -> Any:
-        return None
+        yield
 
 
 @pytest.mark.parametrize(("cls", "kind"), [(Order, "eviction"), (Plan, "memory")])

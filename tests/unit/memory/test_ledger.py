@@ -80,7 +80,7 @@ def test_group_ledger_adds_up(
     reservations = [reserved(size, pool=pool, held=held) for pool, size, held in growth]
     ledger = group_ledger(
         memory_view(ranks=ranks, reservations=reservations),
-        attempt,
+        [attempt],
         encoders=encoders,
         together=together,
     )
@@ -108,9 +108,9 @@ def test_group_ledger_after_loading() -> None:
 def test_group_ledger_at_the_peak_of_a_build() -> None:
     """The headroom has a line of its own, and is not among the activations."""
     build = attempted("build", 40_000, peak_bytes=700_000, reserved_bytes=600_000)
-    view = memory_view(build, reservations=[reserved(30_000)])
+    view = memory_view(reservations=[reserved(30_000)])
     build = msgspec.structs.replace(build, headroom_bytes=50_000)
-    assert lines_of(group_ledger(view, build)) == {
+    assert lines_of(group_ledger(view, [build])) == {
         "generate rank 0 weights": 150_000,
         "generate rank 0 kv": 400_000,
         "generate rank 0 language activations": 100_000,
@@ -124,7 +124,7 @@ def test_group_ledger_at_the_peak_of_a_build() -> None:
 def test_group_ledger_has_a_line_for_states() -> None:
     """They are not among the activations; a model without has no such line."""
     build = attempted("build", 40_000, peak_bytes=700_000, state_bytes=60_000)
-    lines = lines_of(group_ledger(memory_view(build), build))
+    lines = lines_of(group_ledger(memory_view(), [build]))
     assert lines["generate rank 0 state"] == 60_000
     assert lines["generate rank 0 language activations"] == 700_000 - 150_000 - 400_000 - 60_000
 

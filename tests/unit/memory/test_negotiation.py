@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 
-from tests.contract.harmful import changed_by
+from tests.contract.harmful import ODD, RAISES, Angry, Odd, changed_by
 from tests.unit.memory.views import memory_view, rank_memory, reserved
 from vsched.errors import DeviceOutOfMemory, MemoryLeak, PolicyError
-from vsched.memory import Accepted, KvNegotiation, LedgerLine
-from vsched.policy import AcceptBuild, AttemptOutcome, Build, Fail, MemoryPolicy, MemoryView, Probe
-from vsched.testing.model_ranks.kv_sizing import SimulatedReport
+from vsched.memory import Accepted, KvNegotiation, LedgerLine, Rebuild, group_ledger
+from vsched.policy import (
+    Attempt,
+    AttemptOutcome,
+    Build,
+    MemoryPlan,
+    MemoryPolicy,
+    MemoryView,
+    Probe,
+)
+from vsched.wire import Sized
 
 TWO_RANKS = [rank_memory(rank=rank, pool=f"device {rank}") for rank in range(2)]
 
 
 class Scripted(MemoryPolicy, frozen=True, kw_only=True):
-    """Returns scripted decisions."""
+    """Yields scripted orders."""
 
     script: ClassVar[Callable[[MemoryView], Any]]
 
-    def plan(self, view: MemoryView) -> Probe | Build | AcceptBuild | Fail:
-        answer: Probe | Build | AcceptBuild | Fail = type(self).script(view)
-        return answer
+    def plan(self, view: MemoryView) -> MemoryPlan:
+        plan: MemoryPlan = type(self).script(view)
+        return plan
 
 
 def scripted(script: Callable[[MemoryView], Any]) -> MemoryPolicy:
@@ -35,12 +44,20 @@ def scripted(script: Callable[[MemoryView], Any]) -> MemoryPolicy:
 
 
 def following(*answers: Any) -> MemoryPolicy:
-    return scripted(lambda view: answers[len(view.attempts)])
+    """Yield the answers one by one, and return after the last; raise those that are errors."""
+
+    def script(_: MemoryView) -> MemoryPlan:
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            yield answer
+
+    return scripted(script)
 
 
-def report(rank: int = 0, outcome: AttemptOutcome = "fits", message: str = "") -> SimulatedReport:
+def report(rank: int = 0, outcome: AttemptOutcome = "fits", message: str = "") -> Sized:
     memory = rank_memory(rank=rank, pool=f"device {rank}", peak_bytes=300_000)
-    return SimulatedReport(outcome=outcome, message=message, memory=memory)
+    return Sized(outcome=outcome, message=message, memory=memory)
 
 
 def two(policy: MemoryPolicy) -> KvNegotiation:
@@ -48,18 +65,17 @@ def two(policy: MemoryPolicy) -> KvNegotiation:
 
 
 def test_negotiation_hands_out_orders_until_it_is_over() -> None:
-    seen: list[MemoryView] = []
+    seen: list[Attempt] = []
 
-    def script(view: MemoryView) -> Any:
-        seen.append(view)
-        return [Probe(100), Build(1000, headroom_bytes=7), AcceptBuild()][len(view.attempts)]
+    def script(_: MemoryView) -> MemoryPlan:
+        seen.append((yield Probe(100)))
+        seen.append((yield Build(1000, headroom_bytes=7)))
 
     negotiation = two(scripted(script))
     assert negotiation.start() == Probe(96)
     assert negotiation.take([report(1), report(0)]) == Build(992, headroom_bytes=7)
     assert negotiation.take([report(0), report(1)]) == Accepted(992, 62)
-    assert [len(view.attempts) for view in seen] == [0, 1, 2]
-    probe, build = seen[-1].attempts
+    probe, build = seen
     assert (probe.action, probe.tokens, probe.outcome) == ("probe", 96, "fits")
     assert (build.action, build.tokens, build.message) == ("build", 992, "")
     assert [rank.rank for rank in probe.ranks] == [0, 1]
@@ -79,19 +95,19 @@ def test_negotiation_is_a_vote_of_all_ranks(
     votes: list[AttemptOutcome], outcome: AttemptOutcome
 ) -> None:
     """If one rank fails, the attempt fails on all; all get the same next order."""
-    negotiation = two(following(Build(1000), Fail("no")))
+    negotiation = two(following(Build(1000), DeviceOutOfMemory("no")))
     negotiation.start()
     reports = [report(rank, vote, f"because {rank}") for rank, vote in enumerate(votes)]
     with pytest.raises((DeviceOutOfMemory, MemoryLeak)):
         negotiation.take(reports)
-    (attempt,) = negotiation.view.attempts
+    (attempt,) = negotiation.attempts
     assert attempt.outcome == outcome
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 0], [0, 1, 2], [1, 2]])
 def test_negotiation_wants_a_report_of_each_rank(ranks: list[int]) -> None:
     """Nothing is decided before all have reported."""
-    negotiation = two(following(Build(1000), AcceptBuild()))
+    negotiation = two(following(Build(1000)))
     negotiation.start()
     with pytest.raises(AssertionError, match="not one report of each rank"):
         negotiation.take([report(rank) for rank in ranks])
@@ -102,17 +118,17 @@ def test_negotiation_quotes_the_first_who_says_why() -> None:
     negotiation.start()
     first = report(1, "out_of_memory", "no room: value 2, limit 1. Remedy: allocate less.")
     negotiation.take([first, report(0)])
-    assert negotiation.view.attempts[0].message == "rank 1: no room: value 2, limit 1."
+    assert negotiation.attempts[0].message == "rank 1: no room: value 2, limit 1."
     negotiation = two(following(Build(1000), Build(500)))
     negotiation.start()
     negotiation.take([first, report(0, "out_of_memory", "stress")])
-    assert negotiation.view.attempts[0].message == "rank 0, and 1 more: stress"
+    assert negotiation.attempts[0].message == "rank 0, and 1 more: stress"
 
 
 def test_negotiation_fails_with_the_ledger() -> None:
     """The typed error quotes the reservations and everything else."""
     view = memory_view(reservations=[reserved(50_000), reserved(0, rank=1, pool="other")])
-    negotiation = KvNegotiation(following(Fail("too much")), view)
+    negotiation = KvNegotiation(following(DeviceOutOfMemory("too much")), view)
     with pytest.raises(DeviceOutOfMemory) as caught:
         negotiation.start()
     assert str(caught.value) == (
@@ -120,11 +136,10 @@ def test_negotiation_fails_with_the_ledger() -> None:
         "activations 48.8 KiB + others peers 97.7 KiB + encode rank 0 encoder activations 48.8 KiB + "
         "unclaimed 634.8 KiB; other: 0 bytes = encode rank 1 encoder activations 0 bytes + unclaimed 0 bytes."
     )
-    assert negotiation.failure == Fail("too much")
 
 
 def test_negotiation_ledger_has_the_canary_of_the_build() -> None:
-    negotiation = two(following(Build(1000, headroom_bytes=7), AcceptBuild()))
+    negotiation = two(following(Build(1000, headroom_bytes=7)))
     negotiation.start()
     negotiation.take([report(0), report(1)])
     lines = negotiation.ledger().of_pool("device 1")
@@ -133,10 +148,13 @@ def test_negotiation_ledger_has_the_canary_of_the_build() -> None:
 
 def test_negotiation_ledger_knows_the_encoders_and_more() -> None:
     negotiation = KvNegotiation(
-        following(Fail("no")),
+        following(DeviceOutOfMemory("no")),
         memory_view(),
-        encoders=[rank_memory(weights_bytes=1024)],
-        more=[LedgerLine("host", "engine", "arena", 2048)],
+        ledger=partial(
+            group_ledger,
+            encoders=[rank_memory(weights_bytes=1024)],
+            more=[LedgerLine("host", "engine", "arena", 2048)],
+        ),
     )
     with pytest.raises(DeviceOutOfMemory) as caught:
         negotiation.start()
@@ -144,13 +162,32 @@ def test_negotiation_ledger_knows_the_encoders_and_more() -> None:
     assert "host: 2.0 KiB = engine arena 2.0 KiB" in str(caught.value)
 
 
-@pytest.mark.parametrize("answer", [Fail("it leaked", leak=True), Fail("it leaked"), Build(16)])
-def test_negotiation_ends_with_a_leak(answer: Fail | Build) -> None:
-    """Whatever the policy decides, a leak is an error of its own and nothing is tried again."""
-    negotiation = KvNegotiation(following(Probe(100), answer), memory_view())
+def test_negotiation_ends_with_a_leak() -> None:
+    """Whatever the policy does, a leak is an error of its own and nothing is tried again."""
+    asked: list[str] = []
+
+    def script(_: MemoryView) -> MemoryPlan:
+        try:
+            yield Probe(8192)
+            yield Build(64)
+            asked.append("after the leak")
+        finally:
+            asked.append("closed")
+            yield Probe(16)
+
+    negotiation = KvNegotiation(scripted(script), memory_view())
     negotiation.start()
-    with pytest.raises(MemoryLeak, match="leak"):
-        negotiation.take([report(0, "leak", "0 of 9 bytes came back")])
+    stood = rank_memory(kv_bytes=81_920)
+    negotiation.take([Sized("fits", "", stood)])
+    leaked = rank_memory(released_bytes=7)
+    with pytest.raises(MemoryLeak) as caught:
+        negotiation.take([Sized("leak", "7 of 81920 bytes came back", leaked)])
+    assert asked == ["closed"]
+    assert "memory leaked" in str(caught.value)
+    assert "rank 0: 7 of 81920 bytes came back" in str(caught.value)
+    words = "value 7 bytes released by rank 0, limit at least the 81920 bytes"
+    assert words in str(caught.value)
+    assert "Memory of device: " in str(caught.value)
     assert not isinstance(MemoryLeak("x"), DeviceOutOfMemory)
 
 
@@ -162,11 +199,10 @@ def test_negotiation_ends_with_a_leak(answer: Fail | Build) -> None:
         (Probe(-1), "value -1 tokens"),
         (Build(100_001), "value 1000010 bytes of KV and 0 of headroom, limit 1000000 bytes"),
         (Build(100_000, headroom_bytes=1), "value 1000000 bytes of KV and 1 of headroom"),
-        (Build(16, headroom_bytes=-1), "its headroom is below nothing"),
+        (Build(16, headroom_bytes=-1), "its headroom is negative"),
         (Build(16.5), "cannot be interpreted as an integer"),  # type: ignore[arg-type]
-        (AcceptBuild(), "accepts what does not stand: value last attempt none"),
-        (None, "returned None, which is none of Probe, Build, AcceptBuild and Fail"),
-        (100, "returned 100, which is none of"),
+        (None, "yielded None, which is neither Probe nor Build"),
+        (100, "yielded 100, which is neither"),
     ],
 )
 def test_negotiation_refuses_nonsense(answer: Any, words: str) -> None:
@@ -176,20 +212,100 @@ def test_negotiation_refuses_nonsense(answer: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("order", "outcome", "words"),
-    [
-        (Probe(100), "fits", "value last attempt probe: fits"),
-        (Build(100), "out_of_memory", "value last attempt build: out_of_memory"),
-    ],
-)
-def test_negotiation_accepts_only_what_stands(
-    order: Probe | Build, outcome: AttemptOutcome, words: str
-) -> None:
-    negotiation = KvNegotiation(following(order, AcceptBuild()), memory_view())
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.name)
+@pytest.mark.parametrize("wrap", [lambda odd: odd, Probe, lambda odd: Build(64, True, odd)])
+def test_negotiation_survives_odd_values(odd: Odd, wrap: Callable[[Any], Any]) -> None:
+    """Whatever is yielded or returned, the policy is named, unless the value is a number of tokens or bytes."""
+    negotiation = KvNegotiation(following(wrap(odd.make())), memory_view())
+    if wrap is not Probe and odd.name == "a bool":
+        return
+    with pytest.raises(PolicyError, match=r"generate\.memory: Scripted\.plan yielded"):
+        negotiation.start()
+    with pytest.raises(PolicyError, match="which is not a generator"):
+        KvNegotiation(scripted(lambda _: wrap(Angry())), memory_view()).start()
+
+
+@pytest.mark.parametrize("fail", RAISES)
+def test_negotiation_survives_all_exceptions(fail: Callable[[], object]) -> None:
+    def script(_: MemoryView) -> MemoryPlan:
+        yield Probe(16)
+        fail()
+
+    negotiation = KvNegotiation(scripted(script), memory_view())
     negotiation.start()
-    with pytest.raises(PolicyError, match=words):
-        negotiation.take([report(0, outcome)])
+    with pytest.raises(PolicyError, match=r"Scripted\.plan failed"):
+        negotiation.take([report()])
+
+
+def test_negotiation_refuses_a_policy_that_returns_a_value() -> None:
+    def script(_: MemoryView) -> Any:
+        yield Build(100)
+        return Build(100)
+
+    negotiation = KvNegotiation(scripted(script), memory_view())
+    negotiation.start()
+    with pytest.raises(PolicyError, match=r"returned Build\(tokens=100"):
+        negotiation.take([report()])
+
+
+@pytest.mark.parametrize(
+    ("orders", "words"), [([], "value no attempt"), ([Probe(100)], "value last attempt a probe")]
+)
+def test_negotiation_accepts_nothing_but_a_build(orders: list[Probe], words: str) -> None:
+    negotiation = KvNegotiation(following(*orders), memory_view())
+
+    def run() -> None:
+        negotiation.start()
+        negotiation.take([report()])
+
+    with pytest.raises(PolicyError, match=f"ended without a build: {words}"):
+        run()
+
+
+def test_negotiation_fails_if_the_last_build_does_not_fit() -> None:
+    """A policy that does not look at the outcome is no danger."""
+    negotiation = KvNegotiation(following(Build(100)), memory_view())
+    negotiation.start()
+    with pytest.raises(DeviceOutOfMemory) as caught:
+        negotiation.take([report(0, "out_of_memory", "no room")])
+    assert str(caught.value).startswith(
+        "generate.memory: memory ran out on device 0 (rank 0: no room): value 96 tokens (960 bytes), "
+        "limit total 976.6 KiB. Remedy: lower generate.memory.mem_fraction (now 0.95)"
+    )
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(34_000, True), (36_000, False)])
+@pytest.mark.parametrize("headroom_bytes", [0, 100_000])
+def test_negotiation_keeps_the_room_of_encoders(
+    tokens: int, headroom_bytes: int, *, fits: bool
+) -> None:
+    """A build that leaves less than the reservations does not fit, whatever the ranks say; headroom is room."""
+    encoders = [reserved(250_000), reserved(900_000, rank=1, held=True)]
+    view = memory_view(reservations=encoders)
+    for policy in (following(Build(tokens, headroom_bytes=headroom_bytes)), Rebuild(tokens=tokens)):
+        negotiation = KvNegotiation(policy, view)
+        order = negotiation.start()
+        assert isinstance(order, Build)
+        # 100,000 of others, 300,000 at the peak without KV.
+        peak_bytes = 300_000 + 10 * tokens + order.headroom_bytes
+        memory = rank_memory(
+            reserved_bytes=peak_bytes, peak_bytes=peak_bytes, available_bytes=900_000 - peak_bytes
+        )
+        if fits or isinstance(policy, Rebuild):
+            assert negotiation.take([Sized("fits", "", memory)]) == Accepted(tokens, tokens // 16)
+            continue
+        with pytest.raises(
+            DeviceOutOfMemory, match=r"device: .* left, and encode ranks need 244\.1"
+        ):
+            negotiation.take([Sized("fits", "", memory)])
+
+
+def test_rebuild_explains_a_failure() -> None:
+    """The size was accepted before; it is built as it was, and nothing is measured."""
+    negotiation = KvNegotiation(Rebuild(tokens=64), memory_view())
+    assert negotiation.start() == Build(64, profile=False)
+    with pytest.raises(DeviceOutOfMemory, match="cannot build the KV cache that it had before"):
+        negotiation.take([report(0, "out_of_memory", "no room")])
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()])
@@ -204,9 +320,10 @@ def test_negotiation_names_a_policy_that_raises_what_would_end_a_program(
 
 
 def test_negotiation_view_cannot_be_changed() -> None:
-    def script(view: MemoryView) -> Any:
+    def script(view: MemoryView) -> MemoryPlan:
         assert not changed_by(view)
-        return Probe(100) if not view.attempts else Build(100)
+        assert not changed_by((yield Probe(100)))
+        yield Build(100)
 
     negotiation = KvNegotiation(scripted(script), memory_view())
     negotiation.start()
@@ -214,25 +331,27 @@ def test_negotiation_view_cannot_be_changed() -> None:
 
 
 def test_negotiation_names_a_policy_that_raises() -> None:
-    def script(view: MemoryView) -> Any:
-        raise ZeroDivisionError(f"after {len(view.attempts)}")
+    """Before its first order or later."""
+    with pytest.raises(PolicyError, match=r"Scripted\.plan failed: ZeroDivisionError\('now'\)"):
+        KvNegotiation(following(ZeroDivisionError("now")), memory_view()).start()
+    negotiation = KvNegotiation(following(Probe(64), ZeroDivisionError("later")), memory_view())
+    negotiation.start()
+    with pytest.raises(PolicyError, match=r"Scripted\.plan failed: ZeroDivisionError\('later'\)"):
+        negotiation.take([report()])
 
-    with pytest.raises(PolicyError, match=r"Scripted\.plan failed: ZeroDivisionError\('after 0'\)"):
-        KvNegotiation(scripted(script), memory_view()).start()
 
-
-def test_negotiation_comes_to_an_end() -> None:
+def test_negotiation_stops_an_endless_policy() -> None:
     """After sixteen attempts."""
-    negotiation = KvNegotiation(scripted(lambda _: Probe(16)), memory_view())
+    negotiation = KvNegotiation(following(*[Probe(16)] * 99), memory_view())
     negotiation.start()
     for _ in range(15):
         assert negotiation.take([report()]) == Probe(16)
-    with pytest.raises(PolicyError, match="comes to no end: value 16 attempts behind it, limit 16"):
+    with pytest.raises(PolicyError, match="does not end: value 16 attempts behind it, limit 16"):
         negotiation.take([report()])
 
 
 def test_negotiation_knows_its_turn() -> None:
-    negotiation = KvNegotiation(following(Build(100), AcceptBuild()), memory_view())
+    negotiation = KvNegotiation(following(Build(100)), memory_view())
     with pytest.raises(AssertionError, match="no order is out"):
         negotiation.take([report()])
     negotiation.start()

@@ -10,24 +10,27 @@ import pytest
 from tests.unit.memory.views import attempted, memory_view, rank_memory, reserved
 from vsched.errors import DeviceOutOfMemory
 from vsched.memory import KvNegotiation, Ledger, group_ledger
-from vsched.policy import AttemptOutcome, Build, MemoryView
-from vsched.testing.model_ranks.kv_sizing import SimulatedReport
+from vsched.policy import AttemptOutcome, Build
+from vsched.wire import Sized
 from vsched_policies.memory import AutoProfile, Fraction
 
 ENCODER = rank_memory(reserved_bytes=300_000)
 
 
-def retried() -> MemoryView:
+def retried(*, measured: bool = True, owner: str = "generate") -> Ledger:
     """A probe that fits, a build that does not, and one that does, after a reservation of 7,000 bytes."""
-    probe = attempted("probe", 1_000)
-    first = attempted("build", 60_000, "out_of_memory", peak_bytes=990_000)
-    second = attempted("build", 57_000)
-    return memory_view(probe, first, second, reservations=[reserved(7_000)])
+    reservation = msgspec.structs.replace(reserved(7_000), measured=measured)
+    attempts = [
+        attempted("probe", 1_000),
+        attempted("build", 60_000, "out_of_memory", peak_bytes=990_000),
+        attempted("build", 57_000),
+    ]
+    view = memory_view(reservations=[reservation])
+    return group_ledger(view, attempts, encoders=[ENCODER], owner=owner)
 
 
 def test_phases_are_the_reservations_and_then_every_attempt_with_its_retries() -> None:
-    view = retried()
-    phases = group_ledger(view, view.attempts[-1], encoders=[ENCODER], owner="generate-1").phases
+    phases = retried(owner="generate-1").phases
     told = [(one.owner, one.action, one.outcome, one.tokens, one.retry) for one in phases]
     assert told == [
         ("encode rank 0", "reserve", "fits", 0, 0),
@@ -35,7 +38,7 @@ def test_phases_are_the_reservations_and_then_every_attempt_with_its_retries() -
         ("generate-1", "build", "out_of_memory", 60_000, 0),
         ("generate-1", "build", "fits", 57_000, 1),
     ]
-    assert [one.tightest.peak_bytes for one in phases if one.tightest] == [
+    assert [one.ranks[0].peak_bytes for one in phases] == [
         307_000,
         260_000,
         990_000,
@@ -45,9 +48,7 @@ def test_phases_are_the_reservations_and_then_every_attempt_with_its_retries() -
 
 def test_phases_are_drawn_with_what_ranks_said() -> None:
     """The table distinguishes configured sizes from measured ones."""
-    given = msgspec.structs.replace(reserved(0), measured=False)
-    view = msgspec.structs.replace(retried(), reservations=[given])
-    table = group_ledger(view, view.attempts[-1], encoders=[ENCODER]).render_phases()
+    table = retried(measured=False).render_phases()
     lines = [line.split() for line in table.splitlines()]
     assert lines[0] == ["phase", "outcome", "KV", "tokens", "headroom", "peak", "limit"]
     assert lines[1][:7] == ["encode", "rank", "0:", "reserve", "fits,", "not", "measured"]
@@ -58,11 +59,8 @@ def test_phases_are_drawn_with_what_ranks_said() -> None:
 
 
 def test_phases_are_in_the_json_of_the_ledger() -> None:
-    view = retried()
-    ledger = group_ledger(view, view.attempts[-1], encoders=[ENCODER])
-    phases: list[dict[str, Any]] = msgspec.json.decode(msgspec.json.encode(ledger.as_dict()))[
-        "phases"
-    ]
+    ledger = msgspec.json.decode(msgspec.json.encode(retried().as_dict()))
+    phases: list[dict[str, Any]] = ledger["phases"]
     assert [one["action"] for one in phases] == ["reserve", "probe", "build", "build"]
     assert phases[2]["message"] == "rank 0: out_of_memory"
     assert phases[2]["ranks"][0]["peak_bytes"] == 990_000
@@ -76,7 +74,7 @@ def fit_after(failures: int, negotiation: KvNegotiation) -> None:
         left -= fails
         outcome: AttemptOutcome = "out_of_memory" if fails else "fits"
         memory = rank_memory(kv_bytes=10 * order.tokens, peak_bytes=210_000 + 10 * order.tokens)
-        order = negotiation.take([SimulatedReport(outcome=outcome, message="", memory=memory)])
+        order = negotiation.take([Sized(outcome, "", memory)])
 
 
 @pytest.mark.parametrize("failures", [0, 2])

@@ -51,7 +51,7 @@ class Ended:
             self.accepted = negotiate(self.negotiation, ranks, between=between)
         except (DeviceOutOfMemory, MemoryLeak) as error:
             self.error = error
-        self.attempts = self.negotiation.view.attempts
+        self.attempts = self.negotiation.attempts
         assert len(self.attempts) <= ORDERS_MAX[type(policy).__name__]
         for rank in ranks:
             rank.memory.check_invariants()
@@ -188,7 +188,7 @@ def test_sizing_finds_a_leak_on_a_later_attempt() -> None:
     negotiation = KvNegotiation(AUTO, load_view(ranks))
     with pytest.raises(MemoryLeak):
         negotiate(negotiation, ranks, between=leak)
-    outcomes = [attempt.outcome for attempt in negotiation.view.attempts]
+    outcomes = [attempt.outcome for attempt in negotiation.attempts]
     assert outcomes == ["fits", "out_of_memory", "leak"]
 
 

@@ -6,7 +6,16 @@ from typing import Any
 
 import msgspec
 
-from vsched.policy import Attempt, MemoryView, RankMemory, Reservation
+from vsched.errors import DeviceOutOfMemory
+from vsched.policy import (
+    Attempt,
+    Build,
+    MemoryPolicy,
+    MemoryView,
+    Probe,
+    RankMemory,
+    Reservation,
+)
 
 TOTAL = 1_000_000
 
@@ -39,20 +48,31 @@ def attempted(action: Any, tokens: int, outcome: Any = "fits", **changes: Any) -
     return Attempt(action=action, tokens=tokens, outcome=outcome, message=message, ranks=ranks)
 
 
-def memory_view(*attempts: Attempt, **changes: Any) -> MemoryView:
+def memory_view(**changes: Any) -> MemoryView:
     """One rank, no encoders, 10 bytes a token."""
     view = MemoryView(
         ranks=[rank_memory()],
-        reservations=[],
-        attempts=list(attempts),
         bytes_per_token=10,
         block_size=16,
-        tokens_min=16,
         context_tokens=1024,
         batch_tokens=2048,
         slots=64,
     )
     return msgspec.structs.replace(view, **changes)
+
+
+def asked(policy: MemoryPolicy, *attempts: Attempt, **changes: Any) -> Probe | Build | str | None:
+    """Return a policy's order after these attempts; None if it accepts the last, the message if it gives up."""
+    plan = policy.plan(memory_view(**changes))
+    try:
+        order = next(plan)
+        for attempt in attempts:
+            order = plan.send(attempt)
+    except StopIteration:
+        return None
+    except DeviceOutOfMemory as error:
+        return str(error)
+    return order
 
 
 def reserved(growth_bytes: int, **changes: Any) -> Reservation:

@@ -12,14 +12,14 @@ import msgspec
 
 from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import KV_BYTES, LAYOUT, NAME, Behaviour, model_info
-from vsched.aio.kv_sizing import Sizing, SizingLimits
+from vsched.aio.kv_sizing import Sizing
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import Launcher, LocalLauncher
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
 from vsched.aio.shell import Shell, start_shell
 from vsched.aio.streams.stream import TokenStream
 from vsched.kernel import SchedulerLimits
-from vsched.policy import MemoryPolicy
+from vsched.policy import MemoryPolicy, MemoryView
 from vsched.testing import default_policies
 from vsched.transport.arena import Arena
 from vsched.types import Request, SamplingParams, stage_of
@@ -84,7 +84,7 @@ def kv_sizing(
     }
     return Sizing(
         policy or Pinned(tokens=KV_TOKENS),
-        SizingLimits(
+        MemoryView(
             bytes_per_token=KV_BYTES,
             block_size=LOAD.block_size,
             context_tokens=LOAD.context_tokens,

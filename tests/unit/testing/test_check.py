@@ -10,16 +10,15 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.remembering import TalliedRouting
-from vsched.errors import PolicyError, limit_message
+from vsched.errors import DeviceOutOfMemory, PolicyError, limit_message
 from vsched.policy import (
-    AcceptBuild,
     Admission,
     AdmissionView,
     Build,
     CachePolicy,
     EncodingView,
-    Fail,
     ImagePolicy,
+    MemoryPlan,
     MemoryPolicy,
     MemoryView,
     Policy,
@@ -30,7 +29,7 @@ from vsched.policy import (
     RoutingView,
 )
 from vsched.testing import check_policy
-from vsched_policies.memory import AutoProfile, Pinned
+from vsched_policies.memory import AutoProfile, Fraction, Pinned
 from vsched_policies.routing import RoundRobin
 
 
@@ -169,28 +168,67 @@ class Counts(RoutingPolicy, frozen=True, kw_only=True):
 
 
 class Greedy(MemoryPolicy, frozen=True, kw_only=True):
-    def plan(self, view: MemoryView) -> Build | Fail:
-        return Build(view.ranks[0].total_bytes)
+    def plan(self, view: MemoryView) -> MemoryPlan:
+        yield Build(view.ranks[0].total_bytes)
 
 
 class Endless(MemoryPolicy, frozen=True, kw_only=True):
-    def plan(self, view: MemoryView) -> Probe:
-        return Probe(view.tokens_min)
+    def plan(self, view: MemoryView) -> MemoryPlan:
+        while True:
+            yield Probe(view.tokens_min)
 
 
 class Hasty(MemoryPolicy, frozen=True, kw_only=True):
-    def plan(self, view: MemoryView) -> Build | AcceptBuild:
-        return AcceptBuild() if view.attempts else Build(view.tokens_min)
+    def plan(self, view: MemoryView) -> MemoryPlan:
+        yield Probe(view.tokens_min)
 
 
-class Alarmist(MemoryPolicy, frozen=True, kw_only=True):
-    def plan(self, view: MemoryView) -> Fail:
-        return Fail(limit_message("a leak", value=1, limit=0, remedy="none"), leak=True)
+class Forgetful(MemoryPolicy, frozen=True, kw_only=True):
+    """Returns its build as policies of version 2 did."""
+
+    def plan(self, view: MemoryView) -> Any:
+        yield Probe(view.tokens_min)
+        return Build(view.tokens_min)
+
+
+class Timid(MemoryPolicy, frozen=True, kw_only=True):
+    def plan(self, view: MemoryView) -> MemoryPlan:
+        yield Probe(view.tokens_min)
+        raise DeviceOutOfMemory(limit_message("too little", value=1, limit=2, remedy="wait"))
 
 
 class Curt(MemoryPolicy, frozen=True, kw_only=True):
-    def plan(self, view: MemoryView) -> Build | Fail:
-        return Fail("no")
+    def plan(self, view: MemoryView) -> MemoryPlan:
+        yield Probe(view.tokens_min)
+        raise DeviceOutOfMemory("no")
+
+
+class IgnoresEncoders(MemoryPolicy, frozen=True, kw_only=True):
+    """Retries with less, and never reads the reservations (the fault of LightLLM #1378)."""
+
+    def plan(self, view: MemoryView) -> MemoryPlan:
+        free_bytes = min(rank.available_bytes for rank in view.ranks)
+        tokens = max(int(0.8 * free_bytes) // view.bytes_per_token, view.tokens_min)
+        for _ in range(4):
+            build = yield Build(tokens)
+            if build.fits:
+                return
+            tokens = max(int(0.9 * tokens), view.tokens_min)
+
+
+class Unproved(MemoryPolicy, frozen=True, kw_only=True):
+    def plan(self, view: MemoryView) -> MemoryPlan:
+        yield Build(view.tokens_min, profile=False)
+
+
+class WithMargin(MemoryPolicy, frozen=True, kw_only=True):
+    """A correct policy of a user's: a given size, and a margin that must stay free."""
+
+    tokens: int = 64
+    margin_bytes: int = 1 << 20
+
+    def plan(self, view: MemoryView) -> MemoryPlan:
+        yield Build(self.tokens, headroom_bytes=self.margin_bytes)
 
 
 class Unfinished(RequestPolicy, frozen=True, kw_only=True):
@@ -215,6 +253,7 @@ class Misses(RequestPolicy, frozen=True, kw_only=True):
         RoundRobin,
         Pinned(tokens=64),
         AutoProfile,
+        WithMargin,
     ],
     ids=repr,
 )
@@ -240,10 +279,14 @@ def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
         (Sorts, "'tuple' object has no attribute 'sort'"),
         (Counts, "asked again, it answers"),
         (Greedy, "does not fit on an empty device"),
-        (Endless, "it comes to no end"),
-        (Hasty, "accepts what does not stand"),
-        (Alarmist, "a leak, or not"),
+        (Endless, "it does not end"),
+        (Hasty, "ended without a build"),
+        (Forgetful, "returned Build(tokens=16"),
+        (Timid, "it proves no build: 0 of"),
         (Curt, "must give value, limit and remedy"),
+        (IgnoresEncoders, "it leaves no room for what encode ranks reserve"),
+        (Unproved, "accepted without a profiling run"),
+        (Fraction, "it proves no build"),
     ],
 )
 def test_check_policy_names_seed_and_fault(policy: type[Policy], words: str) -> None:

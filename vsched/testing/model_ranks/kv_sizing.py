@@ -16,16 +16,9 @@ from vsched.errors import DeviceOutOfMemory
 from vsched.memory import Accepted, KvNegotiation
 from vsched.policy import AttemptOutcome, Build, MemoryView, Probe, RankMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
+from vsched.wire import Sized
 
 _LAYERS = 4
-
-
-class SimulatedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A simulated rank's report on an order."""
-
-    outcome: AttemptOutcome
-    message: str
-    memory: RankMemory
 
 
 @dataclass
@@ -60,7 +53,7 @@ class KvSizingRank:
             self.memory.allocate(size)
         return self.measure(released_bytes=0)
 
-    def carry_out(self, order: Probe | Build) -> SimulatedReport:
+    def carry_out(self, order: Probe | Build) -> Sized:
         """Tear down the old cache, build, hold the headroom, profile, measure; report the outcome."""
         action = "probe" if isinstance(order, Probe) else "build"
         profile = isinstance(order, Probe) or order.profile
@@ -71,7 +64,7 @@ class KvSizingRank:
         message = ""
         if released_bytes < old_bytes:
             message = f"{released_bytes} of {old_bytes} bytes came back"
-            return SimulatedReport(
+            return Sized(
                 outcome="leak", message=message, memory=self.measure(released_bytes=released_bytes)
             )
         try:
@@ -86,7 +79,7 @@ class KvSizingRank:
         except DeviceOutOfMemory as error:
             outcome, message = "out_of_memory", f"{self.phase}: {error}"
             measured = self.measure(released_bytes=released_bytes)
-        return SimulatedReport(outcome=outcome, message=message, memory=measured)
+        return Sized(outcome=outcome, message=message, memory=measured)
 
     def tear_down(self) -> int:
         """Free the KV cache and the allocator's cache; return the number of freed bytes."""
@@ -147,11 +140,8 @@ def load_view(ranks: Sequence[KvSizingRank], **changes: int) -> MemoryView:
     """
     view = MemoryView(
         ranks=[rank.load() for rank in ranks],
-        reservations=[],
-        attempts=[],
         bytes_per_token=ranks[0].bytes_per_token,
         block_size=16,
-        tokens_min=16,
         context_tokens=1024,
         batch_tokens=2048,
         slots=64,

@@ -1,13 +1,26 @@
-"""Shares in the memory of a host: their sum is at most the free memory, and no rank gets more than it needs."""
+"""Reservations by pool; shares in a host's memory: their sum is at most what is free, and no rank exceeds its limit."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from tests.unit.memory.views import rank_memory
-from vsched.memory import HostShares, on_host
+from tests.unit.memory.views import rank_memory, reserved
+from vsched.memory import HostShares, group_pools, on_host
 from vsched.policy import RankMemory
+
+
+def test_reservations_are_summed_by_pool() -> None:
+    """Those that are held count among the peers instead."""
+    reservations = [
+        reserved(5, pool="b"),
+        reserved(0, rank=1, pool="a"),
+        reserved(9, rank=2, pool="a", held=True),
+        reserved(7, pool="b"),
+    ]
+    ranks = [rank_memory(pool=pool, rank=rank) for rank, pool in enumerate("ab")]
+    unheld = {pool.name: pool.unheld_bytes for pool in group_pools(ranks, reservations)}
+    assert unheld == {"a": 0, "b": 12}
 
 
 def limited(pid: int, limit_bytes: int, *, reserved_bytes: int = 100_000) -> RankMemory:
