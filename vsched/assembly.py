@@ -182,6 +182,7 @@ def scheduler_limits(
         and not info.prompt_atomic,
         state_snapshots=snapshots if info.state_bytes else None,
         waiting_ns=int(config.deadlines.waiting_s * 1e9),
+        passed_over_ns=int(config.policies.passed_over_max_s * 1e9),
         encoders=config.encode.replicas,
         generators=generate.replicas,
         encode_pauses=config.encode_pauses,

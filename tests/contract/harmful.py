@@ -96,7 +96,7 @@ def changed_by(view: object) -> list[str]:
         for name, change in changes(value):
             try:
                 change()
-            except (AttributeError, TypeError, KeyError, IndexError):
+            except (AttributeError, TypeError, LookupError, ValueError):
                 continue
             done.append(f"{type(value).__name__}: {name}")
     return done

@@ -333,6 +333,15 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
             "default replaces it until the server is restarted.",
         ),
     ] = 10
+    passed_over_max_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86400,
+            description="Longest time for which policies may hold a request in one place, or let younger ones pass it; "
+            "then it goes first.",
+        ),
+    ] = 60.0
 
 
 class RecordConfig(Section, frozen=True, kw_only=True):

@@ -110,7 +110,9 @@ class ArrivalGate(Restorable):
 
     def _ask(self, request: HeldRequest, now_ns: int) -> list[Command]:
         arrival_id = request.arrived.arrival_id
-        answer = ask_front_door(self._seat, self._view(request, now_ns))
+        answer = ask_front_door(
+            self._seat, self._view(request, now_ns), hold_max_ns=self._limits.passed_over_ns
+        )
         match answer:
             case Admit():
                 return [self._admit(request)]
@@ -119,6 +121,7 @@ class ArrivalGate(Restorable):
                 return [RejectArrival(arrival_id, base_url=base_url)]
             case Hold(until_ns):
                 if len(self._held) >= self._limits.waiting:
+                    self._seat.overrule("as many requests are held as may be")
                     return [self._reject_full(arrival_id)]
                 self.counts["held"] += not request.asks
                 request.asks += 1

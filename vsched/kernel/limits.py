@@ -35,6 +35,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             for a model without such a state.
         generate_depth: Maximum number of decisions in flight; 2 is one step ahead.
         waiting_ns: Time limit for the wait for the first step; 0 for none.
+        passed_over_ns: How long policies may hold a request in one place, or pass it over; then it goes first.
         encoders: Number of encode groups; 0 if no request has images.
         generators: Number of generate groups.
         encode_pauses: Each encode group runs in the processes of a generate group, and pauses for its steps.
@@ -62,6 +63,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     state_snapshots: int | None = None
     generate_depth: int = 2
     waiting_ns: int = 0
+    passed_over_ns: int = 60 * 1_000_000_000
     encoders: int = 1
     generators: int = 1
     encode_pauses: bool = False

@@ -53,7 +53,7 @@ Key = TypeVar("Key", bound=Hashable)
 Answer = TypeVar("Answer")
 MANNERS: tuple[Manner, ...] = get_args(Manner)
 HOLD_MAX_NS = 60 * 1_000_000_000
-"""Nothing may be held for longer after its arrival: a policy can delay, but not stop."""
+"""Default of `SchedulerLimits.passed_over_ns`: a policy can delay a request, but not stop it."""
 
 SHED_STATUS = (429, 503)
 RETRY_AFTER_MAX_S = 24 * 3600
@@ -71,23 +71,18 @@ class OrderState(msgspec.Struct):
     policy: msgspec.Raw
 
 
-def _decide(
-    seat: PolicySeat[Any],
-    view: object,
-    read: Callable[[Any], Answer],
-    default: Callable[[], Answer],
-) -> Answer:
-    """Ask the policy of a seat and read its answer; return the default if either fails.
+def _ask(seat: PolicySeat[Any], view: object, read: Callable[[Any], Answer]) -> Answer | None:
+    """Ask the policy of a seat and read its answer; return None if either fails: the default decides.
 
-    `read` validates the answer and copies it to built-in types. Neither it nor `default` may look at the view: a policy
-    that forces its way past a frozen struct could have changed it.
+    `read` validates the answer and copies it to built-in types. It may not look at the view: a policy that forces its
+    way past a frozen struct could have changed it.
     """
     try:
         answer = read(seat.ask(view))
         seat.accept()
     except BaseException as error:  # noqa: BLE001 - a policy may raise anything, SystemExit included
         seat.fail(error, view)
-        return default()
+        return None
     return answer
 
 
@@ -109,7 +104,9 @@ def _index(answer: SupportsIndex, *, count: int) -> int:
 
 def _indices(answer: Iterable[SupportsIndex], *, count: int) -> list[int]:
     """Return indices into `count` entries; at most as many, for an iterator may be endless."""
-    indices = [whole(one) for one in islice(answer, count + 1)]
+    if type(answer) is not list:
+        answer = islice(answer, count + 1)
+    indices = [whole(one) for one in answer]
     if len(indices) > count:
         raise ValueError(f"there are more indices than the {count} entries")
     for index in indices:
@@ -128,7 +125,9 @@ def _distinct(answer: Iterable[SupportsIndex], *, count: int) -> Sequence[int]:
     return indices
 
 
-def ask_admission(seat: PolicySeat[RequestPolicy], view: AdmissionView) -> Admission:
+def ask_admission(
+    seat: PolicySeat[RequestPolicy], view: AdmissionView, *, hold_max_ns: int = HOLD_MAX_NS
+) -> Admission:
     """Return the policy's admission, or all entries in queue order where it fails."""
     waiting, entries_free = view.waiting, view.entries_free
     idle, now_ns = view.running == 0, view.now_ns
@@ -145,34 +144,49 @@ def ask_admission(seat: PolicySeat[RequestPolicy], view: AdmissionView) -> Admis
         if indices:
             raise ValueError("entries join, and yet everything is held")
         arrived_ns = min(entry.arrived_ns for entry in waiting)
-        return Admission(indices, _hold(hold_until_ns, now_ns, arrived_ns))
+        return Admission(indices, _hold(hold_until_ns, now_ns, arrived_ns, hold_max_ns))
 
-    return _decide(
-        seat, view, read, lambda: Admission(range(min(len(waiting), max(entries_free, 1))))
-    )
+    found = _ask(seat, view, read)
+    if found is None:
+        return Admission(range(min(len(waiting), max(entries_free, 1))))
+    if len(found.indices) > entries_free:
+        seat.overrule("more entries than can join")
+    return found
 
 
-def _hold(answer: SupportsIndex, now_ns: int, arrived_ns: int) -> int:
+PASSED_OVER = "one that was passed over for too long goes first"
+
+
+def put_first(indices: Sequence[int], overdue: int) -> Sequence[int]:
+    """Return indices with an overdue one first, if one behind it in the queue would go before it."""
+    for index in indices:
+        if index == overdue:
+            break
+        if index > overdue:
+            return [overdue, *(other for other in indices if other != overdue)]
+    return indices
+
+
+def _hold(answer: SupportsIndex, now_ns: int, arrived_ns: int, most_ns: int) -> int:
     """Return the time until which something is held that arrived at a time."""
     until_ns = whole(answer)
     if until_ns <= now_ns:
         raise ValueError(f"the end of the hold, {until_ns}, is not after now, {now_ns}")
-    if until_ns > arrived_ns + HOLD_MAX_NS:
-        raise ValueError(f"held for over {HOLD_MAX_NS // 1_000_000_000} s after an arrival")
+    if until_ns > arrived_ns + most_ns:
+        raise ValueError(f"held for over {most_ns / 1e9:g} s (policies.passed_over_max_s)")
     return until_ns
 
 
 def ask_encoding(seat: PolicySeat[ImagePolicy], view: EncodingView) -> list[int]:
     """Return indices of the items to encode now: those the chunk needs, and what the policy adds."""
-    start, stop, count = view.chunk_start, view.chunk_stop, len(view.items)
-    needed = [
-        index for index, item in enumerate(view.items) if item.start < stop and item.stop > start
-    ]
-
-    def read(answer: Sequence[int]) -> list[int]:
-        return sorted({*needed, *_indices(answer, count=count)})
-
-    return _decide(seat, view, read, lambda: needed)
+    count, needed = len(view.items), list(view.needed)
+    missing = {index for index in needed if not view.items[index].ready}
+    chosen = _ask(seat, view, lambda answer: _indices(answer, count=count))
+    if chosen is None:
+        return needed
+    if not missing.issubset(chosen):
+        seat.overrule("items that the chunk needs were left out")
+    return sorted({*needed, *chosen})
 
 
 def ask_preemption(seat: PolicySeat[RequestPolicy], view: PreemptionView) -> Preemption:
@@ -186,7 +200,7 @@ def ask_preemption(seat: PolicySeat[RequestPolicy], view: PreemptionView) -> Pre
             raise ValueError(f"manner {found.manner!r} is none of {', '.join(MANNERS)}")
         return Preemption(index, MANNERS[MANNERS.index(found.manner)])
 
-    return _decide(seat, view, read, lambda: Preemption(count - 1))
+    return _ask(seat, view, read) or Preemption(count - 1)
 
 
 def ask_drafting(seat: PolicySeat[DraftingPolicy], view: DraftingView) -> Draft:
@@ -200,7 +214,7 @@ def ask_drafting(seat: PolicySeat[DraftingPolicy], view: DraftingView) -> Draft:
             bool(answer.model),
         )
 
-    return _decide(seat, view, read, Draft)
+    return _ask(seat, view, read) or Draft()
 
 
 def ask_step(seat: PolicySeat[RequestPolicy], view: StepView) -> StepShares:
@@ -218,7 +232,7 @@ def ask_step(seat: PolicySeat[RequestPolicy], view: StepView) -> StepShares:
             time_ns = _number(time_ns, most=TIME_MAX_NS)
         return StepShares(order, tokens, time_ns)
 
-    return _decide(seat, view, read, lambda: StepShares(range(count)))
+    return _ask(seat, view, read) or StepShares(range(count))
 
 
 def ask_routing(
@@ -226,10 +240,13 @@ def ask_routing(
 ) -> int:
     """Return the index of a replica; where the policy fails, the default."""
     count = len(view.replicas)
-    return _decide(seat, view, lambda answer: _index(answer, count=count), default)
+    found = _ask(seat, view, lambda answer: _index(answer, count=count))
+    return default() if found is None else found
 
 
-def ask_front_door(seat: PolicySeat[RequestPolicy], view: FrontDoorView) -> FrontDoorAnswer:
+def ask_front_door(
+    seat: PolicySeat[RequestPolicy], view: FrontDoorView, *, hold_max_ns: int = HOLD_MAX_NS
+) -> FrontDoorAnswer:
     """Return whether a request comes in; where the policy fails, it does."""
     now_ns, arrived_ns = view.now_ns, view.request.arrived_ns
 
@@ -238,7 +255,7 @@ def ask_front_door(seat: PolicySeat[RequestPolicy], view: FrontDoorView) -> Fron
             case Admit():
                 return Admit()
             case Hold(until_ns):
-                return Hold(_hold(until_ns, now_ns, arrived_ns))
+                return Hold(_hold(until_ns, now_ns, arrived_ns, hold_max_ns))
             case Shed(reason, retry_after_s, status):
                 if status not in SHED_STATUS:
                     raise ValueError(f"status {status} is none of {SHED_STATUS}")
@@ -251,7 +268,7 @@ def ask_front_door(seat: PolicySeat[RequestPolicy], view: FrontDoorView) -> Fron
                 return Redirect(url)
         raise TypeError(f"{answer!r} is no Admit, Hold, Shed or Redirect")
 
-    return _decide(seat, view, read, Admit)
+    return _ask(seat, view, read) or Admit()
 
 
 def _text(answer: str) -> str:
@@ -288,7 +305,7 @@ def ask_dispatch(
             raise ValueError("nothing is being encoded, and nothing is to be")
         return Dispatch(group, order)
 
-    return _decide(seat, view, read, lambda: Dispatch(fewest(free)))
+    return _ask(seat, view, read) or Dispatch(fewest(free))
 
 
 def fewest(counts: Mapping[int, int]) -> int:
@@ -299,23 +316,19 @@ def fewest(counts: Mapping[int, int]) -> int:
 def ask_reclaim(seat: PolicySeat[ImagePolicy], view: ReclaimView) -> list[int]:
     """Return which ready embeddings give way, in this order; where the policy fails, all, the youngest first."""
     count = len(view.ready)
-    return _decide(
-        seat,
-        view,
-        lambda answer: list(_distinct(answer, count=count)),
-        lambda: list(range(count - 1, -1, -1)),
-    )
+    found = _ask(seat, view, lambda answer: list(_distinct(answer, count=count)))
+    return list(range(count - 1, -1, -1)) if found is None else found
 
 
 def ask_insertion(seat: PolicySeat[CachePolicy], view: InsertionView) -> int:
     """Return how many of the first blocks of a request are kept, or all where the policy fails."""
     count, found = len(view.hashes), view.found
-    return _decide(
-        seat,
-        view,
-        lambda answer: max(_index(answer, count=count + 1), found),
-        lambda: count,
-    )
+    kept = _ask(seat, view, lambda answer: _index(answer, count=count + 1))
+    if kept is None:
+        return count
+    if kept < found:
+        seat.overrule("blocks that were found in the cache stay")
+    return max(kept, found)
 
 
 class GuardedOrder(Restorable, Generic[Key]):

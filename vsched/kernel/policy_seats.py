@@ -190,9 +190,11 @@ class PolicySeat(Restorable, Generic[AnyPolicy]):
         method: Name of the method that is called.
         ask: Calls it.
         replaced: Reason why it is no longer called; empty while it is.
+        overruled: Number of valid answers that the kernel did not follow, by reason.
     """
 
     replaced: Saved[str] = ""
+    overruled: Saved[dict[str, int]]
 
     def __init__(
         self,
@@ -205,6 +207,7 @@ class PolicySeat(Restorable, Generic[AnyPolicy]):
         self.policy, self.method = policy, method
         self.ask: Ask = getattr(policy, method)
         self._memory = memory
+        self.overruled = {}
         self._recorded = b""
         self._faults = faults
         self.accept = memory.accept
@@ -233,6 +236,10 @@ class PolicySeat(Restorable, Generic[AnyPolicy]):
         except BaseException as again:  # noqa: BLE001 - a state's __post_init__ may raise anything
             self._faults.report(self.policy, self.method, again, "its state")
             self.replace(f"its state cannot be read: {safe_text(again, str)}")
+
+    def overrule(self, reason: str) -> None:
+        """Count a valid answer that the kernel does not follow, or not in all."""
+        self.overruled[reason] = self.overruled.get(reason, 0) + 1
 
     def replace(self, reason: str) -> None:
         """Stop calling the policy; the default decides from now on."""
@@ -293,6 +300,10 @@ class PolicySeats(Restorable):
     def replaced(self) -> dict[str, str]:
         """Return the seats where the default decides, with the reasons."""
         return {name: seat.replaced for name, seat in self._seats.items() if seat.replaced}
+
+    def overruled(self) -> dict[str, dict[str, int]]:
+        """Return by seat how often the kernel did not follow a valid answer, and why."""
+        return {name: seat.overruled for name, seat in self._seats.items() if seat.overruled}
 
     def states(self) -> dict[str, bytes]:
         """Return the encoded states of policies, by the names of their seats."""

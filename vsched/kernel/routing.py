@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -125,9 +125,13 @@ class Router(Restorable):
             measured=self._measured,
             state=self._seat.state,
         )
-        default = partial(min, usable, key=self._loads.tokens.__getitem__)  # the first of equals
+        loads = self._loads.tokens
+        default: Callable[[], int] = partial(min, usable, key=loads.__getitem__)  # first of equals
         chosen = ask_routing(self._seat, view, default)
-        return chosen if self._loads.open[chosen] or chosen in usable else default()
+        if self._loads.open[chosen] or chosen in usable:
+            return chosen
+        self._seat.overrule("the replica takes no requests")
+        return default()
 
     def _remember(self, state: RequestState, index: int) -> None:
         for item in state.items:

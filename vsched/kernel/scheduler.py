@@ -495,11 +495,19 @@ class Scheduler(SnapshotRoot):
             "refused": dict(self._table.refused),
             "front_door": self._gate.statistics(),
             "policy_faults": dict(self._faults.counts),
+            "policy_overruled": self._seats.overruled(),
             "policy_replaced": self._seats.replaced(),
+            "passed_over_s": self._passed_over_s(),
             "policy_state_bytes": {name: len(data) for name, data in self._seats.states().items()},
             "encode": self.encode.statistics(),
             "generate": generate,
         }
+
+    def _passed_over_s(self) -> dict[str, float]:
+        """Return by group the longest time that policies let others pass a request; `encode` for all images."""
+        longest = {"encode": self.embeddings.queue.passed_longest_ns}
+        longest |= {one.name: one.passed_longest_ns for one in self.generators}
+        return {name: longest_ns / 1e9 for name, longest_ns in longest.items()}
 
     @property
     def policy_failures(self) -> Mapping[str, TracebackException]:

@@ -26,6 +26,8 @@ class Ordered(Protocol):
     def view(self) -> WaitingEntry: ...
 
 
+NEVER = 2**63 - 1
+
 Waiting = TypeVar("Waiting", bound=Ordered)
 
 
@@ -34,15 +36,20 @@ class OrderedQueue(Restorable, Generic[Waiting]):
 
     Attributes:
         entries: The entries, front first; read only, and the same object for life.
+        passed_longest_ns: The longest time that an entry was seen to be passed over.
         hold_until_ns: Until when the admission policy holds all of them back; None where it does not.
     """
 
     hold_until_ns: Saved[int | None] = None
+    passed_longest_ns: Saved[int] = 0
+    _passed: Saved[list[int]]
 
     def __init__(self) -> None:
         self._entries: list[Waiting] = []
         self._orders: list[tuple[int, int]] = []
         self._views: list[WaitingEntry] = []
+        # When each of the first entries was first passed over; none of the others ever was.
+        self._passed = []
         self.entries: Sequence[Waiting] = self._entries
 
     def shown(self) -> tuple[WaitingEntry, ...]:
@@ -62,18 +69,37 @@ class OrderedQueue(Restorable, Generic[Waiting]):
     def put(self, entry: Waiting) -> None:
         """Insert an entry at its place."""
         order = entry.order
-        index = len(self._orders)
-        if index and order < self._orders[-1]:
-            index = bisect_left(self._orders, order)
+        if not self._orders or self._orders[-1] < order:
+            self._entries.append(entry)
+            self._orders.append(order)
+            self._views.append(entry.view)
+            return
+        index = bisect_left(self._orders, order)
+        if index < len(self._passed):
+            self._passed.insert(index, NEVER)
         self._entries.insert(index, entry)
         self._orders.insert(index, order)
         self._views.insert(index, entry.view)
 
-    def remove(self, entry: Waiting) -> None:
-        """Take an entry out; it must be in."""
-        index = bisect_left(self._orders, entry.order)
+    def remove(self, entry: Waiting, *, chosen_ns: int | None = None) -> None:
+        """Take an entry out; it must be in. If it was chosen, at a time, those ahead of it are passed over."""
+        index, passed = bisect_left(self._orders, entry.order), self._passed
         assert self._entries[index] is entry, "the queue's order was broken"
+        if index and chosen_ns is not None:
+            if NEVER in passed[:index]:
+                passed[:index] = [min(since_ns, chosen_ns) for since_ns in passed[:index]]
+            passed += [chosen_ns] * (index - len(passed))
+        if index < len(passed):
+            del passed[index]
         del self._entries[index], self._orders[index], self._views[index]
+
+    def overdue(self, now_ns: int, most_ns: int) -> int | None:
+        """Return the index of the entry that has been passed over longest, if for longer than `most_ns`."""
+        if not self._passed:
+            return None
+        since_ns = min(self._passed)
+        self.passed_longest_ns = max(self.passed_longest_ns, now_ns - since_ns)
+        return self._passed.index(since_ns) if since_ns + most_ns <= now_ns else None
 
     def renew_view(self, entry: Waiting) -> None:
         """Show policies an entry as it is now."""

@@ -38,6 +38,14 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
     measured: Measured = NOTHING_MEASURED
     state: Any = None
 
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """Indices of the items that the chunk reads; they are encoded in any case."""
+        start, stop = self.chunk_start, self.chunk_stop
+        return tuple(
+            [i for i, item in enumerate(self.items) if item.start < stop and item.stop > start]
+        )
+
 
 # --- dispatch ---------------------------------------------------------------------------------------------------------
 
@@ -89,6 +97,7 @@ class DispatchView(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         groups: The encode groups that take work, at least one of them free.
         waiting: The images that wait, the front first. `tokens` of one is None where it was in a batch that failed.
+        overdue: Index of the image that goes before all behind it in any case, if there is one.
         measured: Times of all replicas.
         state: What the policy remembers, to be changed in place.
     """
@@ -96,6 +105,7 @@ class DispatchView(msgspec.Struct, frozen=True, kw_only=True):
     now_ns: int
     groups: Sequence[EncodeReplica]
     waiting: Sequence[WaitingEntry]
+    overdue: int | None = None
     measured: Measured = NOTHING_MEASURED
     state: Any = None
 

@@ -75,7 +75,7 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Hold the request, and call the policy again at this time, up to a minute after its arrival."""
+    """Hold the request and call the policy again at this time, up to `policies.passed_over_max_s` after its arrival."""
 
     until_ns: int
 
@@ -118,6 +118,8 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
         running: Entries already in progress in this stage.
         divisible: Whether an entry may join with a part of its tokens (chunked prefill).
         default_tokens: The stage's default token budget, derived from the generate stage's batch budget.
+        overdue: Index of the entry that goes before all behind it in any case, None for none: it was passed over for
+            longer than `policies.passed_over_max_s`.
         measured: Times of the latest steps and requests: of this replica, or of all in the encode stage.
         state: What the policy remembers, to be changed in place; None for a policy without a state.
     """
@@ -131,6 +133,7 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     divisible: bool
     default_tokens: int
+    overdue: int | None = None
     measured: Measured = NOTHING_MEASURED
     state: Any = None
 
@@ -138,7 +141,7 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
 class Admission(msgspec.Struct, frozen=True):
     """Indices into `view.waiting` that join now, in this order; or hold everything until a time.
 
-    Nothing can be held for longer than a minute after its arrival.
+    Nothing can be held for longer than `policies.passed_over_max_s` after its arrival.
     """
 
     indices: Sequence[int] = ()
@@ -182,6 +185,8 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
             for any time, as where nobody decodes.
         decode_ns: What the decodes should take by themselves, as learned; 0 before anything was.
         token_ns: What a prompt token should take, as learned, and `pair_ns` a pair of one and a token before it.
+        overdue: Indices of requests that advance in any case, and first if they are left out: they have not advanced
+            for longer than `policies.passed_over_max_s`.
         measured: Times of this replica.
         state: What the policy remembers, to be changed in place.
     """
@@ -195,6 +200,7 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
     decode_ns: float = 0.0
     token_ns: float = 0.0
     pair_ns: float = 0.0
+    overdue: Sequence[int] = ()
     measured: Measured = NOTHING_MEASURED
     state: Any = None
 
@@ -236,16 +242,23 @@ class RunningView(msgspec.Struct, frozen=True, kw_only=True):
 class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
     """The running requests, oldest first, when KV blocks ran out.
 
+    `in_need` is the index of the request that needs a block: no older one is preempted for it, see `eligible`.
     `swap_blocks_free` is how many blocks could be swapped out now, 0 where nothing is set aside for it. A block has
     `block_tokens` tokens. `measured` is of this replica, and `state` what the policy remembers, to be changed in place.
     """
 
     now_ns: int
     running: Sequence[RunningView]
+    in_need: int = 0
     swap_blocks_free: int = 0
     block_tokens: int = 16
     measured: Measured = NOTHING_MEASURED
     state: Any = None
+
+    @property
+    def eligible(self) -> range:
+        """Indices of the requests that can be preempted: the one in need, and younger ones."""
+        return range(self.in_need, len(self.running))
 
 
 Manner = Literal["recompute", "swap"]

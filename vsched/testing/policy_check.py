@@ -39,7 +39,29 @@ ROUTED = 20
 """Number of random views per seed for a routing policy."""
 
 
-def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(200)) -> None:
+class PolicyReport(msgspec.Struct):
+    """Result of `check_policy`.
+
+    Attributes:
+        passed_over_s: Longest time for which a request, or an image, was passed over, in simulated time.
+        overruled: Number of valid answers that the kernel did not follow, by the reason.
+    """
+
+    passed_over_s: float = 0.0
+    overruled: dict[str, int] = {}
+
+    def add(self, statistics: dict[str, Any], decisions: list[str]) -> None:
+        """Add the statistics of a run with a policy that makes these decisions."""
+        self.passed_over_s = max(self.passed_over_s, *statistics["passed_over_s"].values())
+        for seat, reasons in statistics["policy_overruled"].items():
+            if seat.rpartition(".")[2] in decisions:
+                for reason, count in reasons.items():
+                    self.overruled[reason] = self.overruled.get(reason, 0) + count
+
+
+def check_policy(
+    policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(200)
+) -> PolicyReport:
     """Check that a policy satisfies its contract in random schedules with cancellations and failures.
 
     The policy makes all decisions that it has methods for, and default policies the others. In each run, the
@@ -57,6 +79,9 @@ def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(
         policy: A class whose fields all have defaults, or an instance.
         seeds: One run per seed; a failing seed reproduces the failure alone.
 
+    Returns:
+        What is no failure, but worth knowing.
+
     Raises:
         PolicyError: Names the class, the problem, and the seed of its run.
     """
@@ -65,22 +90,24 @@ def check_policy(policy: type[Policy] | Policy, *, seeds: Iterable[int] = range(
     name = f"{cls.__module__}.{cls.__qualname__}"
     made = _make(policy, name)
     twice = asked_twice(made)
+    report = PolicyReport()
     for count, seed in enumerate(seeds):
         try:
-            first = _check(twice, seed)
-            repeated = _check(made, seed) if count < REPEATS else first
+            first = _check(twice, seed, report)
+            repeated = _check(made, seed, PolicyReport()) if count < REPEATS else first
             assert first == repeated, "the same run gave another result the second time"
             if made.state_type is not None and count < GROWTH_RUNS:
                 check_growth(default_policies(**dict.fromkeys(_fields(made), made)), seed)
         except Exception as error:
             raise PolicyError(f"{name}: seed {seed}: {type(error).__name__}: {error}") from error
+    return report
 
 
-def _check(policy: Policy, seed: int) -> list[object]:
+def _check(policy: Policy, seed: int, report: PolicyReport) -> list[object]:
     """Run all checks of the policy's decisions; return the results."""
     made = decisions_of(type(policy))
     results = [_ask_alone(policy, kind, seed) for kind in made if kind in ASKED_ALONE]
-    return [*results, _run_in_kernel(policy, seed)] if _fields(policy) else results
+    return [*results, _run_in_kernel(policy, seed, report)] if _fields(policy) else results
 
 
 def _fields(policy: Policy) -> tuple[str, ...]:
@@ -110,7 +137,7 @@ class _Recorder(ModelCluster):
         super().carry_out(command)
 
 
-def _run_in_kernel(policy: Policy, seed: int) -> bytes:
+def _run_in_kernel(policy: Policy, seed: int, report: PolicyReport) -> bytes:
     """Run one schedule with the policy in all its uses, or in one of them; return the digest of the commands."""
     rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
     places = _fields(policy)
@@ -121,6 +148,7 @@ def _run_in_kernel(policy: Policy, seed: int) -> bytes:
     )
     faults = [notice for notice in cluster.notices if notice.startswith("policy ")]
     assert not faults, faults[0]
+    report.add(cluster.kernel.statistics(), decisions_of(type(policy)))
     return cluster.digest.digest()
 
 

@@ -8,6 +8,9 @@ import msgspec
 
 from vsched.policy import DRAFT_TOKENS_MAX, Draft, DraftingPolicy, DraftingView
 
+RETRY_STEPS = 64
+"""Steps until more tokens are asked for, if there were too few free rows."""
+
 
 class ForcedTokens(DraftingPolicy, frozen=True, kw_only=True):
     """Drafts tokens that a grammar forces, such as the keys and braces of a schema: these are always accepted.
@@ -20,4 +23,6 @@ class ForcedTokens(DraftingPolicy, frozen=True, kw_only=True):
 
     def grant(self, view: DraftingView) -> Draft:
         """Return a grant for the whole request if it has a grammar."""
-        return Draft(tokens=self.tokens if view.held else 0)
+        wanted = self.tokens if view.held else 0
+        tokens = min(wanted, view.rows_free)
+        return Draft(tokens, steps=RETRY_STEPS if tokens < wanted else 0)

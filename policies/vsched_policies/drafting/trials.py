@@ -117,7 +117,11 @@ class TriedDrafts(DraftingPolicy, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def grant(self, view: DraftingView) -> Draft:
-        """Return a trial, the full grant, or a pause."""
+        """Return a trial, the full grant, or a pause, within the free rows."""
+        draft = self._wanted(view)
+        return msgspec.structs.replace(draft, tokens=min(draft.tokens, view.rows_free))
+
+    def _wanted(self, view: DraftingView) -> Draft:
         state: Trials = view.state
         state.look([step for step in view.measured.steps if step.ended_ns > state.seen_ns])
         last, guess = view.last, self.guess

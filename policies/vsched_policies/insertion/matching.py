@@ -27,4 +27,4 @@ class Matching(CachePolicy, frozen=True, kw_only=True):
         ours = not self.tenants or view.tenant in self.tenants
         short = view.prompt_tokens < self.tokens_min
         long = self.tokens_max is not None and view.prompt_tokens > self.tokens_max
-        return len(view.hashes) if ours and not (short or long) else 0
+        return len(view.hashes) if ours and not (short or long) else view.found

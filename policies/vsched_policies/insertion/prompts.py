@@ -10,4 +10,4 @@ class Prompts(CachePolicy, frozen=True, kw_only=True):
 
     def keep(self, view: InsertionView) -> int:
         """Return the blocks of the prompt."""
-        return view.prompt_blocks
+        return max(view.prompt_blocks, view.found)

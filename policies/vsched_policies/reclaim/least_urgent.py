@@ -15,11 +15,12 @@ class LeastUrgent(ImagePolicy, frozen=True, kw_only=True):
     """
 
     def reclaim(self, view: ReclaimView) -> Sequence[int]:
-        """Return the embeddings of no higher priority, the least urgent first."""
+        """Return the embeddings of no higher priority, the least urgent first; for the front all."""
 
         def urgency(index: int) -> tuple[int, bool, int, int]:
             one = view.ready[index]
             return one.priority, one.target_ns is not None, -(one.target_ns or 0), -index
 
         below = [index for index, one in enumerate(view.ready) if one.priority <= view.priority]
-        return sorted(below, key=urgency)
+        above = [index for index, one in enumerate(view.ready) if one.priority > view.priority]
+        return sorted(below, key=urgency) + (above[::-1] if view.front else [])

@@ -205,6 +205,22 @@ def _generate_groups(groups: Mapping[str, Statistics]) -> Iterator[Metric]:
 
 
 def _policy_calls(statistics: Statistics) -> Iterator[Metric]:
+    overruled = CounterMetricFamily(
+        "vsched_policy_overruled",
+        "Valid policy answers that the kernel did not follow.",
+        labels=("seat", "reason"),
+    )
+    for seat, reasons in statistics.get("policy_overruled", {}).items():
+        for reason, count in reasons.items():
+            overruled.add_metric((seat, reason), count)
+    passed = GaugeMetricFamily(
+        "vsched_passed_over_seconds_max",
+        "Longest time for which policies let others pass a request or an image.",
+        labels=("group",),
+    )
+    for group, seconds in statistics.get("passed_over_s", {}).items():
+        passed.add_metric((group,), seconds)
+    yield from (overruled, passed)
     seconds = SummaryMetricFamily(
         "vsched_policy_call_seconds", "Policy calls and their duration.", labels=("seat",)
     )

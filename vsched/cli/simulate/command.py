@@ -309,10 +309,11 @@ def _report_policy_failures(outcomes: Sequence[SimulationOutcome]) -> None:
     """
     for outcome in outcomes:
         for policy, count in outcome.figures.policy_faults.items():
-            failure = outcome.policy_failures.get(policy, "")
+            failures = outcome.policy_failures.items()
+            failure = "".join(text for name, text in failures if name.split(",")[0] == policy)
             typer.echo(
                 f"{failure}error: {outcome.label}: {policy} failed {count:,} times, and the default decided "
-                "in its place. Remedy: fix the policy; the traceback above is of its first failure.",
+                "in its place. Remedy: fix the policy; a traceback above is of its first failure of a type.",
                 err=True,
             )
     if any(outcome.figures.policy_faults for outcome in outcomes):

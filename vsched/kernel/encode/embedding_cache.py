@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -236,7 +237,7 @@ class EmbeddingCache(Restorable):
         """Allocate the pages of a queued entry and remove it from the queue; return False if there is no room."""
         if not self._allocate(entry, now_ns):
             return False
-        self.queue.remove(entry)
+        self.queue.remove(entry, chosen_ns=now_ns)
         entry.phase = EntryPhase.ENCODING
         return True
 
@@ -334,6 +335,8 @@ class EmbeddingCache(Restorable):
         order = ask_reclaim(self._reclaim, view)
         if front:
             # The spared ones follow, or the oldest request might never progress.
+            if sum(len(ready[index].pages) for index in order) < pages:
+                self._reclaim.overrule("embeddings were spared that the front of the queue needs")
             spared = set(range(len(ready))).difference(order)
             order += sorted(spared, reverse=True)
         chosen = []
@@ -394,11 +397,14 @@ class EmbeddingCache(Restorable):
         }
 
     def rebuild(self) -> None:
+        queued = []
         for entry in self.entries.values():
             if entry.is_idle:
                 self._evictable_pages += len(entry.pages)
             elif entry.phase is EntryPhase.QUEUED:
-                self.queue.put(entry)
+                queued.append(entry)
+        for entry in sorted(queued, key=attrgetter("order")):
+            self.queue.put(entry)
 
     def check(self, live: Iterable[int], orphaned: Sequence[int]) -> None:
         """Assert that no page is lost, phases are consistent, and claiming requests are live."""

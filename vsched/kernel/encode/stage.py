@@ -17,7 +17,7 @@ from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
 from vsched.kernel.groups import Group
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import HOLD_MAX_NS, ask_admission, ask_dispatch, fewest
+from vsched.kernel.policy_calls import PASSED_OVER, ask_admission, ask_dispatch, fewest, put_first
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved, SavedKeys
@@ -222,9 +222,13 @@ class EncodeStage(Restorable):
             return None
         if self._all_at_work:
             return None
-        group, waiting, shown = self._choose(now_ns)
+        overdue = self._overdue(now_ns)
+        group, waiting, shown = self._choose(now_ns, overdue)
         if group is None or not waiting:
             return None
+        if overdue is not None:
+            entry = self._queue.entries[overdue]
+            overdue = next((index for index, one in enumerate(waiting) if one is entry), None)
         view = AdmissionView(
             stage="encode",
             now_ns=now_ns,
@@ -235,23 +239,35 @@ class EncodeStage(Restorable):
             running=self.in_flight,
             divisible=False,
             default_tokens=self._limits.batch_tokens,
+            overdue=overdue,
             measured=self.measured,
             state=self._admission.state,
         )
-        admission = ask_admission(self._admission, view)
+        admission = ask_admission(self._admission, view, hold_max_ns=self._limits.passed_over_ns)
         self._queue.hold_until_ns = admission.hold_until_ns
-        chosen = [waiting[index] for index in admission.indices][: self._limits.encode_items]
+        indices = admission.indices
+        if overdue is not None and (first := put_first(indices, overdue)) is not indices:
+            self._admission.overrule(PASSED_OVER)
+            indices = first
+        chosen = [waiting[index] for index in indices][: self._limits.encode_items]
         batch = self._take(chosen, now_ns)
         if not batch and chosen:
             # The policy's first choice has no room. The first entry of the queue can always get it.
             batch = self._take([self._queue.entries[0]], now_ns)
             if batch:
+                self._admission.overrule("the first image had no room, the front of the queue has")
                 probe("encode.front_has_room")
         self.in_flight += len(batch)
         return (group, batch) if batch else None
 
+    def _overdue(self, now_ns: int) -> int | None:
+        """Return the index of the entry that goes first, whatever policies say."""
+        most_ns = self._limits.passed_over_ns
+        overdue = self._queue.overdue(now_ns, most_ns)
+        return 0 if self._queue.entries[0].arrived_ns + most_ns <= now_ns else overdue
+
     def _choose(
-        self, now_ns: int
+        self, now_ns: int, overdue: int | None
     ) -> tuple[EncodeGroup | None, Sequence[EmbeddingEntry], Sequence[WaitingEntry]]:
         """Return the group of the next batch, None for none, the entries that may be in it, and their views."""
         waiting, shown = self._queue.entries, self._queue.shown()
@@ -270,17 +286,17 @@ class EncodeStage(Restorable):
                 [view for view, one in zip(self._views, self.groups, strict=True) if one.open]
             ),
             waiting=shown,
+            overdue=overdue,
             measured=self.measured,
             state=self._dispatch.state,
         )
         answer = ask_dispatch(self._dispatch, view, free=free, encoding=self.in_flight)
         chosen, order = answer.group, answer.order
-        front = waiting[0]
-        late = front.arrived_ns + HOLD_MAX_NS <= now_ns
-        if late and chosen is None:
-            chosen = fewest(free)
-        if late and order is not None and order[:1] != [0]:
-            order = [0, *(index for index in order if index)]
+        if overdue is not None:
+            first = None if order is None else put_first(order, overdue)
+            if chosen is None or first is not order:
+                self._dispatch.overrule(PASSED_OVER)
+            chosen, order = fewest(free) if chosen is None else chosen, first
         group = None if chosen is None else groups[chosen]
         if order is None:
             return group, waiting, shown

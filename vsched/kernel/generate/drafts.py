@@ -176,6 +176,7 @@ class DraftGrants(Restorable):
         )
         found = ask_drafting(self._seat, view)
         if found.tokens > free:
+            self._seat.overrule("more tokens than rows_free")
             found = replace(found, tokens=free, steps=found.steps or RETRY_STEPS)
         self._allow(state, found, step)
 

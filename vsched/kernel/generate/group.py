@@ -45,7 +45,13 @@ from vsched.kernel.generate.step_shares import prefill_shares
 from vsched.kernel.generate.swap_space import SwapSpace
 from vsched.kernel.groups import DirtyGroups, Group, Loads
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
-from vsched.kernel.policy_calls import GuardedOrder, ask_admission, ask_preemption
+from vsched.kernel.policy_calls import (
+    PASSED_OVER,
+    GuardedOrder,
+    ask_admission,
+    ask_preemption,
+    put_first,
+)
 from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.snapshot import Saved
@@ -79,6 +85,8 @@ class GenerateGroup(Group):
     _running: Saved[RunningSet]
     _drafts: Saved[DraftGrants]
     _front_first: Saved[bool]
+    _helped: Saved[int] = 0
+    _left_out_ns: Saved[int] = 0
 
     def __init__(
         self,
@@ -230,6 +238,7 @@ class GenerateGroup(Group):
                 able,
                 plan,
                 now_ns,
+                passed_over_ns=self._limits.passed_over_ns,
                 decodes=rows,
                 waiting=len(self.queue),
                 measured=self.measured,
@@ -239,6 +248,7 @@ class GenerateGroup(Group):
                 tokens = fitting if most is None else min(fitting, most)
                 stop = self._chunk_stop(state, state.computed, tokens, room=budget.tokens)
                 self._chunk(state, stop, plan, now_ns)
+            self._left_out_ns = max(self._left_out_ns, plan.passed_ns)
         if joins and not budget.spent:
             self._admit(plan, now_ns)
         return plan
@@ -298,6 +308,7 @@ class GenerateGroup(Group):
             view = PreemptionView(
                 now_ns=now_ns,
                 running=tuple(views),
+                in_need=running.index(state),
                 swap_blocks_free=self._swap.free,
                 block_tokens=self._limits.block_size,
                 measured=self.measured,
@@ -306,6 +317,7 @@ class GenerateGroup(Group):
             answer = ask_preemption(self._preemption, view)
             victim = running[answer.victim]
             if victim.order < state.order:
+                self._preemption.overrule("the victim was older than the request in need")
                 victim = state  # whatever the policy says, the older request continues: this ensures progress
             self._preempt(victim, swap=answer.manner == "swap")
             if victim is state:
@@ -349,7 +361,7 @@ class GenerateGroup(Group):
             waiting = [entry for entry in waiting if entry.order < preempted]
         if queue.blocked or not waiting:
             return
-        shown = queue.shown()
+        shown, overdue = queue.shown(), self._overdue(len(waiting), now_ns)
         view = AdmissionView(
             stage="generate",
             now_ns=now_ns,
@@ -360,21 +372,43 @@ class GenerateGroup(Group):
             running=len(running),
             divisible=True,
             default_tokens=self._limits.batch_tokens,
+            overdue=overdue,
             measured=self.measured,
             state=self._admission.state,
         )
-        admission = Admission((0,)) if self._front_first else ask_admission(self._admission, view)
+        if self._front_first:
+            admission = Admission((0,))
+        else:
+            admission = ask_admission(
+                self._admission, view, hold_max_ns=self._limits.passed_over_ns
+            )
         queue.hold_until_ns = admission.hold_until_ns
-        for state in [waiting[index].state for index in admission.indices]:
+        indices = admission.indices
+        if overdue is not None and (first := put_first(indices, overdue)) is not indices:
+            self._admission.overrule(PASSED_OVER)
+            indices, self._helped = first, waiting[overdue].state.number
+        for state in [waiting[index].state for index in indices]:
             if plan.budget.spent or not running.slots_free:
                 return
             if not self._quarantine.admits(state):
                 probe("generate.suspect_waits")
+                self._admission.overrule("a request that ran when its group was lost runs alone")
                 continue
             self._join(state, plan, now_ns)
             if state.phase is Phase.READY:
                 return
             # A request that is not ready any more does not hold up those after it.
+
+    def _overdue(self, count: int, now_ns: int) -> int | None:
+        """Return the index of the waiting request, of the first `count`, that goes first whatever the policy says.
+
+        One at a time: while one runs that went first so, none does. Else a policy that reserves slots for some requests
+        could reserve none while others wait for long.
+        """
+        overdue = self.queue.overdue(now_ns, self._limits.passed_over_ns)
+        helped = self._requests.get(self._helped)
+        runs = helped is not None and helped.slot >= 0
+        return None if overdue is None or overdue >= count or runs else overdue
 
     def _join(self, state: RequestState, plan: StepPlan, now_ns: int) -> None:
         """Give a request a slot, blocks for all its known tokens, and its first chunk, if there is room."""
@@ -399,7 +433,7 @@ class GenerateGroup(Group):
         if missing > self._pool.available - self._pool.cached_among(prefix):
             self.queue.blocked = True
             return
-        self.queue.dequeue(state)
+        self.queue.dequeue(state, chosen_ns=now_ns)
         restored = self._snapshots.read(state, found=len(found), used=len(prefix))
         self._pool.hold(prefix)
         blocks = prefix + self._pool.take(missing)
@@ -522,6 +556,8 @@ class GenerateGroup(Group):
         if self._swap.keep(state, tokens, self._pool):
             self._counts["swapped_out"] += 1
             self._counts["swap_blocks_out"] += free - self._swap.free
+        else:
+            self._preemption.overrule("the victim was recomputed instead of swapped")
 
     def unblock_oldest(self) -> bool:
         """Let the oldest waiting request join before all others, whatever the policy says; return False if it cannot.
@@ -670,6 +706,11 @@ class GenerateGroup(Group):
             **self.counts(),
             "slots_total": self._limits.slots,
         }
+
+    @property
+    def passed_longest_ns(self) -> int:
+        """Longest time that policies let other requests pass one of its requests, which waited or was prefilled."""
+        return max(self.queue.passed_longest_ns, self._left_out_ns)
 
     # --- snapshots ---
 

@@ -52,9 +52,9 @@ class RequestQueue(OrderedQueue[ReadyEntry]):
         self.put_new(entry)
         self.unblock()
 
-    def dequeue(self, state: RequestState) -> None:
-        """Remove a request; it must be in the queue."""
-        self.remove(self._by_number.pop(state.number))
+    def dequeue(self, state: RequestState, *, chosen_ns: int | None = None) -> None:
+        """Remove a request, which joins at `chosen_ns` or leaves; it must be in the queue."""
+        self.remove(self._by_number.pop(state.number), chosen_ns=chosen_ns)
         self.unblock()
 
     def may_join(self, now_ns: int) -> bool:

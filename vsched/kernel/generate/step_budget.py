@@ -208,6 +208,7 @@ class StepPlan:
 
     step: int
     budget: StepBudget
+    passed_ns: int = 0
     joined: list[Join] = field(default_factory=list)
     chunks: list[ChunkPlan] = field(default_factory=list)
     prefilled: list[RequestState] = field(default_factory=list)

@@ -139,6 +139,8 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
         encode_busy: Busy share of encode groups over the span; likewise `generate_busy`.
         link_bytes: Bytes to and from other hosts.
         link_busy: Share of the span that the busiest direction to or from a host was sending.
+        policy_overruled: Valid answers that the kernel did not follow, by the use of the policy and the reason.
+        passed_over_s: Longest time for which policies let others pass a request or an image.
         tenants: Figures by tenant, for the first few tenants of the workload.
     """
 
@@ -170,6 +172,8 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
     link_bytes: int = 0
     link_busy: float = 0.0
     reasons: dict[str, int] = {}
+    policy_overruled: dict[str, int] = {}
+    passed_over_s: float = 0.0
 
 
 class LiveRequest:
@@ -446,8 +450,20 @@ def figures_of(
         encode_busy=of["encode_busy_ns"] / span_ns / max(groups[0], 1),
         generate_busy=of["generate_busy_ns"] / span_ns / groups[1],
         policy_faults=dict(kernel["policy_faults"]),
+        policy_overruled=_overruled(kernel["policy_overruled"]),
+        passed_over_s=max(kernel["passed_over_s"].values()),
         link_bytes=links[0],
         link_busy=links[1] / span_ns,
         reasons=dict(sorted(collector.reasons.items())),
         tenants={name: one.figures() for name, one in collector.tenants.items()},
     )
+
+
+def _overruled(seats: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Return counts by the use of a policy and the reason, over all replicas."""
+    counts: dict[str, int] = {}
+    for seat, reasons in seats.items():
+        use = re.sub(r"-\d+\.", ".", seat)
+        for reason, count in reasons.items():
+            counts[f"{use}: {reason}"] = counts.get(f"{use}: {reason}", 0) + count
+    return counts

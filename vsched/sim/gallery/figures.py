@@ -82,3 +82,8 @@ def lines_of(case: GalleryCase, outcomes: Sequence[SimulationOutcome]) -> Iterat
             bar = "█" * round(BAR_COLUMNS * value / most)
             shown = label if tenant == case.shown[0] else ""
             yield f"  {shown:{width}}  {tenant:{names}} {value:>9,.0f} {bar}"
+    yield ""
+    yield "Answers overruled, and the longest time that a request was passed over"
+    for one in outcomes:
+        overruled = sum(one.figures.policy_overruled.values())
+        yield f"  {one.label:{width}}  {overruled:>9,} {one.figures.passed_over_s:>9,.1f} s"

@@ -51,11 +51,14 @@ def _spreads() -> list[Measure]:
 
 FAILED = "refused or failed"
 POLICY_FAILURES = "failures of policies"
+OVERRULED = "answers of policies overruled"
 MEASURES = [
     Measure("requests", lambda one: one.requests),
     Measure("finished", lambda one: one.finished, "more"),
     Measure(FAILED, lambda one: sum(one.failed.values()), "less"),
     Measure(POLICY_FAILURES, lambda one: sum(one.policy_faults.values()), "less"),
+    Measure(OVERRULED, lambda one: sum(one.policy_overruled.values())),
+    Measure("longest passed over, s", lambda one: one.passed_over_s, "less", "{:,.1f}"),
     *_spreads(),
     Measure("goodput, requests/s", lambda one: one.goodput, "more", "{:,.2f}"),
     Measure("within targets", lambda one: one.good_share, "more", "{:.1%}"),
@@ -96,6 +99,8 @@ def measures_of(
             found += _counts("shed: ", every, lambda one: one.reasons)
         elif measure.name == POLICY_FAILURES:
             found += _counts("failures of ", every, lambda one: one.policy_faults)
+        elif measure.name == OVERRULED:
+            found += _counts("", every, lambda one: one.policy_overruled)
     for tenant in dict.fromkeys(name for one in every for name in one.tenants):
         found += _of_tenant(tenant, every)
     return found

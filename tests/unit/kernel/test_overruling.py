@@ -1,0 +1,304 @@
+"""No request is passed over for too long, and answers that the kernel does not follow are counted by seat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.unit.kernel.setups import assert_served, image_request, joined, make_limits, words
+from vsched.kernel import SchedulerLimits
+from vsched.kernel.policy_calls import put_first
+from vsched.kernel.scheduler import Scheduler
+from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
+from vsched.policy import (
+    Admission,
+    AdmissionView,
+    CachePolicy,
+    Dispatch,
+    DispatchView,
+    Draft,
+    DraftingPolicy,
+    DraftingView,
+    EncodingView,
+    FrontDoorAnswer,
+    FrontDoorView,
+    Hold,
+    ImagePolicy,
+    InsertionView,
+    Policy,
+    Preemption,
+    PreemptionView,
+    ReclaimView,
+    RequestPolicy,
+    RoutingPolicy,
+    RoutingView,
+    StepShares,
+    StepView,
+)
+from vsched.testing import ModelCluster, default_policies, make_request
+
+SECOND_NS = 1_000_000_000
+OVERDUE: list[int | None] = []
+
+
+class Youngest(RequestPolicy, frozen=True, kw_only=True):
+    """Last come, first served."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        OVERDUE.append(view.overdue)
+        last = len(view.waiting) - 1
+        return Admission(range(last, max(last - view.entries_free, -1), -1))
+
+
+def cluster_of(limits: SchedulerLimits, **policies: Policy) -> ModelCluster:
+    return ModelCluster(limits, default_policies(**policies))
+
+
+def overruled(cluster: ModelCluster, seat: str) -> dict[str, int]:
+    found: dict[str, dict[str, int]] = cluster.kernel.statistics()["policy_overruled"]
+    return found.get(seat, {})
+
+
+def served_for(cluster: ModelCluster, seconds: int, *, slots: int = 1) -> None:
+    """Let two requests come a second and one be served; each takes a second of a slot."""
+    for _ in range(seconds):
+        for index in range(2 * slots):
+            number = len(cluster.requests)
+            name = f"r{number // 2}.{index}"
+            cluster.submit(make_request(name, words(4, start=number), max_tokens=1))
+        for _ in range(slots):
+            if cluster.busy("generate"):
+                cluster.run_generate()
+        cluster.wait(SECOND_NS)
+
+
+@pytest.mark.parametrize("limit_s", [10, 60])
+def test_admission_passes_nobody_over_for_too_long(limit_s: int) -> None:
+    """The oldest goes first once the limit is over; the others follow, one at a time."""
+    OVERDUE.clear()
+    limits = make_limits(slots=1, waiting=1000, passed_over_ns=limit_s * SECOND_NS)
+    cluster = cluster_of(limits, generate_admission=Youngest())
+    served_for(cluster, limit_s + 5)
+    statistics = cluster.kernel.statistics()
+    assert limit_s <= statistics["passed_over_s"]["generate"] <= limit_s + 3
+    assert overruled(cluster, "generate.admission") == {
+        "one that was passed over for too long goes first": pytest.approx(5, abs=3)
+    }
+    assert OVERDUE[0] is None
+    assert 0 in OVERDUE
+    assert limit_s // 2 <= joined(cluster).index("r1.0") <= limit_s + 3
+
+
+def test_requests_that_are_passed_over_take_one_slot_at_a_time() -> None:
+    """A policy that keeps slots for others keeps all but one."""
+    limits = make_limits(slots=4, waiting=1000, passed_over_ns=5 * SECOND_NS)
+    cluster = cluster_of(limits, generate_admission=Youngest())
+    for index in range(20):
+        cluster.submit(make_request(f"old{index}", words(4, start=9 * index), max_tokens=50))
+    for second in range(12):
+        cluster.submit(make_request(f"new{second}", words(4, start=7 * second), max_tokens=3))
+        for _ in range(8):
+            cluster.run_generate()
+        cluster.wait(SECOND_NS)
+    helped = overruled(cluster, "generate.admission")
+    assert helped == {"one that was passed over for too long goes first": 1}
+    cluster.drain()
+    assert_served(cluster, *cluster.requests)
+
+
+def test_first_come_first_served_passes_nobody_over() -> None:
+    """However long all wait, and whatever their sizes: nothing is overruled, and no time is counted."""
+    cluster = cluster_of(make_limits(slots=1, waiting=1000, passed_over_ns=SECOND_NS))
+    served_for(cluster, 30)
+    statistics = cluster.kernel.statistics()
+    assert statistics["policy_overruled"] == {}
+    assert statistics["passed_over_s"] == {"encode": 0.0, "generate": 0.0}
+
+
+def test_put_first_moves_only_what_is_passed_over() -> None:
+    assert put_first([2, 1], 0) == [0, 2, 1]
+    assert put_first([2, 0, 1], 0) == [0, 2, 1]
+    assert put_first([0, 1, 3], 1) == [0, 1, 3]
+    assert put_first([0, 1], 2) == [0, 1]
+    assert put_first([0, 3, 2], 2) == [2, 0, 3]
+    assert put_first((), 0) == ()
+    assert put_first(range(4), 2) == range(4)
+
+
+def test_snapshot_has_what_is_passed_over() -> None:
+    limits = make_limits(slots=1, waiting=1000, passed_over_ns=10 * SECOND_NS)
+    cluster = cluster_of(limits, generate_admission=Youngest())
+    served_for(cluster, 9)
+    policies = default_policies(generate_admission=Youngest())
+    again = restore_snapshot(Scheduler(limits, policies), encode_snapshot(cluster.kernel))
+    assert again.statistics() == cluster.kernel.statistics()
+    cluster.kernel = again
+    served_for(cluster, 4)
+    assert overruled(cluster, "generate.admission")
+
+
+class Everything(RequestPolicy, frozen=True, kw_only=True):
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission(range(len(view.waiting)))
+
+
+def test_more_entries_than_places_are_counted() -> None:
+    cluster = cluster_of(make_limits(slots=2), generate_admission=Everything())
+    for index in range(5):
+        cluster.submit(make_request(f"r{index}", words(4, start=9 * index)))
+    cluster.drain()
+    assert set(overruled(cluster, "generate.admission")) == {"more entries than can join"}
+
+
+class LastImage(RequestPolicy, frozen=True, kw_only=True):
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission([len(view.waiting) - 1])
+
+
+class LastOrder(ImagePolicy, frozen=True, kw_only=True):
+    def dispatch(self, view: DispatchView) -> Dispatch:
+        free = next(index for index, group in enumerate(view.groups) if group.free)
+        return Dispatch(free, range(len(view.waiting) - 1, 0, -1) or [0])
+
+
+@pytest.mark.parametrize(
+    ("seat", "policies"),
+    [
+        ("encode.admission", {"encode_admission": LastImage()}),
+        ("encode.dispatch", {"dispatch": LastOrder()}),
+    ],
+)
+def test_images_are_passed_over_for_no_longer_than_the_limit(
+    seat: str, policies: dict[str, Policy]
+) -> None:
+    limits = make_limits(encode_items=1, waiting=1000, passed_over_ns=5 * SECOND_NS)
+    cluster = cluster_of(limits, **policies)
+    for second in range(9):
+        for index in range(2):
+            cluster.submit(image_request(f"r{second}.{index}", (b"%d.%d" % (second, index), 4)))
+        cluster.run_encode()
+        cluster.wait(SECOND_NS)
+    assert set(overruled(cluster, seat)) == {"one that was passed over for too long goes first"}
+    assert 4 <= cluster.kernel.statistics()["passed_over_s"]["encode"] <= 7
+    cluster.drain()
+    assert_served(cluster, *cluster.requests)
+
+
+VIEWS: list[Any] = []
+
+
+class Oldest(RequestPolicy, frozen=True, kw_only=True):
+    def victim(self, view: PreemptionView) -> Preemption:
+        VIEWS.append(view)
+        return Preemption(0, "swap")
+
+
+class OldestEligible(RequestPolicy, frozen=True, kw_only=True):
+    def victim(self, view: PreemptionView) -> int:
+        return view.eligible[0]
+
+
+@pytest.mark.parametrize(("policy", "counted"), [(Oldest(), True), (OldestEligible(), False)])
+def test_victims_older_than_the_request_in_need_are_counted(
+    policy: RequestPolicy, counted: bool
+) -> None:
+    """The view tells the request in need, and so the victims that are possible."""
+    VIEWS.clear()
+    cluster = cluster_of(make_limits(blocks=12, slots=4), preemption=policy)
+    for index in range(4):
+        cluster.submit(make_request(f"r{index}", words(6 + index, start=20 * index), max_tokens=30))
+    cluster.drain()
+    assert_served(cluster, *cluster.requests)
+    found = overruled(cluster, "generate.preemption")
+    assert ("the victim was older than the request in need" in found) == counted
+    assert ("the victim was recomputed instead of swapped" in found) == counted
+    assert all(view.eligible == range(view.in_need, len(view.running)) for view in VIEWS)
+
+
+class NoItems(ImagePolicy, frozen=True, kw_only=True):
+    def select(self, view: EncodingView) -> Sequence[int]:
+        VIEWS.append(view)
+        return []
+
+
+class Older(CachePolicy, frozen=True, kw_only=True):
+    def keep(self, view: InsertionView) -> int:
+        return 0
+
+
+class Spares(ImagePolicy, frozen=True, kw_only=True):
+    def reclaim(self, view: ReclaimView) -> Sequence[int]:
+        return []
+
+
+class Many(DraftingPolicy, frozen=True, kw_only=True):
+    def grant(self, view: DraftingView) -> Draft:
+        return Draft(view.rows_free + 1, steps=4, ngram=2)
+
+
+class Nobody(RequestPolicy, frozen=True, kw_only=True):
+    def share(self, view: StepView) -> StepShares:
+        return StepShares([])
+
+
+def test_answers_of_other_kinds_are_counted() -> None:
+    VIEWS.clear()
+    cluster = cluster_of(
+        make_limits(pages=8, slots=1, chunk_tokens=16, drafts=True),
+        encoding=NoItems(),
+        reclaim=Spares(),
+        drafting=Many(),
+        step=Nobody(),
+    )
+    cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
+    for name in ("young", "younger"):
+        cluster.submit(image_request(name, (name.encode(), 8), max_tokens=2))
+    cluster.drain()
+    assert_served(cluster, "old", "young", "younger")
+    assert set(cluster.kernel.statistics()["policy_overruled"]) == {
+        "encode.encoding",
+        "encode.reclaim",
+        "generate.drafting",
+        "generate.step",
+    }
+    assert VIEWS[0].needed == ()
+    assert any(view.needed == (0,) for view in VIEWS)
+    assert cluster.kernel.statistics()["policy_faults"] == {}
+
+
+def test_blocks_that_stay_in_the_cache_are_counted() -> None:
+    cluster = cluster_of(make_limits(), insertion=Older())
+    cluster.submit(make_request("r", words(64), max_tokens=9), answers=2)
+    cluster.drain()
+    assert overruled(cluster, "generate.insertion")
+
+
+class Third(RoutingPolicy, frozen=True, kw_only=True):
+    def choose(self, view: RoutingView) -> int:
+        return 2
+
+
+def test_replica_that_is_down_is_counted() -> None:
+    cluster = cluster_of(make_limits(generators=3), routing=Third())
+    cluster.submit(make_request("a", words(4)))
+    assert overruled(cluster, "routing") == {}
+    cluster.lose("generate-2")
+    cluster.submit(make_request("b", words(4)))
+    assert overruled(cluster, "routing") == {"the replica takes no requests": 1}
+
+
+class Holds(RequestPolicy, frozen=True, kw_only=True):
+    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+        return Hold(view.request.arrived_ns + 4 * SECOND_NS)
+
+
+@pytest.mark.parametrize(("limit_s", "fails"), [(5, False), (3, True)])
+def test_holds_have_the_same_limit(limit_s: int, fails: bool) -> None:
+    limits = make_limits(waiting=2, passed_over_ns=limit_s * SECOND_NS)
+    cluster = cluster_of(limits, front_door=Holds())
+    for index in range(3):
+        cluster.arrive(make_request(f"r{index}", words(4)))
+    assert bool(cluster.notices) == fails
+    assert bool(overruled(cluster, "front_door")) != fails
